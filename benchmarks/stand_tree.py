@@ -19,7 +19,7 @@ import numpy as np
 
 import specjax
 from specjax.drafters.tables.stand import best_paths
-from specjax.retrieval.contexts import KEPT, ORDERS
+from specjax.retrieval.contexts import MAX_TOKENS, ORDERS
 
 DEEPEST, LONGEST = 8, 256  # tokens of a path; of prompt and text
 
@@ -30,7 +30,7 @@ def likeliest(target, cache, tokens):
     t = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, t, t), bool))
     output, _ = target.model.forward(target.params, tokens, cache, positions=jnp.arange(t)[None], mask=mask)
-    best, ids = jax.lax.top_k(jax.nn.log_softmax(output.logits[0]), KEPT)
+    best, ids = jax.lax.top_k(jax.nn.log_softmax(output.logits[0]), MAX_TOKENS)
     return ids, jnp.exp(best)
 
 
@@ -46,7 +46,7 @@ def replay(prompt, text, ids, probs, read_prompt):
                 context = tuple(whole[at + 1 - n : at + 1])
                 old, m = table.get(context, ({}, 0))
                 mean = {t: (m * old.get(t, 0) + distribution.get(t, 0)) / (m + 1) for t in {*old, *distribution}}
-                best = sorted(mean, key=lambda t: (-mean[t], t))[:KEPT]
+                best = sorted(mean, key=lambda t: (-mean[t], t))[:MAX_TOKENS]
                 table[context] = {t: mean[t] for t in best}, m + 1
 
     def path(start):

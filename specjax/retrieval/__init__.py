@@ -1,1 +1,1 @@
-"""What was written before: n-grams and suffixes of the text itself, and datastores of corpora."""
+"""Retrieval of earlier text: n-grams and suffixes of the text itself, and datastores of corpora."""

@@ -1,6 +1,6 @@
-"""A table of what a model thought after contexts of a few tokens: the likeliest next tokens, by the mean of all times.
+"""A table of next-token distributions after contexts of a few tokens: the likeliest tokens, averaged over occurrences.
 
-Contexts of all ORDERS stand in one table of n-grams.
+Contexts of all ORDERS share one table of n-grams.
 """
 
 from __future__ import annotations
@@ -18,100 +18,105 @@ from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.retrieval import ngrams
 from specjax.types import Array, PyTree
 
-ORDERS = 4, 3, 2  # lengths of contexts, the first that is found counts
-KEPT = 10  # tokens of an entry
+ORDERS = 4, 3, 2  # context lengths; the first one found is used
+MAX_TOKENS = 10  # of an entry
 WAYS = 4  # places of a bucket
 LONGEST = max(ORDERS)
 UNUSED = np.arange(LONGEST) < LONGEST - np.array(ORDERS)[:, None]
-"""bool[3, 4]: the tokens of a context that each of ORDERS leaves out."""
-LEFT_OUT = np.iinfo(np.int32).max  # stands for them: no token
+"""bool[3, 4], the tokens of a context that each of ORDERS leaves out."""
+LEFT_OUT = np.iinfo(np.int32).max  # placeholder for these; not a token
 
 
-class Entry(NamedTuple):
-    """What followed a context, the likeliest first."""
+class NextTokens(NamedTuple):
+    """The likeliest tokens after a context, best first."""
 
     tokens: Array  # int32[..., k]; -1: none
     probs: Array  # float32[..., k]
-    seen: Array  # int32[...], how many distributions it is the mean of; 0: none
+    occurrences: Array  # int32[...], number of distributions averaged; 0: no entry
 
 
-def empty(batch: int, buckets: int, kept: int) -> ngrams.Table:
-    """A table that knows no context; `kept`: tokens of an entry."""
-    none = Entry(jnp.full((kept,), -1, jnp.int32), jnp.zeros((kept,)), jnp.int32(0))
+def empty(batch: int, buckets: int, size: int) -> ngrams.Table:
+    """Return a table without contexts, for entries of `size` tokens."""
+    none = NextTokens(jnp.full((size,), -1, jnp.int32), jnp.zeros((size,)), jnp.int32(0))
     return ngrams.empty(batch, buckets, WAYS, LONGEST, none)
 
 
-def entries(logits: Array, wanted: Array, kept: int) -> Entry:
-    """Logits float32[B, M, V] as entries: the likeliest tokens with their probabilities, seen once where `wanted`."""
-    tokens, log_p = likeliest(logits, kept)
-    return Entry(tokens, jnp.exp(log_p), wanted.astype(jnp.int32))
+def make_entries(logits: Array, mask: Array, size: int) -> NextTokens:
+    """Return the likeliest tokens of logits [B, M, V] and their probabilities, with 1 occurrence where `mask`."""
+    tokens, log_p = likeliest(logits, size)
+    return NextTokens(tokens, jnp.exp(log_p), mask.astype(jnp.int32))
 
 
-def learn(table: ngrams.Table, contexts: Array, new: Entry) -> ngrams.Table:
-    """Mix entries [B, M], seen once or not at all, into those of their contexts int32[B, M, 4], of every order."""
-    grams = _by_order(jnp.where(new.seen[:, :, None] > 0, contexts, -1))
-    wanted = jnp.all(grams >= 0, -1)
+def add_entries(table: ngrams.Table, contexts: Array, new: NextTokens) -> ngrams.Table:
+    """Average entries [B, M], with 0 or 1 occurrences, into those of their contexts int32[B, M, 4], of every order."""
+    grams = _by_order(jnp.where(new.occurrences[:, :, None] > 0, contexts, -1))
+    mask = jnp.all(grams >= 0, -1)
     tokens, probs = (jnp.repeat(x, len(ORDERS), 1) for x in new[:2])
-    once = Entry(tokens, probs, jnp.int32(1))
-    found = ngrams.find(table, grams)
-    place = np.arange(len(grams))[:, None], found.bucket, jnp.argmax(found.hit, 2)
-    known = _standing(table.values, place, jnp.any(found.hit, 2))
-    return ngrams.write(table, grams, mix(known, once), wanted, prefix=LONGEST)
+    new_entries = NextTokens(tokens, probs, jnp.int32(1))
+    lookup = ngrams.find(table, grams)
+    place = np.arange(len(grams))[:, None], lookup.bucket, jnp.argmax(lookup.hit, 2)
+    stored = _read(table.values, place, jnp.any(lookup.hit, 2))
+    return ngrams.write(table, grams, mix(stored, new_entries), mask, prefix=LONGEST)
 
 
-def find(params: PyTree, table: ngrams.Table, contexts: Array) -> Entry:
-    """The entries [B, M] of the longest contexts known; seen 0 where none is."""
-    grams, several = _by_order(contexts), [params, table] if params else [table]
-    each = WAYS * table.ages.shape[1]  # places
-    # One number for each hit, the larger the longer its context, that names its place: on a TPU operations count.
-    number = each * np.arange(len(ORDERS), 0, -1)[:, None] + np.arange(WAYS)
+def find(params: PyTree, table: ngrams.Table, contexts: Array) -> NextTokens:
+    """Return the entries [B, M] of the longest stored contexts; 0 occurrences where there is none."""
+    grams, tables = _by_order(contexts), [params, table] if params else [table]
+    places = WAYS * table.ages.shape[1]
+    # One number per hit encodes its context length and its place, and is larger for longer contexts. This saves TPU
+    # operations.
+    number = places * np.arange(len(ORDERS), 0, -1)[:, None] + np.arange(WAYS)
     number = np.tile(number, (contexts.shape[1], 1))  # [3 M, A]
 
     def longest(table: ngrams.Table) -> Array:
-        found = ngrams.find(table, grams)
-        hits = jnp.where(found.hit, number + WAYS * found.bucket[:, :, None], 0)
+        lookup = ngrams.find(table, grams)
+        hits = jnp.where(lookup.hit, number + WAYS * lookup.bucket[:, :, None], 0)
         return jnp.max(hits.reshape(*contexts.shape[:2], -1), 2)
 
-    best = [longest(table) for table in several]  # [B, M]; 0: none
-    overall = functools.reduce(jnp.maximum, best) // each  # 1 to 3, of the longest context that any table knows
+    best = [longest(table) for table in tables]  # [B, M]; 0: none
+    overall = functools.reduce(jnp.maximum, best) // places  # 1 to 3, order of the longest context in any table
 
-    def entry(table: ngrams.Table, best: Array) -> Entry:
-        place = best % each
+    def entry(table: ngrams.Table, best: Array) -> NextTokens:
+        place = best % places
         row = np.arange(len(table.ages))[:, None]
-        return _standing(table.values, (row, place // WAYS, place % WAYS), (best > 0) & (best // each == overall))
+        return _read(table.values, (row, place // WAYS, place % WAYS), (best > 0) & (best // places == overall))
 
-    return functools.reduce(mix, map(entry, several, best))
-
-
-def merge(known: ngrams.Table, rows: ngrams.Table) -> ngrams.Table:
-    """A table of one row with what the rows of another learned."""
-    return ngrams.merge(known, rows, mix)
+    return functools.reduce(mix, map(entry, tables, best))
 
 
-def mix(a: Entry, b: Entry) -> Entry:
-    """The mean of two entries by their counts, over the tokens of both; the k largest, of equal ones the lower ids.
-    Tokens of no probability are none."""
-    total = a.seen + b.seen
-    share = lambda x: (x.seen / jnp.maximum(total, 1))[..., None] * x.probs
-    ours, theirs = share(a), share(b)
+def merge(table: ngrams.Table, rows: ngrams.Table) -> ngrams.Table:
+    """Return a table of one row with the contexts of all rows of another table added."""
+    return ngrams.merge(table, rows, mix)
+
+
+def mix(a: NextTokens, b: NextTokens) -> NextTokens:
+    """Return the mean of two entries, weighted by their counts, over the tokens of both.
+
+    The k largest tokens stay, of equal probabilities the lower ids. Tokens of probability 0 become -1.
+    """
+    total = a.occurrences + b.occurrences
+    share = lambda x: (x.occurrences / jnp.maximum(total, 1))[..., None] * x.probs
+    p_a, p_b = share(a), share(b)
     same = (a.tokens[..., :, None] == b.tokens[..., None, :]) & (a.tokens >= 0)[..., :, None]
-    ours += jnp.sum(jnp.where(same, theirs[..., None, :], 0.0), -1)
-    rest = jnp.where(jnp.any(same, -2), -1, b.tokens)
-    tokens = jnp.concatenate([a.tokens, rest], -1)
-    probs = jnp.where(tokens >= 0, jnp.concatenate([ours, theirs], -1), -1.0)
+    p_a += jnp.sum(jnp.where(same, p_b[..., None, :], 0.0), -1)
+    unshared = jnp.where(jnp.any(same, -2), -1, b.tokens)
+    tokens = jnp.concatenate([a.tokens, unshared], -1)
+    probs = jnp.where(tokens >= 0, jnp.concatenate([p_a, p_b], -1), -1.0)
     order = -probs, jnp.where(tokens >= 0, tokens, np.iinfo(np.int32).max)
     negative, tokens = (x[..., : a.tokens.shape[-1]] for x in jax.lax.sort(order, num_keys=2))
-    known = negative < 0
-    return Entry(jnp.where(known, tokens, -1), jnp.where(known, -negative, 0.0), total)
+    valid = negative < 0
+    return NextTokens(jnp.where(valid, tokens, -1), jnp.where(valid, -negative, 0.0), total)
 
 
 def _by_order(contexts: Array) -> Array:
-    """int32[B, 3 M, 4]: of each context int32[B, M, 4] its n-grams, one for each of ORDERS."""
+    """Return int32[B, 3 M, 4]: the n-grams of each context int32[B, M, 4], one for each of ORDERS."""
     grams = jnp.where(UNUSED, LEFT_OUT, contexts[:, :, None])
     return grams.reshape(len(contexts), -1, contexts.shape[-1])
 
 
-def _standing(values: Entry, place: tuple[ArrayLike, ...], known: Array) -> Entry:
-    """What stands at places, int32[B, M] each; nothing where not `known` bool[B, M]."""
+def _read(values: NextTokens, place: tuple[ArrayLike, ...], valid: Array) -> NextTokens:
+    """Return the entries at places int32[B, M]; empty ones where not `valid` bool[B, M]."""
     entry = jax.tree.map(lambda x: gather_at(x, *place), values)
-    return Entry(jnp.where(known[..., None], entry.tokens, -1), entry.probs, jnp.where(known, entry.seen, 0))
+    return NextTokens(
+        jnp.where(valid[..., None], entry.tokens, -1), entry.probs, jnp.where(valid, entry.occurrences, 0)
+    )

@@ -130,7 +130,7 @@ def test_datastore_build_interrupted_goes_on(tmp_path):
     assert not out.exists() and part.exists()
     again = Command(tmp_path, *options)
     assert again.process.wait(200) == 0, again.read("err")
-    assert "going on after" in again.read("err") and out.exists()
+    assert "resuming an interrupted build" in again.read("err") and out.exists()
 
 
 def read(file: Path) -> str:
@@ -328,7 +328,7 @@ def test_a_datastore_on_a_full_disk(tmp_path):
     )
     assert not out.exists()
     again = Command(tmp_path, *options)
-    assert again.process.wait(200) == 0 and "going on after" in again.read("err"), again.read("err")
+    assert again.process.wait(200) == 0 and "resuming an interrupted build" in again.read("err"), again.read("err")
 
 
 def test_files_are_whole_or_as_they_were(tmp_path):

@@ -9,7 +9,7 @@ from hostile import as_json, attacks, changed_json, survives
 
 from specjax.costs import planned
 from specjax.planning.tree.rank_acceptance import read_acceptance
-from specjax.trees.parsing import MOST_NODES, parse_paths
+from specjax.trees.parsing import MAX_NODES, parse_paths
 
 PATHS = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
 CHOICE = {"side": "schedule", "num_nodes": 6, "depth": 3, "paths": PATHS, "spec": "2x1"}
@@ -51,8 +51,8 @@ def test_what_never_ends_is_not_opened(read, tmp_path):
 
 
 def test_trees_too_large_or_told_twice(tmp_path):
-    wide = [[i] for i in range(MOST_NODES)]
-    for paths, words in ((wide, None), ([*wide, [MOST_NODES]], "at most 4096"), ([[0], [0]], "a path twice"),
+    wide = [[i] for i in range(MAX_NODES)]
+    for paths, words in ((wide, None), ([*wide, [MAX_NODES]], "at most 4096"), ([[0], [0]], "a path twice"),
                          ([[0] * 9999], "without")):  # fmt: skip
         (tmp_path / "x.json").write_text(json.dumps(paths))
         sentence = survives(lambda: parse_paths(str(tmp_path / "x.json")))

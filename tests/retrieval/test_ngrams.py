@@ -123,4 +123,4 @@ def test_numpy_and_jax_choose_the_same_bucket():
 def test_chunks_are_learned_one_after_another():
     add = lambda total, x, y: total + jnp.sum(x * y, 1)
     x = jnp.arange(2.0 * 70).reshape(2, 70)
-    np.testing.assert_allclose(ngrams.by_chunks(add, jnp.ones(2), x, x), 1 + jnp.sum(x * x, 1), rtol=1e-6)
+    np.testing.assert_allclose(ngrams.scan_chunks(add, jnp.ones(2), x, x), 1 + jnp.sum(x * x, 1), rtol=1e-6)

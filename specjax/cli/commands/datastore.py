@@ -59,7 +59,7 @@ def build(
         task = bar.add_task("", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)
         try:
-            d.build(files, out, tokenizer, fields=field or (), shard_tokens=shard_tokens, progress=show, say=say)
+            d.build(files, out, tokenizer, fields=field or (), shard_tokens=shard_tokens, progress=show, notify=say)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("run the same command again to go on") from None
         except OSError as error:

@@ -1,6 +1,6 @@
 """Datastores: corpora as token ids with a suffix array, for drafters that retrieve.
 
-store = specjax.retrieval.datastore.open_datastore("wiki.store", tokenizer)  # the target's own, or it is refused
+store = specjax.retrieval.datastore.open_datastore("wiki.store", tokenizer)  # raises if built with another tokenizer
 drafter = specjax.drafters.rest(store.to_device())
 """
 

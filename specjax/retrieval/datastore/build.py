@@ -1,4 +1,4 @@
-"""Building a datastore: shard after shard in a folder beside the wanted one, which takes its name when it is whole."""
+"""Construction of a datastore, shard by shard in a temporary folder that is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specjax.retrieval.datastore.files import (
     SUFFIXES,
     TOKENS,
     VERSION,
-    checksum_of,
+    compute_checksum,
+    file_dtypes,
     fingerprint,
     open_datastore,
     read_meta,
-    stored_as,
     write_meta,
 )
-from specjax.retrieval.datastore.store import SHARD_TOKENS, Datastore, cut, make_shard, token_dtype
+from specjax.retrieval.datastore.store import SHARD_TOKENS, Datastore, make_shard, split_shards, token_dtype
 
 
 def build(
@@ -39,30 +39,33 @@ def build(
     fields: Sequence[str] = (),
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], object] = lambda done, total: None,
-    say: Callable[[str], object] = lambda sentence: None,
+    notify: Callable[[str], object] = lambda message: None,
 ) -> Datastore:
     """Tokenize files, sort their suffixes and write the folder `out`.
 
-    The text is read twice: first to know it. A build that was interrupted goes on after its last whole shard when it is
-    started again with the same text, tokenizer and options; else it starts anew. What is kept is compared with its
-    checksums: a damaged shard is built again, with those behind it. Memory: one shard, 20 to 50 bytes per token of it.
+    The text is read twice, first to count and hash it. An interrupted build resumes after its last complete shard if it
+    is started again with the same text, tokenizer and options. Otherwise it starts over. Existing shards are compared
+    with their checksums: a damaged shard and all later ones are rebuilt. Memory: one shard, 20 to 50 bytes per token of
+    it.
 
     Args:
-      tokenizer: as `specjax.load` gives; control tokens around a text are left out.
-      fields: see `corpus.read`. shard_tokens: places of a shard.
-      progress: called with the bytes read so far and those of all files. say: called with what a user should know.
+      tokenizer: as returned by `specjax.load`; control tokens around a text are left out.
+      fields: see `corpus.read`. shard_tokens: places per shard.
+      progress: called with the bytes read so far and the bytes of all files. notify: called with messages for the user.
 
-    Returns: the datastore, opened. Raises: UsageError for bad files or options, or if `out` exists.
+    Returns: the datastore, opened.
+
+    Raises: UsageError for bad files or options, or if `out` exists.
     """
     paths, out = [Path(file) for file in files], Path(out)
     if out.exists():
-        raise UsageError(f"{out} exists already; remove it or choose another folder")
+        raise UsageError(f"{out} already exists; remove it or choose another folder")
     if not out.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {out.absolute().parent}; create it first")
+        raise UsageError(f"the folder {out.absolute().parent} does not exist; create it first")
     vocab_size = len(tokenizer.vocab)
-    known = corpus.survey(corpus.read(paths, fields))
-    if not known.documents:
-        raise UsageError("the files hold no text; give at least one document that is not blank")
+    summary = corpus.survey(corpus.read(paths, fields))
+    if not summary.documents:
+        raise UsageError("the files contain no text; give at least one document that is not blank")
     plan = {
         "format": FORMAT,
         "version": VERSION,
@@ -70,15 +73,15 @@ def build(
         "vocab_size": vocab_size,
         "shard_tokens": shard_tokens,
         "fields": list(fields),
-        "text": known.digest,
-        "documents": known.documents,
-        "bytes": known.size,
+        "text": summary.digest,
+        "documents": summary.documents,
+        "bytes": summary.size,
     }
     part = out.absolute().parent / f".{out.name}.part"
-    meta = _resume(part, plan, say)
+    meta = _resume(part, plan, notify)
     used, place = meta["shards"][-1]["next"] if meta["shards"] else (0, 0)
 
-    blocks = _counted(corpus.read(paths, fields), known.size, progress)
+    blocks = _report_progress(corpus.read(paths, fields), summary.size, progress)
     end = token_dtype(vocab_size).type(vocab_size)
 
     def pieces():
@@ -87,7 +90,7 @@ def build(
             yield np.append(ids, end) if block.ends else ids
 
     with open(part / TOKENS, "ab") as tokens_file, open(part / SUFFIXES, "ab") as suffixes_file:
-        for tokens, more, place_after in cut(pieces(), vocab_size, shard_tokens, place):
+        for tokens, pieces_used, place_after in split_shards(pieces(), vocab_size, shard_tokens, place):
             shard = make_shard(tokens)
             checksums = []
             for file, array in zip((tokens_file, suffixes_file), shard, strict=True):
@@ -95,31 +98,31 @@ def build(
                 file.write(stored.data)
                 file.flush()
                 os.fsync(file.fileno())
-                checksums.append(checksum_of(stored))
-            entry = {"tokens": len(tokens), "checksums": checksums, "next": [used + more, place_after]}
+                checksums.append(compute_checksum(stored))
+            entry = {"tokens": len(tokens), "checksums": checksums, "next": [used + pieces_used, place_after]}
             meta["shards"].append(entry)
             write_meta(part, meta)
     write_meta(part, meta | {"complete": True})
     os.replace(part, out)
-    return open_datastore(out, verify=False)  # kept shards were compared with their checksums, the others just written
+    return open_datastore(out, verify=False)  # old shards were verified on resuming, new ones were just written
 
 
-def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> dict[str, Any]:
-    """What is built already of this plan: its files are cut to the whole shards that meta.json lists."""
-    if part.is_symlink() or (part.exists() and not part.is_dir()) or _others_in(part):
-        raise UsageError(f"{part} is not what an interrupted build leaves; move it away, or give another folder")
+def _resume(part: Path, plan: dict[str, Any], notify: Callable[[str], object]) -> dict[str, Any]:
+    """Return the metadata of an interrupted build of this plan, with its files cut to the complete shards."""
+    if part.is_symlink() or (part.exists() and not part.is_dir()) or _has_foreign_files(part):
+        raise UsageError(f"{part} does not come from an interrupted build; move it away or choose another folder")
     if part.exists():
         meta = None
         with contextlib.suppress(UsageError):
             meta = read_meta(part)
         if meta is not None and {name: meta.get(name) for name in plan} == plan:
-            kept = _cut_to_whole(part, meta)
-            lost = len(meta["shards"]) - len(kept)
-            if kept or not lost:
-                again = f"; shard {len(kept)} is damaged, so it and those behind it are built again" if lost else ""
-                say(f"going on after {len(kept)} finished shards of an interrupted build{again}")
-                return meta | {"complete": False, "shards": kept}
-        say("an interrupted build of this folder was of other text or options, or is damaged: starting anew")
+            shards = _truncate(part, meta)
+            lost = len(meta["shards"]) - len(shards)
+            if shards or not lost:
+                again = f"; shard {len(shards)} is damaged, so it and all later ones are rebuilt" if lost else ""
+                notify(f"resuming an interrupted build after {len(shards)} finished shards{again}")
+                return meta | {"complete": False, "shards": shards}
+        notify("an interrupted build of this folder is damaged or used other text or options; starting over")
         shutil.rmtree(part)
     part.mkdir()
     meta = plan | {"complete": False, "shards": []}
@@ -127,16 +130,16 @@ def _resume(part: Path, plan: dict[str, Any], say: Callable[[str], object]) -> d
     return meta
 
 
-def _others_in(part: Path) -> bool:
-    """Whether there is anything that a build does not write, or a link to elsewhere."""
-    own = {TOKENS, SUFFIXES, META, f"{META}.new"}
-    return part.is_dir() and any(entry.is_symlink() or entry.name not in own for entry in part.iterdir())
+def _has_foreign_files(part: Path) -> bool:
+    """Return True if the folder contains a file that no build writes, or a symbolic link."""
+    names = {TOKENS, SUFFIXES, META, f"{META}.new"}
+    return part.is_dir() and any(entry.is_symlink() or entry.name not in names for entry in part.iterdir())
 
 
-def _cut_to_whole(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The shards listed, as far as they have their checksums; what is behind them is cut off the files."""
-    files = {part / name: dtype for name, dtype in stored_as(meta["vocab_size"]).items()}
-    kept: list[dict[str, Any]] = []
+def _truncate(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the leading shards whose checksums match, and truncate the files after them."""
+    files = {part / name: dtype for name, dtype in file_dtypes(meta["vocab_size"]).items()}
+    shards: list[dict[str, Any]] = []
     places = 0
     for file in files:
         file.touch()
@@ -144,19 +147,19 @@ def _cut_to_whole(part: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
     for entry in meta["shards"]:
         if (part / TOKENS).stat().st_size < (places + entry["tokens"]) * files[part / TOKENS].itemsize:
             break
-        found = [
+        arrays = [
             np.fromfile(file, dtype, entry["tokens"], offset=places * dtype.itemsize) for file, dtype in files.items()
         ]
-        if [checksum_of(array) for array in found] != entry["checksums"]:
+        if [compute_checksum(array) for array in arrays] != entry["checksums"]:
             break
-        kept.append(entry)
+        shards.append(entry)
         places += entry["tokens"]
     for file, dtype in files.items():
         os.truncate(file, places * dtype.itemsize)
-    return kept
+    return shards
 
 
-def _counted(blocks, total: int, progress: Callable[[int, int], object]):
+def _report_progress(blocks, total: int, progress: Callable[[int, int], object]):
     done = 0
     for block in blocks:
         yield block

@@ -1,4 +1,4 @@
-"""Reading a corpus: text files, one document each, and JSONL, one document per line."""
+"""Reading of corpora: text files, one document each, and JSONL, one document per line."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from specjax.files.untrusted import check_regular
 
 FIELDS = ("text", "turns", "prompt")
 BLOCK = 1 << 20
-"""Characters of a text file that are tokenized together; the text is cut at the end of a line."""
+"""Characters of a text file that are tokenized together. The text is cut at the end of a line."""
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """A piece of a document."""
 
     text: str
-    ends: bool  # the document
-    size: int  # bytes that it takes in its file
+    ends: bool  # whether the document ends here
+    size: int  # bytes in its file
 
 
 class Survey(NamedTuple):
-    """What a corpus is, from reading it once."""
+    """Hash and size of a corpus, from reading it once."""
 
     digest: str
     documents: int
     size: int  # bytes
 
 
-def survey(blocks: Iterable[Block]) -> Survey:
+def survey(blocks: Iterable[TextBlock]) -> Survey:
     """Read a corpus once. Raises: UsageError as `read` does."""
     digest, documents, size = hashlib.blake2b(digest_size=16), 0, 0
     for block in blocks:
         digest.update(block.text.encode())
-        digest.update(b"\xff" if block.ends else b"\xfe")  # bytes that no text has
+        digest.update(b"\xff" if block.ends else b"\xfe")  # these bytes occur in no UTF-8 text
         documents += block.ends
         size += block.size
     return Survey(digest.hexdigest(), documents, size)
 
 
-def read(files: Sequence[Path], fields: Sequence[str] = ()) -> Iterator[Block]:
-    """The documents of some files that are not blank.
+def read(files: Sequence[Path], fields: Sequence[str] = ()) -> Iterator[TextBlock]:
+    """Yield the documents of files, without blank ones.
 
-    Args: fields: of JSONL, strings or lists of strings, joined by line ends; none: the first of FIELDS that a line has.
+    Args: fields: names of JSONL fields, strings or lists of strings, joined by newlines; empty: the first of FIELDS
+    that a line has.
 
-    Raises: UsageError, naming file and line, for what cannot be read.
+    Raises: UsageError, with file and line, for input that cannot be read.
     """
     for file in files:
         try:
-            check_regular(file)  # it is read twice
+            check_regular(file)  # the file is read twice
             with open(file, encoding="utf-8-sig", newline="") as handle:
                 if file.suffix == ".jsonl":
                     for number, line in enumerate(handle, 1):
                         text = _document(line, fields, f"{file}, line {number}") if line.strip() else ""
                         if text.strip():
-                            yield Block(text, True, len(line.encode()))
+                            yield TextBlock(text, True, len(line.encode()))
                 else:
                     yield from _blocks(handle)
         except UnicodeDecodeError as error:
@@ -67,31 +68,31 @@ def read(files: Sequence[Path], fields: Sequence[str] = ()) -> Iterator[Block]:
             raise UsageError(f"cannot read {file} ({error.strerror or error}); check the path") from None
 
 
-def _blocks(handle) -> Iterator[Block]:
+def _blocks(handle) -> Iterator[TextBlock]:
     block = handle.read(BLOCK) + handle.readline(BLOCK)
     while block:
         following = handle.read(BLOCK) + handle.readline(BLOCK)
         if block.strip() or following:
-            yield Block(block, not following, len(block.encode()))
+            yield TextBlock(block, not following, len(block.encode()))
         block = following
 
 
 def _document(line: str, fields: Sequence[str], where: str) -> str:
     try:
-        entry = json.loads(line, parse_int=float)  # of any length
+        entry = json.loads(line, parse_int=float)  # int() limits the number of digits
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
+        raise UsageError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); fix or remove it") from None
     except RecursionError:
-        raise UsageError(f"{where}: its lists or objects are nested too deeply; mend or remove it") from None
+        raise UsageError(f"{where}: its lists or objects are nested too deeply; fix or remove it") from None
     if not isinstance(entry, dict):
         raise UsageError(f'{where}: not a JSON object; write {{"text": "..."}}')
-    wanted = fields or [name for name in FIELDS if name in entry][:1]
-    if not wanted:
+    names = fields or [name for name in FIELDS if name in entry][:1]
+    if not names:
         raise UsageError(f"{where}: it has none of the fields {', '.join(FIELDS)}; name one with --field")
     parts: list[str] = []
-    for name in wanted:
+    for name in names:
         value: Any = entry.get(name)
         parts += value if isinstance(value, list) else [value]
         if not all(isinstance(part, str) for part in parts):
-            raise UsageError(f'{where}: the field "{name}" holds no string or list of strings; choose another --field')
-    return "\n".join(parts).encode(errors="replace").decode()  # JSON can spell half a character
+            raise UsageError(f'{where}: the field "{name}" is no string or list of strings; choose another --field')
+    return "\n".join(parts).encode(errors="replace").decode()  # JSON can contain half a surrogate pair

@@ -1,8 +1,8 @@
-"""A datastore on the host: shards of token ids, each with its suffix array.
+"""Datastores on the host: shards of token ids, each with its suffix array.
 
-Documents stand one after another, each closed by the id END = `vocab_size`, which no text holds: what matches or
-follows never crosses a document's end. A suffix array lists the places of a shard in the order of what begins there,
-END being the largest id, so all places that begin with the same tokens are neighbours.
+Documents follow one another. Each is closed by the id END = `vocab_size`, which occurs in no text, so matches and
+continuations never cross a document's end. A suffix array lists the places of a shard in the order of the tokens that
+begin there, END being the largest id. So all places that begin with the same tokens are neighbours.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from specjax.errors import UsageError, optional_import
 from specjax.retrieval.datastore.index import Index, to_device
 
 SHARD_TOKENS = 1 << 25
-"""Places of a shard: building one takes about 1 GB of memory, or 2 for vocabularies above 65,535 ids."""
+"""Places per shard. Building one takes about 1 GB of memory, or 2 for vocabularies above 65,535 ids."""
 
 
 class Shard(NamedTuple):
-    """A piece of the corpus. Memory-mapped, if it lies in a file."""
+    """A piece of the corpus, memory-mapped if it comes from a file."""
 
     tokens: np.ndarray  # uint16[n] or uint32[n], ends with END
-    suffixes: np.ndarray  # int32[n], places in the order of what begins there
+    suffixes: np.ndarray  # int32[n], places sorted by the tokens that begin there
 
 
 class Match(NamedTuple):
-    """Where the longest known end of a text occurs."""
+    """Occurrences of the longest end of a text that the corpus contains."""
 
-    span: int  # tokens of the text that match; 0: none
-    first: list[int]  # per shard, the first rank of the suffix array that begins with them
-    counts: list[int]  # per shard, how many ranks do
+    span: int  # number of tokens that match; 0: no match
+    first: list[int]  # per shard, first rank of the suffix array that begins with them
+    counts: list[int]  # per shard, number of these ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Datastore:
-    """A corpus to retrieve from. `info`: what the folder's meta.json says, if it lies in one."""
+    """A corpus to retrieve from. `info` is the content of the folder's meta.json, if there is one."""
 
     shards: tuple[Shard, ...]
     vocab_size: int
@@ -47,12 +47,12 @@ class Datastore:
 
     @property
     def num_tokens(self) -> int:
-        """Places of all shards, the documents' ends included."""
+        """Return the places of all shards, including the ends of the documents."""
         return sum(len(shard.tokens) for shard in self.shards)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What it is: counts, memory, and hashes of its vocabulary and its text."""
+        """Return counts, memory, and the hashes of vocabulary and text."""
         per_token = token_dtype(self.vocab_size).itemsize + 4
         return {
             "documents": self.info.get("documents"),
@@ -65,7 +65,7 @@ class Datastore:
         }
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Their ids, one after another; one that runs over the border of a shard comes in two pieces."""
+        """Yield the ids of each document. A document that crosses the border of a shard comes in two pieces."""
         for tokens, _ in self.shards:
             start = 0
             for end in np.flatnonzero(tokens == self.vocab_size).tolist():
@@ -73,70 +73,75 @@ class Datastore:
                 start = end + 1
 
     def to_device(self, mesh: Mesh | None = None) -> Index:
-        """The `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
+        """Return the `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
         return to_device(self.shards, self.vocab_size, mesh)
 
     def search(self, text: Sequence[int], max_span: int = 16, min_span: int = 2) -> Match:
-        """The longest end of `text`, of `min_span` to `max_span` tokens, that occurs in the corpus."""
+        """Find the longest end of `text`, of `min_span` to `max_span` tokens, that occurs in the corpus."""
         for span in range(min(max_span, len(text)), min_span - 1, -1):
-            wanted = [int(token) for token in text[len(text) - span :]]
-            if max(wanted) >= self.vocab_size:  # such an id matches nothing
+            query = [int(token) for token in text[len(text) - span :]]
+            if max(query) >= self.vocab_size:  # such an id matches no token
                 continue
             first, count = [], []
             for shard in self.shards:
-                begins = lambda i, tokens=shard.tokens, span=span: tokens[i : i + span].tolist()
-                first.append(bisect.bisect_left(shard.suffixes, wanted, key=begins))
-                count.append(bisect.bisect_right(shard.suffixes, wanted, key=begins) - first[-1])
+                tokens_at = lambda i, tokens=shard.tokens, span=span: tokens[i : i + span].tolist()
+                first.append(bisect.bisect_left(shard.suffixes, query, key=tokens_at))
+                count.append(bisect.bisect_right(shard.suffixes, query, key=tokens_at) - first[-1])
             if any(count):
                 return Match(span, first, count)
         return Match(0, [0] * len(self.shards), [0] * len(self.shards))
 
     def continuations(self, match: Match, num_paths: int, length: int) -> np.ndarray:
-        """What follows a match: int32[num_paths, length], -1 behind a document's end.
+        """Return the tokens after a match: int32[num_paths, length], -1 from a document's end on.
 
-        All occurrences if there are at most `num_paths` (then rows of -1), else so many, evenly spread over them in
-        the order of the shards and their suffix arrays: continuations come in proportion to how often they occur.
+        All occurrences are returned if there are at most `num_paths`, followed by rows of -1. Otherwise `num_paths` of
+        them are spread evenly over the order of the shards and their suffix arrays. So continuations appear in
+        proportion to their frequency.
         """
         paths = np.full((num_paths, length), -1, np.int32)
-        before = np.cumsum([0, *match.counts])  # occurrences in earlier shards
-        total = int(before[-1])
-        for j in range(min(total, num_paths)):
-            rank = j if total <= num_paths else j * total // num_paths
-            i = int(np.searchsorted(before, rank, side="right")) - 1
+        earlier = np.cumsum([0, *match.counts])  # occurrences in earlier shards
+        total = int(earlier[-1])
+        for path in range(min(total, num_paths)):
+            rank = path if total <= num_paths else path * total // num_paths
+            i = int(np.searchsorted(earlier, rank, side="right")) - 1
             tokens, suffixes = self.shards[i]
-            start = int(suffixes[match.first[i] + rank - before[i]]) + match.span
-            follows = tokens[start : start + length].astype(np.int64)
-            end = np.argmax(np.append(follows, self.vocab_size) == self.vocab_size)
-            paths[j, :end] = follows[:end]
+            start = int(suffixes[match.first[i] + rank - earlier[i]]) + match.span
+            following = tokens[start : start + length].astype(np.int64)
+            end = np.argmax(np.append(following, self.vocab_size) == self.vocab_size)
+            paths[path, :end] = following[:end]
         return paths
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every id and END."""
+    """Return the smallest dtype that holds every id and END."""
     return np.dtype(np.uint16 if vocab_size < 1 << 16 else np.uint32)
 
 
 def from_documents(
     documents: Iterable[Sequence[int]], vocab_size: int, *, shard_tokens: int = SHARD_TOKENS
 ) -> Datastore:
-    """A datastore in memory. Raises: UsageError for ids outside the vocabulary, or if there are none."""
+    """Build a datastore in memory. Raises: UsageError for ids outside the vocabulary, or if there are none."""
     pieces = (np.array([*document, vocab_size]) for document in documents if len(document))
-    store = Datastore(tuple(make_shard(tokens) for tokens, _, _ in cut(pieces, vocab_size, shard_tokens)), vocab_size)
+    store = Datastore(
+        tuple(make_shard(tokens) for tokens, _, _ in split_shards(pieces, vocab_size, shard_tokens)), vocab_size
+    )
     if not store.shards:
         raise UsageError("the corpus has no tokens; give at least one document that is not empty")
     return store
 
 
-def cut(
+def split_shards(
     pieces: Iterable[np.ndarray], vocab_size: int, shard_tokens: int, place: int = 0
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Tokens of one shard after another, out of pieces of text (ids, END included): all full but the last.
+    """Yield the tokens of one shard after another from pieces of text (ids, END included).
 
-    A document that runs over the border of a shard is cut there: every shard ends with END.
+    All shards but the last are full.
 
-    Args: place: where in the first piece to begin.
+    A document that crosses the border of a shard is cut there, and every shard ends with END.
 
-    Yields: tokens; how many pieces are used up, and the place in the next one.
+    Args: place: start in the first piece.
+
+    Yields: tokens, the number of pieces used up, and the place in the next piece.
     """
     if shard_tokens < 2:
         raise UsageError(f"shard_tokens must be at least 2 (a token and the document's end), not {shard_tokens}")
@@ -144,26 +149,26 @@ def cut(
     parts: list[np.ndarray] = []
     room, used = shard_tokens - 1, 0
 
-    def closed():
+    def close_shard():
         tokens = np.concatenate(parts)
         return tokens if tokens[-1] == vocab_size else np.append(tokens, dtype.type(vocab_size))
 
     for piece in pieces:
         if len(piece) and not 0 <= piece.min() <= piece.max() <= vocab_size:
             raise UsageError(
-                f"the corpus has ids from {piece.min()} to {piece.max()}, but the vocabulary has those from 0 to "
+                f"the corpus has ids from {piece.min()} to {piece.max()}, but the vocabulary has ids from 0 to "
                 f"{vocab_size - 1}; use the tokenizer that belongs to it"
             )
         while len(piece) - place > room:
             parts.append(piece[place : place + room].astype(dtype))
             place += room
-            yield closed(), used, place
+            yield close_shard(), used, place
             parts, room = [], shard_tokens - 1
         parts.append(piece[place:].astype(dtype))
         room -= len(parts[-1])
         used, place = used + 1, 0
     if parts:
-        yield closed(), used, 0
+        yield close_shard(), used, 0
 
 
 def make_shard(tokens: np.ndarray) -> Shard:

@@ -97,7 +97,7 @@ def test_bad_input(refused, store, corpus, tmp_path):
     (store / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes" in refused(*rest, store)
     build = ("datastore", "build", corpus, "--out")
-    assert "exists already" in refused(*build, store)
+    assert "already exists" in refused(*build, store)
     assert "--shard-tokens" in refused(*build, tmp_path / "new", "--shard-tokens", 1)
     assert "--target: " in refused(*build, tmp_path / "new", "--target", "none")
     assert "cannot read" in refused("datastore", "build", tmp_path / "none.txt", "--out", tmp_path / "new")
@@ -155,7 +155,7 @@ def test_a_killed_build_can_be_continued(cli, tmp_path):
         building.kill()
     assert building.wait() == -signal.SIGKILL and not out.exists()
     result = cli(*command, out)
-    assert result.code == 0 and "finished shards of an interrupted build" in result.err, result.err
+    assert result.code == 0 and "resuming an interrupted build" in result.err, result.err
     assert "damaged" not in result.err and not part.exists()
     assert cli(*command, tmp_path / "undisturbed").code == 0
     for name in ("tokens.bin", "suffixes.bin", "meta.json"):

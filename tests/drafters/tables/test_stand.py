@@ -41,7 +41,7 @@ def test_the_prompt_is_read_in_chunks():
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
     for state in (whole, parts):
         found = find((), state.table, contexts)
-        assert found.seen.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
+        assert found.occurrences.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
         np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
         np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
 
@@ -116,8 +116,8 @@ def test_a_trajectory_replayed_is_accepted_to_full_depth():
     # The first pass has no context of two tokens; then 4 drafted and the bonus, twice; and what is left.
     assert again.stats.target_passes.tolist() == [4, 4]
     both, more = (jax.jit(_shared)(drafter.params) for drafter in (first.drafter, again.drafter))
-    assert both.seen.tolist() == [[2, 2]]  # one of each row, the last of the text too
-    assert more.seen.tolist() == [[4, 4]]
+    assert both.occurrences.tolist() == [[2, 2]]  # one of each row, the last of the text too
+    assert more.occurrences.tolist() == [[4, 4]]
 
 
 def test_the_prompt_teaches_the_first_drafts():

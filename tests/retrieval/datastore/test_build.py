@@ -114,8 +114,8 @@ def test_an_interrupted_build_goes_on(files, tmp_path):
     with open(part / "tokens.bin", "ab") as file:  # of a shard that was not finished
         file.write(b"xyz")
     said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, say=said.append)
-    assert said == [f"going on after {kept} finished shards of an interrupted build"]
+    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
+    assert said == [f"resuming an interrupted build after {kept} finished shards"]
     assert tokenizer.seen < sum(map(len, TEXTS))  # finished documents are not tokenized again
     wanted = from_documents([text.encode() for text in TEXTS], 256, shard_tokens=7)
     for ours, theirs in zip(store.shards, wanted.shards, strict=True):
@@ -133,12 +133,12 @@ def test_damaged_shards_of_an_interrupted_build_are_built_again(files, tmp_path,
     data[damaged * 7 * (2 if name == "tokens.bin" else 4)] ^= 1  # the shards before it are full
     (part / name).write_bytes(bytes(data))
     said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, say=said.append)
+    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
     if damaged:
-        shard = "shard 2 is damaged, so it and those behind it are built again"
-        assert said == [f"going on after 2 finished shards of an interrupted build; {shard}"]
+        shard = "shard 2 is damaged, so it and all later ones are rebuilt"
+        assert said == [f"resuming an interrupted build after 2 finished shards; {shard}"]
     else:
-        assert len(said) == 1 and "starting anew" in said[0]
+        assert len(said) == 1 and "starting over" in said[0]
     assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
     open_datastore(out)
 
@@ -157,10 +157,8 @@ def test_a_build_that_was_stopped_twice_or_at_its_very_end_goes_on(files, tmp_pa
         patch.setattr("os.replace", replace)
         build(files, out, Bytes(), shard_tokens=7)
     said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, say=said.append)
-    assert tokenizer.seen == 0 and said == [
-        f"going on after {len(store.shards)} finished shards of an interrupted build"
-    ]
+    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
+    assert tokenizer.seen == 0 and said == [f"resuming an interrupted build after {len(store.shards)} finished shards"]
     assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
     open_datastore(out)
 
@@ -176,8 +174,8 @@ def test_a_changed_build_starts_anew_and_says_so(files, tmp_path, change):
     if change == "meta":
         (part / "meta.json").write_text("{")
     said, shard_tokens = [], 8 if change == "options" else 7
-    store = build(files, out, Bytes(), shard_tokens=shard_tokens, say=said.append)
-    assert len(said) == 1 and "starting anew" in said[0]
+    store = build(files, out, Bytes(), shard_tokens=shard_tokens, notify=said.append)
+    assert len(said) == 1 and "starting over" in said[0]
     fresh = build(files, tmp_path / "fresh", Bytes(), shard_tokens=shard_tokens)
     assert fresh.info == store.info
 
@@ -197,14 +195,14 @@ def with_meta(**changes):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (corrupt("tokens.bin", lambda data: data[:-2]), r"tokens.bin has \d+ bytes instead of \d+: it is cut short"),
+        (corrupt("tokens.bin", lambda data: data[:-2]), r"tokens.bin has \d+ bytes instead of \d+: it is truncated"),
         (lambda folder: (folder / "suffixes.bin").unlink(), "suffixes.bin has 0 bytes"),
         (corrupt("suffixes.bin", lambda data: data[:9] + b"\x01" + data[10:]), "suffixes.bin has changed since"),
-        (corrupt("meta.json", lambda data: data[:20]), "meta.json is not valid JSON .*; build the datastore anew"),
+        (corrupt("meta.json", lambda data: data[:20]), "meta.json is not valid JSON .*; rebuild the datastore"),
         (lambda folder: (folder / "meta.json").unlink(), "is not a datastore"),
-        (with_meta(format="zip"), "not that of a datastore"),
+        (with_meta(format="zip"), "does not belong to a datastore"),
         (with_meta(version=2), "format version 2, but this specjax reads version 1"),
-        (with_meta(complete=False), "not built to its end"),
+        (with_meta(complete=False), "is incomplete"),
         (with_meta(shards=[{}]), "damaged"),
         (with_meta(shards=[]), "bytes instead of 0"),
         (with_meta(vocab_size="x"), "damaged"),
@@ -224,14 +222,12 @@ def test_other_tokenizers_and_bad_arguments(files, tmp_path):
     other = types.SimpleNamespace(vocab=(*Bytes().vocab[1:], "x"))
     with pytest.raises(UsageError, match="here was built with another tokenizer"):
         check_tokenizer(store, other, "here")
-    with pytest.raises(
-        UsageError, match=r"out was built with another tokenizer \(of 256 tokens; the target's has 256\)"
-    ):
+    with pytest.raises(UsageError, match=r"out was built with another tokenizer \(256 tokens; the target's has 256\)"):
         open_datastore(tmp_path / "out", other)
     assert open_datastore(tmp_path / "out", Bytes()).num_tokens == store.num_tokens
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         build(files, tmp_path / "out", Bytes())
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match=r"the folder .* does not exist"):
         build(files, tmp_path / "no" / "out", Bytes())
     with pytest.raises(UsageError, match="no text"):
         build(files[2:], tmp_path / "empty", Bytes())

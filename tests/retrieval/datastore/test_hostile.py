@@ -9,7 +9,7 @@ import pytest
 from hostile import as_json, attacks, changed_bytes, changed_json, survives
 
 from specjax.retrieval.datastore import build, from_documents, open_datastore
-from specjax.retrieval.datastore.files import META, SUFFIXES, TOKENS, checksum_of
+from specjax.retrieval.datastore.files import META, SUFFIXES, TOKENS, compute_checksum
 
 TEXT = "once upon a time\nonce more, and once upon another time\n"
 
@@ -49,7 +49,7 @@ def rewrite(folder, name, shard, change) -> None:
     start = sum(entry["tokens"] for entry in meta["shards"][:shard])
     part = array[start : start + meta["shards"][shard]["tokens"]]
     change(part)
-    meta["shards"][shard]["checksums"][name == SUFFIXES] = checksum_of(part)
+    meta["shards"][shard]["checksums"][name == SUFFIXES] = compute_checksum(part)
     array.tofile(folder / name)
     (folder / META).write_text(json.dumps(meta))
 
@@ -57,8 +57,8 @@ def rewrite(folder, name, shard, change) -> None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "words"),
     [
-        (TOKENS, 3, 257, "ids that its vocabulary does not have"),
-        (TOKENS, -1, 7, "ids that its vocabulary does not have"),
+        (TOKENS, 3, 257, "ids outside of its vocabulary"),
+        (TOKENS, -1, 7, "ids outside of its vocabulary"),
         (SUFFIXES, 0, -1, "places outside of its text"),
         (SUFFIXES, 5, 10_000, "places outside of its text"),
     ],
