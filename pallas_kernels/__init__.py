@@ -1,1 +1,1 @@
-"""Kernels. Each has a plain-jnp `reference`, and an `implementation=None | name` argument: None works everywhere."""
+"""Kernels, each with a plain-jnp `reference` and an argument `implementation`: None runs everywhere, or a name."""

@@ -1,4 +1,4 @@
-"""Sizes of blocks found by measurement: one tuned.json beside each kernel, {device kind: {name: size}}."""
+"""Measured block sizes: one tuned.json beside each kernel, {device kind: {name: size}}."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def _table(kernel: str) -> dict[str, dict[str, int]]:
     return json.loads((Path(__file__).parent / kernel / "tuned.json").read_text())
 
 
-def tuned(kernel: str, device_kind: str | None = None) -> dict[str, int]:
-    """The sizes of `kernel` for a `jax.Device.device_kind`; those under "default" where it has none of its own.
+def tuned_sizes(kernel: str, device_kind: str | None = None) -> dict[str, int]:
+    """Return the sizes of `kernel` for a `jax.Device.device_kind`. Sizes missing there come from "default".
 
-    The caller names the device: a query while tracing would find the host's, not the one the program is lowered for.
+    The caller names the device. A query during tracing would return the host's device, not the one compiled for.
     """
     table = _table(kernel)
     return table["default"] | table.get(device_kind or "default", {})

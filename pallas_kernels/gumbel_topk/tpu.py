@@ -1,11 +1,12 @@
-"""Gumbel top-k in one pass over the vocabulary: a Mosaic kernel whose noise never leaves the registers.
+"""Gumbel top-k in one pass over the vocabulary: a Mosaic kernel that keeps the noise in registers.
 
-The vocabulary goes by, eight rows on the sublanes. Each of the 128 lanes keeps the best few tokens that passed through
-it, sorted by compare-exchange: no branch and no reduction across lanes. The best k of a row are then taken from what
-its lanes kept. If all that a lane kept is among them it may have dropped another: the kernel runs again with k tokens
-per lane, which is always enough. `_slots` makes that rare; a second run takes four times the first.
+The kernel streams the vocabulary, with eight rows on the sublanes. Each of the 128 lanes keeps the best few tokens that
+passed through it, sorted by compare-exchange without branches or reductions across lanes. The best k of a row are then
+selected from its lanes. If they contain all tokens of a lane, that lane may have dropped another one. Then the kernel
+runs again with k tokens per lane, which is always enough. `_slots` makes that rare; a second run takes four times the
+time of the first.
 
-Why: XLA fuses the noise into its own TopK, so it does not materialise it either, but then makes k passes over the
+Motivation: XLA fuses the noise into its own TopK, so it does not materialise it either, but makes k passes over the
 vocabulary. Instruction bundles of the compiler's final schedule times the trips of their loops (libtpu 0.0.42, v5e,
 float32, V = 262144, k = 64; waiting for reductions across lanes is in neither):
 
@@ -13,9 +14,9 @@ float32, V = 262144, k = 64; waiting for reductions across lanes is in neither):
        8        97,000             640,000
       64       777,000           5,100,000
 
-Of 369 bundles per 8 x 1024 tokens the noise takes about 280: 110 operations of Threefry, four a bundle, and logarithms.
-13 are for the bits that `jax.random.gumbel` leaves out, 9 to 12 on v5p, v6e and tpu7x. bfloat16 takes as many.
-XLA's program takes half a minute to compile, this one two seconds.
+Of 369 bundles per 8 x 1024 tokens the noise takes about 280: 110 operations of Threefry, four per bundle, and
+logarithms. 13 are for the bits that `jax.random.gumbel` leaves out, 9 to 12 on v5p, v6e and tpu7x. bfloat16 takes as
+many. XLA's program takes half a minute to compile, this one two seconds.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specjax.arrays.x64 import without_x64
-from specjax.pallas_kernels.gumbel_topk.reference import gumbel, masked
-from specjax.pallas_kernels.tuning import tuned
+from specjax.pallas_kernels.gumbel_topk.reference import gumbel, mask_invalid
+from specjax.pallas_kernels.tuning import tuned_sizes
 
 SUBLANES, LANES = 8, 128
-MOST = 64  # the largest k
-GROUP = 8  # slots that one trip of the slots' loop goes through
-FOLDED = 32  # below this many rows, none of the sublanes is left idle
-RARE = 1e-4  # chance per row that the kernel runs a second time
+MAX_K = 64
+GROUP = 8  # slots per iteration of the loop over slots
+FOLDED = 32  # with fewer rows, rows are split so that no sublane is idle
+RARE = 1e-4  # probability per row that the kernel runs a second time
 
 
-def unsupported(keys, logits, k: int) -> str | None:
-    """Why the kernel cannot take these arguments, or None. A flag of jax that is gone has its default."""
-    if k > MOST:
-        return f"takes k up to {MOST}, not {k}"
+def unsupported_reason(keys, logits, k: int) -> str | None:
+    """Return the reason why the kernel does not support these arguments, or None.
+
+    A removed jax flag counts as its default.
+    """
+    if k > MAX_K:
+        return f"takes k up to {MAX_K}, not {k}"
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16 logits, not {logits.dtype}"
     if keys is not None and not getattr(jax.config, "jax_threefry_partitionable", True):
@@ -50,30 +54,31 @@ def unsupported(keys, logits, k: int) -> str | None:
     return None
 
 
-@without_x64  # as Mosaic's indices are
+@without_x64  # Mosaic's indices are 32 bits
 def gumbel_topk(
     keys, logits, k, *, temperature=None, valid=None, first_id=0, block=None, width=None, slots=None, device_kind=None,
     interpret=False,
 ):  # fmt: skip
-    """See `gumbel_topk` in the package.
+    """Run the kernel; see `gumbel_topk` in the package.
 
-    `valid` is applied by XLA, which fuses it into whatever computes the logits.
+    `valid` is applied by XLA, which fuses it into the computation of the logits.
 
     Args:
-      block: tokens per step of the grid; width: tokens per trip of its inner loop, a multiple of 128 that divides
-        `block`. None: tuned.json, for `device_kind` if it is there.
-      slots: tokens that each lane keeps at first. None: as few as make a second run rare.
-      interpret: run on any backend, for tests: True or `pltpu.InterpretParams`.
+      block: tokens per grid step. width: tokens per iteration of the inner loop, a multiple of 128 that divides
+        `block`.
+        None: from tuned.json, for `device_kind` if listed.
+      slots: tokens that each lane keeps at first. None: the fewest that make a second run rare.
+      interpret: True or `pltpu.InterpretParams`, to run on any backend in tests.
     """
-    sizes = tuned("gumbel_topk", device_kind)
+    sizes = tuned_sizes("gumbel_topk", device_kind)
     rows, vocab = logits.shape[:-1], logits.shape[-1]
     flat = math.prod(rows)
     words = jnp.zeros((flat, 2), jnp.uint32) if keys is None else jax.random.key_data(keys).reshape(flat, 2)
     first = jnp.broadcast_to(jnp.asarray(first_id, jnp.uint32), (flat, 1))
-    words = jnp.concatenate([words, first], 1)  # what the noise of a token depends on, besides its place in the row
+    words = jnp.concatenate([words, first], 1)  # inputs of a token's noise, besides its index in the row
     heat = jnp.broadcast_to(jnp.asarray(1.0 if temperature is None else temperature, jnp.float32), rows)
     ids, scores = _search(
-        words, heat.reshape(flat, 1), masked(logits, valid).reshape(flat, vocab), k=k, noisy=keys is not None,
+        words, heat.reshape(flat, 1), mask_invalid(logits, valid).reshape(flat, vocab), k=k, noisy=keys is not None,
         heated=temperature is not None, block=block or sizes["block"], width=width or sizes["width"], slots=slots,
         interpret=interpret,
     )  # fmt: skip
@@ -84,14 +89,14 @@ def gumbel_topk(
     jax.jit, static_argnames=("k", "noisy", "heated", "block", "width", "slots", "interpret"), inline=True
 )
 def _search(words, heat, logits, *, k, noisy, heated, block, width, slots, interpret):
-    """words uint32[R, 3], heat float32[R, 1], logits [R, V] -> ids int32[R, k], scores float32[R, k]."""
+    """Search words uint32[R, 3], heat float32[R, 1], logits [R, V] -> ids int32[R, k], scores float32[R, k]."""
     rows = logits.shape[0]
     fold = SUBLANES // math.gcd(rows, SUBLANES) if rows < FOLDED else 1
     logits, block, width = _fold(logits, fold, block, width)
     words, heat = (jnp.repeat(x, fold, 0) for x in (words, heat))
-    enough = min(k, pl.cdiv(logits.shape[1], LANES))  # no lane can have more of the best k
-    most = _whole_groups(enough)
-    first = min(_whole_groups(slots or _slots(k)), most)
+    enough = min(k, pl.cdiv(logits.shape[1], LANES))  # a lane cannot contain more of the best k
+    max_slots = _round_to_groups(enough)
+    first = min(_round_to_groups(slots or _slots(k)), max_slots)
 
     def run(slots):
         ids, scores, drained = _best(
@@ -104,29 +109,31 @@ def _search(words, heat, logits, *, k, noisy, heated, block, width, slots, inter
         return ids, scores, jnp.any(drained)
 
     ids, scores, drained = run(first)
-    if first == most:
+    if first == max_slots:
         return ids, scores
-    return jax.lax.cond(drained, lambda: run(most)[:2], lambda: (ids, scores))
+    return jax.lax.cond(drained, lambda: run(max_slots)[:2], lambda: (ids, scores))
 
 
 def _slots(k: int) -> int:
-    """The fewest slots of which a lane rarely gives all to the best k; k itself if it is small.
+    """Return the fewest slots such that a lane's slots are rarely all among the best k; k itself if it is small.
 
-    By the union bound, for tokens that fall on lanes at random, as they do with their ids modulo 128.
+    It uses the union bound for tokens that fall on lanes at random, as they do with their ids modulo 128.
     """
     if k <= GROUP:
         return k
     return next(n for n in range(1, GROUP + 1) if n == GROUP or math.comb(k, n) / LANES ** (n - 1) < RARE)
 
 
-def _whole_groups(slots: int) -> int:
+def _round_to_groups(slots: int) -> int:
     return slots if slots <= GROUP else pl.cdiv(slots, GROUP) * GROUP
 
 
 def _fold(logits, fold: int, block: int, width: int):
-    """Rows of `logits` [R, V] cut into `fold` rows each: [R * fold, columns], and the block and width that fit it.
+    """Split each row of `logits` [R, V] into `fold` rows: [R * fold, columns].
 
-    Eight rows lie on the sublanes; fewer would leave some idle. The copy is small beside that.
+    Also return the block and width that fit.
+
+    Eight rows lie on the sublanes; fewer would leave some idle. The cost of the copy is small in comparison.
     """
     rows, vocab = logits.shape
     if width % LANES or block % width:
@@ -141,7 +148,9 @@ def _fold(logits, fold: int, block: int, width: int):
 
 
 def _best(words, heat, logits, *, k, slots, block, width, fold, noisy, heated, interpret):
-    """The best k of what the lanes of each row keep, and which lanes gave all they had.
+    """Select the best k of the tokens that the lanes of each row keep, and find the drained lanes.
+
+    A lane is drained if all tokens that it kept were taken.
 
     Returns: ids int32[rows, k], scores float32[rows, k], drained bool[rows, 128].
     """
@@ -152,7 +161,7 @@ def _best(words, heat, logits, *, k, slots, block, width, fold, noisy, heated, i
     per_row = lambda size: pl.BlockSpec((SUBLANES, size), lambda row, step: (row, 0))
     inputs = words, heat, logits
     total = lambda *inputs: sum(jnp.sum(x.astype(jnp.float32)) for x in inputs)
-    # Asked of jax, for the shape says which mesh axes of a `shard_map` the values vary over.
+    # Computed by jax, because the shape includes the mesh axes of a `shard_map` over which the values vary.
     out = lambda dtype: jax.eval_shape(lambda *x: jnp.full((rows, LANES), total(*x)).astype(dtype), *inputs)
     ids, scores, drained = pl.pallas_call(
         body,
@@ -177,10 +186,11 @@ def _kernel(
     words, heat, logits, out_ids, out_scores, drained, scores, ids, *, k, slots, block, width, columns, fold, noisy,
     heated,
 ):  # fmt: skip
-    """Pass a block [8, block] of eight rows by the slots [8, slots * 128] of their lanes; after the last, choose.
+    """Stream a block [8, block] of eight rows through the slots [8, slots * 128] of their lanes.
 
-    Lanes beyond the row hold anything, NaN too: they are -inf before they are compared. Rows beyond the last one cost
-    time alone: no row looks at another, and no branch looks at a score.
+    After the last block, select the best. Lanes after the end of a row may contain anything, including NaN, so they
+    become -inf before they are compared. Rows after the last one only cost time, since rows are independent and no
+    branch depends on a score.
     """
     step = pl.program_id(1)
 
@@ -191,9 +201,9 @@ def _kernel(
 
     lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 1)
     row = pl.program_id(0) * SUBLANES + jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0)
-    offset = jax.lax.rem(row, fold) * columns  # of the part of the vocabulary that this row is
+    offset = jax.lax.rem(row, fold) * columns  # of this row's part of the vocabulary
 
-    def pass_by(trip, _):
+    def process(trip, _):
         start = pl.multiple_of(trip * width, width)
         column = step * block + start + lane
         score = logits[:, pl.ds(start, width)].astype(jnp.float32)
@@ -207,60 +217,64 @@ def _kernel(
         _insert(scores, ids, slots, cut(score), cut(column + offset))
         return 0
 
-    left = jnp.minimum(block, columns - step * block)
-    jax.lax.fori_loop(0, jax.lax.div(left + width - 1, width), pass_by, 0)
+    tokens_left = jnp.minimum(block, columns - step * block)
+    jax.lax.fori_loop(0, jax.lax.div(tokens_left + width - 1, width), process, 0)
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _():
-        out_ids[...], out_scores[...], drained[...] = _choose(scores, ids, k, slots)
+        out_ids[...], out_scores[...], drained[...] = _select(scores, ids, k, slots)
 
 
 def _insert(scores, ids, slots: int, new, tokens):
-    """Insert candidates (tuples of [8, 128], ids ascending) into the slots, which are sorted, the best first.
+    """Insert candidates (tuples of [8, 128], ids ascending) into the sorted slots, the best first.
 
-    A candidate goes before the slots that it beats, and these move down by one. Equal ones stay before it: they have
-    lower ids.
+    A candidate goes before the slots that it beats, and these move down by one. Equal scores stay before it, because
+    they have lower ids.
     """
 
-    def through(slot, moving):
-        score, token = map(list, moving)  # what goes into the slot if the candidate beats it
-        kept, where = scores[:, _at(slot)], ids[:, _at(slot)]
+    def pass_slot(slot, candidates):
+        score, token = map(list, candidates)  # goes into the slot if the candidate beats it
+        slot_scores, slot_ids = scores[:, _at(slot)], ids[:, _at(slot)]
         for i, candidate in enumerate(new):
-            beaten = candidate > kept
-            kept, score[i] = jnp.where(beaten, score[i], kept), jnp.where(beaten, kept, score[i])
-            where, token[i] = jnp.where(beaten, token[i], where), jnp.where(beaten, where, token[i])
-        scores[:, _at(slot)], ids[:, _at(slot)] = kept, where
+            beaten = candidate > slot_scores
+            slot_scores, score[i] = jnp.where(beaten, score[i], slot_scores), jnp.where(beaten, slot_scores, score[i])
+            slot_ids, token[i] = jnp.where(beaten, token[i], slot_ids), jnp.where(beaten, slot_ids, token[i])
+        scores[:, _at(slot)], ids[:, _at(slot)] = slot_scores, slot_ids
         return tuple(score), tuple(token)
 
-    _each_slot(slots, through, (new, tokens))
+    _each_slot(slots, pass_slot, (new, tokens))
 
 
-def _choose(scores, ids, k: int, slots: int):
-    """Take the best of the lanes' first slots k times, of equal ones the lowest id; its lane moves up.
+def _select(scores, ids, k: int, slots: int):
+    """Take the best of the lanes' first slots k times, of equal scores the lowest id; then that lane moves up.
 
-    Returns: ids int32[8, 128] and scores float32[8, 128], of which the first k count, and int32[8, 128], whether the
-    lane's last slot was taken.
+    Returns: ids int32[8, 128] and scores float32[8, 128], of which the first k are used, and int32[8, 128], nonzero if
+    the lane's last slot was taken.
     """
     lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
     empty = jnp.full((SUBLANES, LANES), -jnp.inf, jnp.float32), jnp.zeros((SUBLANES, LANES), jnp.int32)
 
     def take(rank, carry):
         out_ids, out_scores, taken = carry
-        first, where = scores[:, _at(0)], ids[:, _at(0)]
-        best = jnp.max(first, 1, keepdims=True)
-        lowest = jnp.min(jnp.where(first == best, where, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
-        chosen = (first == best) & (where == lowest) & (best > -jnp.inf)
+        first_scores, first_ids = scores[:, _at(0)], ids[:, _at(0)]
+        best = jnp.max(first_scores, 1, keepdims=True)
+        lowest = jnp.min(jnp.where(first_scores == best, first_ids, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+        is_taken = (first_scores == best) & (first_ids == lowest) & (best > -jnp.inf)
 
         def move_up(index, below):
-            """From the last slot to the first; `below` is what the slot under this one held."""
+            """Move up by one slot, from the last to the first. `below` is the old content of the slot below."""
             at = _at(slots - 1 - index)
-            own = scores[:, at], ids[:, at]
-            scores[:, at], ids[:, at] = (jnp.where(chosen, new, old) for new, old in zip(below, own, strict=True))
-            return own
+            current = scores[:, at], ids[:, at]
+            scores[:, at], ids[:, at] = (jnp.where(is_taken, new, old) for new, old in zip(below, current, strict=True))
+            return current
 
         _each_slot(slots, move_up, empty)
-        here = lane == rank
-        return jnp.where(here, lowest, out_ids), jnp.where(here, best, out_scores), taken + chosen.astype(jnp.int32)
+        is_rank = lane == rank
+        return (
+            jnp.where(is_rank, lowest, out_ids),
+            jnp.where(is_rank, best, out_scores),
+            taken + is_taken.astype(jnp.int32),
+        )
 
     none = jnp.zeros((SUBLANES, LANES), jnp.int32)
     out_ids, out_scores, taken = jax.lax.fori_loop(0, k, take, (none, none.astype(jnp.float32), none))
@@ -272,7 +286,7 @@ def _at(slot):
 
 
 def _each_slot(slots: int, body, carry):
-    """`fori_loop` over the slots: unrolled for a few, else by groups."""
+    """Run a `fori_loop` over the slots, unrolled if there are few, otherwise by groups."""
     group = min(slots, GROUP)
     if slots == group:
         return jax.lax.fori_loop(0, slots, body, carry, unroll=True)

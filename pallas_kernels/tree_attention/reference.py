@@ -1,4 +1,4 @@
-"""The specification of tree attention, in plain jnp."""
+"""Reference implementation of tree attention in plain jnp."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ def tree_attention(
     Args:
       q: [B, T, H, h], of the new tokens, rotated.
       k, v: [B, K, M, h], of the tokens outside of the cache, the new ones last (M = T unless a tree grows by levels).
-      prefix_k, prefix_v: [B, K, S, h]; slot s holds position s, valid below `length` int32[B]. Or [layers, B, K, S, h],
-        of which `layer` counts, so that a stacked cache need not be cut apart. All four may be `Quantized`; then their
-        int8 values are multiplied as they are, and the scales go to the scores and to the weights. A prefix of uint16
-        holds bfloat16 bit by bit.
+      prefix_k, prefix_v: [B, K, S, h]; slot s is position s, valid below `length` int32[B]. With `layer` they are
+        [layers, B, K, S, h], so that a stacked cache need not be split. All four may be `Quantized`: then the int8
+        values are multiplied directly, and the scales are applied to the scores and the weights. A uint16 prefix
+        contains the bits of bfloat16.
       positions: int32[B, T] of the new tokens.
-      mask: bool[B, T, M], which of these each new token sees.
+      mask: bool[B, T, M], which of these each new token attends to.
       key_positions: int32[B, M]; None if M = T.
-      scale: factor on the scores. window: see only keys less than this many positions back (None: all).
+      layer: index into a stacked prefix, or None.
+      scale: factor on the scores. window: attend only to keys less than this many positions back (None: all).
       softcap: c in c * tanh(scores / c), or None.
-      with_total: also return the logarithm of the sum of the exponentiated scores, float32[B, T, H], by which results
-        over parts of the prefix are put together; the output is float32 then. A token that sees nothing has about
-        -1e30, and any finite output.
-      products: what multiplies queries and keys, as `plain_products`, the default, does.
+      with_total: also return the logarithm of the sum of the exponentiated scores, float32[B, T, H], which combines
+        results over parts of the prefix. The output is float32 then. A token that attends to no key gets about -1e30,
+        and an arbitrary finite output.
+      products: function that multiplies queries and keys, by default `plain_products`.
 
     Returns: [B, T, H, h].
     """
-    prefix_k, prefix_v = of_layer(prefix_k, layer), of_layer(prefix_v, layer)
+    prefix_k, prefix_v = select_layer(prefix_k, layer), select_layer(prefix_v, layer)
     batch, t = q.shape[:2]
     kv_heads, slots = prefix_k.shape[1:3]
-    # Query heads of one kv head are rows of one matrix: batched matmuls without a transposed copy of the cache.
+    # Query heads of one kv head are rows of one matrix, for batched matmuls without a transposed copy of the cache.
     q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
 
     def scores(keys, visible):
@@ -50,46 +51,52 @@ def tree_attention(
     in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
     if window is not None:
         in_prefix &= slot > positions[:, :, None] - window
-        near = positions if key_positions is None else key_positions
-        mask = mask & (near[:, None, :] > positions[:, :, None] - window)
+        keys_at = positions if key_positions is None else key_positions
+        mask = mask & (keys_at[:, None, :] > positions[:, :, None] - window)
     new = scores(k, mask)
-    if not slots:  # nothing was read before, as in a pass of training
+    if not slots:  # there is no prefix, as in a training pass
         top = jnp.max(new, -1, keepdims=True)
         new = jnp.exp(new - top)
         total = jnp.sum(new, -1, keepdims=True)
-        return finish(weighted(new, v, q.dtype) / total, top, total, t, q.dtype, with_total)
+        return finish(weighted_sum(new, v, q.dtype) / total, top, total, t, q.dtype, with_total)
     old = scores(prefix_k, in_prefix)
     top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
-    out = (weighted(old, prefix_v, q.dtype) + weighted(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
+    out = (weighted_sum(old, prefix_v, q.dtype) + weighted_sum(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
     return finish(out, top, total, t, q.dtype, with_total)
 
 
 def finish(out, top, total, t: int, dtype, with_total: bool):
-    """What `tree_attention` returns, from float32[B, K, G*T, h] and the softmax's maxima and sums [B, K, G*T, 1]."""
+    """Return the result of `tree_attention` from its output float32[B, K, G*T, h].
+
+    top, total: the softmax's maxima and sums [B, K, G*T, 1].
+    """
     if not with_total:
         return ungroup_queries(out.astype(dtype), t)
     return ungroup_queries(out, t), ungroup_queries(top + jnp.log(total), t)[..., 0]
 
 
-def of_layer(prefix, layer):
-    """[B, K, S, h], cut out of a stack unless `layer` is None."""
+def select_layer(prefix, layer):
+    """Return the prefix [B, K, S, h] of a layer, cut out of a stack unless `layer` is None."""
     if layer is None:
         return prefix
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), prefix)
 
 
 def factors(x, dtype):
-    """What stands for keys or values x [..., n, h] in a product: an array of `dtype`, and scales [..., 1, n] of it."""
+    """Return keys or values x [..., n, h] as an array of `dtype`, and their scales [..., 1, n] or None."""
     if isinstance(x, Quantized):
         return x.values.astype(dtype), x.scale[..., None, :]
     return (jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == BITS else x), None
 
 
 def masked_scores(q, keys, visible, softcap, products):
-    """q [B, K, G*T, h], keys [B, K, n, h], visible bool[B, T, n] -> float32[B, K, G*T, n], NEG where not seen."""
+    """Return the scores float32[B, K, G*T, n] of q [B, K, G*T, h] and keys [B, K, n, h].
+
+    They are NEG where not visible bool[B, T, n].
+    """
     keys, scales = factors(keys, q.dtype)
     s = products(q, keys)
     s = s if scales is None else s * scales
@@ -101,12 +108,12 @@ def masked_scores(q, keys, visible, softcap, products):
 
 
 def plain_products(x, y):
-    """x [B, K, m, h], y [B, K, n, h] -> float32[B, K, m, n]."""
+    """Multiply x [B, K, m, h] and y [B, K, n, h] -> float32[B, K, m, n]."""
     return jax.lax.dot_general(x, y, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
 
-def weighted(weights, values, dtype):
-    """float32[B, K, G*T, n] times values [B, K, n, h] -> float32[B, K, G*T, h], a product in `dtype`."""
+def weighted_sum(weights, values, dtype):
+    """Multiply weights float32[B, K, G*T, n] and values [B, K, n, h] -> float32[B, K, G*T, h], a product in `dtype`."""
     values, scales = factors(values, dtype)
     weights = weights if scales is None else weights * scales
     return jax.lax.dot_general(
@@ -118,14 +125,14 @@ def weighted(weights, values, dtype):
 
 
 def group_queries(q, kv_heads: int):
-    """[B, T, H, h] -> [B, K, H/K * T, h]."""
+    """Reshape [B, T, H, h] -> [B, K, H/K * T, h]."""
     batch, t, heads, dim = q.shape
     q = q.reshape(batch, t, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
     return q.reshape(batch, kv_heads, -1, dim)
 
 
 def ungroup_queries(out, t: int):
-    """[B, K, H/K * T, h] -> [B, T, H, h]."""
+    """Reshape [B, K, H/K * T, h] -> [B, T, H, h]."""
     batch, kv_heads, rows, dim = out.shape
     out = out.reshape(batch, kv_heads, rows // t, t, dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, t, -1, dim)

@@ -1,13 +1,13 @@
-"""Tree attention for TPU: flash decoding over the cached prefix, then the tree under its mask, in one Mosaic kernel.
+"""Tree attention for TPU in one Mosaic kernel: flash decoding over the cached prefix, and the tree under its mask.
 
-One program per row of the batch. It holds the query rows of all kv heads (the query heads of one kv head packed
-together), folds in the new tokens first, then streams the row's own prefix from HBM block by block, all kv heads of a
-block in one copy; the copy of the next block, or of the next row's first, runs behind the arithmetic. So the time goes
-with each row's length (and window), never with the capacity, and the prefix is read once whatever the number of nodes.
-The mask among the new tokens comes as bits, 32 to a word. Slots that hold no token may hold anything, NaN included.
+One program runs per batch row. It holds the query rows of all kv heads, with the query heads of one kv head packed
+together. It folds in the new tokens first, then streams the row's prefix from HBM block by block, all kv heads of a
+block in one copy. The copy of the next block, or of the next row's first block, overlaps the arithmetic. So the time
+grows with each row's length (and window), never with the capacity, and the prefix is read once for any number of nodes.
+The mask among the new tokens is packed into bits, 32 per word. Empty slots may contain anything, NaN included.
 
-Quantised keys and values are read as int8. Their scales, [heads, slots], come by copies of their own, in lanes like the
-scores and the weights, which they multiply: no block is written out again.
+Quantised keys and values are read as int8. Their scales, [heads, slots], are copied separately, in lanes like the
+scores and the weights, which they multiply. No dequantised block is stored.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries, ungroup_queries
-from specjax.pallas_kernels.tuning import tuned
+from specjax.pallas_kernels.tuning import tuned_sizes
 
 LANES = 128
 ANY_DISTANCE = 1 << 30
-MAX_ROWS = 1024  # query rows per kv head: scores of a block are [rows, block] float32
+MAX_ROWS = 1024  # query rows per kv head; the scores of a block are [rows, block] float32
 
 
-def unsupported(q, k, prefix_k) -> str | None:
-    """Why the kernel cannot take these arguments, in a sentence; None if it can."""
+def unsupported_reason(q, k, prefix_k) -> str | None:
+    """Return the reason why the kernel does not support these arguments, or None."""
     dim, rows = q.shape[-1], q.shape[1] * (q.shape[2] // k.shape[1])
     slots = prefix_k.shape[-2]
-    kept = jnp.int8 if isinstance(prefix_k, Quantized) else q.dtype
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or k.dtype != kept or prefix_k.dtype != kept:
+    cache_dtype = jnp.int8 if isinstance(prefix_k, Quantized) else q.dtype
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or k.dtype != cache_dtype or prefix_k.dtype != cache_dtype:
         return (
-            f"dtypes {q.dtype}, {k.dtype}, {prefix_k.dtype}; it takes float32 or bfloat16, one for all, or these with "
+            f"dtypes {q.dtype}, {k.dtype}, {prefix_k.dtype}; it takes float32 or bfloat16, all equal, or these with "
             "quantised keys and values"
         )
     if dim % 64 or dim > 256:
@@ -51,16 +51,16 @@ def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, block=None, interpret=False,
 ):  # fmt: skip
-    """As `reference.tree_attention`.
+    """Compute `reference.tree_attention` with the kernel.
 
     Args:
-      block: slots per copy, a multiple of 128. None: that of tuned.json, halved until two blocks of keys and two of
-        values fit into its `buffer_bytes`.
+      block: slots per copy, a multiple of 128. None: from tuned.json, halved until two blocks of keys and two of values
+        fit into its `buffer_bytes`.
       interpret: True or `pltpu.InterpretParams`, to run on CPU.
 
-    Raises: NotImplementedError for what `unsupported` names.
+    Raises: NotImplementedError for the reason that `unsupported_reason` returns.
     """
-    reason = unsupported(q, k, prefix_k)
+    reason = unsupported_reason(q, k, prefix_k)
     if reason:
         raise NotImplementedError(f"the TPU tree_attention does not support {reason}")
     batch, t, heads, dim = q.shape
@@ -86,23 +86,23 @@ def tree_attention(
     per_row = jnp.stack([length, jnp.min(positions, 1)]).astype(jnp.int32)
     shared = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, ANY_DISTANCE if window is None else window)])
     prefix = prefix_k, prefix_v
-    whole = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
-    whole_of = lambda tree: jax.tree.map(lambda x: whole(*x.shape[1:]), tree)
+    full_block = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
+    full_blocks = lambda tree: jax.tree.map(lambda x: full_block(*x.shape[1:]), tree)
     two_blocks = lambda x: pltpu.VMEM((2, kv_heads, block, *x.shape[4:]), x.dtype)
     results = [jax.ShapeDtypeStruct(grouped.shape, jnp.float32 if with_total else q.dtype)]
     if with_total:
         results += [jax.ShapeDtypeStruct((*grouped.shape[:3], 1), jnp.float32)] * 2
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap),
         out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch,),
             in_specs=[
-                *whole_of((grouped, new, words, row_positions, key_positions)),
+                *full_blocks((grouped, new, words, row_positions, key_positions)),
                 jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), prefix),
             ],
-            out_specs=whole_of(results),
+            out_specs=full_blocks(results),
             scratch_shapes=[
                 jax.tree.map(two_blocks, prefix),
                 pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
@@ -121,21 +121,22 @@ def tree_attention(
         interpret=interpret,
         name="tree_attention",
     )(per_row, shared, grouped, new, words, row_positions, key_positions, prefix)
-    found = [x[:, :, : groups * t] for x in found]
+    outputs = [x[:, :, : groups * t] for x in outputs]
     if not with_total:
-        return ungroup_queries(found[0], t)
-    out, top, total = found
+        return ungroup_queries(outputs[0], t)
+    out, top, total = outputs
     return finish(out, top, total, t, q.dtype, True)
 
 
 def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
-    """Slots per copy.
+    """Return the slots per copy.
 
-    Larger ones take fewer cycles per slot, but a row reads half a block too much. On v5e, 2 kv heads of 128, the
-    compiler schedules per slot in blocks of 256, 512 and 1024: for one node 1.50, 1.01 and 0.82 cycles, 1.97, 1.15 and
-    0.83 of int8; for 64 nodes 6.6, 4.0 and 2.8, or 7.5, 4.4 and 2.9. A copy takes 1.9 cycles, or 0.97 of int8.
+    Larger blocks take fewer cycles per slot, but a row reads on average half a block too much. On v5e, 2 kv heads of
+    128, the compiler schedules these cycles per slot in blocks of 256, 512 and 1024. One node: 1.50, 1.01 and 0.82;
+    1.97, 1.15 and 0.83 with int8. 64 nodes: 6.6, 4.0 and 2.8; 7.5, 4.4 and 2.9 with int8. A copy takes 1.9 cycles, or
+    0.97 with int8.
     """
-    sizes = tuned("tree_attention")
+    sizes = tuned_sizes("tree_attention")
     size = sizes["block"] if slots < sizes["long"] else sizes["long_block"]
     while size > LANES and 4 * kv_heads * size * max(dim, LANES) * itemsize > sizes["buffer_bytes"]:
         size //= 2
@@ -143,7 +144,7 @@ def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
 
 
 def pack_bits(mask):
-    """bool[B, T, M] -> int32[B, T, ceil(M / 32)]: bit m % 32 of word m // 32."""
+    """Pack bool[B, T, M] -> int32[B, T, ceil(M / 32)]: bit m % 32 of word m // 32."""
     batch, t, m = mask.shape
     bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -m % 32))).reshape(batch, t, -1, 32)
     words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
@@ -151,33 +152,35 @@ def pack_bits(mask):
 
 
 def _kernel(
-    per_row, shared, q, new, words, row_positions, key_positions, prefix, out, *rest, block, slots, has_window, softcap,
+    per_row, shared, q, new, words, row_positions, key_positions, prefix, out, *refs, block, slots, has_window, softcap,
 ):  # fmt: skip
-    """One row of the batch. q, out [K, R, h]; words [R, W]; keys and values: new [K, M, h], prefix in HBM, buffers of
-    two blocks; if quantised, with scales. Among the rest the softmax's maxima and sums [K, R, 1], if they are results.
+    """Process one batch row.
+
+    q, out [K, R, h]; words [R, W]; new keys and values [K, M, h]; prefix in HBM; buffers of two blocks. Quantised keys
+    and values include their scales. `refs` has the softmax's maxima and sums [K, R, 1] first, if they are results.
     """
-    *totals, buffers, acc, top, total, copied, arrived = rest
+    *totals, buffers, acc, top, total, copied, arrived = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
     kv_heads = q.shape[0]
     layer, window = shared[0], shared[1]
     length = per_row[0, row]
 
     def blocks(row):
-        """[first, last) of a row: at least one, so that the copies of all rows form one chain."""
+        """Return [first, last) of a row: at least one block, so that the copies of all rows form one chain."""
         last = jnp.maximum((per_row[0, row] + block - 1) // block, 1)
         return jnp.clip((per_row[1, row] - window + 1) // block, 0, last - 1), last
 
     first, last = blocks(row)
 
     def start_of(i):
-        """The last block may overlap the one before."""
+        """Return the first slot of block i. The last block may overlap the previous one."""
         return pl.multiple_of(jnp.minimum(i * block, slots - block), LANES)
 
     def copies(row, i, slot):
-        here = (layer, row, slice(None), pl.ds(start_of(i), block))
+        source_index = (layer, row, slice(None), pl.ds(start_of(i), block))
         pairs = zip(jax.tree.leaves(prefix), jax.tree.leaves(buffers), strict=True)
         return [
-            pltpu.make_async_copy(source.at[here], buffer.at[slot], arrived.at[n, slot])
+            pltpu.make_async_copy(source.at[source_index], buffer.at[slot], arrived.at[n, slot])
             for n, (source, buffer) in enumerate(pairs)
         ]
 
@@ -190,19 +193,19 @@ def _kernel(
         copied[0] = 0
         fetch(row, first, 0)
 
-    def near(positions):
-        """Which keys at `positions` lie within the window of each query row: bool[R, n]."""
+    def in_window(positions):
+        """Return bool[R, n]: the keys at `positions` that lie within the window of each query row."""
         return positions > row_positions[...] - window
 
-    def read(x, *index):
-        """What stands for the keys or values [n, h] of a head in a product, and their scales [1, n] or None."""
+    def load(x, *index):
+        """Return the keys or values [n, h] of a head for a product, and their scales [1, n] or None."""
         if not isinstance(x, Quantized):
             return x[index], None
         *first, head = index
         return x.values[index].astype(q.dtype), x.scale[*first, pl.ds(head, 1)]
 
-    def fold(head, keys, values, visible):
-        """Online softmax: add keys and values [n, h], from `read`, where visible bool[R, n]."""
+    def add_keys(head, keys, values, visible):
+        """Add keys and values [n, h], from `load`, where visible bool[R, n], by an online softmax."""
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         (keys, key_scales), (values, value_scales) = keys, values
         s = jax.lax.dot_general(
@@ -212,26 +215,26 @@ def _kernel(
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         s = jnp.where(visible, s, NEG)
-        higher = jnp.maximum(top[head], jnp.max(s, -1, keepdims=True))
-        weights, fade = jnp.exp(s - higher), jnp.exp(top[head] - higher)
+        new_top = jnp.maximum(top[head], jnp.max(s, -1, keepdims=True))
+        weights, fade = jnp.exp(s - new_top), jnp.exp(top[head] - new_top)
         total[head] = total[head] * fade + jnp.sum(weights, -1, keepdims=True)
         weights = weights if value_scales is None else weights * value_scales
         acc[head] = acc[head] * fade + jax.lax.dot_general(
             weights.astype(values.dtype), values, (((1,), (0,)), ((), ())), precision=precision,
             preferred_element_type=jnp.float32,
         )  # fmt: skip
-        top[head] = higher
+        top[head] = new_top
 
-    # The new tokens first: each sees itself, so the maximum is real before a block may be all invisible.
+    # New tokens first: each attends to itself, so the maximum is finite before a block that may be fully masked.
     new_k, new_v = new
-    among = unpack_bits(words[...], new_k.shape[1])
+    visible_new = unpack_bits(words[...], new_k.shape[1])
     if has_window:
-        among &= near(key_positions[...])
+        visible_new &= in_window(key_positions[...])
     acc[...] = jnp.zeros_like(acc)
     total[...] = jnp.zeros_like(total)
     top[...] = jnp.full_like(top, NEG)
     for head in range(kv_heads):
-        fold(head, read(new_k, head), read(new_v, head), among)
+        add_keys(head, load(new_k, head), load(new_v, head), visible_new)
 
     def body(i, _):
         slot = copied[0] % 2
@@ -250,31 +253,31 @@ def _kernel(
         start = start_of(i)
         position = start + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
         visible = (position < length) & (position >= i * block)
-        visible = visible & near(position) if has_window else jnp.broadcast_to(visible, (q.shape[1], block))
-        # A weight of zero does not silence a NaN, neither in values nor in scales.
+        visible = visible & in_window(position) if has_window else jnp.broadcast_to(visible, (q.shape[1], block))
+        # A weight of zero does not remove a NaN, neither in values nor in scales.
         is_text = start + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0) < length
         k_buffer, v_buffer = buffers
         for head in range(kv_heads):
-            values, scales = read(v_buffer, slot, head)
+            values, scales = load(v_buffer, slot, head)
             if scales is None:
                 values = jnp.where(is_text, values, jnp.zeros_like(values))
             else:
                 scales = jnp.where(position < length, scales, 0.0)
-            fold(head, read(k_buffer, slot, head), (values, scales), visible)
+            add_keys(head, load(k_buffer, slot, head), (values, scales), visible)
         return 0
 
     jax.lax.fori_loop(first, last, body, 0)
     for head in range(kv_heads):
         out[head] = (acc[head] / total[head]).astype(out.dtype)
-    for result, value in zip(totals, (top, total), strict=False):  # none, or both
+    for result, value in zip(totals, (top, total), strict=False):  # neither or both
         result[...] = value[...]
 
 
 def unpack_bits(words, count: int):
-    """int32[R, W] -> bool[R, count]."""
+    """Unpack int32[R, W] -> bool[R, count]."""
     key = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], count), 1)
-    seen = jnp.zeros((words.shape[0], count), jnp.int32)
+    bits = jnp.zeros((words.shape[0], count), jnp.int32)
     for w in range(words.shape[1]):
-        bit = jax.lax.shift_right_logical(jnp.broadcast_to(words[:, w : w + 1], seen.shape), key & 31) & 1
-        seen = jnp.where(key >> 5 == w, bit, seen)
-    return seen == 1
+        bit = jax.lax.shift_right_logical(jnp.broadcast_to(words[:, w : w + 1], bits.shape), key & 31) & 1
+        bits = jnp.where(key >> 5 == w, bit, bits)
+    return bits == 1

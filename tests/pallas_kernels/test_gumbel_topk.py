@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 
 from specjax.numerics import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest, reference, tpu
-from specjax.pallas_kernels.tuning import tuned
+from specjax.pallas_kernels.tuning import tuned_sizes
 
 BLOCK, WIDTH = 512, 256
 STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
@@ -255,7 +255,7 @@ def test_keys_of_any_implementation():
 
 
 def test_tuned_sizes_of_an_unknown_device_are_the_default():
-    assert tuned("gumbel_topk", "TPU v99") == tuned("gumbel_topk") == {"block": 32768, "width": 1024}
+    assert tuned_sizes("gumbel_topk", "TPU v99") == tuned_sizes("gumbel_topk") == {"block": 32768, "width": 1024}
 
 
 def test_kernel_is_chosen_by_the_platform_lowered_for():
@@ -306,7 +306,7 @@ def test_the_best_blocks_have_the_best_tokens(seed, k, vocab):
 
 
 def same_as_top_k(scores, k):
-    found, wanted = reference.best(scores, k), jax.lax.top_k(scores, k)
+    found, wanted = reference.blocked_top_k(scores, k), jax.lax.top_k(scores, k)
     np.testing.assert_array_equal(found[1], wanted[1])
     np.testing.assert_array_equal(found[0], wanted[0])
 
@@ -321,5 +321,5 @@ def test_blocks_out_of_order_are_seen(monkeypatch):
 
 def test_the_best_of_minus_infinity_are_tokens():
     scores = jnp.full((1, 8192), -jnp.inf).at[0, 70].set(0.0)
-    found, ids = reference.best(scores, 3)
+    found, ids = reference.blocked_top_k(scores, 3)
     assert ids[0, 0] == 70 and (ids < 8192).all() and np.isneginf(found[0, 1:]).all()
