@@ -1,19 +1,19 @@
-"""Any-subset speculative decoding: an any-order model fills in missing tokens and drafts for itself.
+"""Any-subset speculative decoding: an any-order model fills in missing tokens, and drafts and verifies them itself.
 
 Guo, Ermon: Reviving Any-Subset Autoregressive Models with Principled Parallel Sampling and Speculative Decoding (2025),
 arXiv 2504.20456.
 
-Rule: order the tokens: the given ones first, then the missing ones by position. With n tokens known,
-  1. one call draws the next k in parallel, x_j ~ q_j = p(x_j | known), each as if the others were not there;
-  2. one call with the drafts filled in gives p_j = p(x_j | known, x_<j);
-  3. accept x_j with min(1, p_j(x_j) / q_j(x_j)) up to the first rejection, which is redrawn from norm([p_j - q_j]+).
-As p_1 = q_1 the first is always accepted, and the second accepted or redrawn: never more calls than tokens. A single
-draft needs no second call. No bonus token.
+Rule: order the tokens, first the given ones, then the missing ones by position. Let n tokens be known.
+  1. One call draws the next k tokens in parallel and independently, x_j ~ q_j = p(x_j | known).
+  2. One call with the drafts filled in gives p_j = p(x_j | known, x_<j).
+  3. Accept x_j with min(1, p_j(x_j) / q_j(x_j)) up to the first rejection. Redraw that one from norm([p_j - q_j]+).
+As p_1 = q_1, the first token is always accepted, and the second one is accepted or redrawn. There are thus never more
+calls than tokens. A single draft needs no second call. There is no bonus token.
 Guarantee: distribution: the model's own joint distribution of the missing tokens in this order.
-Deviations: the first draft is accepted by decree, since two calls may round differently. With k = 1 the second call is
-skipped, so a token costs one call. Temperature, top-k and top-p apply to p and q alike, and the mask token has no mass
-in either. Not here: drafts from a table of bigrams, and the slack added to the ratio. No cache: each call reads the
-whole sequence.
+Deviations: the first draft is accepted without a test, because two calls may round differently. With k = 1 the second
+call is skipped, so a token costs one call. Temperature, top-k and top-p apply to p and q alike, and the mask token has
+no mass in either. Drafts from a table of bigrams and slack in the ratio are missing. There is no cache: each call reads
+the whole sequence.
 """
 
 from __future__ import annotations
@@ -54,33 +54,36 @@ class AnySubsetModel:
     """A two-stream model that can predict any token from any others, with its parameters as the only leaves.
 
     `apply(params, tokens int32[B, S], content bool[B, S, S], positions int32[B, Q], query bool[B, Q, S]) -> logits
-    float32[B, Q, V]`: the distribution of the token at `positions[b, i]`, as seen by a query stream that knows its
-    position but not its token and reads the tokens j with `query[b, i, j]`, possibly none. What it reads of token j is
-    the content stream, in which j reads the tokens l with `content[b, j, l]`, itself included.
+    float32[B, Q, V]` returns the distributions of the tokens at `positions`. A query stream has the position
+    `positions[b, i]`, but not its token. It attends to the tokens j with `query[b, i, j]`, possibly none, in the
+    content stream. There token j attends to the tokens l with `content[b, j, l]`, itself included.
     """
 
     apply: Callable[..., Array] = field(metadata={"static": True})
     vocab_size: int = field(metadata={"static": True})
-    mask_token: int | None = field(metadata={"static": True}, default=None)  # stands where a token is missing
+    mask_token: int | None = field(metadata={"static": True}, default=None)  # id of missing tokens
     params: PyTree = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AnySubsetResult(DecodeResult):
-    """`tokens` int32[B, S] are those that were missing, by position; `stats.target_passes` are the calls of the model
-    that a row needed, and a depth is a place in the draft."""
+    """Result of `any_subset`.
 
-    filled: Array  # int32[B, S], the whole sequences
+    `tokens` int32[B, S] are the missing tokens by position. `stats.target_passes` counts the calls of the model that a
+    row needed; a depth is a position in the draft.
+    """
+
+    filled: Array  # int32[B, S], the complete sequences
 
 
-class Order(NamedTuple):
-    """The order in which tokens become known."""
+class TokenOrder(NamedTuple):
+    """The order in which tokens are decoded."""
 
-    position: Array  # int32[B, S], of the token of each rank
-    rank: Array  # int32[B, S], of the token at each position
-    given: Array  # int32[B], tokens known from the start
-    stop: Array  # int32[B], tokens known at the end; ranks beyond are padding
+    position: Array  # int32[B, S], position of the token of each rank
+    rank: Array  # int32[B, S], rank of the token at each position
+    num_given: Array  # int32[B], number of given tokens
+    stop: Array  # int32[B], number of tokens in the end; later ranks are padding
 
 
 def any_subset(
@@ -95,14 +98,14 @@ def any_subset(
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
 ) -> AnySubsetResult:
-    """Fill in the missing tokens: one compiled loop, in which each row goes at its own speed.
+    """Fill in the missing tokens in one compiled loop, in which each row proceeds at its own speed.
 
     Args:
-      tokens: int32[B, S]. missing: bool[B, S], where to draw; what `tokens` holds there is not read.
-      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B].
-      lengths: int32[B], positions of a row that exist; default: all.
-      window: tokens drafted at once, k of the rule.
-      temperature, top_k, top_p: as for `specjax.decode`; a Python 0 compiles the greedy program.
+      tokens: int32[B, S]. missing: bool[B, S], the positions to fill; their values in `tokens` are ignored.
+      key: one PRNG key or seed, and row b uses `fold_in(key, b)`; or one key per row [B].
+      lengths: int32[B], number of valid positions per row; default: all.
+      window: number of drafted tokens per step, k in the rule.
+      temperature, top_k, top_p: see `specjax.decode`; a Python 0 compiles the greedy program.
 
     Raises: UsageError for a window below 1 or shapes that do not agree.
     """
@@ -120,26 +123,29 @@ def any_subset(
     return _fill(model, tokens, missing, lengths, keys, sampling, window=window)
 
 
-def order_of(missing: Array, lengths: Array) -> Order:
-    """Given tokens, then missing ones, then padding; each by position."""
+def token_order(missing: Array, lengths: Array) -> TokenOrder:
+    """Order the given tokens first, then the missing ones, then padding, each by position."""
     exists = jnp.arange(missing.shape[1]) < lengths[:, None]
     position = jnp.argsort(jnp.where(exists, missing, 2), 1, stable=True).astype(jnp.int32)
     rank = jnp.argsort(position, 1).astype(jnp.int32)
-    return Order(position, rank, jnp.sum(exists & ~missing, 1, dtype=jnp.int32), jnp.minimum(lengths, missing.shape[1]))
+    return TokenOrder(
+        position, rank, jnp.sum(exists & ~missing, 1, dtype=jnp.int32), jnp.minimum(lengths, missing.shape[1])
+    )
 
 
-def content_mask(order: Order) -> Array:
-    """bool[B, S, S]: a token reads those of its rank and below; given tokens read each other freely.
+def content_mask(order: TokenOrder) -> Array:
+    """Return the attention mask bool[B, S, S] of the content stream.
 
-    The same in both calls, so that what is known looks the same to both.
+    A token attends to tokens of its own and lower ranks; given tokens attend to each other. Both calls use this mask,
+    so that they compute the same states for known tokens.
     """
-    reach = jnp.maximum(order.rank, order.given[:, None] - 1)
+    reach = jnp.maximum(order.rank, order.num_given[:, None] - 1)
     return order.rank[:, None, :] <= reach[:, :, None]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     tokens: Array  # int32[B, S]
-    known: Array  # int32[B]
+    num_known: Array  # int32[B]
     stats: Stats
 
 
@@ -147,44 +153,44 @@ class _State(NamedTuple):
 @without_x64
 def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
-    order, row, slots = order_of(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)
+    order, row, slots = token_order(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)
     content = content_mask(order)
     blank = 0 if model.mask_token is None else model.mask_token
 
-    def distributions(tokens: Array, positions: Array, seen: Array) -> Array:
-        """float32[B, k, V]: warped logits at `positions`, from the tokens of rank below `seen` int32[B, k]."""
-        logits = model.apply(model.params, tokens, content, positions, order.rank[:, None, :] < seen[:, :, None])
+    def distributions(tokens: Array, positions: Array, max_rank: Array) -> Array:
+        """Return warped logits float32[B, k, V] at `positions`, given tokens of rank below `max_rank` int32[B, k]."""
+        logits = model.apply(model.params, tokens, content, positions, order.rank[:, None, :] < max_rank[:, :, None])
         if model.mask_token is not None:
             logits = logits.at[:, :, model.mask_token].set(-jnp.inf)
         return warp(logits, sampling)
 
-    def body(s: _State) -> _State:
-        n = s.known[:, None]
+    def body(s: State) -> State:
+        n = s.num_known[:, None]
         valid = slots < order.stop[:, None] - n  # [B, k]
         positions = take_along(order.position, jnp.minimum(n + slots, size - 1), 1)
-        purpose = functools.partial(fold_in, fold_in(keys, s.known))
+        purpose = functools.partial(fold_in, fold_in(keys, s.num_known))
         q = distributions(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
         drafted = draw(fold_in(purpose(DRAFT)[:, None], slots), q)
-        place = lambda chosen: jnp.where(chosen, positions, size)
-        filled = s.tokens.at[row, place(valid)].set(drafted, mode="drop")
-        several = jnp.sum(valid, 1) > 1
-        p = jax.lax.cond(jnp.any(several), lambda: distributions(filled, positions, n + slots), lambda: q)
+        target = lambda mask: jnp.where(mask, positions, size)
+        filled = s.tokens.at[row, target(valid)].set(drafted, mode="drop")
+        has_several = jnp.sum(valid, 1) > 1
+        p = jax.lax.cond(jnp.any(has_several), lambda: distributions(filled, positions, n + slots), lambda: q)
         p = p.at[:, 0].set(q[:, 0])
         count, next_token = _verify(purpose(VERIFY), drafted, valid, p, q)
         redrawn = count < jnp.sum(valid, 1)
         new = jnp.where(slots < count[:, None], drafted, next_token[:, None])
         committed = count + redrawn
-        calls = jnp.any(valid, 1).astype(jnp.int32) + several
-        return _State(
-            s.tokens.at[row, place(slots < committed[:, None])].set(new, mode="drop"),
-            s.known + committed,
+        calls = jnp.any(valid, 1).astype(jnp.int32) + has_several
+        return State(
+            s.tokens.at[row, target(slots < committed[:, None])].set(new, mode="drop"),
+            s.num_known + committed,
             add_round(s.stats, calls, valid, slots < count[:, None]),
         )
 
-    state = _State(jnp.where(missing, blank, tokens), order.given, zero_stats(batch, window))
-    state = jax.lax.while_loop(lambda s: jnp.any(s.known < order.stop), body, state)
-    count = order.stop - order.given
-    ranks = order.given[:, None] + jnp.arange(size)
+    state = State(jnp.where(missing, blank, tokens), order.num_given, zero_stats(batch, window))
+    state = jax.lax.while_loop(lambda s: jnp.any(s.num_known < order.stop), body, state)
+    count = order.stop - order.num_given
+    ranks = order.num_given[:, None] + jnp.arange(size)
     new = take_along(state.tokens, take_along(order.position, jnp.minimum(ranks, size - 1), 1), 1)
     return AnySubsetResult(
         jnp.where(jnp.arange(size) < count[:, None], new, -1),
@@ -196,9 +202,9 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
 
 
 def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tuple[Array, Array]:
-    """How many of drafted int32[B, k] are accepted, and the token that replaces the first rejected one: int32[B] each.
+    """Verify drafted int32[B, k]; return the number of accepted tokens int32[B] and the redrawn token int32[B].
 
-    The standard rule, on the chain whose root stands for what is known. The first draft passes whatever its uniform.
+    It is the standard rule on a chain below a root that represents the known tokens. The first draft always passes.
     """
     root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
     leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's distribution, which is never drawn from

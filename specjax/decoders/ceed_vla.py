@@ -5,17 +5,17 @@ Parallel Decoding (ACL 2023), arXiv 2305.10427.
 Song, Chen, Ding, Huang, Zhao, Wang, Li: CEED-VLA: Consistency Vision-Language-Action Model with Early-Exit Decoding
 (2025), arXiv 2506.13725.
 
-Rule: a block of n tokens begins as a guess y^0, drawn from the tokens of the prompt. One causal pass over it gives
+Rule: a block of n tokens starts as a guess y^0, drawn from the tokens of the prompt. One causal pass over it gives
   y^{j+1}_i = argmax p(. | text, y^j_{<i})  for all i at once,
-so that every pass makes at least one more token final. The block ends at the fixed point y^{j+1} = y^j, which is the
-greedy text, or after `iterations` passes as it is then; the next one goes on behind it.
-Guarantee: lossy; without a limit of iterations (or with one of at least n) greedy.
+so every pass makes at least one more token final. The block ends at the fixed point y^{j+1} = y^j, which is the greedy
+text, or after `iterations` passes. The next block follows it.
+Guarantee: lossy; greedy without a limit of iterations, or with a limit of at least n.
 
-A target that was distilled to jump to the fixed point from anywhere (Kou et al. 2024, CLLM, arXiv 2403.00835) needs few
-passes: `specjax.training.methods.consistency` does that. Of others a pass makes little more than one token.
+A target that was distilled to jump to the fixed point from any guess (Kou et al. 2024, CLLM, arXiv 2403.00835) needs
+few passes; see `specjax.training.methods.consistency`. For other targets a pass gives little more than one token.
 
-Deviations: keys and values of a block that ended early belong to its last guess but one. They are read again, together
-with the first pass of the next block; `stale_keys=True` keeps them, as cheaper and further from the model.
+Deviations: keys and values of a block that ended early belong to its second to last guess. They are computed again,
+together with the first pass of the next block. `stale_keys=True` keeps them, which is cheaper and less exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
-from specjax.decoders.loop_setup import written
+from specjax.decoders.loop_setup import build_result
 from specjax.engine.packing import Prompts, new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
@@ -65,13 +65,15 @@ def ceed_vla(
     capacity: int | None = None,
     inputs: PyTree = None,
 ) -> DecodeResult:
-    """Blocks of `block` tokens, each of at most `iterations` passes, in one compiled program. Greedy, or lossy.
+    """Decode blocks of `block` tokens in at most `iterations` passes each, in one compiled program.
 
     Args:
-      iterations: None: until the fixed point, the greedy text. stale_keys: of blocks that ended before it.
-      key: of the first guesses. prompts, eos, capacity, inputs: as for `decode`.
+      iterations: maximum number of passes per block; None: iterate to the fixed point, the greedy text.
+      stale_keys: keep the cache entries of blocks that ended before the fixed point.
+      key: PRNG key of the first guesses.
+      prompts, eos, capacity, inputs: see `decode`.
 
-    `stats.target_passes` counts the passes. Raises: UsageError for a setting outside its range.
+    `stats.target_passes` counts the passes. Raises: UsageError for a setting out of range.
     """
     if block < 1:
         raise UsageError(f"block must be at least 1, not {block}")
@@ -89,13 +91,13 @@ def ceed_vla(
     )  # fmt: skip
 
 
-class _State(NamedTuple):
-    cache: PyTree  # of the first `held` tokens
+class State(NamedTuple):
+    cache: PyTree  # cache of the first `num_cached` tokens
     tokens: Array  # int32[B, L]
     length: Array  # int32[B]
-    held: Array  # int32[B], below the length
-    guess: Array  # int32[B, n], of the tokens behind the text
-    passes: Array  # int32[B], of this block
+    num_cached: Array  # int32[B], number of cached tokens, below the length
+    guess: Array  # int32[B, n], the tokens after the text
+    passes: Array  # int32[B], passes of the current block
     done: Array  # bool[B]
     hit_eos: Array  # bool[B]
     all_passes: Array  # int32[B]
@@ -112,61 +114,65 @@ def _run(
     stop = prompts + max_new_tokens
 
     def first_guess(length: Array) -> Array:
-        """int32[B, n]: tokens of the prompt."""
+        """Draw a guess int32[B, n] from the tokens of the prompt."""
         drawn = uniform(fold_in(keys, length), n) * prompts[:, None]
         return take_along(prompt, jnp.minimum(drawn.astype(jnp.int32), prompts[:, None] - 1), 1)
 
-    def look(state: _State, width: int) -> tuple[PyTree, Array]:
-        """A pass over `width` tokens, those that the cache lacks and then the guess: what is pending, and the next
-        guess."""
-        positions = state.held[:, None] + jnp.arange(width)
-        behind = positions - state.length[:, None]
+    def run_pass(state: State, width: int) -> tuple[PyTree, Array]:
+        """Run a pass over `width` tokens: those that the cache lacks, then the guess.
+
+        Returns: the pending cache entries, and the next guess.
+        """
+        positions = state.num_cached[:, None] + jnp.arange(width)
+        offset = positions - state.length[:, None]
         text = take_along(state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), 1)
-        fed = jnp.where(behind < 0, text, take_along(state.guess, jnp.clip(behind, 0, n - 1), 1))
+        fed = jnp.where(offset < 0, text, take_along(state.guess, jnp.clip(offset, 0, n - 1), 1))
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
         output, pending = model.forward(params, fed, state.cache, positions=positions, mask=mask)
-        said = first_largest(output.logits)
-        return pending, take_along(said, (state.length - state.held - 1)[:, None] + index, 1)
+        predictions = first_largest(output.logits)
+        return pending, take_along(predictions, (state.length - state.num_cached - 1)[:, None] + index, 1)
 
-    def round_of(state: _State, width: int) -> _State:
-        pending, guess = look(state, width)
+    def run_round(state: State, width: int) -> State:
+        pending, guess = run_pass(state, width)
         passes = state.passes + 1
         agrees = jnp.cumprod(guess == state.guess, 1)
-        over = ~state.done & (jnp.all(agrees == 1, 1) | (passes >= limit))
+        is_finished = ~state.done & (jnp.all(agrees == 1, 1) | (passes >= limit))
         ends = jnp.any(guess[:, :, None] == eos, 2)
         count = jnp.minimum(jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1) + 1, n), stop - state.length)
-        count = jnp.where(over, count, 0)
-        # All that was read of the text but its last token; of a block that is over also that, and what was read of it.
-        unread = state.length - state.held
-        of_block = n if stale else 1 + jnp.sum(agrees[:, : n - 1], 1)
-        taken = jnp.where(state.done, 0, unread - 1 + jnp.where(over, of_block, 0))
+        count = jnp.where(is_finished, count, 0)
+        # Commit the text that was read, without its last token. A finished block adds that token and its exact tokens.
+        unread = state.length - state.num_cached
+        block_tokens = n if stale else 1 + jnp.sum(agrees[:, : n - 1], 1)
+        committed = jnp.where(state.done, 0, unread - 1 + jnp.where(is_finished, block_tokens, 0))
         path = jnp.broadcast_to(jnp.arange(width), (batch, width))
-        place = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
+        target_slots = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
         length = state.length + count
-        hit_eos = state.hit_eos | (over & jnp.any(ends & (index < count[:, None]), 1))
-        return _State(
-            cache=model.commit(state.cache, pending, path, taken),
-            tokens=state.tokens.at[jnp.arange(batch)[:, None], place].set(guess, mode="drop"),
+        hit_eos = state.hit_eos | (is_finished & jnp.any(ends & (index < count[:, None]), 1))
+        return State(
+            cache=model.commit(state.cache, pending, path, committed),
+            tokens=state.tokens.at[jnp.arange(batch)[:, None], target_slots].set(guess, mode="drop"),
             length=length,
-            held=state.held + taken,
-            guess=jnp.where(over[:, None], first_guess(length), jnp.where(state.done[:, None], state.guess, guess)),
-            passes=jnp.where(over, 0, passes),
+            num_cached=state.num_cached + committed,
+            guess=jnp.where(
+                is_finished[:, None], first_guess(length), jnp.where(state.done[:, None], state.guess, guess)
+            ),
+            passes=jnp.where(is_finished, 0, passes),
             done=state.done | hit_eos | (length >= stop),
             hit_eos=hit_eos,
             all_passes=state.all_passes + ~state.done,
         )
 
-    def body(state: _State) -> _State:
+    def body(state: State) -> State:
         if stale or n == 1:
-            return round_of(state, n)
-        catching_up = jnp.any(~state.done & (state.length - state.held > 1))
-        return jax.lax.cond(catching_up, lambda: round_of(state, 2 * n - 1), lambda: round_of(state, n))
+            return run_round(state, n)
+        has_unread = jnp.any(~state.done & (state.length - state.num_cached > 1))
+        return jax.lax.cond(has_unread, lambda: run_round(state, 2 * n - 1), lambda: run_round(state, n))
 
     cache = model.start_cache(params, inputs, prompts, prompt.shape[1])
-    nothing = jnp.zeros((batch,), jnp.int32)
-    state = _State(
-        prefill(model, params, cache, prompt, prompts - 1), prompt, prompts, prompts - 1, first_guess(prompts), nothing,
-        nothing >= max_new_tokens, nothing > 0, nothing,
+    zeros = jnp.zeros((batch,), jnp.int32)
+    state = State(
+        prefill(model, params, cache, prompt, prompts - 1), prompt, prompts, prompts - 1, first_guess(prompts), zeros,
+        zeros >= max_new_tokens, zeros > 0, zeros,
     )  # fmt: skip
     state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
-    return written(prompts, state.tokens, state.length, state.all_passes, state.hit_eos, max_new_tokens)
+    return build_result(prompts, state.tokens, state.length, state.all_passes, state.hit_eos, max_new_tokens)

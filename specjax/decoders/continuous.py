@@ -1,29 +1,33 @@
-"""Continuous speculative decoding: draft and verify for models whose tokens are vectors drawn by a diffusion head.
+"""Continuous speculative decoding: draft and verify for models with continuous tokens from a diffusion head.
 
 Wang, Zhang, Ding, Yang, Li, Xiang: Continuous Speculative Decoding for Autoregressive Image Generation (2024), arXiv
 2411.11925.
 
-A token is the end x_0 of a chain x_{t-1} = mean_t(x_t) + std_t eps_t from x_T ~ N(0, 1), conditioned on the tokens
-before it. Its density is not known, only that of the whole path.
+A token is the end x_0 of a chain x_{t-1} = mean_t(x_t) + std_t eps_t from x_T ~ N(0, 1). The chain is conditioned on
+the previous tokens. The density of a token is unknown; only that of the whole path is known.
 
-Rule: the draft model writes `window` tokens; one pass of the target's backbone conditions its head on them; accept with
-min(1, R) up to the first rejection; there the target's head draws candidates, kept with max(0, 1 - 1 / R), so that what
-[p - q]+ normalises to cancels; after the last acceptance it draws one more token.
+Rule: the draft model writes `window` tokens, and one pass of the target's backbone conditions the target's head on
+them. Accept with min(1, R) up to the first rejection. There the target's head draws candidates and accepts each with
+max(0, 1 - 1 / R), in which the normalisation of [p - q]+ cancels. After a fully accepted window it draws one more
+token.
   ratio="path": R = p(path) / q(path), the target's transitions on the draft's own states. A candidate is a new path.
-  ratio="aligned": the paper's. Both chains run on the same noise and all but their last Gaussian exponents are dropped,
+  ratio="aligned": the paper's ratio. Both chains run on the same noise, and only their last Gaussian exponents count:
     R = prod_{t=2..T} std^q_t / std^p_t x N(x_0; target's last step) / N(x_0; draft's last step).
-    A candidate is the target's last step with fresh noise.
+    A candidate is the target's last step with new noise.
   ratio="coupled": "aligned" without the product of stds.
-Guarantee: path: distribution, on paths and hence on x_0. coupled: distribution: given the shared noise of the other
-steps, x_0 is Gaussian under either model, and the standard rule on these two Gaussians gives it the target's
-distribution. aligned: LOSSY, since the product of stds belongs to a change of variables that the shared noise does not
-make; exact only where the stds of the steps T ... 2 agree.
-All but for the cap on candidates: a token whose `max_tries` candidates all fail takes the last one, which shifts its
-distribution by at most 1 / (e max_tries) in total variation; `exhausted` counts them.
-Deviations: "path" and "coupled" are not in the paper. "path" accepts next to nothing where chains are long and far
-apart. A bonus token follows a fully accepted window. After the last try the last candidate is kept, never zeros. The
-ratio is compared in log space and not clipped. No cache: each pass may read the whole text. Not here, from the released
-code: densities flattened by an inner temperature, and tokens replaced in place without dropping those behind.
+Guarantee:
+  path: distribution, on paths and therefore on x_0.
+  coupled: distribution. Given the shared noise of the other steps, x_0 is Gaussian under either model. The standard
+    rule on these two Gaussians gives x_0 the target's distribution.
+  aligned: LOSSY. The product of stds belongs to a change of variables that shared noise does not make. It is exact only
+    if the stds of the steps T ... 2 agree.
+The cap on candidates is an exception. A token with `max_tries` rejected candidates takes the last one. This shifts its
+distribution by at most 1 / (e max_tries) in total variation; `exhausted` counts these tokens.
+Deviations: "path" and "coupled" are not in the paper. "path" accepts hardly any token if chains are long and far apart.
+A bonus token follows a fully accepted window. After the last try the last candidate is kept, never zeros. The ratio is
+compared in log space and not clipped. There is no cache: each pass may read the whole text. Two features of the
+released code are missing: densities flattened by an inner temperature, and tokens replaced in place without dropping
+later ones.
 """
 
 from __future__ import annotations
@@ -76,10 +80,11 @@ _LAST = 1  # step of the chain
 class ContinuousModel:
     """A backbone and a diffusion head over tokens float32[d], with their parameters as the only leaves.
 
-    `features(params, condition, tokens[B, S, d], positions int32[B, Q]) -> z[B, Q, D]`: what the head needs for the
-    token at `positions[b, i]`; it may read `tokens[b, :positions[b, i]]` and nothing behind.
-    `mean(params, t, x[..., d], z[..., D]) -> [..., d]` and `std(params, t, z[..., D]) -> [..., d]`, or what broadcasts
-    to it: step t = num_steps ... 1 of the chain, from x_t to x_{t-1}. The std is positive, that of t = 1 too.
+    `features(params, condition, tokens[B, S, d], positions int32[B, Q]) -> z[B, Q, D]` returns the head's inputs for
+    the tokens at `positions`. It may read only `tokens[b, :positions[b, i]]`.
+    `mean(params, t, x[..., d], z[..., D]) -> [..., d]` and `std(params, t, z[..., D]) -> [..., d]` return step
+    t = num_steps ... 1 of the chain, from x_t to x_{t-1}. A std that broadcasts to [..., d] is valid too. The std must
+    be positive, also for t = 1.
     """
 
     features: Callable[..., Array] = field(metadata={"static": True})
@@ -93,9 +98,12 @@ class ContinuousModel:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ContinuousResult(DecodeResult):
-    """`tokens` are float32[B, max_new_tokens, d], passes those of the backbone; a depth is a place in the window."""
+    """Result of `continuous`.
 
-    exhausted: Array  # int32[B], tokens for which no candidate passed
+    `tokens` are float32[B, max_new_tokens, d]; passes are those of the backbone; a depth is a position in the window.
+    """
+
+    exhausted: Array  # int32[B], number of tokens without an accepted candidate
 
 
 def continuous(
@@ -112,19 +120,19 @@ def continuous(
     prefill_ratio: float = 0.15,
     max_tries: int = 1000,
 ) -> ContinuousResult:
-    """Decode a batch in one compiled program; each row goes at its own speed.
+    """Decode a batch in one compiled program, in which each row proceeds at its own speed.
 
     Args:
-      target, draft: models of the same token width and, as steps are compared, the same number of steps.
-      prompts: float32[B, P, d], P may be 0. lengths: int32[B] of them; default: P.
-      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B].
-      condition: passed to both backbones: a pytree of arrays [B, ...], say a class.
-      window: tokens drafted per round.
-      ratio: "path" or "coupled", exact, or "aligned", the paper's, LOSSY; see `GUARANTEES`.
-      prefill_ratio: the part of the new tokens that the target writes alone, since early texts disagree most.
-      max_tries: candidates for a rejected token.
+      target, draft: models of the same token width and the same number of steps.
+      prompts: float32[B, P, d], where P may be 0. lengths: int32[B], lengths of the prompts; default: P.
+      key: one PRNG key or seed, and row b uses `fold_in(key, b)`; or one key per row [B].
+      condition: an argument of both backbones, a pytree of arrays [B, ...] such as a class.
+      window: number of drafted tokens per step.
+      ratio: "path" or "coupled", which are exact, or "aligned", the paper's, which is LOSSY; see `GUARANTEES`.
+      prefill_ratio: fraction of the new tokens that the target writes alone first; early tokens disagree most.
+      max_tries: maximum number of candidates for a rejected token.
 
-    Raises: UsageError for a setting outside its range or models that do not agree.
+    Raises: UsageError for a setting out of range, or models that do not match.
     """
     prompts = jnp.asarray(prompts, jnp.float32)
     if (target.dim, target.num_steps) != (draft.dim, draft.num_steps):
@@ -145,41 +153,42 @@ def continuous(
     keys = row_keys(key, batch)
     lengths = jnp.full((batch,), prompts.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     return _decode(
-        _Models(target, draft, condition), prompts, lengths, keys,
+        ModelPair(target, draft, condition), prompts, lengths, keys,
         max_new_tokens=max_new_tokens, window=window, ratio=ratio,
         alone=math.ceil(prefill_ratio * max_new_tokens), max_tries=max_tries,
     )  # fmt: skip
 
 
 def sample_path(model: ContinuousModel, noise: Array, z: Array) -> Array:
-    """The chain x_T, ..., x_0: float32[T + 1, ..., d], run on noise [T + 1, ..., d]; noise[0] is x_T. z: [..., D]."""
+    """Run the chain x_T, ..., x_0 float32[T + 1, ..., d] on noise of this shape, where noise[0] is x_T; z [..., D]."""
 
     def body(x, step):
         t, eps = step
         x = model.mean(model.params, t, x, z) + model.std(model.params, t, z) * eps
         return x, x
 
-    _, rest = jax.lax.scan(body, noise[0], (_steps(model), noise[1:]))
-    return jnp.concatenate([noise[:1], rest])
+    _, states = jax.lax.scan(body, noise[0], (_steps(model), noise[1:]))
+    return jnp.concatenate([noise[:1], states])
 
 
 def path_log_ratio(target: ContinuousModel, draft: ContinuousModel, path: Array, z_p: Array, z_q: Array) -> Array:
-    """log p(path) - log q(path), float32[...], of paths [T + 1, ..., d]; all steps at once."""
+    """Return log p(path) - log q(path), float32[...], of paths [T + 1, ..., d]; all steps run in parallel."""
 
-    def step(t, x, after):
-        p, q = (_log_normal(after, m.mean(m.params, t, x, z), m.std(m.params, t, z)) for m, z in pairs)
+    def step_log_ratio(t, x, next_x):
+        p, q = (_log_normal(next_x, m.mean(m.params, t, x, z), m.std(m.params, t, z)) for m, z in pairs)
         return p - q
 
     pairs = (target, z_p), (draft, z_q)
-    return jnp.sum(jax.vmap(step)(_steps(target), path[:-1], path[1:]), 0)
+    return jnp.sum(jax.vmap(step_log_ratio)(_steps(target), path[:-1], path[1:]), 0)
 
 
 def coupled_log_ratio(
     target: ContinuousModel, draft: ContinuousModel, x_0: Array, x_1: tuple[Array, Array], z_p: Array, z_q: Array
 ) -> Array:
-    """log R of the last steps, float32[...], at tokens x_0 [..., d].
+    """Return log R of the last steps, float32[...], at tokens x_0 [..., d].
 
-    x_1: the states [..., d] of the target's path and of the draft's, run on the same noise, before their last step.
+    Args:
+      x_1: the states [..., d] of the target's path and of the draft's before their last step, on the same noise.
     """
 
     def last(m, x, z):
@@ -189,7 +198,7 @@ def coupled_log_ratio(
 
 
 def aligned_log_ratio(target, draft, x_0, x_1, z_p, z_q) -> Array:
-    """The paper's log R: `coupled_log_ratio` and the stds of the other steps."""
+    """Return the paper's log R: `coupled_log_ratio` plus the stds of the other steps."""
 
     def log_stds(t):
         q, p = (jnp.broadcast_to(jnp.log(m.std(m.params, t, z)), x_0.shape) for m, z in ((draft, z_q), (target, z_p)))
@@ -203,30 +212,30 @@ def _steps(model: ContinuousModel) -> Array:
 
 
 def _log_normal(x: Array, mean: Array, std: Array) -> Array:
-    """The log-density of a diagonal Gaussian, summed over the last axis."""
+    """Return the log-density of a diagonal Gaussian, summed over the last axis."""
     std = jnp.broadcast_to(std, x.shape)
     return jnp.sum(-0.5 * ((x - mean) / std) ** 2 - jnp.log(std) - 0.5 * math.log(2 * math.pi), -1)
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     tokens: Array  # float32[B, S, d]
     length: Array  # int32[B]
     stats: Stats
     exhausted: Array  # int32[B]
 
 
-class _Models(NamedTuple):
+class ModelPair(NamedTuple):
     target: ContinuousModel
     draft: ContinuousModel
     condition: PyTree
 
 
-class _Round(NamedTuple):
-    """What a round knows of its window of W tokens, and of the token behind it."""
+class DraftWindow(NamedTuple):
+    """Draft of a step: a window of W tokens, and inputs for the token after it."""
 
-    tokens: Array  # float32[B, S, d], the drafted ones written in
+    tokens: Array  # float32[B, S, d], the text with the drafted tokens
     noise: Array  # float32[T + 1, B, W + 1, d]
-    paths: Array  # float32[T + 1, B, W, d], of the draft
+    paths: Array  # float32[T + 1, B, W, d], paths of the draft
     z_q: Array  # [B, W, D]
     z_p: Array  # [B, W + 1, D]
 
@@ -234,11 +243,11 @@ class _Round(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
 @without_x64
 def _decode(
-    models: _Models, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
+    models: ModelPair, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:
     stop = lengths + max_new_tokens
-    slack = ((0, 0), (0, max_new_tokens + window + 1), (0, 0))  # room for a whole window behind the text
-    state = _State(jnp.pad(prompts, slack), lengths, zero_stats(len(lengths), window), jnp.zeros_like(lengths))
+    slack = ((0, 0), (0, max_new_tokens + window + 1), (0, 0))  # room for a window after the text
+    state = State(jnp.pad(prompts, slack), lengths, zero_stats(len(lengths), window), jnp.zeros_like(lengths))
     state = jax.lax.fori_loop(0, alone, lambda _, s: _target_step(models, keys, s), state)
     step = functools.partial(_step, models, keys, stop, window, RULES[ratio], max_tries)
     state = jax.lax.while_loop(lambda s: jnp.any(s.length < stop), step, state)
@@ -246,8 +255,8 @@ def _decode(
     return ContinuousResult(tokens, state.length - lengths, state.stats.hit_eos, state.stats, exhausted=state.exhausted)
 
 
-def _target_step(models: _Models, keys: Array, s: _State) -> _State:
-    """One token of the target's."""
+def _target_step(models: ModelPair, keys: Array, s: State) -> State:
+    """Write one token of the target."""
     target, positions = models.target, s.length[:, None]
     z = target.features(target.params, models.condition, s.tokens, positions)
     token = sample_path(target, _noise(target, _purpose(keys, s.length, DRAFT), 1), z)[-1]
@@ -259,48 +268,51 @@ def _target_step(models: _Models, keys: Array, s: _State) -> _State:
     )
 
 
-def _step(models: _Models, keys: Array, stop: Array, window: int, rule, max_tries: int, s: _State) -> _State:
-    """Draft, test, and write what stays and one token of the target's."""
+def _step(models: ModelPair, keys: Array, stop: Array, window: int, rule, max_tries: int, s: State) -> State:
+    """Draft, verify, and write the accepted tokens and one token of the target."""
     slots = jnp.arange(window + 1)
     positions = s.length[:, None] + slots
     active = s.length < stop
-    round_ = _draft(models, _purpose(keys, s.length, DRAFT), s.tokens, positions)
-    log_ratio, candidate = rule(models, round_)
+    draft = _draft(models, _purpose(keys, s.length, DRAFT), s.tokens, positions)
+    log_ratio, candidate = rule(models, draft)
     accept_keys, try_keys = jnp.moveaxis(jax.vmap(jax.random.split)(_purpose(keys, s.length, VERIFY)), 1, 0)
     u = uniform(accept_keys, window)
     n = jnp.sum(jnp.cumprod(jnp.log(u) < log_ratio, 1, dtype=jnp.int32), 1)
-    token, failed = _first_kept(functools.partial(candidate, n), try_keys, ~active | (n == window), max_tries)
+    token, failed = _first_accepted(functools.partial(candidate, n), try_keys, ~active | (n == window), max_tries)
     count = jnp.where(active, jnp.minimum(n + 1, stop - s.length), 0)
     accepted = jnp.minimum(n, count)
-    new = jnp.where((slots == n[:, None])[:, :, None], token[:, None], _take(round_.tokens, positions))
-    place = jnp.where(slots < count[:, None], positions, s.tokens.shape[1])
-    return _State(
-        tokens=_write(s.tokens, place, new),
+    new = jnp.where((slots == n[:, None])[:, :, None], token[:, None], _take(draft.tokens, positions))
+    index = jnp.where(slots < count[:, None], positions, s.tokens.shape[1])
+    return State(
+        tokens=_write(s.tokens, index, new),
         length=s.length + count,
         stats=add_round(s.stats, active, *(slots[:-1] < end[:, None] for end in (window * active, accepted))),
         exhausted=s.exhausted + (failed & (n < count)),
     )
 
 
-def _draft(models: _Models, keys: Array, tokens: Array, positions: Array) -> _Round:
-    """Write a window of the draft's tokens behind the text, and look at it with the target's backbone."""
+def _draft(models: ModelPair, keys: Array, tokens: Array, positions: Array) -> DraftWindow:
+    """Draft a window of tokens after the text, and run the target's backbone on it."""
     target, draft = models.target, models.draft
     noise = _noise(target, keys, positions.shape[1])
 
     def body(tokens, slot):
-        at, eps = slot  # int32[B], float32[T + 1, B, d]
-        z = draft.features(draft.params, models.condition, tokens, at[:, None])[:, 0]
+        position, eps = slot  # int32[B], float32[T + 1, B, d]
+        z = draft.features(draft.params, models.condition, tokens, position[:, None])[:, 0]
         path = sample_path(draft, eps, z)
-        return _write(tokens, at[:, None], path[-1][:, None]), (path, z)
+        return _write(tokens, position[:, None], path[-1][:, None]), (path, z)
 
     slots = positions[:, :-1].T, jnp.moveaxis(noise[:, :, :-1], 2, 0)
     tokens, (paths, z_q) = jax.lax.scan(body, tokens, slots)
     z_p = target.features(target.params, models.condition, tokens, positions)
-    return _Round(tokens, noise, jnp.moveaxis(paths, 0, 2), jnp.moveaxis(z_q, 0, 1), z_p)
+    return DraftWindow(tokens, noise, jnp.moveaxis(paths, 0, 2), jnp.moveaxis(z_q, 0, 1), z_p)
 
 
-def _path_rule(models: _Models, r: _Round):
-    """log R float32[B, W] of the drafts, and (slot [B], keys [B]) -> candidates float32[B, d] and their log R [B]."""
+def _path_rule(models: ModelPair, r: DraftWindow):
+    """Return log R float32[B, W] of the drafts, and a function that draws candidates.
+
+    The function is (slot [B], keys [B]) -> candidates float32[B, d] and their log R [B].
+    """
     target, draft = models.target, models.draft
 
     def candidate(slot: Array, keys: Array):
@@ -311,19 +323,19 @@ def _path_rule(models: _Models, r: _Round):
     return path_log_ratio(target, draft, r.paths, r.z_p[:, :-1], r.z_q), candidate
 
 
-def _last_step_rule(log_ratio, models: _Models, r: _Round):
-    """As `_path_rule`, with the log R of two paths on the same noise."""
+def _last_step_rule(log_ratio, models: ModelPair, r: DraftWindow):
+    """Return the same as `_path_rule`, with the log R of two paths on the same noise."""
     target, draft = models.target, models.draft
-    of_target, of_draft = sample_path(target, r.noise, r.z_p)[-2], r.paths[-2]  # x_1
+    target_x_1, draft_x_1 = sample_path(target, r.noise, r.z_p)[-2], r.paths[-2]  # x_1
 
     def candidate(slot: Array, keys: Array):
         z_p, z_q = _take(r.z_p, slot), _take(r.z_q, slot)
-        states = _take(of_target, slot), _take(of_draft, slot)
+        states = _take(target_x_1, slot), _take(draft_x_1, slot)
         eps = normal(keys, target.dim)
         x_0 = target.mean(target.params, _LAST, states[0], z_p) + target.std(target.params, _LAST, z_p) * eps
         return x_0, log_ratio(target, draft, x_0, states, z_p, z_q)
 
-    states = of_target[:, :-1], of_draft
+    states = target_x_1[:, :-1], draft_x_1
     return log_ratio(target, draft, r.paths[-1], states, r.z_p[:, :-1], r.z_q), candidate
 
 
@@ -334,42 +346,44 @@ RULES: dict[Ratio, Callable] = {
 }
 
 
-def _first_kept(candidate, keys: Array, free: Array, max_tries: int) -> tuple[Array, Array]:
-    """Per row the first candidate that is kept, or else the last one, and whether none was: float32[B, d], bool[B].
+def _first_accepted(candidate, keys: Array, free: Array, max_tries: int) -> tuple[Array, Array]:
+    """Return the first accepted candidate of each row float32[B, d], else the last one.
 
-    Rows that are `free` keep their first one.
+    The second result is bool[B], true if no candidate passed.
+
+    Rows that are `free` accept their first candidate.
     """
 
     def body(carry):
-        i, token, kept = carry
+        i, token, is_accepted = carry
         noise_keys, u_keys = jnp.moveaxis(jax.vmap(jax.random.split)(fold_in(keys, i)), 1, 0)
         new, log_ratio = candidate(noise_keys)
         u = uniform(u_keys, 1)[:, 0]
-        return i + 1, jnp.where(kept[:, None], token, new), kept | free | (u < -jnp.expm1(-log_ratio))
+        return i + 1, jnp.where(is_accepted[:, None], token, new), is_accepted | free | (u < -jnp.expm1(-log_ratio))
 
     shape = jax.eval_shape(candidate, keys)[0]
     start = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), jnp.zeros(keys.shape, bool)
-    _, token, kept = jax.lax.while_loop(lambda c: (c[0] < max_tries) & ~jnp.all(c[2]), body, start)
-    return token, ~kept
+    _, token, is_accepted = jax.lax.while_loop(lambda c: (c[0] < max_tries) & ~jnp.all(c[2]), body, start)
+    return token, ~is_accepted
 
 
 def _purpose(keys: Array, length: Array, purpose: int) -> Array:
-    """Keys [B] of a round."""
+    """Return keys [B] of a step for one purpose."""
     return fold_in(fold_in(keys, length), purpose)
 
 
 def _noise(model: ContinuousModel, keys: Array, count: int) -> Array:
-    """float32[T + 1, B, count, d]."""
+    """Return normal noise float32[T + 1, B, count, d]."""
     shape = model.num_steps + 1, count, model.dim
     return jnp.moveaxis(normal(keys, math.prod(shape)).reshape(-1, *shape), 0, 1)
 
 
 def _take(x: Array, index: Array) -> Array:
-    """x[b, index[b]] of x [B, Q, d] for index [B] or [B, I]; out of range the last."""
+    """Return x[b, index[b]] of x [B, Q, d] for index [B] or [B, I]; an index out of range gives the last entry."""
     index = jnp.minimum(index, x.shape[1] - 1)
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
-def _write(tokens: Array, place: Array, new: Array) -> Array:
-    """`tokens` [B, S, d] with new [B, I, d] at place [B, I]; what lies outside is dropped."""
-    return tokens.at[jnp.arange(tokens.shape[0])[:, None], place].set(new, mode="drop")
+def _write(tokens: Array, index: Array, new: Array) -> Array:
+    """Write new [B, I, d] to tokens [B, S, d] at index [B, I]; entries out of range are dropped."""
+    return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(new, mode="drop")

@@ -1,15 +1,15 @@
-"""HAMburger: the base reads several tokens as one, and a small decoder writes the next few from what it says of them.
+"""HAMburger: the base model reads several tokens as one, and a small decoder writes the next few tokens.
 
 Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438.
 
-Rule: a macro step is one pass of the base over the last segment y_1 ... y_s, 1 to 4 tokens merged into one embedding,
-which takes one slot of the cache and stands at the position of y_s. The first token of the next segment is the base's;
-the micro-step decoder writes the others, until 1 - p_stop is below `confidence` or the segment is full
-(`specjax.models.heads.hamburger`). The prompt is read token by token.
-Guarantee: lossy; above a confidence of 1 all segments are of one token, and the text is the base's own, at any
-temperature. Without loss it is `drafters.hamburger`.
+Rule: a macro step is one pass of the base model over the last segment y_1 ... y_s. The segment has 1 to 4 tokens,
+merged into one embedding. It takes one slot of the cache and has the position of y_s. The base model writes the first
+token of the next segment. The micro-step decoder writes the others, until 1 - p_stop is below `confidence` or the
+segment is full (`specjax.models.heads.hamburger`). The prompt is read token by token.
+Guarantee: lossy. If `confidence` is above 1, all segments have one token, and the text is the base model's own at any
+temperature. The lossless version is `drafters.hamburger`.
 
-A base that was not trained to read segments cannot: `specjax.training.train_hamburger` trains all parts together.
+Only a base model that was trained for it can read segments; `specjax.training.train_hamburger` trains all parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
-from specjax.decoders.loop_setup import Begun, begin, written
+from specjax.decoders.loop_setup import LoopInputs, build_result, init_loop
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
@@ -65,123 +65,154 @@ def hamburger(
     capacity: int | None = None,
     inputs: PyTree = None,
 ) -> DecodeResult:
-    """The base `target` and its other parts, trained together, in one compiled program.
+    """Decode with a base model `target` and the other parts `head`, trained together, in one compiled program.
 
     Args:
-      confidence: a segment goes on where 1 - p_stop is as much; 0.5 where it is likelier than not.
-      key and what follows: as for `decode`.
+      confidence: a segment continues while 1 - p_stop is at least this; 0.5: while continuing is more likely.
+      The other arguments are those of `decode`.
 
-    `stats.target_passes` counts the macro steps, each of which takes one slot of the cache. Raises: UsageError for
-    parts that are no HAMburger's, or do not fit the base.
+    `stats.target_passes` counts the macro steps; each takes one slot of the cache.
+
+    Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model.
     """
     check(target, head)
     settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
-    segment = head.head.config.segment
-    begun = begin(
-        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=segment, inputs=inputs
+    write_segment = head.head.config.segment
+    loop_inputs = init_loop(
+        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=write_segment, inputs=inputs
     )  # fmt: skip
-    return _run(target, head, begun, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
+    return _run(target, head, loop_inputs, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
 
 
 def check(target: Target, head: DraftHead) -> None:
-    """Raises: UsageError for parts that are no HAMburger's, or a base that they do not fit."""
+    """Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model."""
     model = target.model
     if head.head.kind != "hamburger":
         raise UsageError(f"hamburger needs a head of its own kind, and this is one of {head.head.kind}")
-    able, config = model.capabilities, head.head.config
-    if not (able.streams and able.taps) or getattr(model.config, "window", None) is not None:
-        raise UsageError(f"{model.name} cannot read segments: it has windows, or reads tokens alone; choose another")
-    if max(config.taps) > able.num_layers:
-        raise UsageError(f"the head reads stream {max(config.taps)}, and {model.name} has {able.num_layers} layers")
+    capabilities, config = model.capabilities, head.head.config
+    if not (capabilities.streams and capabilities.taps) or getattr(model.config, "window", None) is not None:
+        raise UsageError(
+            f"{model.name} cannot read segments: it has windows, or takes token ids only; choose another model"
+        )
+    if max(config.taps) > capabilities.num_layers:
+        raise UsageError(
+            f"the head reads layer {max(config.taps)}, and {model.name} has {capabilities.num_layers} layers"
+        )
     if model.config is not None and model.config.width != config.layer.width:
         raise UsageError(
-            f"the head reads streams of width {config.layer.width}, and {model.name} has {model.config.width}; give it "
-            "the base that it was trained with"
+            f"the head reads hidden states of width {config.layer.width}, and {model.name} has {model.config.width}; "
+            "use the base model that the head was trained with"
         )
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     cache: PyTree
     tokens: Array  # int32[B, L]
     length: Array  # int32[B]
-    size: Array  # int32[B], tokens of the last segment, which the base has not read
-    ended: Array  # bool[B], by an eos
+    size: Array  # int32[B], tokens of the last segment, which the base model has not read
+    ended: Array  # bool[B], true after an eos
     passes: Array  # int32[B]
 
 
-class _Micro(NamedTuple):
-    """A segment while it is written."""
+class SegmentState(NamedTuple):
+    """State of the segment that is being written."""
 
     tokens: Array
     length: Array
     size: Array
     ended: Array
-    going: Array  # bool[B]
+    is_running: Array  # bool[B]
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")
 @without_x64
-def _run(target: Target, head: DraftHead, begun: Begun, confidence: Array, *, max_new_tokens: int) -> DecodeResult:
+def _run(
+    target: Target, head: DraftHead, loop_inputs: LoopInputs, confidence: Array, *, max_new_tokens: int
+) -> DecodeResult:
     model, params, config = target.model, target.params, head.head.config
-    (batch, room), most = begun.tokens.shape, config.segment
-    rows, zero, alone = jnp.arange(batch), jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool)
+    (batch, room), max_size = loop_inputs.tokens.shape, config.segment
+    rows, zero, self_mask = jnp.arange(batch), jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool)
     merge = bind(Hamburger, config)(head.params).merge
 
-    def write(now: _Micro, logits: Array) -> _Micro:
-        """One more token of the rows that are going."""
-        keys = node_keys(begun.keys, now.length, zero)[:, 0]
-        token = draw(keys, warp(logits, begun.sampling))
-        tokens = now.tokens.at[rows, jnp.where(now.going, now.length, room)].set(token, mode="drop")
-        length, ended = now.length + now.going, now.ended | (now.going & jnp.any(token[:, None] == begun.eos, 1))
-        return _Micro(tokens, length, now.size + now.going, ended, now.going & ~ended & (length < begun.stop))
+    def write_token(segment_state: SegmentState, logits: Array) -> SegmentState:
+        """Write one more token in running rows."""
+        keys = node_keys(loop_inputs.keys, segment_state.length, zero)[:, 0]
+        token = draw(keys, warp(logits, loop_inputs.sampling))
+        tokens = segment_state.tokens.at[rows, jnp.where(segment_state.is_running, segment_state.length, room)].set(
+            token, mode="drop"
+        )
+        length, ended = (
+            segment_state.length + segment_state.is_running,
+            segment_state.ended | (segment_state.is_running & jnp.any(token[:, None] == loop_inputs.eos, 1)),
+        )
+        return SegmentState(
+            tokens,
+            length,
+            segment_state.size + segment_state.is_running,
+            ended,
+            segment_state.is_running & ~ended & (length < loop_inputs.stop),
+        )
 
-    def segment(now: _Micro, last: Array) -> _Micro:
-        """The tokens behind the first, where the base said the streams [B, F] of the segment before."""
-        context = Context(now.tokens, now.length, target=target)
-        scratch, said = head.head.start(head.params, last.astype(config.layer.dtype), context, most)
-        assert isinstance(said, DraftOutput)
-        carry = sure(now, said), scratch, said
-        for depth in range(1, most):
-            carry = jax.lax.cond(jnp.any(carry[0].going), functools.partial(micro, depth), lambda carry: carry, carry)
+    def write_segment(segment_state: SegmentState, last: Array) -> SegmentState:
+        """Write the other tokens of a segment, given the base model's hidden states [B, F] of the last segment."""
+        context = Context(segment_state.tokens, segment_state.length, target=target)
+        scratch, output = head.head.start(head.params, last.astype(config.layer.dtype), context, max_size)
+        assert isinstance(output, DraftOutput)
+        carry = stop_if_unsure(segment_state, output), scratch, output
+        for depth in range(1, max_size):
+            carry = jax.lax.cond(
+                jnp.any(carry[0].is_running), functools.partial(micro_step, depth), lambda carry: carry, carry
+            )
         return carry[0]
 
-    def sure(now: _Micro, said: DraftOutput) -> _Micro:
-        assert said.confidence is not None
-        return now._replace(going=now.going & (said.confidence >= confidence))
+    def stop_if_unsure(segment_state: SegmentState, output: DraftOutput) -> SegmentState:
+        assert output.confidence is not None
+        return segment_state._replace(is_running=segment_state.is_running & (output.confidence >= confidence))
 
-    def micro(depth: int, carry):
-        now, scratch, said = carry
-        now = write(now, said.logits)
-        if depth == most - 1:
-            return now, scratch, said
-        place = jnp.arange(most)
-        seen = jnp.broadcast_to((place > 0) & (place < depth), (batch, 1, most))
-        token = take_along(now.tokens, now.length[:, None] - 1, 1)
-        drafted = DraftedNodes(token, zero + depth, jnp.int32(depth), zero + depth - 1, seen)
-        context = Context(now.tokens, now.length, target=target)
-        scratch, said = head.head.follow(head.params, scratch, drafted, context)
-        said = jax.tree.map(lambda x: x[:, 0], said)
-        return sure(now, said), scratch, said
+    def micro_step(depth: int, carry):
+        segment_state, scratch, output = carry
+        segment_state = write_token(segment_state, output.logits)
+        if depth == max_size - 1:
+            return segment_state, scratch, output
+        slots = jnp.arange(max_size)
+        visible = jnp.broadcast_to((slots > 0) & (slots < depth), (batch, 1, max_size))
+        token = take_along(segment_state.tokens, segment_state.length[:, None] - 1, 1)
+        drafted = DraftedNodes(token, zero + depth, jnp.int32(depth), zero + depth - 1, visible)
+        context = Context(segment_state.tokens, segment_state.length, target=target)
+        scratch, output = head.head.follow(head.params, scratch, drafted, context)
+        output = jax.tree.map(lambda x: x[:, 0], output)
+        return stop_if_unsure(segment_state, output), scratch, output
 
-    def step(state: _State) -> _State:
-        going = ~state.ended & (state.length < begun.stop)
-        place = (state.length - state.size)[:, None] + jnp.arange(most)
-        text = take_along(state.tokens, jnp.minimum(place, room - 1), 1)
+    def step(state: State) -> State:
+        is_running = ~state.ended & (state.length < loop_inputs.stop)
+        positions = (state.length - state.size)[:, None] + jnp.arange(max_size)
+        text = take_along(state.tokens, jnp.minimum(positions, room - 1), 1)
         assert model.embed is not None
         merged = merge(model.embed(params, text), state.size)[:, None]
         output, pending = model.forward(
-            params, Stream(merged), state.cache, positions=state.length[:, None] - 1, mask=alone, taps=config.taps
+            params, Stream(merged), state.cache, positions=state.length[:, None] - 1, mask=self_mask, taps=config.taps
         )
-        cache = model.commit(state.cache, pending, zero, going.astype(jnp.int32))
-        now = _Micro(state.tokens, state.length, jnp.where(going, 0, state.size), state.ended, going)
-        now = write(now, output.logits[:, 0])
+        cache = model.commit(state.cache, pending, zero, is_running.astype(jnp.int32))
+        segment_state = SegmentState(
+            state.tokens, state.length, jnp.where(is_running, 0, state.size), state.ended, is_running
+        )
+        segment_state = write_token(segment_state, output.logits[:, 0])
         last = head.head.features_of(output)[:, 0]
-        now = jax.lax.cond(jnp.any(now.going), lambda: segment(now, last), lambda: now)
-        return _State(cache, now.tokens, now.length, now.size, now.ended, state.passes + going)
+        segment_state = jax.lax.cond(
+            jnp.any(segment_state.is_running), lambda: write_segment(segment_state, last), lambda: segment_state
+        )
+        return State(
+            cache,
+            segment_state.tokens,
+            segment_state.length,
+            segment_state.size,
+            segment_state.ended,
+            state.passes + is_running,
+        )
 
-    cache = model.start_cache(params, begun.inputs, begun.prompts, room)
-    cache = prefill(model, params, cache, begun.tokens, begun.prompts - 1)
-    nothing = jnp.zeros((batch,), jnp.int32)
-    state = _State(cache, begun.tokens, begun.prompts, nothing + 1, nothing > 0, nothing)
-    state = jax.lax.while_loop(lambda state: jnp.any(~state.ended & (state.length < begun.stop)), step, state)
-    return written(begun.prompts, state.tokens, state.length, state.passes, state.ended, max_new_tokens)
+    cache = model.start_cache(params, loop_inputs.inputs, loop_inputs.prompts, room)
+    cache = prefill(model, params, cache, loop_inputs.tokens, loop_inputs.prompts - 1)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    state = State(cache, loop_inputs.tokens, loop_inputs.prompts, zeros + 1, zeros > 0, zeros)
+    state = jax.lax.while_loop(lambda state: jnp.any(~state.ended & (state.length < loop_inputs.stop)), step, state)
+    return build_result(loop_inputs.prompts, state.tokens, state.length, state.passes, state.ended, max_new_tokens)

@@ -1,4 +1,4 @@
-"""What the loops over one model share that write several tokens a pass by themselves: their beginning and their end."""
+"""Inputs and results of loops over one model that writes several tokens per pass."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
 
 
-class Begun(NamedTuple):
-    """Prompts, and how to go on."""
+class LoopInputs(NamedTuple):
+    """Prompts and settings of a loop."""
 
-    tokens: Array  # int32[B, L], with room behind the text
-    prompts: Array  # int32[B], their lengths
-    stop: Array  # int32[B], where the texts end at the latest
+    tokens: Array  # int32[B, L], prompts with room for new tokens
+    prompts: Array  # int32[B], lengths of the prompts
+    stop: Array  # int32[B], maximum lengths of the texts
     keys: Array  # key[B]
     sampling: Sampling
     eos: Array  # int32[E]
     inputs: PyTree
 
 
-def begin(
+def init_loop(
     target: Target, prompts: Prompts, settings: Settings, *, key, max_new_tokens: int, room: int, inputs: PyTree = None
-) -> Begun:
-    """room: tokens of a pass at most. Raises: UsageError as `specjax.decode` does."""
+) -> LoopInputs:
+    """Pack the prompts and check the settings.
+
+    Args:
+      room: maximum number of tokens per pass.
+
+    Raises: UsageError for the same settings as `specjax.decode`.
+    """
     count, capacity = new_tokens(max_new_tokens), settings.capacity or target.model.max_positions
     tokens, lengths = pack(prompts, count, room, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
     keys = row_keys(key, len(tokens))
-    return Begun(tokens, lengths, lengths + count, keys, settings.warping(), settings.ends(), inputs)
+    return LoopInputs(tokens, lengths, lengths + count, keys, settings.warping(), settings.ends(), inputs)
 
 
-def written(
+def build_result(
     prompts: Array, tokens: Array, length: Array, passes: Array, hit_eos: Array, max_new_tokens: int
 ) -> DecodeResult:
-    """What stands behind the prompts int32[B] in tokens int32[B, L], of which `length` int32[B] are text."""
-    place = prompts[:, None] + jnp.arange(max_new_tokens)
+    """Build the result of texts int32[B, L] of `length` int32[B] tokens after prompts of `prompts` int32[B] tokens."""
+    positions = prompts[:, None] + jnp.arange(max_new_tokens)
     count = length - prompts
-    new = take_along(tokens, jnp.minimum(place, tokens.shape[1] - 1), 1)
+    new = take_along(tokens, jnp.minimum(positions, tokens.shape[1] - 1), 1)
     new = jnp.where(jnp.arange(max_new_tokens) < count[:, None], new, -1)
     stats = zero_stats(len(prompts), 0)._replace(target_passes=passes, hit_eos=hit_eos)
     return DecodeResult(new, count, hit_eos, stats)

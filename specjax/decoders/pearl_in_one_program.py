@@ -1,10 +1,10 @@
-"""PEARL in one program: the two roles under one `shard_map`, each on a device of its own.
+"""PEARL in one program: both roles run under one `shard_map`, each on its own device.
 
-The method, its rule and its guarantee are those of `specjax.decoders.pearl`. Here no host joins the sides: the whole
-loop is compiled, and may be part of the caller's own `jit`. In every step device 0 of the axis "role" drafts while
-device 1 reads the end of the text; the branches hold no collectives, then token ids are exchanged and both join them.
-Price: the arrays of a program have one shape on all of its devices, so both hold both models and both caches, though
-each only reads its own. Two programs do without that.
+Method, rule and guarantee are those of `specjax.decoders.pearl`. No host joins the two sides here: the whole loop is
+compiled, and can be part of the caller's own `jit`. In every step device 0 of the axis "role" drafts while device 1
+verifies the end of the text. The branches have no collectives. Then the devices exchange token ids, and both join them.
+The cost is memory: an array has the same shape on all devices of a program. Both devices therefore store both models
+and both caches, although each uses only its own. The version with two programs avoids this.
 """
 
 from __future__ import annotations
@@ -57,17 +57,16 @@ def pearl_in_one_program(
     capacity: int | None = None,
     inputs: PyTree = None,
 ) -> DecodeResult:
-    """Decode a batch. A second call with the same shapes compiles nothing.
+    """Decode a batch. A second call with the same shapes compiles no program.
 
     Args:
-      target, draft: models of one tokenizer, not sharded; both are copied to both devices.
-      num_tokens: gamma, how many tokens are drafted per step.
-      devices: two, of the draft and of the target; default: the first two.
-      The others are those of `specjax.decode`.
+      target, draft: models with the same tokenizer, not sharded; both are copied to both devices.
+      num_tokens: gamma, the number of drafted tokens per step.
+      devices: two devices, of the draft model and of the target; default: the first two.
+      The other arguments are those of `specjax.decode`.
 
-    Returns: DecodeResult, in whose `stats` a depth is a place in the draft; every step drafts all gamma.
-    Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a
-      setting outside its range.
+    Returns: DecodeResult; a depth in its `stats` is a position in the draft, and every step drafts gamma tokens.
+    Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a setting out of range.
     """
     check_pair(target, draft, num_tokens)
     devices = jax.devices()[:2] if devices is None else devices
@@ -75,7 +74,7 @@ def pearl_in_one_program(
         raise UsageError(f"pearl_in_one_program runs on two devices, but there are {len(set(devices))}")
     for model in (target.model, draft.model):
         if model.mesh is not None:
-            raise UsageError(f"{model.name} is sharded, but here each role has one device; pearl takes meshes")
+            raise UsageError(f"{model.name} is sharded, but each role has one device; use pearl for meshes")
     settings = Settings(temperature, top_k, top_p, eos)
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     max_new_tokens = new_tokens(max_new_tokens)
@@ -93,7 +92,7 @@ def pearl_in_one_program(
 def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
     start = Text.of(tokens, lengths, max_new_tokens, gamma)
     loop = functools.partial(_loop, gamma=gamma)
-    # Every device ends with the same, which the compiler cannot see.
+    # The results are equal on all devices, which the compiler cannot infer.
     spread = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     text, stats = spread(roles, start, eos)
     count = text.verified - lengths
@@ -102,61 +101,62 @@ def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, 
 
 
 def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Stats]:
-    """What each of the two devices runs."""
-    drafts_here = jax.lax.axis_index("role") == 0
+    """Run the loop of one device."""
+    is_drafting = jax.lax.axis_index("role") == 0
     drafter, target = roles
 
-    def of_both(draft, verify):
-        """What one of the two gives here, zeros for the other."""
-        return jax.lax.cond(drafts_here, lambda: (draft(), _zeros_of(verify)), lambda: (_zeros_of(draft), verify()))
+    def run_role(draft, verify):
+        """Return the result of this device's role, and zeros for the other role."""
+        return jax.lax.cond(is_drafting, lambda: (draft(), _zeros_of(verify)), lambda: (_zeros_of(draft), verify()))
 
     def body(carry):
         text, stats, (drafted, cache) = carry
         drafted = drafter.target.model.rewind_cache(drafted, text.length - 1)
         cache = target.target.model.rewind_cache(cache, text.verified - 1)
         last, window = text.window(text.length - 1, 1), text.window(text.verified - 1, gamma)
-        (drafts, new), (picks, pending) = of_both(
+        (drafts, new), (picks, pending) = run_role(
             lambda: _draft(drafter, drafted, last, text.length, gamma),
             lambda: draws(target, cache, window, text.verified, triangle(window)),
         )
-        # Outside of the branches, which would copy the caches that they give back.
+        # The commits are outside of the branches, which would copy the caches that they return.
         caches = commit_all(drafter, drafted, new, drafts), commit_all(target, cache, pending, window)
         drafts, picks = jax.lax.psum((drafts, picks), "role")
         active = jnp.repeat(~text.done[:, None], gamma, 1)
         text, accepted = join(text, drafts, picks, eos)
         return text, add_round(stats, active[:, 0], active, accepted), caches
 
-    caches = of_both(lambda: _read(drafter, start), lambda: _read(target, start))
-    going = lambda carry: ~jnp.all(carry[0].done)
-    return jax.lax.while_loop(going, body, (start, zero_stats(len(start.tokens), gamma), caches))[:2]
+    caches = run_role(lambda: _read(drafter, start), lambda: _read(target, start))
+    is_running = lambda carry: ~jnp.all(carry[0].done)
+    return jax.lax.while_loop(is_running, body, (start, zero_stats(len(start.tokens), gamma), caches))[:2]
 
 
 def _read(role: Role, text: Text) -> PyTree:
-    """The cache of the prompts but their last tokens."""
+    """Return the cache of the prompts without their last tokens."""
     model, params = role.target.model, role.target.params
     cache = model.start_cache(params, role.inputs, text.length, text.tokens.shape[1])
     return prefill(model, params, cache, text.tokens, text.length - 1)
 
 
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) -> tuple[Array, PyTree]:
-    """Drafts int32[B, gamma] behind a text of `length` int32[B] that ends with `last` int32[B, 1], and what is pending
-    of that token and of all drafts but the last.
+    """Draft int32[B, gamma] tokens after a text of `length` int32[B] tokens that ends with `last` int32[B, 1].
+
+    The second result is the pending cache entries of that token and of all drafts but the last.
     """
     batch = last.shape[0]
     wide = jnp.zeros((batch, gamma), jnp.int32)
     none = _zeros_of(lambda: draws(role, cache, wide, length, triangle(wide))[1])
 
-    def one(carry, depth):
+    def draft_token(carry, depth):
         pending, token = carry
-        seen = jnp.append(jnp.arange(gamma) < depth, True)
-        mask = jnp.broadcast_to(seen, (batch, 1, gamma + 1))
+        visible = jnp.append(jnp.arange(gamma) < depth, True)
+        mask = jnp.broadcast_to(visible, (batch, 1, gamma + 1))
         picks, new = draws(role, cache, token, length + depth, mask, pending)
         return (role.target.model.insert(pending, new, depth), picks), picks[:, 0]
 
-    (pending, _), drafts = jax.lax.scan(one, (none, last), jnp.arange(gamma))
+    (pending, _), drafts = jax.lax.scan(draft_token, (none, last), jnp.arange(gamma))
     return drafts.T, pending
 
 
 def _zeros_of(run: Callable[[], PyTree]) -> PyTree:
-    """Zeros in the form of what `run()` would give."""
+    """Return zeros with the structure and shapes of the result of `run()`."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))

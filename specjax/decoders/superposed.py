@@ -1,17 +1,19 @@
-"""Superposed decoding: several completions of a prompt at once, for one pass of the model per token.
+"""Superposed decoding: several completions of a prompt for one pass of the model per token.
 
 Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupati: Superposed Decoding: Multiple
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400.
 
-Rule: k drafts with scores s_i, and one cache of inputs in superposition. The next input is
-sum_i softmax(s)_i E[last token of draft i]. Its distribution p at a low temperature, cut to the `candidates` likeliest
-tokens and normalised, is mixed for each draft with n-gram models of a corpus, f_i(v) = sum over n of weight_n P_n(v |
-the last n - 1 tokens of draft i): log r_i(v) = (1 - alpha) log p(v) + alpha log f_i(v), and (1 - alpha) log p(v) - 200
-for a draft that the corpus has nothing to say about. Of all s_i + log r_i(v) the k best are the drafts of the next
-step. The first step takes the k likeliest tokens. Of the 2 k best those that end with an eos are set aside.
-Guarantee: lossy. Only with one draft and no corpus is it a decoding of the model, the greedy one.
-Deviations: P_n is counted in a datastore, exactly and for any context, where the authors keep tables of n-grams; a
-context is the end of the prompt and the draft. Without a corpus alpha is 0: the drafts then share one distribution.
+Rule: there are k drafts with scores s_i, and one cache of superposed inputs. The next input is
+sum_i softmax(s)_i E[last token of draft i]. Its distribution p has a low temperature, is cut to the `candidates` most
+likely tokens, and is normalised. For each draft it is mixed with n-gram models of a corpus:
+  f_i(v) = sum over n of weight_n P_n(v | the last n - 1 tokens of draft i).
+  log r_i(v) = (1 - alpha) log p(v) + alpha log f_i(v).
+If the corpus has no continuation of a draft, log r_i(v) = (1 - alpha) log p(v) - 200. The k best of all
+s_i + log r_i(v) are the drafts of the next step. The first step takes the k most likely tokens. Those of the 2 k best
+that end with an eos are finished completions.
+Guarantee: lossy. With one draft and no corpus it is greedy decoding.
+Deviations: a datastore counts P_n, exactly and for any context; the authors store tables of n-grams. A context is the
+end of the prompt and the draft. Without a corpus alpha is 0, and all drafts share one distribution.
 """
 
 from __future__ import annotations
@@ -56,19 +58,19 @@ METHOD = Method(
 
 
 WEIGHTS = (0.01, 0.04, 0.15, 0.18, 0.12)
-"""The authors', of 2-grams to 6-grams."""
+"""The authors' weights of 2-grams to 6-grams."""
 UNKNOWN = -200.0
 
 
 class Drafts(NamedTuple):
     """Completions, best first."""
 
-    tokens: Array  # int32[B, k, max_new_tokens], -1 behind the end
+    tokens: Array  # int32[B, k, max_new_tokens], then -1
     lengths: Array  # int32[B, k]
-    scores: Array  # float32[B, k], sums of log r; -inf where fewer drafts were found
+    scores: Array  # float32[B, k], sums of log r; -inf for missing drafts
 
     def to_lists(self) -> list[list[list[int]]]:
-        """Per row its drafts."""
+        """Return the drafts of each row as lists."""
         tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
         return [[d[:n].tolist() for d, n in zip(row, ns, strict=True)] for row, ns in zip(tokens, lengths, strict=True)]
 
@@ -76,7 +78,7 @@ class Drafts(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class SuperposedResult(DecodeResult):
-    """The best completion of each prompt, and beside it all of them."""
+    """The best completion of each prompt, and all completions in `drafts`."""
 
     drafts: Drafts
 
@@ -95,17 +97,20 @@ def superposed(
     capacity: int | None = None,
     inputs: PyTree = None,
 ) -> SuperposedResult:
-    """`drafts` completions of each prompt in `max_new_tokens` passes, in one compiled program. Lossy.
+    """Decode `drafts` completions of each prompt in `max_new_tokens` passes, in one compiled program. Lossy.
 
     Args:
-      candidates: likeliest tokens to choose from; temperature: of p. The authors' settings.
-      corpus: `Datastore.to_device()`, whose ids are the target's: where the n-grams are counted. alpha: their weight.
-      eos: ids that end a draft. prompts, capacity, inputs: as for `decode`.
+      candidates: number of most likely tokens to choose from; the default is the authors'.
+      temperature: temperature of p; the default is the authors'.
+      corpus: `Datastore.to_device()`, with the token ids of the target, in which n-grams are counted.
+      alpha: weight of the n-grams.
+      eos: ids that end a draft.
+      prompts, capacity, inputs: see `decode`.
 
-    Raises: UsageError for a setting outside its range, or a model that takes no mixtures of tokens.
+    Raises: UsageError for a setting out of range, or a model that takes no mixtures of tokens.
     """
     if not target.model.capabilities.mixtures:
-        raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed decoding feeds")
+        raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed decoding needs")
     if drafts < 1:
         raise UsageError(f"drafts must be at least 1, not {drafts}")
     if not drafts <= candidates <= target.model.vocab_size:
@@ -122,22 +127,24 @@ def superposed(
     )  # fmt: skip
 
 
-def mixed(log_p: Array, f: Array, alpha: Array | float) -> Array:
-    """log r float32[B, k, C] of the candidates' log p float32[B, C] and n-gram probabilities f float32[B, k, C]."""
-    known = jnp.any(f > 0, -1, keepdims=True)
-    of_model = (1 - alpha) * log_p[:, None]
-    return jnp.where(known, of_model + alpha * jnp.log(f), of_model + UNKNOWN)
+def mix_ngrams(log_p: Array, f: Array, alpha: Array | float) -> Array:
+    """Mix the candidates' log p float32[B, C] and n-gram probabilities f float32[B, k, C]; return log r [B, k, C]."""
+    in_corpus = jnp.any(f > 0, -1, keepdims=True)
+    model_score = (1 - alpha) * log_p[:, None]
+    return jnp.where(in_corpus, model_score + alpha * jnp.log(f), model_score + UNKNOWN)
 
 
 def ngram_probability(corpus: Index, text: Array, length: Array, tokens: Array) -> Array:
-    """f float32[R, C] of `tokens` int32[R, C] behind texts, by the counts of a corpus.
+    """Return f float32[R, C] of `tokens` int32[R, C] after texts, from the counts of a corpus.
 
-    Args: text: int32[R, 5], the last tokens of each, the newest last. length: int32[R], how many are real.
+    Args:
+      text: int32[R, 5], the last tokens of each text, the newest last.
+      length: int32[R], number of valid tokens.
     """
     rows, count = tokens.shape
 
     def times(text: Array, span: int, length: Array) -> Array:
-        """How often the last `span` tokens occur: int32[...]."""
+        """Return the number of occurrences of the last `span` tokens, int32[...]."""
         return jnp.sum(search(corpus, text[:, text.shape[1] - span :], length, span).counts, 1)
 
     longer = jnp.concatenate([jnp.repeat(text, count, 0), tokens.reshape(-1, 1)], 1)
@@ -149,12 +156,12 @@ def ngram_probability(corpus: Index, text: Array, length: Array, tokens: Array) 
     return total
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     cache: PyTree
-    tokens: Array  # int32[B, k, N], the drafts that go on
+    tokens: Array  # int32[B, k, N], running drafts
     scores: Array  # float32[B, k]
-    ended: Drafts  # those that do not, best first
-    passes: Array  # int32[B], that the row needed
+    ended: Drafts  # finished drafts, best first
+    passes: Array  # int32[B], passes that the row needed
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
@@ -177,69 +184,71 @@ def _run(
     batch, k, n = prompt.shape[0], drafts, max_new_tokens
     cache = prefill(model, params, model.start_cache(params, inputs, length, prompt.shape[1]), prompt, length - 1)
 
-    def look(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
-        """The cache with one more input, the candidates int32[B, C], best first, and their log p."""
+    def feed_mixture(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
+        """Feed one more input; return the cache, the candidates int32[B, C], best first, and their log p."""
         output, pending = model.forward(
             params, mixture, cache, positions=(length - 1 + step)[:, None], mask=jnp.ones((batch, 1, 1), bool)
         )
         cache = model.commit(cache, pending, jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32))
         return cache, *likeliest(output.logits[:, 0].astype(jnp.float32) / temperature, candidates)
 
-    def body(carry: tuple[Array, _State]) -> tuple[Array, _State]:
+    def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         step, state = carry
         last = jax.lax.dynamic_index_in_dim(state.tokens, step - 1, 2, keepdims=False)
         mixture = Mixture(last[:, None], jax.nn.softmax(state.scores, -1)[:, None])
-        cache, named, log_p = look(state.cache, step, mixture)
+        cache, candidate_tokens, log_p = feed_mixture(state.cache, step, mixture)
         log_r = jnp.broadcast_to(log_p[:, None], (batch, k, candidates))
         if corpus is not None:
-            log_r = mixed(log_p, counted(state.tokens, step, named), alpha)
+            log_r = mix_ngrams(log_p, ngram_scores(state.tokens, step, candidate_tokens), alpha)
         draft, choice, scores = extend(state.scores, log_r, min(2 * k, k * candidates))
-        token = take_along(named, choice, 1)
+        token = take_along(candidate_tokens, choice, 1)
         history = take_along(state.tokens, draft[:, :, None], 1).at[:, :, step].set(token)
         tokens, scores, ended = sort_out(history, scores, token, step + 1, state.ended)
-        return step + 1, _State(cache, tokens, scores, ended, state.passes + goes_on(state))
+        return step + 1, State(cache, tokens, scores, ended, state.passes + is_running(state))
 
-    def counted(tokens: Array, step: Array, named: Array) -> Array:
-        """f of the candidates behind every draft, [B, k, C]."""
+    def ngram_scores(tokens: Array, step: Array, candidate_tokens: Array) -> Array:
+        """Return f of the candidates after every draft, [B, k, C]."""
         assert corpus is not None
         text = jnp.repeat(prompt, k, 0)
-        place = jnp.repeat(length, k)[:, None] + jnp.arange(n)
+        positions = jnp.repeat(length, k)[:, None] + jnp.arange(n)
         drafted = jnp.where(jnp.arange(n) < step, tokens.reshape(batch * k, n), 0)
-        text = text.at[jnp.arange(batch * k)[:, None], place].set(drafted, mode="drop")
-        seen = jnp.repeat(length, k) + step
-        ending = last_tokens(text, seen, len(WEIGHTS))[:, ::-1]
-        return ngram_probability(corpus, ending, seen, jnp.repeat(named, k, 0)).reshape(batch, k, candidates)
+        text = text.at[jnp.arange(batch * k)[:, None], positions].set(drafted, mode="drop")
+        text_length = jnp.repeat(length, k) + step
+        ending = last_tokens(text, text_length, len(WEIGHTS))[:, ::-1]
+        return ngram_probability(corpus, ending, text_length, jnp.repeat(candidate_tokens, k, 0)).reshape(
+            batch, k, candidates
+        )
 
-    def goes_on(state: _State) -> Array:
-        """bool[B]: whether a draft of the row may still be among the k best."""
+    def is_running(state: State) -> Array:
+        """Return bool[B], true if a running draft of the row can still be among the k best."""
         return jnp.any(state.scores > state.ended.scores[:, -1:], 1)
 
     def sort_out(
         history: Array, scores: Array, token: Array, count: Array, ended: Drafts
     ) -> tuple[Array, Array, Drafts]:
-        """The k best that go on, with their scores, and the k best that have ended, among drafts int32[B, M, N]."""
+        """Split drafts int32[B, M, N] into the k best running ones, with scores, and the k best finished ones."""
         is_eos = jnp.any(token[:, :, None] == eos, 2)
-        alive, place = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), k)
+        alive, index = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), k)
         new = jnp.where(is_eos, scores, -jnp.inf)
-        return take_along(history, place[:, :, None], 1), alive, best_of(ended, history, new, count)
+        return take_along(history, index[:, :, None], 1), alive, best_of(ended, history, new, count)
 
     def best_of(ended: Drafts, tokens: Array, scores: Array, count: Array) -> Drafts:
-        """The k best of those before and of drafts of `count` tokens."""
+        """Return the k best of earlier finished drafts and of new drafts of `count` tokens."""
         lengths = jnp.where(scores > -jnp.inf, count, 0)
-        best, place = jax.lax.top_k(jnp.concatenate([ended.scores, scores], 1), k)
+        best, index = jax.lax.top_k(jnp.concatenate([ended.scores, scores], 1), k)
         pick = lambda old, new: jnp.concatenate([old, new], 1)
-        of_all = take_along(pick(ended.tokens, tokens), place[:, :, None], 1)
-        return Drafts(of_all, take_along(pick(ended.lengths, lengths), place, 1), best)
+        best_tokens = take_along(pick(ended.tokens, tokens), index[:, :, None], 1)
+        return Drafts(best_tokens, take_along(pick(ended.lengths, lengths), index, 1), best)
 
     root = Mixture(take_along(prompt, length[:, None] - 1, 1)[:, :, None], jnp.ones((batch, 1, 1)))
-    cache, named, log_p = look(cache, jnp.int32(0), root)
-    none = jnp.full((batch, k, n), -1, jnp.int32)
-    ended = Drafts(none, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
+    cache, candidate_tokens, log_p = feed_mixture(cache, jnp.int32(0), root)
+    empty = jnp.full((batch, k, n), -1, jnp.int32)
+    ended = Drafts(empty, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
     width = min(2 * k, candidates)
-    first = jnp.full((batch, width, n), -1, jnp.int32).at[:, :, 0].set(named[:, :width])
-    tokens, scores, ended = sort_out(first, log_p[:, :width], named[:, :width], jnp.int32(1), ended)
-    state = _State(cache, tokens, scores, ended, jnp.ones((batch,), jnp.int32))
-    alive = lambda carry: (carry[0] < n) & jnp.any(goes_on(carry[1]))
+    first = jnp.full((batch, width, n), -1, jnp.int32).at[:, :, 0].set(candidate_tokens[:, :width])
+    tokens, scores, ended = sort_out(first, log_p[:, :width], candidate_tokens[:, :width], jnp.int32(1), ended)
+    state = State(cache, tokens, scores, ended, jnp.ones((batch,), jnp.int32))
+    alive = lambda carry: (carry[0] < n) & jnp.any(is_running(carry[1]))
     step, state = jax.lax.while_loop(alive, body, (jnp.int32(1), state))
     best = best_of(state.ended, state.tokens, state.scores, step)
     best = best._replace(tokens=jnp.where(jnp.arange(n) < best.lengths[:, :, None], best.tokens, -1))

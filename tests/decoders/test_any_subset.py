@@ -15,7 +15,7 @@ from toy_decoders import exact
 
 from specjax import UsageError
 from specjax.decoders import AnySubsetModel, any_subset
-from specjax.decoders.any_subset import content_mask, order_of
+from specjax.decoders.any_subset import content_mask, token_order
 
 GOLDEN = json.loads((DATA / "verification_any_subset.json").read_text())
 JOINT = np.array(GOLDEN["joint"], np.float32).reshape(2, 2, 2)
@@ -99,10 +99,10 @@ def test_greedy_is_the_likeliest_token_after_each_other():
 
 
 def test_masks_by_hand():
-    order = order_of(jnp.array([[True, False, True, False, True]]), jnp.array([4]))
+    order = token_order(jnp.array([[True, False, True, False, True]]), jnp.array([4]))
     assert order.position[0].tolist() == [1, 3, 0, 2, 4]
     assert order.rank[0].tolist() == [2, 0, 3, 1, 4]
-    assert (order.given.tolist(), order.stop.tolist()) == ([2], [4])
+    assert (order.num_given.tolist(), order.stop.tolist()) == ([2], [4])
     content = content_mask(order)[0, :4].astype(int).tolist()
     assert content == [[1, 1, 0, 1, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 0], [0, 1, 0, 1, 0]]
 
@@ -147,7 +147,7 @@ def trained():
     def loss(params, key):
         drawn, ordered = jax.random.split(key)
         tokens = texts[jax.random.categorical(drawn, distribution, shape=(128,))]
-        order = order_of(jax.random.bernoulli(ordered, 0.7, tokens.shape), jnp.full((128,), SIZE))
+        order = token_order(jax.random.bernoulli(ordered, 0.7, tokens.shape), jnp.full((128,), SIZE))
         positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
         query = order.rank[:, None, :] < order.rank[:, :, None]
         logits = jax.nn.log_softmax(two_stream(params, tokens, content_mask(order), positions, query))
@@ -168,7 +168,7 @@ def sequential_distribution(model, tokens, missing):
     """The model's own distribution of the missing tokens, one after another by position: [V, ..., V], enumerated."""
     size = len(tokens)
     texts = np.array(list(itertools.product(range(VOCAB), repeat=size)))
-    order = order_of(jnp.tile(jnp.array(missing), (len(texts), 1)), jnp.full((len(texts),), size))
+    order = token_order(jnp.tile(jnp.array(missing), (len(texts), 1)), jnp.full((len(texts),), size))
     positions = jnp.tile(jnp.arange(size), (len(texts), 1))
     query = order.rank[:, None, :] < order.rank[:, :, None]
     logits = model.apply(model.params, jnp.asarray(texts), content_mask(order), positions, query)

@@ -11,7 +11,7 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode
 from specjax.decoders import superposed
-from specjax.decoders.superposed import UNKNOWN, WEIGHTS, mixed, ngram_probability
+from specjax.decoders.superposed import UNKNOWN, WEIGHTS, mix_ngrams, ngram_probability
 from specjax.drafters import autoregressive
 from specjax.retrieval.datastore import from_documents
 from specjax.trees.superposition import extend
@@ -27,7 +27,7 @@ def greedy(target, **options):
 def test_the_cards_scores():
     p, f = jnp.array([[0.5, 0.3, 0.2]]), jnp.array([[[0.1, 0.8, 0.1], [0.7, 0.1, 0.2]]])
     scores = jnp.log(jnp.array([[0.6, 0.4]]))
-    log_r = mixed(jnp.log(p), f, 0.5)
+    log_r = mix_ngrams(jnp.log(p), f, 0.5)
     total = jnp.exp(scores[:, :, None] + log_r)
     np.testing.assert_allclose(total[0], [[0.1342, 0.2939, 0.0849], [0.2366, 0.0693, 0.0800]], atol=6e-5)
     draft, token, best = extend(scores, log_r)
@@ -37,7 +37,7 @@ def test_the_cards_scores():
 
 def test_a_draft_that_the_corpus_does_not_know_falls_behind():
     log_p = jnp.log(jnp.array([[0.5, 0.5]]))
-    log_r = mixed(log_p, jnp.array([[[0.0, 0.0], [0.25, 0.0]]]), 0.5)
+    log_r = mix_ngrams(log_p, jnp.array([[[0.0, 0.0], [0.25, 0.0]]]), 0.5)
     np.testing.assert_allclose(log_r[0, 0], 0.5 * log_p[0] + UNKNOWN)
     np.testing.assert_allclose(log_r[0, 1], [0.5 * np.log(0.5) + 0.5 * np.log(0.25), -np.inf], rtol=1e-6)
 
