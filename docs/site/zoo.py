@@ -1,5 +1,6 @@
 """Writes a page for each method of the catalogue, and their index, while the site is built."""
 
+import importlib.util
 import inspect
 import re
 
@@ -42,15 +43,23 @@ def page(method):
         for option in method.options:
             default = "" if option.default is None else f"`{option.default}`"
             lines.append(f"| `{option.name}` | {default} | {option.help} |".replace("<", "&lt;"))
-    notes = inspect.getdoc(inspect.getmodule(inspect.unwrap(method.make))) if method.kind != "drafter" else None
-    if notes and method.name in (inspect.getmodule(method.make).__name__ or ""):
+    notes = read_notes(method)
+    if notes:
         lines += ["", "## How it works", "", "```text", notes, "```"]
     return "\n".join(lines) + "\n"
 
 
+def read_notes(method):
+    """Return the docstring of the method's file; for draft heads that is the file of the mathematics."""
+    name = method.module
+    if method.kind == "drafter" and "head" in method.needs:
+        name = f"specjax.models.heads.{method.name}"
+    return inspect.getdoc(importlib.import_module(name)) if importlib.util.find_spec(name) else None
+
+
 def usage(method):
     if method.kind == "decoder":
-        return ["```python", f"specjax.decoders.{method.name}(...)", "```"]
+        return ["```python", f"specjax.decoders.{method.factory or method.name}(...)", "```"]
     if method.kind == "collaboration":
         return ["```python", f"specjax.collaborate.methods.{method.name}(...)", "```"]
     if method.kind == "adaptive":
