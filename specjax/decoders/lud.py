@@ -5,8 +5,8 @@ Parallel Decoding of Lexical Units for LLMs (LREC-COLING 2024), arXiv 2405.15208
 
 Rule: k tokens [PAD] follow the text in every pass, which gives k + 1 predictions. The first prediction is accepted. The
 others are accepted in turn while two conditions hold: the most likely token has a probability of `threshold` or more,
-and a token repeats at most `repeats` times in a row. Keys and values of [PAD] are dropped; the next pass reads the accepted
-tokens.
+and a token repeats at most `repeats` times in a row. Keys and values of [PAD] are dropped; the next pass reads the
+accepted tokens.
 Guarantee: lossy. With k = 0, or a threshold above 1, the text is the model's own, at any temperature. The lossless
 version is `drafters.ppd` with `specjax.models.heads.ppd.prompts_of_token(target, pad_token, k)`.
 

@@ -273,7 +273,7 @@ def test_what_it_cannot_do_is_named():
         jax.jit(lambda draft: pearl(target, draft, PROMPTS, num_tokens=2, **OPTIONS))(tiny_llama(seed=1))
     with pytest.raises(UsageError, match="runs on two devices, but there are 1"):
         pearl_in_one_program(tiny_llama(), tiny_llama(), PROMPTS, num_tokens=2, devices=jax.devices()[:1], **OPTIONS)
-    with pytest.raises(UsageError, match="is sharded, but here each role has one device"):
+    with pytest.raises(UsageError, match="is sharded, but each role has one device"):
         sharded = specjax.shard(tiny_llama(), specjax.mesh(1, 2))
         pearl_in_one_program(sharded, tiny_llama(), PROMPTS, num_tokens=2, **OPTIONS)
     with pytest.raises(UsageError, match="over the capacity of 8"):

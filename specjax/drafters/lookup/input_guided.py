@@ -54,7 +54,7 @@ BUCKET = 128
 Source = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     position: Array  # int32[B], of the next source token to copy; -1: search
     prompt: Array  # int32[B], length of the prompt
     length: Array  # int32[B], of the text when `position` was computed
@@ -81,14 +81,14 @@ def input_guided(source: Source | None = None, num_tokens: int = 32, *, max_ngra
 
 @functools.cache
 def _functions(num_tokens: int, max_ngram: int) -> Drafter:
-    def init(params, context: Context) -> _State:
+    def init(params, context: Context) -> State:
         rows = context.tokens.shape[0]
         if params and params[0].shape[0] != rows:
             raise UsageError(f"source has {params[0].shape[0]} rows for {rows} prompts; give one source per prompt")
         start = jnp.full((rows,), 0 if params else -1, jnp.int32)
-        return _State(start, context.length, context.length)
+        return State(start, context.length, context.length)
 
-    def propose(params, keys, state: _State, context: Context, limit):
+    def propose(params, keys, state: State, context: Context, limit):
         tokens, length = context.tokens, context.length
         source, size = params or (tokens, state.prompt)
         root = context.root
@@ -97,7 +97,7 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         ending = jnp.where(jnp.arange(max_ngram) < (length - state.prompt)[:, None], ending, -1)  # of the output only
         position = jnp.where(position >= 0, position, _search(source, size, ending))
         tree = copied_chain(root, source, size, position, num_tokens, limit)
-        return tree, _State(position, state.prompt, length)
+        return tree, State(position, state.prompt, length)
 
     return Drafter(
         propose=propose,
@@ -107,7 +107,7 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
     )
 
 
-def _follow(state: _State, source: Array, size: Array, root: Array, length: Array) -> Array:
+def _follow(state: State, source: Array, size: Array, root: Array, length: Array) -> Array:
     """Return int32[B], the source position after the copied tokens; -1 if `root` [B, 1] departs from the source.
 
     All tokens that were added since the last draft, except the root, are copies.

@@ -78,7 +78,7 @@ METHOD = Method(
 )
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     cache: PyTree  # cache of the middle model
     draft: PyTree  # state of the inner drafter
     num_cached: Array  # int32[B], number of tokens in the cache
@@ -150,7 +150,7 @@ def _functions(config: _Config) -> Drafter:
     )
 
 
-def _init(config: _Config, params, context: Context) -> _State:
+def _init(config: _Config, params, context: Context) -> State:
     model, (middle, inner) = match_vocabulary(config.model, context.target), params
     room = context.tokens.shape[1] + config.longest + config.inner.num_nodes
     cache = model.start_cache(middle, model.reads(context.inputs), context.length, room)
@@ -161,16 +161,16 @@ def _init(config: _Config, params, context: Context) -> _State:
     cache, draft = prefill_reading(
         model, middle, cache, context.tokens, num_cached, see, draft, taps=config.inner.traits.taps
     )
-    return _State(cache, draft, num_cached)
+    return State(cache, draft, num_cached)
 
 
-def _export(config: _Config, params, state: _State) -> tuple[PyTree, PyTree]:
+def _export(config: _Config, params, state: State) -> tuple[PyTree, PyTree]:
     remember = config.inner.hooks.export
     assert remember is not None
     return params[0], remember(params[1], state.draft)
 
 
-def _propose(config: _Config, params, keys, state: _State, context: Context, limit: Array) -> tuple[TokenTree, _State]:
+def _propose(config: _Config, params, keys, state: State, context: Context, limit: Array) -> tuple[TokenTree, State]:
     # The cache may count drafted tokens that the target rejected; cut it to the text without the last `lag` tokens.
     state = state._replace(num_cached=jnp.minimum(state.num_cached, jnp.maximum(context.length - config.lag, 0)))
     draft = functools.partial(_draft, config, params, keys, context, limit)
@@ -180,8 +180,8 @@ def _propose(config: _Config, params, keys, state: _State, context: Context, lim
 
 
 def _skip_draft(
-    config: _Config, params, keys, context: Context, shapes: TokenTree, state: _State
-) -> tuple[_State, TokenTree]:
+    config: _Config, params, keys, context: Context, shapes: TokenTree, state: State
+) -> tuple[State, TokenTree]:
     """Skip the draft and the pass of the middle model; the inner drafter reads only the length of the text."""
     target = Target(match_vocabulary(config.model, context.target), params[0])
     below = context._replace(cache=state.cache, target=target)
@@ -199,7 +199,7 @@ def _skip_draft(
     return state._replace(draft=draft), root_only(context.root, shapes)
 
 
-def _draft(config: _Config, params, keys, context: Context, limit: Array, state: _State) -> tuple[_State, TokenTree]:
+def _draft(config: _Config, params, keys, context: Context, limit: Array, state: State) -> tuple[State, TokenTree]:
     model, length = match_vocabulary(config.model, context.target), context.length
     num_target = jnp.maximum(length - config.lag, 0)
     cache = model.rewind_cache(state.cache, state.num_cached)
@@ -231,7 +231,7 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
     tokens = take_along(inner.tokens, jnp.minimum(place, context.tokens.shape[1] - 1), 1)
     drafted = jnp.minimum(inner.length - context.length, limit)
     valid = jnp.arange(config.longest + 1) <= drafted[:, None]
-    return _State(inner.cache, inner.draft, inner.length - 1), chain(tokens, valid, chain_log_q)
+    return State(inner.cache, inner.draft, inner.length - 1), chain(tokens, valid, chain_log_q)
 
 
 def _sample_own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:

@@ -14,9 +14,10 @@ always kept; the authors fill two templates. Chunks have a fixed length and igno
 budget is always filled. A chunk's score needs no second model: it is the sum of log(chunks / chunks with the token)
 over the distinct tokens that query and chunk share. The authors' code combines a sentence embedder and BM25.
 The score was tested on WikiText-2 in SmolLM2's tokens: 64 chunks of 128 tokens, and the 64 tokens after one chunk as
-the query. That chunk is among the best four in 48 % of 768 trials. The cosine of mean token embeddings of SmolLM2 reaches
-22 % to 26 %. If the output outgrows the draft model's cache, chunks of the whole text are selected again, with its end
-as the query; the authors' outputs are short. The confidence threshold at which the authors stop drafting is missing.
+the query. That chunk is among the best four in 48 % of 768 trials. The cosine of mean token embeddings of SmolLM2
+reaches 22 % to 26 %. If the output outgrows the draft model's cache, chunks of the whole text are selected again, with
+its end as the query; the authors' outputs are short. The confidence threshold at which the authors stop drafting is
+missing.
 """
 
 from __future__ import annotations

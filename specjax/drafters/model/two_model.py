@@ -111,8 +111,8 @@ def two_model(
       lag: number of last tokens that are fed again in each step. After full acceptance the cache lacks 2 tokens. If it
         lacks more, as within `hierarchical` (4, or 3 without `own_token`), an extra pass reads them.
       keep_logits: return the draft's distributions in greedy and coupled decoding too, for controllers that read them.
-      acceptance: an acceptance head of the draft model, for the stop condition `trees.stops.acceptance_head`, which then is
-        the default. Its authors draft up to 20 tokens.
+      acceptance: an acceptance head of the draft model. The stop condition is then `trees.stops.acceptance_head` by
+        default. Its authors draft up to 20 tokens.
 
     State: the cache of the draft model. Raises: UsageError if lag < 2 or another setting is below 1.
     """
