@@ -7,6 +7,7 @@ import re
 import mkdocs_gen_files
 
 from specjax import METHODS
+from specjax.models.heads import kinds
 
 GUARANTEES = {
     "distribution": "exact: the text has the target's distribution, and at temperature 0 its greedy text",
@@ -53,7 +54,7 @@ def read_notes(method):
     """Return the docstring of the method's file; for draft heads that is the file of the mathematics."""
     name = method.module
     if method.kind == "drafter" and "head" in method.needs:
-        name = f"specjax.models.heads.{method.name}"
+        name = kinds.KINDS[method.name].head.__module__
     return inspect.getdoc(importlib.import_module(name)) if importlib.util.find_spec(name) else None
 
 
