@@ -20,7 +20,9 @@ def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:
     loadable = [row.name for row in of_kind("adaptive").values() if not row.needs]
     if name not in loadable:
         is_adaptive = name in METHODS and METHODS[name].kind == "adaptive"
-        reason = "needs arrays that only Python can give" if is_adaptive else "chooses no layers"
+        reason = (
+            "needs trained arrays, which only Python can pass" if is_adaptive else "is not a method of adaptive depth"
+        )
         raise UsageError(f'"{name}" {reason}; choose one of {", ".join(loadable)}')
     row = METHODS[name]
     values = read_call(spec, row.options)

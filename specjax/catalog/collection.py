@@ -18,7 +18,7 @@ from specjax.catalog.options import REQUIRED, Option
 
 
 class Place(NamedTuple):
-    """A folder or file whose modules have rows."""
+    """A folder or file with modules that have rows."""
 
     package: str  # a package directly below specjax
     path: str  # relative to the package

@@ -1,4 +1,4 @@
-"""Imports by name, for functions whose modules import JAX."""
+"""Imports by name, for functions of modules that import JAX."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive"]
 
 `drafter`: drafts for `specjax.decode`. `decoder`: has a loop of its own. `diffusion`: decides the columns of a canvas,
 for `specjax.denoise`. `collaboration`: several models or samples write one text. `adaptive`: selects the layers of the
-target that each token runs, for `specjax.adaptive.thinned`.
+target that each token runs, for `specjax.adaptive.skip_layers`.
 """
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
@@ -50,7 +50,7 @@ Argument = Literal["target", "draft", "vocab_size"]
 
 
 class Method(NamedTuple):
-    """One row of the catalogue."""
+    """A row of the catalogue."""
 
     name: str
     kind: Kind
@@ -76,8 +76,8 @@ class Method(NamedTuple):
     def make(self) -> Callable[..., Any]:
         """The function that builds the method; reading this property imports the module of the method.
 
-        It is `(target, draft, **options) -> Drafter` for drafters, `(denoiser, **options) -> Procedure` for diffusion,
-        `(**options) -> Depth` for adaptive methods, and the loop itself for decoders and collaborations.
+        For drafters it is `(target, draft, **options) -> Drafter`, for diffusion `(denoiser, **options) -> Procedure`,
+        for adaptive methods `(**options) -> DepthPolicy`. For decoders and collaborations it is the loop itself.
         """
         factory = self.load()
         if self.kind != "drafter":

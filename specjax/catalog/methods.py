@@ -33,11 +33,7 @@ class Catalogue(Mapping[str, Method]):
 
 @functools.cache
 def _rows() -> dict[str, Method]:
-    rows: dict[str, Method] = {}
-    for row in collect_methods():
-        rows.setdefault(row.name, row)
-    order = {"drafter": 0, "decoder": 1, "diffusion": 2, "collaboration": 3, "adaptive": 4}
-    return dict(sorted(rows.items(), key=lambda item: order[item[1].kind]))
+    return {row.name: row for row in collect_methods()}
 
 
 METHODS: Mapping[str, Method] = Catalogue()
@@ -57,29 +53,31 @@ def find_drafter(name: str) -> Method:
         raise UsageError(f'unknown method "{name}"; {fix}')
     method = METHODS[name]
     if method.kind == "diffusion":
-        raise UsageError(f"method {name} decodes diffusion models; call specjax.denoise, or give --target one of these")
+        raise UsageError(
+            f"method {name} is for diffusion models; call specjax.denoise, or use a diffusion model as --target"
+        )
     if method.kind == "adaptive":
         raise UsageError(
-            f"method {name} chooses layers of the target and drafts nothing; use --adapt {name}, or --method thinned "
+            f"method {name} selects layers of the target and is not a drafter; use --adapt {name}, or --method thinned "
             f"--set depth={name} (specjax.adaptive in Python)"
         )
     if method.kind != "drafter":
         home = "decoders" if method.kind == "decoder" else "collaborate.methods"
         loop = f"specjax.{home}.{method.factory or method.name}"
-        raise UsageError(f"method {name} is a loop of its own, not a drafter; call {loop}(...) in Python")
+        raise UsageError(f"method {name} has its own decoding loop and is not a drafter; call {loop}(...) in Python")
     return method
 
 
 def find_inner_drafter(spec: str) -> Method:
     """Return the row of a drafter that another drafter contains, such as `suffix:7,bias=2`.
 
-    Raises: UsageError unless the drafter needs nothing but a datastore.
+    Raises: UsageError for a name that is not a drafter, or a drafter with other needs than a datastore.
     """
-    known = {name: method for name, method in of_kind("drafter").items() if method.needs <= {"datastore"}}
+    rows = {name: method for name, method in of_kind("drafter").items() if method.needs <= {"datastore"}}
     name = spec.partition(":")[0]
-    if name not in known:
-        raise UsageError(f'"{name}" is no drafter for the inside of another; choose one of {", ".join(known)}')
-    return known[name]
+    if name not in rows:
+        raise UsageError(f'"{name}" cannot be used inside another drafter; choose one of {", ".join(rows)}')
+    return rows[name]
 
 
 def check_inner_drafter(spec: str) -> str:

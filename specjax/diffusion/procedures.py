@@ -17,15 +17,15 @@ def procedure_of(method: str | Procedure, denoiser: Denoiser, **options: Any) ->
     if isinstance(method, Procedure):
         if options:
             raise UsageError(
-                f"{next(iter(options))} is of a method by name; give it to the one that made this procedure"
+                f"{next(iter(options))} is an option of methods by name; pass it to the function that built this one"
             )
         return method
     rows = of_kind("diffusion")
     if method not in rows:
         raise UsageError(f'unknown diffusion method "{method}"; choose one of {", ".join(rows)}')
     row = rows[method]
-    known = [*row.needs, *(option.name for option in row.options)]
-    wrong = [name for name in options if name not in known]
+    names = [*row.needs, *(option.name for option in row.options)]
+    wrong = [name for name in options if name not in names]
     if wrong:
-        raise UsageError(f"method {method} has no option {wrong[0]}; it has {', '.join(known) or 'none'}")
+        raise UsageError(f"method {method} has no option {wrong[0]}; it has {', '.join(names) or 'none'}")
     return row.make(denoiser, **options)

@@ -28,7 +28,7 @@ def make_drafter(
     method = find_drafter(name)
     _check_draft(method, draft)
     if "fill" in method.needs and "fill" not in options:
-        raise UsageError(f"method {name} needs a model of masked blocks; in Python give fill=, params= and mask_token=")
+        raise UsageError(f"method {name} needs a model of masked blocks; in Python pass fill=, params= and mask_token=")
     if "datastore" in method.needs and datastore is None:
         raise UsageError(f"method {name} needs a datastore; give one with --datastore (datastore= in Python)")
     if method.uses("datastore") and datastore is not None:
@@ -47,17 +47,19 @@ def _check_draft(method: Method, draft: Target | DraftHead | Denoiser | None) ->
     if "denoiser" in method.needs and not isinstance(draft, Denoiser):
         raise UsageError(f"method {name} drafts with a specjax.Denoiser, not with {type(draft).__name__}; give draft=")
     if "denoiser" not in method.needs and isinstance(draft, Denoiser):
-        others = ", ".join(row for row, other in METHODS.items() if "denoiser" in other.needs)
-        raise UsageError(f"method {name} does not draft with a denoiser; choose one of {others}, or leave draft out")
+        fitting = ", ".join(row for row, other in METHODS.items() if "denoiser" in other.needs)
+        raise UsageError(f"method {name} does not draft with a denoiser; choose one of {fitting}, or leave draft out")
     head = draft.head.kind if isinstance(draft, DraftHead) else None
     if "draft" in method.needs and (draft is None or (head and not method.uses("head"))):
-        reason = f", and this is a learned head; choose method {head}" if head else "; give one with --draft"
+        reason = f", and draft is a draft head; choose method {head}" if head else "; give one with --draft"
         raise UsageError(f"method {name} needs a draft model{reason} (draft= in Python)")
     if "head" in method.needs and head is None:
-        reason = ", and this is a whole model; choose method two_model" if draft else "; give one with --draft"
-        raise UsageError(f"method {name} needs a learned head of the target{reason} (draft= in Python)")
+        reason = ", and draft is a whole model; choose method two_model" if draft else "; give one with --draft"
+        raise UsageError(f"method {name} needs a draft head of the target{reason} (draft= in Python)")
     if "head" in method.needs and head != name:
-        raise UsageError(f"method {name} needs a head of its own kind, and this is one of {head}; choose method {head}")
+        raise UsageError(
+            f"method {name} needs a draft head of its own kind, and draft is of kind {head}; choose method {head}"
+        )
 
 
 def make_inner_drafter(

@@ -29,8 +29,8 @@ def parse_rule(spec: str) -> Verifier:
         raise UsageError(f'rule "{name}" takes no parameters, only {", ".join(PARAMETERS)} do; write {name}')
     if name in verifiers.rules_with_arrays():
         raise UsageError(f'rule "{name}" takes arrays; make it with specjax.verifiers.{name.strip("+")} in Python')
-    known = [*verifiers.VERIFIERS, *(f"{name}:{options[0].form}" for name, options in (PARAMETERS | OF_FILES).items())]
-    raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(known)}')
+    forms = [*verifiers.VERIFIERS, *(f"{name}:{options[0].form}" for name, options in (PARAMETERS | OF_FILES).items())]
+    raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(forms)}')
 
 
 def _judge(file: JudgeHead, threshold: float | None) -> Verifier:

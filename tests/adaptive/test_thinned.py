@@ -174,7 +174,7 @@ def test_a_second_threshold_compiles_nothing():
 
 
 def test_a_model_of_which_layers_can_be_named_is_wanted():
-    with pytest.raises(UsageError, match=r"markov has no layers to choose from"):
+    with pytest.raises(UsageError, match=r"markov has no layers that can be skipped"):
         adaptive.skip_layers(markov(), adaptive.calm())
     reading, counts = depths.read_again(depths.target(), whole())
     assert np.asarray(reading.ran.attention).all()
@@ -189,7 +189,7 @@ def test_every_method_is_in_the_table_and_reads_from_a_text():
     assert parse_depth("skip_decode", 20) is adaptive.skip_decode(horizon=20)
     assert parse_depth("skip_decode:horizon=7", 20) is adaptive.skip_decode(horizon=7)
     assert parse_depth("unified:2", 20) is adaptive.unified(2)
-    for spec, words in (("dynamax", "only Python"), ("auto", "chooses no layers"), ("calm:depth=3", "calm takes")):
+    for spec, words in (("dynamax", "only Python"), ("auto", "is not a method of adaptive depth"), ("calm:depth=3", "calm takes")):
         with pytest.raises(UsageError, match=words):
             parse_depth(spec)
 

@@ -423,18 +423,18 @@ def test_a_name_will_do_and_none_is_auto():
 def test_unknown_and_incomplete_methods():
     with pytest.raises(UsageError, match='unknown method "meduza"; did you mean medusa'):
         make_drafter("meduza", tiny_llama())
-    with pytest.raises(UsageError, match='unknown method "oracle"; choose one of auto, autoregressive'):
+    with pytest.raises(UsageError, match='unknown method "oracle"; choose one of auto, choice'):
         make_drafter("oracle", tiny_llama())
     with pytest.raises(UsageError, match="needs a draft model"):
         make_drafter("two_model", tiny_llama())
-    with pytest.raises(UsageError, match="medusa needs a learned head of the target; give one with --draft"):
+    with pytest.raises(UsageError, match="medusa needs a draft head of the target; give one with --draft"):
         make_drafter("medusa", tiny_llama())
-    with pytest.raises(UsageError, match="this is a whole model; choose method two_model"):
+    with pytest.raises(UsageError, match="draft is a whole model; choose method two_model"):
         make_drafter("medusa", tiny_llama(), tiny_llama(seed=1))
-    with pytest.raises(UsageError, match="this is one of eagle3; choose method eagle3"):
+    with pytest.raises(UsageError, match="draft is of kind eagle3; choose method eagle3"):
         make_drafter("medusa", tiny_llama(), tiny_head("eagle3", tiny_llama()))
     with pytest.raises(
-        UsageError, match="two_model needs a draft model, and this is a learned head; choose method eagle"
+        UsageError, match="two_model needs a draft model, and draft is a draft head; choose method eagle"
     ):
         make_drafter("two_model", tiny_llama(), tiny_head("eagle", tiny_llama()))
     with pytest.raises(UsageError, match="needs a datastore"):
@@ -442,7 +442,7 @@ def test_unknown_and_incomplete_methods():
     with pytest.raises(UsageError, match="needs a model of masked blocks"):
         make_drafter("nar_block", tiny_llama(), mask_token=0)
     for name, loop in (("pearl", "pearl"), ("superposed_decoding", "superposed")):
-        with pytest.raises(UsageError, match=rf"{name} is a loop of its own, .* call specjax\.decoders\.{loop}\("):
+        with pytest.raises(UsageError, match=rf"{name} has its own decoding loop .* call specjax\.decoders\.{loop}\("):
             decode(markov(), name, [[0]], key=jax.random.key(0), max_new_tokens=1)
     with pytest.raises(UsageError, match=r"64 tokens .* 3"):
         make_drafter("rest", markov(), datastore=tiny_datastore(64))

@@ -29,7 +29,7 @@ def test_the_text_is_that_of_the_thinned_target(cli, six_layers):
     prompts = [specjax.load()[1].chat("hello")]
     options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
     # The horizon is what is to be written.
-    thinned = adaptive.thinned(six_layers, adaptive.skip_decode(1.5, horizon=16))
+    thinned = adaptive.skip_layers(six_layers, adaptive.skip_decode(1.5, horizon=16))
     ours = document["results"][0]["token_ids"]
     assert ours == specjax.decode(thinned, "autoregressive", prompts, **options).to_lists()[0]
     assert ours != specjax.decode(six_layers, "autoregressive", prompts, **options).to_lists()[0]
@@ -51,12 +51,12 @@ def test_the_table_says_that_it_is_lossy(cli):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--adapt", "dynamax"], '--adapt: "dynamax" needs arrays that only Python can give; choose one of calm,'),
-        (["--adapt", "auto"], '--adapt: "auto" chooses no layers'),
+        (["--adapt", "dynamax"], '--adapt: "dynamax" needs trained arrays, which only Python can pass'),
+        (["--adapt", "auto"], '--adapt: "auto" is not a method of adaptive depth'),
         (["--adapt", "calm:every=6"], "--adapt: every must be below the number of layers of the model, 6, not 6"),
         (["--adapt", "calm:depth=3"], "--adapt: "),
         (["--method", "calm"], "use --adapt calm, or --method thinned --set depth=calm"),
-        (["--method", "thinned", "--set", "depth=first"], 'depth: "first" needs arrays that only Python can give'),
+        (["--method", "thinned", "--set", "depth=first"], 'depth: "first" needs trained arrays'),
     ],
 )
 def test_what_does_not_fit(refused, arguments, words):

@@ -99,7 +99,7 @@ def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
     assert "no learned head that specjax knows, and method eagle drafts" in refused(
         "generate", "ab", "--draft", "draft", "--method", "eagle"
     )
-    assert "method eagle needs a learned head of the target; give one" in refused("generate", "ab", "--method", "eagle")
+    assert "method eagle needs a draft head of the target; give one" in refused("generate", "ab", "--method", "eagle")
     assert "--speculative-token-map is of a learned head" in refused(
         "generate", "ab", "--speculative-token-map", tmp_path / "freq.pt"
     )

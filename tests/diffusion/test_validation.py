@@ -46,7 +46,7 @@ def test_those_of_block_causal_models_too():
         methods.sdar(denoiser, remasking="random")
     with pytest.raises(UsageError, match="block-causal model are its own; leave ascending out"):
         methods.eoser(denoiser, ascending=True)
-    with pytest.raises(UsageError, match="tau is of a method by name"):
+    with pytest.raises(UsageError, match="tau is an option of methods by name"):
         procedure_of(methods.sdar(denoiser), denoiser, tau=0.5)
 
 

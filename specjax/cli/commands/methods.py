@@ -176,7 +176,7 @@ def _text(value: Any) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], out: Console, lossy: int | None = None) -> None:
-    """Print a table whose first two columns do not wrap; `lossy` is the column of the guarantee, yellow if lossy."""
+    """Print a table; the first two columns do not wrap. `lossy` is the column of the guarantee, yellow if lossy."""
     from rich.table import Table
 
     table = Table(*heads)

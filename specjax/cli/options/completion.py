@@ -1,6 +1,6 @@
 """Shell completion of the values of flags.
 
-The shell calls it at every press of the tab key, so nothing here imports JAX.
+The shell runs it at every press of the tab key, so this module must not import JAX.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def words(*sections: str, more: Iterable[str] = ()) -> Callable[[str], Pairs]:
     """Return a completion function for the words of sections, such as "drafters" or "rules", and for more words."""
 
     def complete(incomplete: str) -> Pairs:
-        known = {word: help for name in sections for word, help in section(name).items()}
-        return _matches({**known, **dict.fromkeys(more, "")}, incomplete)
+        help_of = {word: help for name in sections for word, help in section(name).items()}
+        return _matches({**help_of, **dict.fromkeys(more, "")}, incomplete)
 
     return complete
 

@@ -211,7 +211,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "auto", "--set", "num_recycled=0"], "--set num_recycled: num_nodes must be from 1 to 80, not 0"),
         (["--set", "num_recycled=0", "--set", "widths=1,2"], "--method auto: num_nodes must be from 1 to 80, not 0"),
         (["--method", "stand", "--set", "read_prompt=maybe"], '--set read_prompt must be yes or no, not "maybe"'),
-        (["--method", "suffix", "--set", "fallback=two_model"], 'two_model" is no drafter for the inside of another'),
+        (["--method", "suffix", "--set", "fallback=two_model"], 'two_model" cannot be used inside another drafter'),
         (["--method", "suffix", "--set", "fallback=jacobi"], "--set fallback must be a drafter without randomness"),
         (["--method", "suffix", "--set", "fallback=rest"], "rest needs a datastore"),
         (["--method", "suffix", "--set", "fallback=aded:depth=x"], "--set fallback: depth must be a whole number"),
