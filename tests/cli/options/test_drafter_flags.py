@@ -196,7 +196,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
             "--stop of drafts is called --draft-stop now; write --draft-stop confidence:0.4",
         ),
         (["--stop", "###"], "--stop: `specjax generate` takes stop strings with --stop-string"),
-        (["--method", "pearl"], "--method: method pearl is a loop of its own"),
+        (["--method", "pearl"], "--method: method pearl has its own decoding loop"),
         (["--method", "nar_block"], "cannot load what nar_block needs; call specjax.drafters.nar_block in Python"),
         (["--set", "group"], '--set wants NAME=VALUE, such as group=3, not "group"'),
         (["--set", "=3"], "--set wants NAME=VALUE"),
