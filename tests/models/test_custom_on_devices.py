@@ -79,5 +79,5 @@ def test_prompts_split_over_devices_that_have_the_whole_model(method):
 
 
 def test_shard_says_what_to_do_instead():
-    with pytest.raises(UsageError, match=r"recurrent cannot be sharded.*place its parameters yourself"):
+    with pytest.raises(UsageError, match=r"recurrent cannot be sharded.*replicate its parameters"):
         specjax.shard(recurrent(), specjax.mesh(data=2, model=1))

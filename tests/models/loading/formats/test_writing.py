@@ -1,4 +1,4 @@
-"""Heads of every kind are written and read again bit by bit, in each of their layouts."""
+"""Heads of every kind are written and read back bit by bit, in each of their layouts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def shapes(config):
     return replace(plain, vocab_size=target().model.vocab_size) if hasattr(config, "vocab_size") else plain
 
 
-def same(found: DraftHead, expected: DraftHead) -> None:
-    assert found.head.kind == expected.head.kind
-    assert shapes(found.head.config) == shapes(expected.head.config)
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+def same(loaded: DraftHead, expected: DraftHead) -> None:
+    assert loaded.head.kind == expected.head.kind
+    assert shapes(loaded.head.config) == shapes(expected.head.config)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
 
 
 @pytest.mark.parametrize("kind", KINDS)
