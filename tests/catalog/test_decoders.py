@@ -1,4 +1,4 @@
-"""The conformance suite of loops of their own: what every decoder of the catalogue must do, on tiny models."""
+"""The conformance suite of decoders: properties of every decoding loop of the catalogue, on tiny models."""
 
 import functools
 
@@ -30,7 +30,7 @@ def pair(apart: bool):
 
 
 def run(name, rows=(0, 1, 2), keys=KEYS, **options):
-    """What a decoder writes in these rows, each with its key."""
+    """Return the texts of a decoder for these rows and keys."""
     rows, decode = list(rows), DECODERS[name].make
     keys = keys[jnp.array(rows)]
     prompts = [PROMPTS[row] for row in rows]
@@ -94,13 +94,13 @@ def test_a_second_call_compiles_nothing(name):
 
 
 def of_plain_decoding(name):
-    """distribution, and more: the text of plain decoding."""
+    """Check the guarantee `distribution`: the text even equals plain decoding."""
     for temperature in (0.0, 0.8):
         assert run(name, temperature=temperature) == plain(temperature=temperature)
 
 
 def of_any_window(name):
-    """distribution, hence the greedy text whatever the window: one token after another with a window of 1."""
+    """Check the guarantee `distribution`: the greedy text does not depend on the window."""
     greedy = run(name, temperature=0.0, window=1)
     assert greedy == run(name, temperature=0.0, window=3)
     best = TARGET_ROWS.argmax(1)
@@ -108,7 +108,7 @@ def of_any_window(name):
 
 
 def of_the_heads_distribution(name):
-    """distribution: one token each in 4,000 rows."""
+    """Check the guarantee `distribution` with one token in 4,000 rows."""
     models = [HEADS, HEADS[::-1]]
     for target, draft in models:
         result = DECODERS[name].make(
@@ -121,7 +121,7 @@ def of_the_heads_distribution(name):
 
 
 def of_one_greedy_draft(name):
-    """lossy, but with one draft and no corpus greedy decoding."""
+    """Check that one draft without a corpus is greedy decoding."""
     assert DECODERS[name].guarantee == "lossy"
     assert run(name, drafts=1) == plain()
 
@@ -131,7 +131,7 @@ def of_the_fixed_point(name):
 
 
 def of_the_base_one_by_one(name):
-    """lossy, but with an unreachable threshold plain decoding at any temperature."""
+    """Check that an unreachable threshold gives plain decoding at any temperature."""
     assert DECODERS[name].guarantee == "lossy"
     never = {"confidence": 1.1} if name == "hamburger_decoding" else {"threshold": 1.1}
     assert run(name) != plain(temperature=0.8)

@@ -1,4 +1,4 @@
-"""The conformance suite: what every drafter of the catalogue must do.
+"""The conformance suite: properties of every drafter of the catalogue.
 
 Compilation is nearly all of its time, so the tests share shapes and settings: a row costs ten programs.
 """
@@ -96,7 +96,7 @@ def make(name, target, draft):
 
 
 def masked_places(params, tokens, given, positions):
-    """A model of masked places: params[t, i] are the logits of the place i behind the last given token t."""
+    """Return logits of masked positions; params[t, i] are the logits at distance i after the last text token t."""
     last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), 0), 1)
     token = jnp.take_along_axis(tokens, last[:, None], 1)
     return params[token, jnp.arange(positions.shape[1])]
@@ -120,7 +120,7 @@ def draft_of(name):
 
 @functools.cache
 def run(name, temperature=0.0, new=24, eos=(), prompts=PROMPT_TUPLES, seed=0, sampling="speculative", **options):
-    """Lists of new tokens of a method on the tiny Llama, and the result."""
+    """Decode with a method on the tiny Llama; return lists of new tokens, and the result."""
     result = decode(
         tiny_llama(),
         drafter_of(name),
@@ -144,14 +144,14 @@ def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
 
 @pytest.mark.parametrize("name", those({"auto", "lookahead"}, NAMES))
 def test_no_controller_changes_a_greedy_text(name):
-    """One that would do harm: limits that jump about, differently in every row."""
+    """Test a controller with limits that jump between steps and rows."""
     ours, _ = run(name, eos=(27, 12), controller=ADVERSARY)
     assert ours == run("autoregressive", eos=(27, 12))[0]
 
 
 @pytest.mark.parametrize("name", those({"rasd"}, NAMES))
 def test_every_draft_is_one_that_its_rule_can_take(name):
-    """`debug` looks at all of them: parents before children, logits that gave every token, siblings that differ."""
+    """Check all drafts with `debug`: the order of nodes, the logits of every token, and distinct siblings."""
     ours, result = run(name, 1.0, debug=True)
     assert result.stats.violations.tolist() == [0] * len(PROMPTS)
     assert ours == run(name, 1.0)[0]
@@ -175,7 +175,7 @@ def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
 
 @pytest.mark.parametrize("name", USUAL)
 def test_a_row_does_not_depend_on_its_neighbours(name):
-    """Two rows of a batch in other places among other rows: the same program, so this is cheap."""
+    """Decode two rows of a batch at other positions among other rows; the program is the same, so this is cheap."""
     batch, whole = run(name, temperature=0.7)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
     order = [2, 3, 1, 0]
@@ -273,7 +273,7 @@ def test_steps_transfer_nothing(name):
 
 @pytest.mark.parametrize("name", those({"auto", "rasd"}, NAMES))
 def test_drafting_twice_gives_the_same_tree(name):
-    """After two steps; with another key of the row, too, if the method draws nothing."""
+    """Draft twice after two steps, and with another key if the method does not sample."""
     job = job_of(name)
     state = engine.start(job)
     for _ in range(2):
@@ -329,7 +329,7 @@ def test_trees_drawn_without_replacement_have_the_joint_law_of_the_target(branch
 
 
 def bonus_without_residual(keys, tree, logits):
-    """A mutant: after a rejection draws from p instead of the residual."""
+    """Check that a mutant fails: after a rejection it draws from p instead of the residual."""
     verdict = standard(keys, tree, logits)
     row = jnp.arange(keys.shape[0])
     node = verdict.path[row, verdict.num_nodes - 1]
@@ -337,7 +337,7 @@ def bonus_without_residual(keys, tree, logits):
 
 
 def one_key_for_all_positions(keys, tree, logits):
-    """A mutant: every node of the tree draws with the root's noise."""
+    """Check that a mutant fails: every node of the tree draws with the root's noise."""
     return sample_and_match(jnp.broadcast_to(keys[:, :1], keys.shape), tree, logits)
 
 
@@ -351,8 +351,10 @@ def test_the_chi_square_catches_broken_rules(name, mutant):
 
 
 def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatch):
-    """A mutant of the engine: drafts are drawn with the noise of the target's own draws, as coupled ones are, and then
-    verified by p/q, whose residual draws with that noise again."""
+    """Check that a mutant of the engine fails: drafts share the noise of the target's draws, but p/q verifies them.
+
+    The residual then draws with the same noise again.
+    """
     p, q = (np.tile(np.float32(row), (4, 1)) for row in ([0.1, 0.3, 0.3, 0.3], [0.85, 0.13, 0.01, 0.01]))
     drafter = drafters.two_model(markov(q), 3, keep_logits=True)
     p_value = lambda: chi_square(sampled_triples(drafter, p, verifier=standard), joint_distribution(p, 0, 3))
@@ -363,7 +365,7 @@ def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatc
 
 @pytest.mark.parametrize("name", those({"two_model", "auto"}, NAMES))
 def test_the_same_text_under_x64(name):
-    """In a process that computes with 64 bits elsewhere."""
+    """Decode in a process with 64-bit computations elsewhere."""
     with jax.enable_x64(True):
         assert jnp.arange(2).dtype == jnp.int64
         for temperature in (0.0, 0.8):
@@ -376,7 +378,7 @@ def test_the_same_text_under_x64(name):
 
 
 def test_one_key_for_all_rows_is_caught():
-    """The bug of a key that is replicated over shards: rows repeat each other. In the program of the other tests."""
+    """Detect a key that is replicated over shards, so that rows repeat each other."""
     prompts, key = (tuple(PROMPTS[2]),) * 4, jnp.broadcast_to(jax.random.key(0), (4,))
     same = decode(tiny_llama(), drafter_of("two_model"), prompts, key=key, max_new_tokens=24, temperature=1.0)
     assert len({tuple(row) for row in same.to_lists()}) == 1
@@ -385,7 +387,7 @@ def test_one_key_for_all_rows_is_caught():
 
 @pytest.mark.parametrize("name", those({"auto"}, NAMES))
 def test_eight_devices_equal_one(name):
-    """Rows of different lengths sharded over 8 devices, parameters replicated."""
+    """Decode rows of different lengths sharded over 8 devices, with replicated parameters."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), "data")
     place = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
     prompts = [[i + 1, 2, 3, i + 1, 2, 3, i + 1] for i in range(8)]

@@ -28,7 +28,7 @@ def blank(rows, size):
 
 
 def p_value(tokens, distribution):
-    """Chi-square of texts int[B, S] against their distribution [V, ..., V], cells expecting fewer than 5 merged."""
+    """Return the chi-square of texts int[B, S] against [V, ..., V]; cells that expect fewer than 5 are merged."""
     vocab, size = distribution.shape[0], distribution.ndim
     index = np.asarray(tokens) @ vocab ** np.arange(size - 1, -1, -1)
     expected = distribution.ravel().astype(np.float64) / distribution.sum() * len(index)
@@ -85,7 +85,7 @@ def test_any_positions_may_be_missing_and_rows_may_be_shorter():
 
 
 def test_left_to_right_after_a_prompt_is_a_markov_text():
-    """Drafts that do not see each other, behind a prompt: the distribution is that of plain decoding."""
+    """Draft independent tokens after a prompt: the distribution equals that of plain decoding."""
     tokens = jnp.tile(jnp.array([[1, 0, 0]]), (ROWS, 1))
     missing = jnp.broadcast_to(jnp.arange(3) > 0, tokens.shape)
     result = any_subset(exact(joint_distribution(TARGET_ROWS, 0, 3)), tokens, missing, key=jax.random.key(3), window=3)
@@ -111,7 +111,7 @@ VOCAB, SIZE, WIDTH, LAYERS = 3, 4, 16, 2
 
 
 def two_stream(params, tokens, content, positions, query):
-    """A tiny XLNet: the content stream knows its own token, the query stream only its position."""
+    """Return a tiny XLNet: the content stream reads its own token, the query stream only its position."""
     h = params["token"][tokens] + params["position"]  # [B, S, D]
     g = params["position"][positions]  # [B, Q, D]
 
@@ -129,7 +129,7 @@ def two_stream(params, tokens, content, positions, query):
 
 @functools.cache
 def trained():
-    """The model after a few hundred steps on Markov texts under random orders, and its last loss."""
+    """Return the model after a few hundred steps on Markov texts in random orders, and its last loss."""
     optax = pytest.importorskip("optax")
     keys = iter(jax.random.split(jax.random.key(0), 64))
     matrix = lambda rows, columns: jax.random.normal(next(keys), (rows, columns)) / rows**0.5
@@ -165,7 +165,7 @@ def trained():
 
 
 def sequential_distribution(model, tokens, missing):
-    """The model's own distribution of the missing tokens, one after another by position: [V, ..., V], enumerated."""
+    """Enumerate the model's distribution [V, ..., V] of the missing tokens, decoded one by one by position."""
     size = len(tokens)
     texts = np.array(list(itertools.product(range(VOCAB), repeat=size)))
     order = token_order(jnp.tile(jnp.array(missing), (len(texts), 1)), jnp.full((len(texts),), size))

@@ -45,7 +45,7 @@ def test_an_eos_within_a_block():
 
 
 def test_the_first_tokens_of_a_block_are_right():
-    """As many as there were passes, behind the text as it is."""
+    """Check that a block has at least as many right tokens as passes."""
     [text] = run(prompts=PROMPTS[:1], block=5, iterations=2).to_lists()
     assert text != greedy()[0]
     for start in range(0, NEW, 5):
@@ -54,7 +54,7 @@ def test_the_first_tokens_of_a_block_are_right():
 
 
 def test_keys_of_what_was_left_early_are_read_again():
-    """Behind blocks of one pass each, a text is as if the whole of it had been read at once; stale keys are not."""
+    """Compare the cache after blocks of one pass with one full pass; stale keys differ."""
     [text] = run(prompts=PROMPTS[:1], block=4, iterations=1).to_lists()
     later = ceed_vla(tiny_llama(), [PROMPTS[0] + text[:8]], key=0, max_new_tokens=1, block=4, iterations=1).to_lists()
     assert later[0][0] == text[8]
@@ -67,7 +67,7 @@ def test_keys_of_what_was_left_early_are_read_again():
 
 
 def test_passes_until_a_fixed_point():
-    """A constant text: one pass to find it, one to confirm it; a guess that is right already: one."""
+    """Decode a constant text: one pass finds it and one confirms it; a right guess needs one."""
     same = np.full((1, 64), 5)
     assert run(scripted(same, 8), [[5, 5, 5]], block=4, max_new_tokens=8).stats.target_passes.tolist() == [2]
     found = run(scripted(same, 8), [[1, 2, 3]], block=4, max_new_tokens=8).stats.target_passes

@@ -1,4 +1,4 @@
-"""The card's oracle tests of continuous speculative decoding: Gaussian heads whose distributions are known."""
+"""The card's oracle tests of continuous speculative decoding: Gaussian heads with known distributions."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def two_step(name, link=0.0):
 
 
 def spread(name):
-    """Standard deviation of x_0 of a two-step head."""
+    """Return the standard deviation of x_0 of a two-step head."""
     h = HEAD["params"][name]
     return (h["m0"] ** 2 * (h["m1"] ** 2 + h["s1"] ** 2) + h["s0"] ** 2) ** 0.5
 
@@ -40,7 +40,7 @@ TWO_STEP = two_step("p"), two_step("q")
 
 
 def one_token(models, seed=0, **options):
-    """One token in 20,000 rows: float[20,000], the fraction accepted, the result."""
+    """Decode one token in 20,000 rows; return float[20,000], the acceptance rate, and the result."""
     settings = {"max_new_tokens": 1, "window": 1, "prefill_ratio": 0.0, **options}
     result = continuous(*models, jnp.zeros((ROWS, 0, 1)), key=jax.random.key(seed), **settings)
     return np.asarray(result.tokens)[:, 0, 0], float(result.stats.accepted.mean()), result
@@ -82,7 +82,7 @@ def test_one_step_outputs_follow_the_target():
 
 
 def test_the_kolmogorov_smirnov_test_catches_a_missing_residual():
-    """One try keeps any candidate: the rejected token is drawn from p instead of [p - q]+."""
+    """Allow one try, which accepts any candidate: the rejected token is drawn from p instead of [p - q]+."""
     tokens, accepted, result = one_token(ONE_STEP, max_tries=1)
     assert kstest(tokens, norm(0.5, 1.2).cdf).pvalue < 1e-6
     assert 0 < result.exhausted.mean() < 1 - accepted
@@ -115,7 +115,7 @@ def test_wider_early_steps_show_the_bias_of_the_aligned_ratio(ratio):
 
 @pytest.mark.parametrize("ratio", ["path", "coupled"])
 def test_the_joint_law_of_four_tokens(ratio):
-    """Tokens depend on each other: innovations are independent normal draws."""
+    """Decode tokens that depend on each other: innovations are independent normal draws."""
     models = two_step("p", link=0.6), two_step("q", link=0.3)
     prompts = jnp.full((ROWS, 1, 1), 0.5)
     options = {"max_new_tokens": 4, "window": 2, "prefill_ratio": 0.0, "ratio": ratio}

@@ -1,4 +1,4 @@
-"""The card's tests of HAMburger (drafters, B8), its training, and the head that drafts with it."""
+"""The card's tests of HAMburger (drafters, B8), its training, and its draft head."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.hamburger import HamburgerConfig, Merge, hamburger_head
 from specjax.models.heads.kinds import init_head
-from specjax.training.data.segments import by_entropy, told
-from specjax.training.methods.hamburger import losses, macro_steps, said, train_hamburger
+from specjax.training.data.segments import score_tokens, split_by_entropy
+from specjax.training.methods.hamburger import compute_logits, compute_losses, to_macro_steps, train_hamburger
 
 NEW = 12
 
 
 @functools.cache
 def lesson():
-    """Prompts with what the base writes behind them: int32[B, T], and the lengths of both."""
+    """Return prompts with the base model's continuation, int32[B, T], and the lengths of both."""
     texts = [prompt + answer for prompt, answer in zip(depths.PROMPTS, greedy(), strict=True)]
     size = max(map(len, texts))
     tokens = jnp.asarray([text + [0] * (size - len(text)) for text in texts])
@@ -40,17 +40,17 @@ def greedy():
 
 
 def test_segments_of_the_cards_entropies():
-    starts = by_entropy(jnp.asarray([[1.0, 0.2, 0.4, 0.01, 0.02, 0.03, 2.0]]))
+    starts = split_by_entropy(jnp.asarray([[1.0, 0.2, 0.4, 0.01, 0.02, 0.03, 2.0]]))
     assert np.diff([*np.flatnonzero(starts[0]), 7]).tolist() == [2, 4, 1]
     # The largest entropy of a segment is that of all of it, not of its first token.
-    starts = by_entropy(jnp.asarray([[0.04, 0.049, 0.0147, 0.2]]), least=0.05)
+    starts = split_by_entropy(jnp.asarray([[0.04, 0.049, 0.0147, 0.2]]), threshold=0.05)
     assert np.diff([*np.flatnonzero(starts[0]), 4]).tolist() == [3, 1]
 
 
 def test_positions_of_the_cards_segments():
-    """Of a prompt of P = 3 tokens, and segments of 2, 4 and 1: the last token is at P - 1, then P + 1, P + 5, P + 6."""
+    """Check a prompt of P = 3 tokens and segments of 2, 4, 1: positions P - 1, P + 1, P + 5, P + 6."""
     starts = jnp.asarray([[1, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]], bool)
-    macro = macro_steps(jnp.arange(11)[None] + 50, jnp.array([10]), starts, 4)
+    macro = to_macro_steps(jnp.arange(11)[None] + 50, jnp.array([10]), starts, 4)
     assert macro.last[0, 2:6].tolist() == [2, 4, 8, 9]
     assert macro.size[0].tolist() == [1, 1, 1, 2, 4, 1, 0, 0, 0, 0, 0]
     assert macro.tokens[0, 4].tolist() == [55, 56, 57, 58]
@@ -75,7 +75,7 @@ def test_merging():
 
 @functools.cache
 def trained():
-    """Pairs of tokens: segments of two."""
+    """Return pairs of tokens, segments of two."""
     tokens, prompt, length = lesson()
     config = HamburgerConfig(layer_of(tiny_llama()), (1, 2), merge_heads=2)
     head = init_head("hamburger", config, jax.random.key(1))
@@ -94,39 +94,39 @@ def test_trained_parts_write_two_tokens_a_pass():
 
 
 def test_the_loss_is_that_of_the_steps_that_decoding_takes():
-    """The first tokens of segments by the base alone, where the segments are of one token: no other loss is left."""
+    """Compute the loss for segments of one token: only the base model's first tokens count."""
     tokens, prompt, length = lesson()
     head = tiny_head("hamburger", tiny_llama())
-    alone = macro_steps(tokens, length, jnp.ones(tokens.shape, bool), 4)
-    ours = losses(tiny_llama().model, head.head, tiny_llama().params, head.params, alone, prompt).tokens
+    alone = to_macro_steps(tokens, length, jnp.ones(tokens.shape, bool), 4)
+    ours = compute_losses(tiny_llama().model, head.head, tiny_llama().params, head.params, alone, prompt).tokens
     place = jnp.arange(tokens.shape[1])
     counts = (place >= prompt[:, None]) & (place < length[:, None])
-    surprise = -jnp.log(told(tiny_llama(), tokens)[0])
+    surprise = -jnp.log(score_tokens(tiny_llama(), tokens)[0])
     np.testing.assert_allclose(ours, jnp.sum(jnp.where(counts, surprise, 0)) / counts.sum(), rtol=1e-4)
 
 
 @functools.cache
 def of_four():
-    """A text in whole segments, as it was decoded, and in macro steps, as it is learnt."""
+    """Return a text in whole segments, as decoded, and in macro steps, as trained."""
     head, prompt = tiny_head("hamburger", tiny_llama()), depths.PROMPTS[0]
     result = decoders.hamburger(tiny_llama(), head, [prompt], max_new_tokens=NEW, confidence=0.0)
     assert result.stats.target_passes.tolist() == [NEW // 4]
     tokens = jnp.asarray([prompt + result.to_lists()[0]])
     behind = jnp.arange(tokens.shape[1])[None] - len(prompt)
-    return head, macro_steps(tokens, jnp.array([tokens.shape[1]]), (behind < 0) | (behind % 4 == 0), 4)
+    return head, to_macro_steps(tokens, jnp.array([tokens.shape[1]]), (behind < 0) | (behind % 4 == 0), 4)
 
 
 def names(macro):
-    """Of each of the last three segments, the likeliest tokens, int32[3, 4]."""
+    """Return the most likely tokens of the last three segments, int32[3, 4]."""
     head, target = of_four()[0], tiny_llama()
-    found = jax.jit(functools.partial(said, target.model, head.head))(target.params, head.params, macro)
+    found = jax.jit(functools.partial(compute_logits, target.model, head.head))(target.params, head.params, macro)
     begin, end = len(depths.PROMPTS[0]) - 1, len(depths.PROMPTS[0]) + 2
     best = jnp.concatenate([found.first[:, :, None], found.others], 2)[0, begin:end]
     return np.asarray(jnp.argmax(best, -1)), np.asarray(macro.tokens[0, begin + 1 : end + 1])
 
 
 def test_one_reading_is_the_decoding():
-    """And another one is not: of entries that stand at the place of their first token, or that merge other tokens."""
+    """Check that other caches differ: entries at the position of their first token, or of other merged tokens."""
     _, macro = of_four()
     np.testing.assert_array_equal(*names(macro))
     for mutant in (
@@ -139,7 +139,7 @@ def test_one_reading_is_the_decoding():
 
 
 def test_one_token_a_segment_is_the_base():
-    """At any temperature, and where texts end by an eos."""
+    """Compare texts at any temperature, and with an eos."""
     eos = greedy()[0][4]
     for options in ({}, {"temperature": 0.8, "top_p": 0.9}):
         ours = decoders.hamburger(
@@ -151,8 +151,10 @@ def test_one_token_a_segment_is_the_base():
 
 def drafter_for(target, taps=(1, 3)):
     config = HamburgerConfig(layer_of(target), taps, merge_heads=2)
-    return drafters.hamburger(
-        DraftHead(hamburger_head(config), random_params("hamburger", config)), 2, stop=trees.stops.own(0.0)
+    return drafters.head_drafter(
+        DraftHead(hamburger_head(config), random_params("hamburger", config)),
+        2,
+        stop=trees.stops.drafter_confidence(0.0),
     )
 
 
@@ -180,7 +182,7 @@ def test_segments_that_cannot_be_learnt():
     head = tiny_head("hamburger", tiny_llama())
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     for starts in (place % 5 == 0, place % 4 == 1):
-        with pytest.raises(UsageError, match="no segment of more than the 4 tokens that the head merges"):
+        with pytest.raises(UsageError, match="no segment may exceed the 4 tokens that the head merges"):
             train_hamburger(tiny_llama(), head, tokens, prompt, length, starts=starts)
     with pytest.raises(UsageError, match="steps must be a whole number of at least 1, not 0"):
         train_hamburger(tiny_llama(), head, tokens, prompt, length, steps=0)

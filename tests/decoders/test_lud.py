@@ -1,4 +1,4 @@
-"""The card's tests of Lexical Unit Decoding (drafters, B9), its lessons, and the drafter that it makes."""
+"""The card's tests of Lexical Unit Decoding (drafters, B9), its training examples, and its drafter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, decode, decoders, drafters
 from specjax.models.heads.ppd import prompts_of_token
-from specjax.training.data.segments import by_confidence
-from specjax.training.methods.lexical_units import emptied, train_lud, unit_loss
+from specjax.training.data.segments import split_by_confidence
+from specjax.training.methods.lexical_units import hide_unit, train_lud, unit_loss
 
 NEW, PAD, SLOTS = 12, 63, 3
 
@@ -33,9 +33,9 @@ def lesson():
 
 
 def test_units_of_the_cards_confidences():
-    starts = by_confidence(jnp.asarray([[0.5, 0.95, 0.97, 0.6, 0.99]]), threshold=0.9)
+    starts = split_by_confidence(jnp.asarray([[0.5, 0.95, 0.97, 0.6, 0.99]]), threshold=0.9)
     assert np.diff([*np.flatnonzero(starts[0]), 5]).tolist() == [3, 2]
-    longer = by_confidence(jnp.full((1, 5), 0.95), longest=2)
+    longer = split_by_confidence(jnp.full((1, 5), 0.95), max_length=2)
     assert np.flatnonzero(longer[0]).tolist() == [0, 2, 4]
 
 
@@ -45,10 +45,10 @@ def test_a_lesson_hides_one_unit_but_its_first_token():
     found = {
         tuple(np.flatnonzero(np.asarray(row == PAD)).tolist())
         for seed in range(20)
-        for row in emptied(jax.random.key(seed), tokens, length, starts, PAD)
+        for row in hide_unit(jax.random.key(seed), tokens, length, starts, PAD)
     }
     assert found == {(1, 2), (4,), (6,), ()}  # of the second text nothing: its last token is not its own
-    inputs = emptied(jax.random.key(0), tokens, length, starts, PAD)
+    inputs = hide_unit(jax.random.key(0), tokens, length, starts, PAD)
     assert (inputs[1] == tokens[1]).all()
 
 
@@ -65,7 +65,7 @@ def test_slots_change_nothing_before_them():
 
 @functools.cache
 def tuned():
-    """All units of as many tokens as there can be."""
+    """Train with units of the maximum length."""
     return train_lud(
         tiny_llama(), *lesson(), pad_token=PAD, key=jax.random.key(0), slots=SLOTS, threshold=0.0, steps=150,
         learning_rate=1e-2,
@@ -95,7 +95,7 @@ def test_without_slots_or_above_any_threshold_it_is_plain_decoding():
 
 
 def test_a_token_is_not_repeated_for_ever():
-    """A model that says but one token is sure of all of them: two passes in a row take `repeats` more."""
+    """Use a model that always predicts one token with confidence: a pass accepts `repeats` more."""
     same = jnp.tile(jnp.array([[0.02, 0.96, 0.02]]), (3, 1))
     passes = {
         repeats: decoders.lud(
@@ -117,11 +117,11 @@ def test_the_verified_form_has_the_text_of_the_tuned_model():
 
 
 def test_hidden_places_are_what_is_learnt():
-    """The loss of hidden places falls; that of a text as it is is the loss of any language model."""
+    """Train on hidden positions: their loss falls; without hidden tokens it is the usual loss of a language model."""
     target, _ = tuned()
     tokens, length = lesson()
-    starts = by_confidence(jnp.ones(tokens.shape), longest=SLOTS + 1)
-    hidden = emptied(jax.random.key(9), tokens, length, starts, PAD)
+    starts = split_by_confidence(jnp.ones(tokens.shape), max_length=SLOTS + 1)
+    hidden = hide_unit(jax.random.key(9), tokens, length, starts, PAD)
     of = lambda params, inputs: float(unit_loss(target.model, params, inputs, tokens, length))
     assert of(target.params, hidden) < 0.3 * of(tiny_llama().params, hidden)
 

@@ -1,4 +1,4 @@
-"""The card's traces on scripted models; the text of plain decoding, whatever drafts; both sides at the same time."""
+"""The card's traces on scripted models, texts equal to plain decoding, and both sides in parallel."""
 
 import importlib
 import re
@@ -33,7 +33,7 @@ def on(model, device):
 
 
 def run_scripts(wrong, **options):
-    """A target that writes RIGHT in every row and a draft model that errs at the new tokens wrong[b]."""
+    """Return a target that writes RIGHT in every row, and a draft model that errs at the new tokens wrong[b]."""
     drafts = [[t + 1 if i - 1 in mistakes else t for i, t in enumerate(RIGHT)] for mistakes in wrong]
     target, draft = on(scripted([RIGHT] * len(wrong), VOCAB), 1), on(scripted(drafts, VOCAB), 2)
     settings = {"key": jax.random.key(0), "max_new_tokens": 13, "num_tokens": 3} | options
@@ -41,7 +41,7 @@ def run_scripts(wrong, **options):
 
 
 def test_hand_worked_rows_of_one_batch():
-    """The card's: wrong at 5 only, always, never. A row keeps its own mode."""
+    """Check the card's rows: wrong at 5 only, always, never. Each row has its own mode."""
     result = run_scripts([{5}, range(40), ()])
     assert result.to_lists() == [RIGHT[1:14]] * 3
     some, always, never = np.moveaxis(result.trace.lengths, 1, 0)
@@ -67,7 +67,7 @@ def test_statistics_of_these_rows():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.lists(st.sets(st.integers(0, 60)), min_size=1, max_size=3), st.integers(1, 24), st.data())
 def test_steps_are_those_of_the_card(gamma, wrong, limit, data):
-    """Row by row by the card's own words, against the join of random mistakes, ends and eos."""
+    """Compare `join` with the card's rule row by row, for random mistakes, ends and eos."""
     eos_at = data.draw(st.integers(0, 40))
     right = np.where(np.arange(80) == eos_at, 1, 2)
     rows = len(wrong)
@@ -120,7 +120,7 @@ def test_text_of_plain_decoding_on_ragged_rows_with_eos(draft, temperature):
 
 
 def test_the_draft_model_forgets_what_failed():
-    """In PRE the text is final: whether its first draft passes is what the draft model says of that text alone."""
+    """Check PRE, in which the text is final: the first draft depends on that text alone."""
     result = pearl(on(tiny_llama(), 1), on(tiny_llama_alike(), 2), PROMPTS, num_tokens=3, **OPTIONS)
     post, verified = result.trace.post, result.trace.verified
     texts = [prompt + new for prompt, new in zip(PROMPTS, result.to_lists(), strict=True)]
@@ -222,7 +222,7 @@ def test_bad_settings_are_named(change, message):
 
 @pytest.mark.parametrize("temperature", those([0.8], [0.0, 0.8]))
 def test_one_program_gives_the_same_steps(temperature):
-    """Text and sums of the two programs, on ragged rows with eos; inside of the caller's `jit` too."""
+    """Compare text and statistics of both programs, on ragged rows with eos, also within the caller's `jit`."""
     target, draft = tiny_llama(), tiny_llama_alike()
     options = {"temperature": temperature, "num_tokens": 3, **OPTIONS}
     plain = specjax.decode(target, "autoregressive", PROMPTS, temperature=temperature, **OPTIONS)
@@ -246,7 +246,7 @@ def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
     settings = specjax.Settings()
     roles = make_roles(target, draft, settings, jax.random.split(OPTIONS["key"], len(PROMPTS)), None)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("role",))
-    lowered = in_one._run.lower(roles, tokens, lengths, settings.ends(), mesh=mesh, gamma=3, max_new_tokens=20)
+    lowered = in_one._run.lower(roles, tokens, lengths, settings.eos_ids(), mesh=mesh, gamma=3, max_new_tokens=20)
     text = lowered.compile().as_text()
     assert "conditional(" in text
     slots = draft.model.init_cache(draft.params, None, 4, tokens.shape[1] + 128).k[0].shape
@@ -258,7 +258,7 @@ def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
 
 
 def test_models_with_an_encoder():
-    """Of both sides, each with the inputs; a draft model that takes none is given none."""
+    """Pass inputs to both models; a draft model without inputs gets none."""
     inputs, prompts = inputs_of(3), [[1, 2], [3], [4, 5, 6]]
     options = {"key": jax.random.key(3), "max_new_tokens": 8, "inputs": inputs, "temperature": 0.8}
     plain = specjax.decode(encoding(), "autoregressive", prompts, **options).to_lists()
@@ -281,7 +281,7 @@ def test_what_it_cannot_do_is_named():
 
 
 def slow(target, rounds):
-    """The same model with work that nobody needs in every pass."""
+    """Return the same model with useless work in every pass."""
     forward = target.model.forward
 
     def slowly(params, tokens, cache, **options):
@@ -294,7 +294,7 @@ def slow(target, rounds):
 
 
 def test_the_draft_runs_while_the_target_does(monkeypatch):
-    """The target, dispatched first, takes about 30 times as long: drafts that waited for it would be ready after it."""
+    """Use a target that is about 30 times slower and dispatched first: drafts must not wait for it."""
     read, target_running = jax.device_get, []
 
     def first_drafts(arrays):

@@ -1,4 +1,4 @@
-"""Several completions from one pass per token, against the card, plain decoding and a beam written out (A12)."""
+"""Several completions from one pass per token, compared with the card, plain decoding and a beam in NumPy (A12)."""
 
 import functools
 import itertools
@@ -43,7 +43,7 @@ def test_a_draft_that_the_corpus_does_not_know_falls_behind():
 
 
 def test_ngrams_are_counted_as_written_out():
-    """P_n(v | context) = how often context and v occur, over how often the context does, in documents of their own."""
+    """Check P_n(v | context): the count of context and v divided by the count of the context."""
     documents = np.random.default_rng(0).integers(0, 3, (6, 20)).tolist()
     corpus = from_documents(documents, 3).to_device()
     times = lambda gram: sum(row[i : i + len(gram)] == gram for row in documents for i in range(len(row)))
@@ -70,7 +70,7 @@ def test_one_draft_is_greedy_decoding():
 
 @jax.jit
 def logits_behind(target, mixture):
-    """float32[1, V]: of a pass of the model from the beginning."""
+    """Return logits float32[1, V] of a pass over the whole text."""
     count = mixture.ids.shape[1]
     output, _ = target.model.forward(
         target.params, mixture, target.model.init_cache(target.params, None, 1, 128), positions=jnp.arange(count)[None],
@@ -80,7 +80,7 @@ def logits_behind(target, mixture):
 
 
 def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
-    """The rule in plain numpy, over passes of the model from the beginning."""
+    """Compute the rule in plain NumPy, with passes over the whole text."""
 
     def distribution(history):
         ids = [[[t] * k for t in prompt]] + [[drafts] for drafts, _ in history]

@@ -1,4 +1,4 @@
-"""What drafters made of others pass on."""
+"""Calls that composed drafters pass on to the drafters inside them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What auto decides: by hand, and against plain decoding."""
+"""Decisions of `auto`, compared with hand computations and with plain decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ def run(target, drafter, prompts=((0,),), new=120, **options):
 
 
 def cycle(n):
-    """A target that goes round n tokens."""
+    """Return a target that cycles through n tokens."""
     rows = np.full((n, n), 1e-6, np.float32)
     rows[np.arange(n), (np.arange(n) + 1) % n] = 1.0
     return markov(rows)
 
 
 def mostly_a_cycle(chance):
-    """A target that goes round nine tokens, each time with this chance."""
+    """Return a target that follows a cycle of nine tokens with this probability."""
     rows = np.full((9, 9), (1 - chance) / 8, np.float32)
     rows[np.arange(9), (np.arange(9) + 1) % 9] = chance
     return markov(rows)
@@ -51,7 +51,7 @@ def test_it_drafts_where_that_pays_and_is_plain_decoding_where_not():
 
 
 def test_hopeless_texts_are_left_alone():
-    """A target that draws from 40 tokens alike: nothing can be foreseen, and after a while nothing is drafted."""
+    """Use a target that draws uniformly from 40 tokens; drafting stops because no token is predictable."""
     target = markov(np.full((40, 40), 1 / 40, np.float32))
     result = run(target, auto(40, widths=(1, 4, 8), costs=(1.0, 1.3, 1.6)), new=400, temperature=1.0)
     assert int(result.stats.target_passes[0]) > 380
@@ -69,7 +69,7 @@ def test_where_drafting_does_not_pay_it_is_seldom_tried():
 
     tree, resting = propose(1.01, rest=jnp.int32(2))
     assert tree.valid[0].tolist() == [True, False, False, False] and tree.tokens[0, 0] == 2
-    assert int(resting.record.rest) == 1 and int(resting.record.past.shadow.start[0]) == 0
+    assert int(resting.record.rest) == 1 and int(resting.record.past.pending.start[0]) == 0
     tree, woken = propose(1.01, promise=jnp.float32(0))
     assert tree.valid.sum() == 4 and int(woken.record.rest) == 0  # what is in sight pays
     assert float(woken.record.promise) > DRAFTING
@@ -95,7 +95,7 @@ def test_while_it_rests_it_learns_from_every_fourth_step():
 
 
 def test_plain_decoding_keeps_learning():
-    """At a price at which only sure drafts pay, it begins plain and speculates once the text has proved regular."""
+    """Use costs at which only likely drafts save time: decoding starts plainly, and drafts once the text repeats."""
     drafter = auto(9, widths=(1, 8), costs=(1.0, 5.0))
     short, long = (run(cycle(9), drafter, new=new) for new in (12, 200))
     assert int(short.stats.drafted[0]) == 0
@@ -105,7 +105,7 @@ def test_plain_decoding_keeps_learning():
 
 
 def test_a_batch_backs_off_as_its_passes_grow_dear():
-    """By the rule of thumb of a CPU: of rows that mostly go round nine tokens one drafts and 32 do not."""
+    """Use the cost rule of a CPU: a single row of a mostly cyclic text drafts, a batch of 32 does not."""
     known = costs.estimated((1, 8), 1, platform="cpu"), costs.estimated((1, 8), 32, platform="cpu")
     assert known[0][1] < 2 and known[1][1] > 5
     assert costs.estimated((1, 64), 1, platform="tpu")[1] < 1.15
@@ -118,7 +118,7 @@ def test_a_batch_backs_off_as_its_passes_grow_dear():
 
 
 def spent(drafter, chance, known):
-    """Over 500 tokens, mean of three keys; `known`: what a pass of each width costs."""
+    """Return the cost of 500 tokens, averaged over three keys; `known` are the costs of passes by width."""
     total = 0.0
     for seed in range(3):
         steps = stream(
@@ -132,7 +132,7 @@ def spent(drafter, chance, known):
 @pytest.mark.parametrize("chance", [0.3, 0.75, 0.9])
 @pytest.mark.parametrize("known", [(1.0, 1.3, 2.0), (1.0, 2.0, 3.0), (1.0, 3.0, 5.0)])
 def test_it_is_nearly_as_good_as_the_best_width(known, chance):
-    """The text is the same at all widths, so what it cost tells. Where the widths are nearly as good, 0.92."""
+    """Compare total costs, since the text is the same at all widths; for nearly equal widths the ratio is 0.92."""
     widths = 1, 4, 8
     price = dict(zip(widths, known, strict=True))
     always = [auto(9, widths=(1, width), costs=(1.0, 0.1)) for width in widths[1:]]
@@ -141,7 +141,7 @@ def test_it_is_nearly_as_good_as_the_best_width(known, chance):
 
 
 def test_a_batch_does_not_wait_for_drafts_of_rows_that_are_ahead():
-    """One row goes round nine tokens, three draw from 40 others alike: helping the one would only make all wait."""
+    """Decode a cyclic row with three random rows: drafts for the fast row would only delay all."""
     rows = np.full((49, 49), 1e-9, np.float32)
     rows[np.arange(9), (np.arange(9) + 1) % 9] = 1.0
     rows[9:, 9:] = 1 / 40
@@ -163,7 +163,7 @@ def test_rows_that_no_other_waits_for_count_alike():
 
 
 def test_a_decision_does_not_read_the_randomness_of_its_round():
-    """Another key: another text, but the first round drafts the same."""
+    """Change the key: the text changes, and the first draft does not."""
     drafter = auto(64, widths=(1, 4, 8), costs=(1.0, 1.01, 1.02))
     context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2]]), jnp.array([8]))
     state = drafter.init((), context)

@@ -1,4 +1,4 @@
-"""What auto does with a head: it asks one that pays and hardly ever another, and the head's memory stays whole."""
+"""Tests of `auto` with a draft head: a useful head runs, a useless one rarely does, and the head's memory is complete."""
 
 import functools
 
@@ -48,14 +48,14 @@ def plain(**options):
     ],
 )
 def test_the_text_is_that_of_plain_decoding(kind, options):
-    """On ragged batches; at a temperature too, for a point mass is accepted where the target draws it."""
+    """Compare texts on ragged batches, greedy and sampled; a point mass is accepted if the target draws its token."""
     result = decode(tiny_llama(), drafter_of(kind), PROMPTS, key=0, max_new_tokens=24, **options)
     assert result.to_lists() == plain(max_new_tokens=24, **options)
     assert int(result.stats.drafted.sum()) > 0
 
 
 def counted(head):
-    """The head, and a list with an entry for each time that it drafted."""
+    """Return the head, and a list that gets an entry for each of its drafts."""
     calls = []
 
     def start(*arguments):
@@ -72,7 +72,7 @@ def passes(target, drafter, new, prompt=(0,), **options):
 
 
 def test_a_head_that_knows_the_target_is_as_good_as_alone():
-    """On a text in which nothing recurs, so that only the head foresees it."""
+    """Decode a text without repetitions, which only the head can predict."""
     target, move = permutation(61)
     head, calls = counted(knowing(target, 30 * move, np.zeros_like(move)))
     drafter = auto(61, head=head, head_tree=CHAIN, widths=(1, 4), costs=(1.0, 1.1), head_cost=0.2, num_recycled=7)
@@ -83,7 +83,7 @@ def test_a_head_that_knows_the_target_is_as_good_as_alone():
 
 @pytest.mark.parametrize("is_learnable", [True, exhaustive(False)])
 def test_a_head_that_is_always_wrong_is_hardly_ever_asked(is_learnable):
-    """And sure of it. Where the others pay and where nothing does, the passes are those of auto without a head."""
+    """Use a head that is confident and wrong: the passes equal those of auto without a head."""
     vocab, new = 40, 320
     target, move = permutation(vocab, 3)
     if not is_learnable:
@@ -101,7 +101,7 @@ def test_a_head_that_is_always_wrong_is_hardly_ever_asked(is_learnable):
 
 
 def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
-    """Longer than the window, and with drafts of the others now and then."""
+    """Pause the head for longer than the window, with occasional drafts of the other drafters."""
     drafter = drafter_of(head_cost=50.0)
     head = tiny_head("eagle3", tiny_llama())
     job, state = run_rounds(drafter, Settings(), rounds=40, new=90)
@@ -117,7 +117,7 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
 
 
 def asked(gains, cost, rounds=60):
-    """How often, and how it stands: its gains beyond the others, in turns."""
+    """Return how often the head runs, and the schedule, for gains that repeat in turn."""
     state, nothing, count = head_schedule.init_schedule(), jnp.float32(0), 0
     for i in range(rounds):
         due = head_schedule.is_due(state, nothing)
@@ -135,7 +135,9 @@ def test_when_it_is_asked():
         waits.append(int(failed.wait))
     assert waits == [0, 1, 3, 7, 15, 30, 30, 30] and not bool(head_schedule.is_due(failed, nothing))
     assert int(head_schedule.update_schedule(failed, cost, nothing, nothing, jnp.bool_(False)).wait) == 29
-    assert int(head_schedule.update_schedule(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15  # it paid, once
+    assert (
+        int(head_schedule.update_schedule(failed, cost, nothing, jnp.float32(1), jnp.bool_(True)).wait) == 15
+    )  # a gain
     assert not bool(head_schedule.is_profitable(failed, nothing)) and bool(
         head_schedule.is_profitable(failed, jnp.float32(0.1))
     )  # of each by itself
@@ -154,7 +156,7 @@ def test_when_it_is_asked():
     [([0.0, 0.6], 0.15, 1), ([1.6, 2.6], 1.5, 1), ([2.0, 0.0, 0.0], 0.15, 0.8), ([4.0, 4.0, 0.0], 1.5, 1)],
 )
 def test_it_is_asked_as_long_as_it_pays_in_the_mean(gains, cost, least):
-    """Every other round it adds nothing, or two of three do. However dear it is, if it saves more."""
+    """Keep running a head that is useless in every other step, or in two of three, at any cost that it saves."""
     assert asked(gains, cost, 240)[0] >= 240 * least
 
 
@@ -181,7 +183,7 @@ def test_nodes_of_a_head_are_classed_by_what_it_says_and_their_depth():
 
 
 def small(target, vocab=8):
-    """With a head that knows a permutation, asked wherever it can help."""
+    """Return `auto` with a head that knows a permutation, and runs whenever it can help."""
     _, move = permutation(vocab)
     head = knowing(target, 30 * move, np.zeros_like(move))
     return auto(vocab, head=head, head_tree=CHAIN, widths=(1, 4), costs=(1.0, 1.1), head_cost=0.0, num_recycled=3)
@@ -249,7 +251,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
 
 
 def test_a_head_is_a_drafter_of_its_own():
-    """Given to `decode`, it is `auto` with it."""
+    """Pass a head to `decode`; the drafter is `auto` with this head."""
     head = tiny_head("eagle3", tiny_llama())
     made = api._drafter(tiny_llama(), head)
     assert made.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
@@ -257,7 +259,7 @@ def test_a_head_is_a_drafter_of_its_own():
 
 
 def test_what_drafting_costs():
-    """By hand: a pass of EAGLE-1 multiplies with its layer and fc, and with the target's head."""
+    """Compare costs with a hand computation: EAGLE-1 multiplies with its layer, fc and the target's output head."""
     target, move = permutation(8)
     head = knowing(target, move, move)
     layer, width = head.params["stack"][0], 8

@@ -1,4 +1,4 @@
-"""A bandit over drafters: exact text, arms by what they pay, bad settings."""
+"""Tests of the bandit over drafters: exact text, choice of arms by reward, bad settings."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from specjax.engine.step import step
 
 
 def cycle(n):
-    """A target that goes round n tokens."""
+    """Return a target that cycles through n tokens."""
     rows = np.full((n, n), 1e-6, np.float32)
     rows[np.arange(n), (np.arange(n) + 1) % n] = 1.0
     return markov(rows)
@@ -45,7 +45,7 @@ def test_text_is_that_of_plain_sampling():
 
 @pytest.mark.parametrize("name", ["auto", "choice"])
 def test_a_step_does_not_read_its_own_randomness(name):
-    """The same past and another key: another verdict, the same draft."""
+    """Change the key for the same past: the verdict changes, and the draft does not."""
     drafter = {
         "auto": lambda: auto(64, widths=(1, 4, 8), costs=(1.0, 1.01, 1.02)),
         "choice": lambda: choice(prompt_lookup(3, min_ngram=1), token_recycling(64, num_nodes=3), costs=(1.0, 1.01)),
@@ -67,7 +67,7 @@ def test_a_step_does_not_read_its_own_randomness(name):
 
 
 def test_what_its_drafters_read_and_remember_is_theirs():
-    """The second call knows the matrix, read from the prompt too, and which arm paid."""
+    """Continue in a second call with the matrix, the prompt's entries and the rewards of the arms."""
     drafter = choice(prompt_lookup(3), token_recycling(7, num_nodes=3, read_prompt=True), depths=(3,), costs=(1.0, 1.0))
     run = lambda drafter: decode(cycle(7), drafter, [[0]], key=jax.random.key(0), max_new_tokens=70)
     first = run(drafter)

@@ -1,4 +1,4 @@
-"""The card's worked fusion (RASD, A8)."""
+"""The card's worked example of fusion (RASD, A8)."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ ROOT, A, B, C, D, E, F, G, H = range(9)
 
 
 def from_paths(paths, nodes):
-    """A trie in breadth-first order, padded to `nodes`."""
+    """Return a trie in breadth-first order, padded to `nodes`."""
     known = {(): 0}
     tokens, parents = [ROOT], [-1]
     for depth in range(1, 1 + max(map(len, paths), default=0)):
@@ -49,7 +49,7 @@ def from_paths(paths, nodes):
 
 
 def paths_of(tree):
-    """Every path of valid nodes, as a set of token tuples."""
+    """Return all paths of valid nodes as a set of token tuples."""
     found = {0: ()}
     for i in range(1, tree.tokens.shape[1]):
         if tree.valid[0, i]:
@@ -117,7 +117,7 @@ def test_with_a_draft_model():
 
 @pytest.mark.parametrize("base", those(["early_exit"], ["token_recycling", "early_exit", "rest"]))
 def test_any_drafter_of_point_mass_trees_can_be_fused(base):
-    """With and without pruning the text is the target's."""
+    """Decode with and without pruning; the text equals the target's."""
     target, prompts = tiny_llama(), [[1, 2, 3, 1, 2, 3, 1], [5]]
     run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=25)
     plain = run(autoregressive())

@@ -1,4 +1,4 @@
-"""The card's tests of DEL (B4): the metric, shadow tokens, and what the choice follows."""
+"""The card's tests of DEL (B4): the metric, shadow tokens, and the choice of exit and length."""
 
 import functools
 
@@ -37,7 +37,7 @@ def test_certain_and_hopeless_exits():
 
 
 def test_a_draft_ends_where_its_own_tokens_per_layer_would_fall():
-    """L = 32, exit 8. c = .9: .9 / 8 > 1.9 / 40; then c = .5: .45 / 8 > 2.35 / 48; then .3: .135 / 8 <= 2.485 / 56."""
+    """Check L = 32, exit 8: .9 / 8 > 1.9 / 40; then c = .5: .45 / 8 > 2.35 / 48; then .3: .135 / 8 <= 2.485 / 56."""
     stop = falling(jnp.array([8]), 32)
     value, said = stop.start, []
     for depth, c in enumerate((0.9, 0.5, 0.3)):
@@ -49,7 +49,7 @@ def test_a_draft_ends_where_its_own_tokens_per_layer_would_fall():
 
 @functools.cache
 def drafted(layer):
-    """A greedy chain of exit `layer`, and what the target's pass over it knows."""
+    """Return a greedy chain of exit `layer`, and the outputs of the target pass over it."""
     target = tiny_llama(layers=4)
     tokens = jnp.zeros((1, 260), jnp.int32).at[0, :4].set(jnp.array([3, 1, 4, 1]))
     length = jnp.array([4])
@@ -103,7 +103,7 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
 
 
 def test_the_choice_follows_a_text_that_changes():
-    """Exit 1 right and exit 2 wrong, then the other way round: the choice turns within 1 / (1 - w) rounds."""
+    """Swap the correct exit from 1 to 2; the choice follows within 1 / (1 - w) steps."""
     state = Agreement(jnp.zeros((1, 2)), jnp.zeros((1,)), jnp.array([True]))
     two = jnp.array([2])
     pick = lambda state: int(choose(acceptance(state), (4, 8), 32, 18)[0][0])
@@ -132,7 +132,13 @@ def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
         return state
 
     for prompts in ([[1, 2, 3] * 50, [4, 5, 6, 7]], [[4, 5, 6, 7]]):
-        decode(target, drafter.replace(hooks=drafter.hooks._replace(prefill=read)), prompts, key=jax.random.key(0), max_new_tokens=2)
+        decode(
+            target,
+            drafter.replace(hooks=drafter.hooks._replace(prefill=read)),
+            prompts,
+            key=jax.random.key(0),
+            max_new_tokens=2,
+        )
     jax.effects_barrier()
     first, second, alone = seen
     assert first.positions.tolist() == [16, 3]

@@ -1,4 +1,4 @@
-"""Drafting by the first layers, against a model that has only these."""
+"""Drafts of the first layers, compared with a model that has only these layers."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5]]
 
 @functools.cache
 def truncated(layers):
-    """The first layers of the tiny model as a model of its own."""
+    """Return the first layers of the tiny model as a separate model."""
     target = tiny_llama(layers=3)
     config = dataclasses.replace(target.model.config, num_layers=layers)
     params = dict(target.params, layers={i: target.params["layers"][i] for i in range(layers)})
@@ -32,7 +32,7 @@ def truncated(layers):
 
 @pytest.mark.parametrize(("tree", "temperature"), [exhaustive(None, 0.0), ("2x2", 1.0)])
 def test_the_first_layers_draft_like_a_model_of_their_own(tree, temperature):
-    """Same text, same passes: the target's cache has, up to the exit, what that model's own would have."""
+    """Compare text and passes: up to the exit the target's cache equals that of the separate model."""
     target, tree = tiny_llama(layers=3), tree and trees.parse(tree)
     run = functools.partial(decode, target, key=jax.random.key(0), max_new_tokens=20, temperature=temperature)
     ours = run(early_exit(target, 2, num_tokens=3, tree=tree), PROMPTS)

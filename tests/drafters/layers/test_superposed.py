@@ -43,7 +43,7 @@ def test_all_layers_accept_their_own_greedy_text():
 
 
 def test_a_level_is_one_pass_over_the_mixture():
-    """The second level by hand: the distribution behind the mixture of the two likeliest tokens, the best two sums."""
+    """Compute the second level by hand: the distribution after the mixture of two tokens, and the best two sums."""
     target = tiny_llama()
     tree = propose(superposed(target, 2, num_tokens=2, drafts=2, candidates=5, temperature=1.0), target, [2, 1])
     here = context(target)

@@ -31,7 +31,7 @@ def search(**changes):
 
 @functools.cache
 def context():
-    """After the prompts and 8 tokens of the model's own."""
+    """Return the state after the prompts and 8 tokens of the model."""
     target = tiny_llama(layers=4)
     own = decode(target, autoregressive(), PROMPTS, key=jax.random.key(0), max_new_tokens=8).to_lists()
     tokens = jnp.asarray([(prompt + new + [0] * 300)[:212] for prompt, new in zip(PROMPTS, own, strict=True)])
@@ -102,7 +102,7 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
 
 
 def test_the_search_is_monotone_and_reaches_the_best_set():
-    """All sets of two of eight sublayers."""
+    """Return all sets of two of eight sublayers."""
     here, own = search(layers=(0, 1, 2, 3)), context()
     score = jax.jit(lambda skipped: matchness(here, skipped, jnp.array([True, True]), START, own))
     sets = [np.isin(np.arange(8), pair) for pair in itertools.combinations(range(8), here.size)]
@@ -140,7 +140,7 @@ def test_the_search_waits_for_enough_text_and_ends():
 
 @pytest.mark.parametrize(("keys", "counts"), [(None, [3, 8, 10]), (jax.random.key(0), [1, 8, 10])])
 def test_less_sure_tokens_have_more_siblings(keys, counts):
-    """The card's example: largest probabilities .97, .7, .3 give 3, 8 and 10 candidates (greedy)."""
+    """Check the card's example: largest probabilities .97, .7, .3 give 3, 8 and 10 candidates (greedy)."""
     builder, total = chain_with_siblings(3), 0
     if keys is not None:
         keys, counts = jnp.broadcast_to(keys, (1, 1)), [1, 5, 10]

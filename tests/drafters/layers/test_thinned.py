@@ -1,4 +1,4 @@
-"""A thinned target drafts for the whole one."""
+"""Drafts of a target that skips layers, verified by the whole target."""
 
 import depths
 import jax
@@ -33,7 +33,7 @@ def test_trees_take_part():
 
 
 def test_sampled_text_has_the_joint_law_of_the_target():
-    """Two tokens of a vocabulary of 3, against all that the model says of them."""
+    """Compare two sampled tokens of a vocabulary of 3 with their exact distribution."""
     counts, law, result = pairs_after(lambda target: thinned(target, adaptive.calm(0.1, every=1), num_tokens=2))
     assert chi_square(counts, law) > 1e-3
     assert result.stats.accepted.sum() > 15
@@ -42,7 +42,7 @@ def test_sampled_text_has_the_joint_law_of_the_target():
 def test_what_cannot_draft():
     with pytest.raises(UsageError, match="first learns from the prompt and cannot draft"):
         thinned(depths.target(), depths.depth("first"))
-    with pytest.raises(UsageError, match="llama by calm has no layers to choose from"):
+    with pytest.raises(UsageError, match="llama by calm has no layers that can be skipped"):
         thinned(adaptive.skip_layers(depths.target(), depths.depth("calm")), depths.depth("skip_decode"))
     with pytest.raises(UsageError, match="every must be below"):
         thinned(depths.target(), adaptive.calm(every=9))

@@ -1,4 +1,4 @@
-"""The card's hand-worked edits (Aggressive Decoding, A10), and plain Python on random ones."""
+"""The card's hand-worked edits (Aggressive Decoding, A10), and random edits compared with plain Python."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ A, B, C, D, E, X, Y, BOS, EOS = range(9)
 
 
 def edit(sources, outputs, **options):
-    """Target passes, and tokens drafted, of each edit; the target writes `outputs`, each with an eos behind it."""
+    """Return target passes and drafted tokens of each edit; the target writes `outputs`, each with an eos."""
     longest = max(map(len, outputs)) + 1
     script = [[BOS, *row, *[EOS] * (longest - len(row))] for row in outputs]
     result = decode(
@@ -41,7 +41,7 @@ def test_the_cards_edits():
 
 
 def reference(source, output, num_tokens, max_ngram):
-    """Target passes in plain Python: the paper's loop with drafts of at most `num_tokens`."""
+    """Count target passes in plain Python: the paper's loop with drafts of at most `num_tokens`."""
     text, place, passes = [], 0, 0
     output = [*output, EOS]
     while len(text) < len(output):
@@ -80,7 +80,7 @@ def test_equals_plain_python(num_tokens, max_ngram):
 
 
 def test_the_prompt_is_the_source_by_default():
-    """Decoding starts with a search: only what the target writes itself is looked for, and only in the prompt."""
+    """Start with a search: only the target's own tokens are searched for, and only in the prompt."""
     prompt = [BOS, A, B, C, D, E]
     output = [B, C, D, E, X, B, C]  # b | c d e x | b | c
     script = [prompt + output]

@@ -14,7 +14,7 @@ from specjax.types import Context
 
 
 def draft(text, **options):
-    """The drafted tokens for one text."""
+    """Return the drafted tokens for one text."""
     drafter = prompt_lookup(**({"min_ngram": 1} | options))
     tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     context = Context(tokens, jnp.array([len(text)]))
@@ -37,7 +37,7 @@ def test_full_continuation(mode):
 
 
 def passes_on_abc(times, drafter):
-    """Over 20 tokens, where the prompt says abc so many times and the target goes on so."""
+    """Return the passes for 20 tokens, for a prompt with `times` repetitions of abc that the target continues."""
     rows = np.full((3, 3), 1e-6, np.float32)
     rows[np.arange(3), (np.arange(3) + 1) % 3] = 1.0
     result = decode(markov(rows), drafter, [[0, 1, 2] * times], key=jax.random.key(0), max_new_tokens=20)
@@ -52,7 +52,7 @@ def test_a_periodic_text_gives_four_tokens_per_pass(mode):
 
 @pytest.mark.parametrize(("mode", "passes"), [("latest", 4), ("reference", 5)])
 def test_while_the_text_is_short_only_cut_continuations_help(mode, passes):
-    """By hand: 4 + 6 + 6 + 4 tokens; the reference drafts nothing at abcabc and at abcabca, then 1 + 1 + 6 + 6 + 6."""
+    """Compare with a hand computation: 4 + 6 + 6 + 4 tokens; the reference gives 1 + 1 + 6 + 6 + 6."""
     assert passes_on_abc(2, prompt_lookup(5, mode=mode)) == passes
 
 
@@ -70,7 +70,7 @@ def test_prefers_the_latest_full_match_of_the_longest_ngram():
 
 
 def reference(text, k, max_ngram, mode):
-    """Plain Python, from the card."""
+    """Compute the draft in plain Python, from the card."""
     length = len(text)
     for n in range(min(max_ngram, length - 1), 0, -1):
         starts = [i + n for i in range(length - n) if text[i : i + n] == text[length - n :]]

@@ -24,7 +24,7 @@ def index():
 
 
 def proposed(text, limit=9, **options):
-    """Tokens and parents of the valid nodes."""
+    """Return tokens and parents of the valid nodes."""
     drafter = rest(index(), **options)
     tokens = jnp.array([text + [0] * (8 - len(text))])
     propose = jax.jit(drafter.propose)
@@ -76,7 +76,7 @@ def test_a_corpus_of_the_targets_own_text_is_accepted_in_blocks():
 
 @pytest.mark.parametrize("shape", [(2, 4), exhaustive((1, 8))])
 def test_an_index_spread_over_the_targets_mesh(shape):
-    """Plain decoding's text, and the drafts of the whole index."""
+    """Compare with the text of plain decoding, and with the drafts of the whole index."""
     over = parallel.mesh(*shape)
     target, prompts = tiny_llama(num_heads=8, num_kv_heads=8), [[1, 2, 3], [9, 8], [5], [7, 7, 7]]
     options = {"key": jax.random.key(0), "max_new_tokens": 33}

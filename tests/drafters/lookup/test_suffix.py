@@ -16,7 +16,7 @@ from specjax.types import Context
 
 
 def draft(text, limit=99, **options):
-    """The drafted tokens for one text."""
+    """Return the drafted tokens for one text."""
     tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     drafter = suffix(**options)
     context = Context(tokens, jnp.array([len(text)]))
@@ -66,7 +66,7 @@ def test_match_length_equals_plain_python(text):
 
 
 def test_the_fallback_drafts_where_nothing_recurs():
-    """With an infinite threshold every draft is the fallback's (card, d); where a long suffix recurs it is a copy."""
+    """Draft with an infinite threshold, which gives the fallback's drafts (card, d), and with a long suffix, a copy."""
     target, recycling = tiny_llama(), token_recycling(64, num_nodes=7)
     run = lambda drafter: decode(target, drafter, [[1, 2, 3], [9]], key=jax.random.key(0), max_new_tokens=24)
     never = run(suffix(5, min_match=16, fallback=recycling))
@@ -103,7 +103,7 @@ def test_the_longer_match_of_text_and_corpus_is_copied(text, bias, drafted):
 
 
 def test_text_copied_from_a_corpus_is_the_targets():
-    """A corpus of the text to come saves passes, also where the fallback keeps a matrix."""
+    """Save passes with a corpus that has the coming text, also if the fallback stores a matrix."""
     target, prompts = tiny_llama(), [[1, 2, 3], [9]]
     run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=24)
     plain = run(autoregressive())

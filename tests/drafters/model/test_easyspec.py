@@ -1,4 +1,4 @@
-"""Groups of layers that attend at once, and a draft cache in which they leave nothing."""
+"""Groups of layers with parallel attention, and a draft cache without their approximate entries."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ OPTIONS = {"key": jax.random.key(3), "max_new_tokens": 12}
 
 
 class Scale(nnx.Module):
-    """A layer without norms: attention and MLP add a multiple of what they read."""
+    """Return a layer without norms, whose attention and MLP add a multiple of their input."""
 
     def __init__(self, attention: float, mlp: float):
         self.attention, self.mlp = attention, mlp
@@ -50,7 +50,7 @@ class Scale(nnx.Module):
 
 @pytest.mark.parametrize(("group", "wanted"), [(1, 2.4024), (2, 2.2680)])
 def test_scalar_toy_of_the_card(group, wanted):
-    """Between a first and a last layer that add nothing: gains .1 and .3 of attention, .2 and .4 of the MLPs."""
+    """Check gains .1 and .3 of attention and .2 and .4 of MLPs, between two layers that add zero."""
     layers = nnx.List([Scale(0, 0), Scale(0.1, 0.2), Scale(0.3, 0.4), Scale(0, 0)])
     cache = kv.KVCache((0,) * 4, (0,) * 4, jnp.zeros(1, jnp.int32))
     x = jnp.ones((1, 1, 1))
@@ -86,7 +86,7 @@ def forward_at(group):
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma"])
 def test_layers_of_a_group_read_one_stream(config):
-    """Without the MLP and attention of layer 2, what layer 3 reads is the same if they are of one group."""
+    """Remove the MLP and attention of layer 2: the input of layer 3 does not change within one group."""
     params = init_params(config, jax.random.key(0))
     without = params | {"layers": params["layers"] | {2: jax.tree.map(lambda leaf: 0 * leaf, params["layers"][2])}}
     for group in (1, 3):  # (1, 2, 3) and (4)
@@ -131,7 +131,7 @@ def test_group_of_one_drafts_as_any_two_model(temperature):
 
 
 def test_the_root_law_is_exact_and_those_below_are_not():
-    """The model as its own draft: the first token of a round is always right, later ones are not."""
+    """Use the model as its own draft: the first token of a step is always right, later ones are not."""
     result = decode(draft_model(), easyspec(draft_model(), 3, group=3), PROMPTS, **OPTIONS)
     assert result.acceptance_by_depth[:, 0].tolist() == [1.0] * 3
     assert result.acceptance_by_depth[:, 1:].min() < 1
@@ -139,7 +139,7 @@ def test_the_root_law_is_exact_and_those_below_are_not():
 
 
 def rounds(drafter, accepted):
-    """(state, text, length) after each of several rounds that accept so many drafts."""
+    """Return (state, text, length) after each of several steps that accept these numbers of drafts."""
     drafter, text = compiled(drafter), np.random.default_rng(0).integers(0, 64, (2, 200), np.int32)
     length, context = 6, lambda: Context(jnp.asarray(text), jnp.full(2, length))
     state = drafter.init(drafter.params, context())
@@ -155,7 +155,7 @@ def rounds(drafter, accepted):
 
 @pytest.mark.parametrize("lag", [4, exhaustive(2)])
 def test_the_cache_is_that_of_an_exact_prefill(lag):
-    """In every round what is committed and what was fed anew; not so if less is fed anew, as two_model does."""
+    """Compare the cache in every step; it differs if fewer tokens are fed again, as in two_model."""
     drafter = easyspec(draft_model(), 3, group=3)
     if lag == 2:  # the mutant: keeps what approximate passes left
         drafter = functions(draft_model().model, trees.chain(3), 2, group=3).replace(params=draft_model().params)
@@ -180,7 +180,7 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
 
 
 def test_sampled_text_has_the_law_of_the_target():
-    """Half of the drafts come from approximate passes; three tokens against their exact distribution."""
+    """Compare three tokens with their exact distribution; half of the drafts come from approximate passes."""
     shape = {"vocab": 4, "width": 16, "num_heads": 2, "num_kv_heads": 1}
     target, draft, count = tiny_llama(layers=1, **shape), tiny_llama(seed=2, layers=5, **shape), 3000
     result = decode(

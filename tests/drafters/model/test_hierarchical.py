@@ -101,7 +101,7 @@ def test_the_enumeration_is_the_golden_row():
     ("min_tokens", "own_token"), [(2, True), (2, False), exhaustive(3, True), exhaustive(3, False)]
 )
 def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens, own_token):
-    """Without its own token the loop replays the golden row, with it the chains have other lengths."""
+    """Replay the golden row without the own token; with it the chains have other lengths."""
     distribution, rows = chance_of_accepted(min_tokens, own_token=own_token), 40_000
     prompts = (jnp.zeros((rows, 4), jnp.int32), jnp.full((rows,), 4))
     drafter = toy(min_tokens, own_token)
@@ -114,7 +114,7 @@ def test_tokens_per_pass_are_those_of_the_enumeration(min_tokens, own_token):
 
 
 def test_replaced_middle_laws_are_caught():
-    """A mutant: the target verifies with the tiny drafter's q instead of the middle model's."""
+    """Check that a mutant fails: the target verifies with the tiny drafter's q instead of the middle model's."""
     drafter = toy()
 
     def propose(params, keys, state, context, limit):
@@ -144,7 +144,7 @@ def test_greedy_and_coupled_text_is_the_targets(temperature, own_token):
 
 
 def passes_of_equals(inner, min_tokens, own_token):
-    """Passes of the target for 24 tokens, its equal as the middle model."""
+    """Return the target passes for 24 tokens with an equal middle model."""
     drafter = hierarchical(tiny_llama(), inner, min_tokens=min_tokens, own_token=own_token)
     result = decode(tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=24)
     return result.stats.target_passes.tolist()
@@ -164,7 +164,7 @@ def test_three_equal_models_are_always_right(own_token, min_tokens, drafts):
 
 
 def test_hierarchical_within_hierarchical():
-    """Four equal models: those in the middle read what they lack, so a chain of 2 gets its third from the outer one."""
+    """Stack four equal models: a chain of 2 gets its third token from the outer one."""
     within = hierarchical(tiny_llama(), two_model(tiny_llama(), 1), min_tokens=2, own_token=False)
     assert passes_of_equals(within, 2, own_token=False) == [24 // 4] * 4
 
@@ -185,7 +185,7 @@ def test_bad_settings():
 
 
 def test_what_the_inner_drafter_reads_and_remembers_is_its_own():
-    """By the passes of the middle model, all three going round nine tokens."""
+    """Count the passes of the middle model for three models that cycle through nine tokens."""
     passes, target = [], markov(np.eye(9, dtype=np.float32)[(np.arange(9) + 1) % 9] + 1e-6)
 
     def forward(params, tokens, cache, **options):
@@ -208,7 +208,7 @@ def test_what_the_inner_drafter_reads_and_remembers_is_its_own():
 
 
 def test_rounds_without_drafts_leave_no_refused_ones_in_its_caches():
-    """After three of them it drafts what it would if it had just read the text."""
+    """Compare the draft after three empty steps with that of a drafter that has just read the text."""
     limits = jnp.array([99, 0, 0, 0, 99])
     scripted = Controller(
         init=lambda batch: jnp.zeros((batch,), jnp.int32),

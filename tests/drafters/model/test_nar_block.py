@@ -1,4 +1,4 @@
-"""The block drafter of GAD (A11), with a model whose predictions are known: the marginals of a Markov chain."""
+"""The block drafter of GAD (A11), with a model of known predictions: the marginals of a Markov chain."""
 
 import functools
 
@@ -17,7 +17,7 @@ MASK = 3
 
 
 def marginals(params, tokens, given, positions):
-    """log P(token at position | given) of a Markov chain float32[V, V]: its powers, after the last given token."""
+    """Return log P(token at position | given) of a Markov chain float32[V, V], from its powers."""
     last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), -1), 1)
     row = jax.nn.one_hot(jnp.take_along_axis(tokens, last[:, None], 1)[:, 0], len(params))  # zeros after a mask token
     distributions = []
@@ -53,7 +53,7 @@ def test_sampled_text_has_the_law_of_the_target():
 
 
 def test_relaxed_acceptance_ends():
-    """beta = 1 gives the target's greedy text, beta = V with tau = inf the drafter's own, block by block."""
+    """Check that beta = 1 gives the target's greedy text, and beta = V with tau = inf the drafter's own blocks."""
     drafter = drafter_of(jnp.asarray(DRAFT_ROWS))
     run = lambda verifier: decode(
         markov(), drafter, [[0], [1, 2]], key=jax.random.key(0), max_new_tokens=8, temperature=1.0, verifier=verifier

@@ -1,4 +1,4 @@
-"""Drafts of models whose outputs are wider or narrower than the target's: exact, and of the ids that both have."""
+"""Draft models with larger or smaller vocabularies than the target: exact texts of shared ids."""
 
 import itertools
 
@@ -28,7 +28,7 @@ METHODS = {
 
 
 def wide(vocab, seed=5):
-    """A random Markov model of so many tokens."""
+    """Return a random Markov model over `vocab` tokens."""
     return markov(np.random.default_rng(seed).dirichlet(np.ones(vocab), vocab).astype(np.float32))
 
 

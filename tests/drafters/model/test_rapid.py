@@ -18,7 +18,7 @@ SMALL = {"budget": 12, "chunk": 4, "query": 3}
 
 
 def reference(text, budget, chunk, query):
-    """The shortened prompt, from the docstring of the module."""
+    """Return the shortened prompt, by the docstring of the module."""
     if len(text) <= budget:
         return text
     body, asked = text[: len(text) - query], text[len(text) - query :]
@@ -56,7 +56,7 @@ def test_equals_plain_python():
 
 
 def last_logits(target, texts, length):
-    """Logits after the first `length[b]` tokens of texts [B, 32]."""
+    """Return logits after the first `length[b]` tokens of texts [B, 32]."""
     tokens = jnp.asarray(texts)
     batch, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
@@ -68,7 +68,7 @@ def last_logits(target, texts, length):
 
 
 def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
-    """For a long prompt and one of a single token, after rounds that accepted all, none and one."""
+    """Check a long prompt and one of a single token, after steps that accepted all, none and one."""
     target, prompts = tiny_llama(seed=3), [np.arange(100) * 7 % 64, [5]]
     drafter = compiled(rapid(target, 3, max_new_tokens=40, **SMALL))
     texts, short = [list(p) for p in prompts], [reference(list(p), **SMALL) for p in prompts]
@@ -99,7 +99,7 @@ def test_drafts_are_what_a_fresh_pass_over_the_short_text_predicts():
 
 
 def test_a_prompt_within_the_budget_is_read_whole():
-    """Then it is `two_model`; the target as its own draft is always right."""
+    """Use a prompt within the budget: the drafter equals `two_model`; the target as its own draft is always right."""
     run = lambda drafter, prompt: decode(tiny_llama(), drafter, [prompt], key=jax.random.key(0), max_new_tokens=12)
     options = SMALL | {"budget": 16, "max_new_tokens": 12}
     assert run(rapid(tiny_llama(), 3, **options), list(range(16))).stats.target_passes.tolist() == [3]
@@ -108,12 +108,12 @@ def test_a_prompt_within_the_budget_is_read_whole():
 
 
 def forgetful(target):
-    """The same model, but it cannot rewind."""
+    """Return the same model without rewinding."""
     return Target(target.model._replace(rewind=None), target.params)
 
 
 def test_a_row_that_outgrows_the_cache_is_read_again():
-    """Of a text from one sentence alone no chunk matters: the draft, which is the target, is right to its end."""
+    """Use a text of one repeated sentence, for which all chunks are equal: the target as draft is always right."""
     rows = np.full((9, 9), 1e-6, np.float32)
     rows[np.arange(9), (np.arange(9) + 1) % 9] = 1.0
     run = lambda draft: decode(
@@ -127,7 +127,7 @@ def test_a_row_that_outgrows_the_cache_is_read_again():
 
 
 def test_what_is_read_again_is_the_short_text():
-    """Drafts behind the limit are those of a fresh pass over what `retrieve` leaves; the other row keeps its cache."""
+    """Compare drafts after the limit with a new pass over the retrieved text; the other row keeps its cache."""
     target, prompts = tiny_llama(seed=3), [np.arange(70) * 7 % 64, np.arange(50) * 5 % 64]
     drafter = compiled(rapid(target, 3, max_new_tokens=20, **SMALL))
     texts, short = [list(map(int, p)) for p in prompts], [reference(list(map(int, p)), **SMALL) for p in prompts]

@@ -1,4 +1,4 @@
-"""The draft cache, the distribution of the draft and the state between rounds."""
+"""Tests of the draft cache, the draft distribution and the state between steps."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from specjax.types import Context, Sampling, Verdict
 
 @jax.jit
 def last_logits(target, tokens, length):
-    """Logits of `target` after the first `length` of tokens int[B, T]: one fresh pass."""
+    """Return logits of `target` after the first `length` of tokens int[B, T], in one new pass."""
     batch, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (batch, t))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (batch, t, t))
@@ -29,7 +29,7 @@ def last_logits(target, tokens, length):
     ("length", "lag"), [(1, 2), (2, 4), *(exhaustive(*x) for x in ((1, 4), (2, 2), (5, 2), (5, 4)))]
 )
 def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
-    """After rounds that accepted all, none or one, the cache gives what a fresh pass over the text gives."""
+    """Compare the cache with a new pass over the text, after steps that accepted all, none or one."""
     target = tiny_llama(seed=3)
     drafter = compiled(two_model(target, 3, lag=lag))
     text = np.random.default_rng(0).integers(0, 64, (2, 200), np.int32)
@@ -50,7 +50,7 @@ def test_drafts_are_what_a_fresh_pass_predicts(length, lag):
 
 
 def test_what_was_decoded_without_drafts_is_read_before_the_next():
-    """Twenty plain steps, more than one pass of them; then drafts are those of a fresh pass over the text."""
+    """Run twenty plain steps, which need more than one pass to catch up; drafts equal those of a new pass."""
     target = tiny_llama(seed=3)
     drafter = compiled(two_model(target, 3))
     text, lengths = np.random.default_rng(0).integers(0, 64, (2, 200), np.int32), np.array([5, 1])

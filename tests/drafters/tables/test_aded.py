@@ -16,13 +16,13 @@ CARD = [[8, 1, 2, 4]] * 7 + [[8, 1, 3, 5]] * 3  # (8, 1) -> {2: .7, 3: .3}, (1, 
 
 
 def shares(table, pair):
-    """{token: score} of a pair."""
+    """Return {token: score} of a pair."""
     tokens, scores = (np.asarray(x)[0, 0] for x in _successors((), table, jnp.array([[pair]])))
     return {int(t): float(s) for t, s in zip(tokens, scores, strict=True) if s > 0}
 
 
 def paths_of(tree, row=0):
-    """The valid nodes as tuples of tokens from below the root."""
+    """Return the valid nodes as tuples of tokens below the root."""
     tokens, parents, valid = (np.asarray(x)[row] for x in tree[:3])
     path = {0: ()}
     for i in range(1, len(tokens)):

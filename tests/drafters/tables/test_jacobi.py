@@ -22,14 +22,14 @@ ROWS = 20_000
 
 
 def triples(drafter, rows=TARGET_ROWS, **options):
-    """Three sampled tokens after token 0, in 20,000 rows."""
+    """Sample three tokens after token 0, in 20,000 rows."""
     prompts = (jnp.zeros((ROWS, 4), jnp.int32), jnp.full((ROWS,), 4))
     settings = {"key": jax.random.key(7), "max_new_tokens": 3, "temperature": 1.0, **options}
     return decode(markov(rows), drafter, prompts, **settings)
 
 
 def p_value(result, distribution):
-    """Chi-square of triples against a distribution, cells expecting fewer than 5 merged."""
+    """Return the chi-square of triples against a distribution; cells that expect fewer than 5 are merged."""
     vocab = distribution.shape[0]
     index = np.asarray(result.tokens[:, :3]) @ np.array([vocab**2, vocab, 1])
     observed, expected = np.bincount(index, minlength=vocab**3), distribution.ravel() * ROWS
@@ -63,7 +63,7 @@ def test_joint_law_of_block_verification_with_warped_distributions():
 
 
 def keeps_old_tokens(window):
-    """A mutant: undecided tokens stay in the window as they are, with the new distributions as their q."""
+    """Check that a mutant fails: undecided tokens stay in the window, with the new distributions as their q."""
     inner = jacobi(3, window=window)
 
     def init(params, context):
@@ -134,7 +134,7 @@ def test_a_second_call_compiles_nothing():
 
 
 def pass_over(tokens, valid, accepted, logits):
-    """The arguments of `update` for one row."""
+    """Return the arguments of `update` for one row."""
     nodes = jnp.array([tokens])
     tree = TokenTree(nodes, jnp.arange(-1, len(tokens) - 1)[None], jnp.arange(len(tokens))[None] < valid)
     return tree, Verdict(nodes, jnp.array([accepted + 1]), jnp.array([0])), Output(logits[None], logits[None])
@@ -155,7 +155,7 @@ def test_the_window_keeps_the_laws_behind_the_committed_token():
 
 
 def propose(drafter, state, text, temperature=1.0):
-    """Its tree for one row whose text is `text`."""
+    """Return the drafter's tree for one row with the text `text`."""
     context = Context(jnp.array([[*text, 9, 9, 9]]), jnp.array([len(text)]), Sampling(temperature))
     return drafter.propose((), jax.random.split(jax.random.key(0), 1), state, context, jnp.array([8]))[0]
 

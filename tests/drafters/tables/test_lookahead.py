@@ -1,4 +1,4 @@
-"""The card's examples of lookahead decoding (A3): the window slides, its n-grams draft."""
+"""The card's examples of lookahead decoding (A3): the sliding window and drafts from its n-grams."""
 
 import functools
 
@@ -20,7 +20,7 @@ SMALL = {"ngram": 3, "window": 2, "guesses": 2, "buckets": 64}
 
 
 def counting():
-    """The card's toy: the next token is one more."""
+    """Return the card's toy: the next token is the last one plus 1."""
     rows = np.full((VOCAB, VOCAB), 1e-6, np.float32)
     for t in range(VOCAB):
         rows[t, (t + 1) % VOCAB] = 1.0
@@ -49,7 +49,7 @@ def verdict_of(num_nodes, n, next_token):
 
 
 def show(tree):
-    """The valid nodes as (token, token of the parent)."""
+    """Return the valid nodes as (token, token of the parent)."""
     tokens, parents = np.asarray(tree.tokens[0]), np.asarray(tree.parents[0])
     return [(int(tokens[i]), int(tokens[parents[i]]) if i else None) for i in np.flatnonzero(tree.valid[0])]
 
@@ -77,7 +77,7 @@ def test_the_cards_window():
 
 
 def test_a_pass_emits_what_the_pool_holds():
-    """A cycle is drafted in full, two tokens of an n-gram and the bonus, once its n-grams are known."""
+    """Draft a cycle in full, two tokens of an n-gram and the bonus, once its n-grams are known."""
     result = decode(counting(), lookahead(**SMALL), [[0]], key=jax.random.key(0), max_new_tokens=70)
     assert result.to_lists()[0] == [(t + 1) % VOCAB for t in range(70)]
     assert int(result.stats.target_passes[0]) <= 30

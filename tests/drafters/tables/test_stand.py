@@ -1,4 +1,4 @@
-"""The card's examples of STAND (A6): the mean of distributions, the draws, a replay with the table kept."""
+"""The card's examples of STAND (A6): the mean of distributions, the draws, a replay with a stored table."""
 
 import functools
 
@@ -22,7 +22,7 @@ ONE = Context(jnp.zeros((1, 9), jnp.int32), jnp.ones(1, jnp.int32))  # a row wit
 
 
 def read_in_parts(drafter, context, logits, *parts):
-    """The state after the prompt, whose outputs come in chunks [start, stop)."""
+    """Return the state after the prompt; its outputs come in chunks [start, stop)."""
     state = jax.jit(drafter.init)((), context)
     for start, stop in parts:
         count = jnp.clip(context.length - 1 - start, 0, stop - start)
@@ -41,14 +41,14 @@ def test_the_prompt_is_read_in_chunks():
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
     for state in (whole, parts):
         found = find((), state.table, contexts)
-        assert found.occurrences.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last token of a prompt is not read but decoded
+        assert found.occurrences.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last prompt token is decoded, not read
         np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
         np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
 
 
 @pytest.mark.parametrize("verify", ["sample_and_match", exhaustive("recursive_rejection")])
 def test_children_are_drawn_without_replacement_from_the_stored_distribution(verify):
-    """At temperature 2, from squares; one draw per row, 20,000 of the 1e5 of the card."""
+    """Draw at temperature 2 from squared probabilities, once per row: 20,000 of the card's 1e5 draws."""
     rows, p = 20_000, np.array([0.25, 0.04, 0.36])
     drafter = stand(3, tree=SMALL, buckets=2, verify=verify)
     one = Context(jnp.array([[0, 1, 0, 1]]), jnp.array([4]))
@@ -76,7 +76,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_distribution(ver
 
 @functools.cache
 def taught(verify):
-    """A drafter that remembers the distributions of the toy: 60 tokens hold every context of two."""
+    """Return a drafter with the toy's distributions; 60 tokens have every context of two."""
     drafter = stand(3, tree=((0,), (1,), (0, 0), (0, 1)), verify=verify, read_prompt=False, buckets=64)
     settings = {"key": jax.random.key(9), "max_new_tokens": 60, "temperature": 1.0}
     return decode(markov(TARGET_ROWS), drafter, [[0]], **settings).drafter
@@ -89,7 +89,7 @@ def test_sampled_text_has_the_joint_law_of_the_target(verify):
 
 
 def test_good_entries_are_accepted():
-    """Where the entries are the target's distributions nearly all is accepted, 3 per pass: shared noise, or q = p."""
+    """Use the target's distributions as entries: nearly all tokens are accepted, 3 per pass (same noise, or q = p)."""
     prompts = [[0, 1, 2, 0]] * 4
     settings = {"key": jax.random.key(0), "max_new_tokens": 40, "temperature": 1.0, "debug": True}
     plain = decode(markov(TARGET_ROWS), autoregressive(), prompts, **settings)
@@ -121,7 +121,7 @@ def test_a_trajectory_replayed_is_accepted_to_full_depth():
 
 
 def test_the_prompt_teaches_the_first_drafts():
-    """0 to 11, then 0, 1, 2, 3: what followed in the prompt is drafted at once."""
+    """Draft after 0 to 11 and 0, 1, 2, 3: the prompt's continuation is drafted at once."""
     prompt = [*range(12), 0, 1, 2, 3]
     run = lambda **options: decode(
         counting(), stand(16, tree=CHAIN, buckets=64, **options), [prompt], key=jax.random.key(0), max_new_tokens=8
@@ -133,7 +133,7 @@ def test_the_prompt_teaches_the_first_drafts():
 
 
 def _shared(params):
-    """What is remembered about the contexts 4, 5 and 10, 11."""
+    """Return the stored entries of the contexts 4, 5 and 10, 11."""
     nothing = stand(16, tree=CHAIN, read_prompt=False, buckets=64).init((), ONE)
     return find(params, nothing.table, jnp.array([[[9, 9, 4, 5], [9, 9, 10, 11]]]))
 

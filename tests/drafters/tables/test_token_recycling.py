@@ -57,7 +57,7 @@ def test_the_paper_tree_has_80_nodes_at_the_depths_of_the_authors():
 
 
 def recycle(tree, path):
-    """The first rank of the matrix after one round in which node i's best token was 10 + i."""
+    """Return the first rank of the matrix after a step in which node i's best token was 10 + i."""
     nodes = tree.tokens.shape[1]
     logits = -jnp.abs(jnp.arange(20.0) - 10 - jnp.arange(nodes)[:, None])[None]
     drafter = token_recycling(20, num_nodes=nodes - 1)
@@ -79,7 +79,7 @@ def test_duplicate_writers_have_a_defined_winner():
 
 @pytest.mark.parametrize("make", [token_recycling, functools.partial(auto, widths=(1, 8))])
 def test_sixty_four_rows_take_less_than_300_mb(make):
-    """At the vocabulary of Gemma 3, on TPU, where the last two axes of an array are laid out in tiles of 8 x 128."""
+    """Check the memory for Gemma 3's vocabulary on a TPU, which pads the last two axes to tiles of 8 x 128."""
     context = Context(jax.ShapeDtypeStruct((64, 256), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.int32))
     state = jax.eval_shape(functools.partial(make(262_144).init, ()), context)
 
@@ -91,7 +91,7 @@ def test_sixty_four_rows_take_less_than_300_mb(make):
 
 
 def test_of_two_tokens_of_one_slot_the_latest_is_known():
-    """And no token drafts what followed another."""
+    """Check that tokens of one slot do not share successors."""
     drafter = compiled(token_recycling(3 * SLOTS, num_nodes=2))
     context = lambda token: Context(jnp.array([[token]]), jnp.array([1]))
     state = drafter.init((), context(0))
@@ -109,7 +109,7 @@ def test_of_two_tokens_of_one_slot_the_latest_is_known():
 
 
 def test_what_was_learnt_starts_the_next_call():
-    """A cycle seen by one row is known to every row of the next call, which accepts it from its first step on."""
+    """Pass a cycle from one row to all rows of the next call, which accept it from the first step on."""
     rows = np.full((9, 9), 1e-6, np.float32)
     for t in range(9):
         rows[t, (t + 1) % 9] = 1.0
@@ -139,7 +139,7 @@ def test_the_prompt_teaches_if_asked():
 
 
 def test_a_cycle_is_accepted_to_full_depth_once_seen():
-    """A deterministic bigram target: after one pass over the cycle every step emits depth + 1 tokens."""
+    """Use a deterministic bigram target: after one pass over the cycle every step emits depth + 1 tokens."""
     rows = np.full((9, 9), 1e-6, np.float32)
     for t in range(9):
         rows[t, (t + 1) % 9] = 1.0
