@@ -1,4 +1,4 @@
-"""Tests of `auto` with a draft head: a useful head runs, a useless one rarely does, and the head's memory is complete."""
+"""Tests of `auto` with a draft head: a useful head runs, a useless one rarely does, and its memory is complete."""
 
 import functools
 
