@@ -1,4 +1,4 @@
-"""Heads in the loop: what they remember of the text beside what they should, and heads that know their target."""
+"""The memory of heads after decoding steps, and heads that predict their target exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
 
 
 def run_rounds(drafter, settings, rounds=6, new=24, longest=1):
-    """(job, state); a round must have accepted more than `longest` tokens."""
+    """Run steps and return (job, state). Some step must accept more than `longest` tokens."""
     job = prepare(tiny_llama(), drafter, PROMPTS, settings, key=jax.random.key(1), max_new_tokens=new)
     state = engine.start(job)
     lengths = [np.array(state.length)]
@@ -32,7 +32,7 @@ def run_rounds(drafter, settings, rounds=6, new=24, longest=1):
 
 
 def read_at_once(head, job, state):
-    """The memory of a head that reads the whole text in one go, with the features of one pass of the target."""
+    """Return the memory of a head that reads the whole text at once, with the features of one target pass."""
     target, tokens = job.parts.target, state.tokens
     context = Context(tokens, state.length, target=target)
     batch, size = tokens.shape
@@ -46,32 +46,33 @@ def read_at_once(head, job, state):
     return head.head.read(head.params, memory, pairs, context)
 
 
-def differs(head, job, state, own=lambda draft: draft) -> float:
-    """How far the memory of the loop, once it has read the last round, is from that of the whole text.
+def differs(head, job, state, select=lambda draft: draft) -> float:
+    """Return the largest difference between the memory after decoding and that of the whole text.
 
-    own: the state of the head in that of the drafter."""
+    select: returns the head's state from the drafter's state.
+    """
     drafter = job.parts.drafter
     context = Context(state.tokens, state.length, cache=state.cache, target=job.parts.target)
     propose = jax.jit(drafter.propose)  # one program, not one per operation
     _, draft = propose(drafter.params, None, state.draft, context, jnp.zeros_like(state.length))
-    draft = own(draft)
+    draft = select(draft)
     np.testing.assert_array_equal(draft.num_read, state.length - 1)
-    ours, whole = draft.memory, read_at_once(head, job, state)
+    ours, full = draft.memory, read_at_once(head, job, state)
 
     def apart(axis, one, other):
         worst = 0.0
-        for b, held in enumerate(np.asarray(draft.num_read)):
+        for b, length in enumerate(np.asarray(draft.num_read)):
             a, c = (np.take(np.asarray(x, np.float32), b, axis) for x in (one, other))
             if a.ndim == 3:  # [K, S, h] of a cache: what lies beyond the text is never read
-                a, c = a[:, :held], c[:, :held]
+                a, c = a[:, :length], c[:, :length]
             worst = max(worst, float(np.abs(a - c).max()))
         return worst
 
-    return max(jax.tree.leaves(jax.tree.map(apart, head.head.axes(ours), ours, whole)))
+    return max(jax.tree.leaves(jax.tree.map(apart, head.head.axes(ours), ours, full)))
 
 
 def permutation(vocab=7, shift=3):
-    """A target that always says the same next token, and the map of its logits from one token to the next."""
+    """Return a target with a fixed next token for each token, and the map of its logits from token to token."""
     rows = np.full((vocab, vocab), 1e-6, np.float32)
     following = (np.arange(vocab) + shift) % vocab
     rows[np.arange(vocab), following] = 1.0
@@ -81,7 +82,7 @@ def permutation(vocab=7, shift=3):
 
 
 def knowing(target, token, feature) -> DraftHead:
-    """An EAGLE head whose layers add nothing: it says token @ E x_{t+1} + feature @ f_t."""
+    """Return an EAGLE head with layers that add zero: its output is token @ E x_{t+1} + feature @ f_t."""
     config = EagleConfig(layer_of(target))
     params = jax.tree.map(np.asarray, blocks.init_params(Eagle, config, jax.random.key(0)))
     layer = params["stack"][0]

@@ -1,4 +1,4 @@
-"""What a loaded head says of one small text and one draft below it, and the parts of its oracle in NumPy."""
+"""The outputs of a loaded head for a small text and one drafted token, and the parts of its oracle in NumPy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(**changes) -> LlamaConfig:
 
 @functools.cache
 def target(**changes) -> Target:
-    """Drawn in NumPy, which compiles nothing."""
+    """Return a target with parameters drawn in NumPy, which compiles nothing."""
     of = shapes_of_target(**changes)
     rng = np.random.default_rng(0)
     drawn = lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape) + (len(x.shape) == 1), x.dtype)  # norms around 1
@@ -40,14 +40,14 @@ def target(**changes) -> Target:
 
 
 def shapes_of_target(**changes) -> Target:
-    """One without weights, for heads that are refused before any is read."""
+    """Return a target without weights, for heads that are refused before any weight is read."""
     config = config_of(**changes)
     return Target(make_model(config), jax.eval_shape(functools.partial(init_params, config), jax.random.key(0)))
 
 
 @jax.jit
 def both_steps(head, target, features):
-    """float32[2, V]: what follows the root, and what follows a token drafted there."""
+    """Return the logits float32[2, V] after the root and after one drafted token."""
     context = Context(jnp.asarray([[1, *TOKENS]]), jnp.asarray([PAIRS + 1]), target=target)
     memory = head.head.init_memory(head.params, context, 1, 16)
     pairs = FeaturePairs(features[None], jnp.asarray(TOKENS)[None], jnp.asarray([PAIRS]))
@@ -64,10 +64,10 @@ def logits(head, of: Target | None = None) -> np.ndarray:
     return np.asarray(both_steps(head, of or target(), np.concatenate([STREAMS[tap] for tap in taps], -1)))
 
 
-def same(found, expected):
-    """Where they are finite: equal to 1e-5; and finite in the same places."""
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
-    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(expected)], atol=1e-5, rtol=1e-5)
+def same(loaded, expected):
+    """Check that finite values agree to 1e-5, and that the same values are finite."""
+    np.testing.assert_array_equal(np.isfinite(loaded), np.isfinite(expected))
+    np.testing.assert_allclose(loaded[np.isfinite(loaded)], expected[np.isfinite(expected)], atol=1e-5, rtol=1e-5)
 
 
 # The oracle: float64, one token after another, no cache.
@@ -82,21 +82,21 @@ def silu(x):
 
 
 def rotated(x, positions):
-    """x [T, H, h], by halves."""
+    """Rotate x [T, H, h] by halves."""
     h = x.shape[-1]
     angle = positions[:, None, None] / 10000.0 ** (np.arange(0, h, 2) / h)
     a, b = np.split(x, 2, -1)
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def attended(x, w, prefix, hd, whole=1):
-    """Attention of x [T, D'], causal but for the last `whole`, which see all."""
+def attended(x, w, prefix, hd, full=1):
+    """Return attention of x [T, D'], causal except for the last `full` rows, which attend to all."""
     project = lambda part: (x @ w[f"{prefix}.{part}_proj.weight"].T).reshape(len(x), -1, hd)
     positions = np.arange(len(x))
     q, k, v = rotated(project("q"), positions), rotated(project("k"), positions), project("v")
     k, v = (np.repeat(part, d.H // d.KV, 1) for part in (k, v))
     scores = np.einsum("qhc,khc->hqk", q, k) / np.sqrt(hd)
-    sees = np.tril(np.ones(scores.shape[1:], bool)) | (positions >= len(x) - whole)[:, None]
+    sees = np.tril(np.ones(scores.shape[1:], bool)) | (positions >= len(x) - full)[:, None]
     scores = np.where(sees, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

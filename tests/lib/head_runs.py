@@ -1,4 +1,4 @@
-"""Learned heads on features that are given: what each says of a text and of a draft, without the loop around it."""
+"""Draft heads on given features: their outputs for a text and a draft, without the decoding loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PATH = np.array([[8, 7, 1], [2, 6, 6]])
 
 
 def features_of(target: Target, taps: int = 1) -> np.ndarray:
-    """float32[B, T - 1, F]: one per token of TEXT but the last."""
+    """Return features float32[B, T - 1, F] for all tokens of TEXT but the last."""
     return np.random.default_rng(0).normal(size=(*TEXT[:, 1:].shape, taps * width_of(target))).astype(np.float32)
 
 
 def random_params(kind: str, config, seed: int = 0) -> dict:
-    """Parameters of a head, as NumPy arrays, none of which is at its initial value."""
+    """Return parameters of a head as NumPy arrays, none of which has its initial value."""
     rng = np.random.default_rng(seed)
     noise = lambda x: np.asarray(x + 0.2 * rng.normal(size=x.shape).astype(x.dtype))
     params = jax.eval_shape(functools.partial(init_params, KINDS[kind].module, config), jax.random.key(0))
@@ -52,20 +52,20 @@ def _run(head, params, target: Target, features, path, reads: int):
 
 
 def draft(head, params, memory, context: Context, path) -> jax.Array:
-    """float32[B, 1 + D, V]: what it says of the root, and of each of the tokens int32[B, D] one below the other."""
+    """Return the logits float32[B, 1 + D, V] after the root and after each token of a chain int32[B, D]."""
     batch, depth = path.shape
     scratch, logits = head.start(params, memory, context, 1 + depth)
-    of = lambda said: said.logits if isinstance(said, DraftOutput) else said
-    said = [of(logits)]
+    of = lambda outputs: outputs.logits if isinstance(outputs, DraftOutput) else outputs
+    outputs = [of(logits)]
     for d in range(1, depth + 1):
         one = lambda x: jnp.full((batch, 1), x, jnp.int32)
-        seen = jnp.broadcast_to((jnp.arange(1 + depth) < d) & (jnp.arange(1 + depth) > 0), (batch, 1, 1 + depth))
-        drafted = DraftedNodes(path[:, d - 1 : d], one(d), jnp.int32(d), one(d - 1), seen)
+        mask = jnp.broadcast_to((jnp.arange(1 + depth) < d) & (jnp.arange(1 + depth) > 0), (batch, 1, 1 + depth))
+        drafted = DraftedNodes(path[:, d - 1 : d], one(d), jnp.int32(d), one(d - 1), mask)
         scratch, logits = head.follow(params, scratch, drafted, context)
-        said.append(of(logits)[:, 0])
-    return jnp.stack(said, 1)
+        outputs.append(of(logits)[:, 0])
+    return jnp.stack(outputs, 1)
 
 
 def said_of(head: DraftHead, target: Target, features, path=PATH, reads: int = 6) -> np.ndarray:
-    """float32[B, 1 + D, V] of a draft `path` int[B, D] behind TEXT, of which it reads `reads` pairs at a time."""
+    """Return logits float32[B, 1 + D, V] of a draft `path` int[B, D] after TEXT, read in chunks of `reads` pairs."""
     return np.asarray(_run(head.head, head.params, target, jnp.asarray(features), jnp.asarray(path), reads))

@@ -1,4 +1,4 @@
-"""Tiny heads with random weights, of every kind."""
+"""Tiny heads of every kind with random weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def width_of(target: Target) -> int:
 
 
 def layer_of(target: Target, **changes) -> LlamaConfig:
-    """One tiny decoder layer as wide as the target."""
+    """Return the shape of one tiny decoder layer, as wide as the target."""
     width = width_of(target)
     shapes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_width": 2 * width} | changes
     return LlamaConfig(vocab_size=target.model.vocab_size, width=width, **shapes)
@@ -51,7 +51,7 @@ BLOCK_DRAFTERS = {
 
 
 def config_of(kind: str, target: Target):
-    """Small enough for any test."""
+    """Return a config that is small enough for any test."""
     width, vocab, layers = width_of(target), target.model.vocab_size, target.model.capabilities.num_layers
     if kind == "eagle":
         return EagleConfig(layer_of(target))
@@ -92,10 +92,10 @@ def config_of(kind: str, target: Target):
 
 @functools.cache
 def _tiny(kind: str, config, seed: int) -> DraftHead:
-    """Random parameters, with something of what starts at nothing, too.
+    """Return a head with random parameters, including those that start at zero.
 
-    Drawn one by one and by NumPy: kinds share the small programs. As one program, those of four kinds took 8.5 s of CPU
-    time to compile; this takes 1.1.
+    They are drawn one by one and by NumPy, so kinds share the small programs. One program for four kinds took 8.5 s
+    of CPU time to compile; this takes 1.1.
     """
     head, rng = init_head(kind, config, jax.random.key(seed)), np.random.default_rng(seed)
     more = lambda x: x + 0.2 * rng.normal(size=x.shape).astype(x.dtype)
@@ -104,12 +104,12 @@ def _tiny(kind: str, config, seed: int) -> DraftHead:
 
 
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:
-    """A head with random parameters."""
+    """Return a head with random parameters."""
     return _tiny(kind, config_of(kind, target), seed)
 
 
 def numbered_head(kind: str, target: Target, **changes) -> DraftHead:
-    """With numbers of any size, and something changed: for files, since to draw its own would take a program a kind."""
+    """Return a head with arbitrary numbers for file tests. Random ones would compile a program per kind."""
     config = replace(config_of(kind, target), **changes)
     head, rng = abstract_head(kind, config), np.random.default_rng(0)
 

@@ -50,8 +50,8 @@ def head_drafter(
       accepted path.
     Raises: UsageError for a tree deeper than the head drafts, or a head of PPD.
     """
-    row = KINDS[head.head.kind].method
-    defaults = {option.name: option.default for option in row.options}
+    kind = KINDS.get(head.head.kind)
+    defaults = {option.name: option.default for option in kind.method.options} if kind else {}
     if stop is None and defaults.get("stop") is not None:
         stop = stops.parse(defaults["stop"])
     if num_tokens is None:

@@ -1,4 +1,4 @@
-"""Block drafters that know the target: what one pass drafts is right at every depth, so it stands where it belongs."""
+"""Block drafters that predict their target exactly: one pass drafts the right token at every depth."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def target():
 
 
 def silent(kind, config):
-    """Parameters of a head whose layers add nothing and whose own head, if it has one, says nothing."""
+    """Return parameters of a head with layers that add zero, and with zero logits if it has its own output layer."""
     params = jax.tree.map(np.array, blocks.init_params(KINDS[kind].module, config, jax.random.key(0)))
     layers = params["layers"].values() if "layers" in params else [params["first"]]
     for layer in layers:
@@ -41,7 +41,7 @@ def silent(kind, config):
 
 
 def by_token(kind, **parts) -> DraftHead:
-    """A head whose correction knows what follows a token."""
+    """Return a head with a correction that predicts the token after each token."""
     config = DFlashConfig(layer_of(target()), (2,), VOCAB, VOCAB, 4, VOCAB - 1, own_head=True, **parts)
     params = silent(kind, config)
     if kind == "dspark":
@@ -57,7 +57,7 @@ def by_token(kind, **parts) -> DraftHead:
 
 
 def by_position(kind) -> DraftHead:
-    """A head that looks so many positions back from each slot, where the same token stood."""
+    """Return a head in which each slot attends to the same token a fixed number of positions back."""
     layer = layer_of(target(), num_heads=1)
     if kind == "dflash":  # the slot of x_p finds f_{p-8}, which says x_{p-7}
         config, back = DFlashConfig(layer, (2,), VOCAB, VOCAB, 4, VOCAB - 1, own_head=True), 8
@@ -67,18 +67,18 @@ def by_position(kind) -> DraftHead:
     params["head"]["weight"][:] = 30 * np.eye(VOCAB)
     if kind == "dflash":
         params["fc"]["weight"][:] = np.eye(VOCAB)  # streams are log probabilities: 0 of what follows, else -13.8
-        attention, seen = params["layers"][0]["attention"], np.eye(VOCAB)
+        attention, mask = params["layers"][0]["attention"], np.eye(VOCAB)
     else:
         params["fc"]["weight"][:] = 0  # the state of all pairs
-        attention, seen = params["first"]["attention"], np.eye(VOCAB, 2 * VOCAB)  # the embedding
+        attention, mask = params["first"]["attention"], np.eye(VOCAB, 2 * VOCAB)  # the embedding
     # Of all tokens one query and, of all that is committed, one key; turned so that they meet `back` positions apart.
-    size = seen.shape[1] // VOCAB * VOCAB
+    size = mask.shape[1] // VOCAB * VOCAB
     same = np.concatenate([np.ones(VOCAB), np.zeros(size - VOCAB)])
     angle = -back / 10000.0 ** (np.arange(4) / 4)
     sign = -1 if kind == "dflash" else 1  # of the sum of what a key is made of
     attention["q"]["weight"][:] = 100 * np.outer(np.concatenate([np.cos(angle), np.sin(angle)]), same)
     attention["k"]["weight"][:] = sign * np.outer(np.arange(8) < 4, same)
-    attention["v"]["weight"][:] = np.eye(8, VOCAB) @ seen
+    attention["v"]["weight"][:] = np.eye(8, VOCAB) @ mask
     attention["o"]["weight"][:] = 1000 * np.eye(VOCAB, 8)  # beside it the embedding of the slot is nothing
     return DraftHead(KINDS[kind].head(config), params)
 

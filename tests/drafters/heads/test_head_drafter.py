@@ -1,7 +1,7 @@
-"""What the loop does for every head: which features it reads, and which it forgets.
+"""The features that the head drafter reads and forgets, for every kind of head.
 
-Verification hides all of it: whatever a head reads, the text is right. So these tests look at its memory and at how
-often it is.
+Verification hides errors in them: the text is right whatever a head reads. So these tests check its memory and its
+acceptance rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specjax.engine.prepare import Settings
 
 
 def after_rounds(name, **options):
-    """(head, job, state) once every row has had some rounds; those end at different times."""
+    """Return (head, job, state) after every row has had some steps that end at different times."""
     head = tiny_head(name, tiny_llama())
     drafter = make_drafter(name, tiny_llama(), head, **options)
     # Hot and with the target's own noise: what a random head drafts is accepted now and then.
@@ -46,7 +46,7 @@ def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
 
 
 def test_a_head_remembers_what_others_drafted_too():
-    """Retrieved text reaches further down than the head's own tree of two levels."""
+    """Retrieved text is longer than the two levels of the head's own tree."""
     head = tiny_head("eagle", tiny_llama())
     drafter = make_drafter("rasd", tiny_llama(), head, tree=trees.parse("top:2x1"), prune=False)
     job, state = run_rounds(drafter, Settings(), new=40, rounds=10, longest=3)
@@ -54,7 +54,7 @@ def test_a_head_remembers_what_others_drafted_too():
 
 
 def of_the_token_before(drafter):
-    """A mutant: each token gets the feature of the one before it on the path."""
+    """Make a mutant in which each token gets the feature of the previous token of the path."""
 
     def observe(*arguments):
         pairs = drafter.observe(*arguments)
@@ -64,7 +64,7 @@ def of_the_token_before(drafter):
 
 
 def of_rejected_nodes(drafter):
-    """A mutant: features of the first nodes of the tree, accepted or not."""
+    """Make a mutant that reads the features of the first nodes of the tree, accepted or not."""
 
     def observe(params, state, context, tree, verdict, output):
         first = jnp.where(verdict.path >= 0, jnp.arange(verdict.path.shape[1]), -1)
@@ -87,7 +87,7 @@ def test_features_of_other_tokens_are_caught(mutant, name, monkeypatch):
 
 @pytest.mark.parametrize("knows_by", ["token", "feature"])
 def test_a_head_that_knows_the_target_is_always_right(knows_by):
-    """From the token after a feature as well as from the feature itself: so each stands where it belongs."""
+    """The head predicts from the token after a feature or from the feature, so each must be at its right position."""
     target, move = permutation()
     none = np.zeros_like(move)
     head = knowing(target, 30 * move, none) if knows_by == "token" else knowing(target, none, move)
@@ -105,7 +105,7 @@ def test_a_tree_deeper_than_the_head_is_refused():
 
 @pytest.mark.parametrize("combine", ["choice", "suffix", "rasd"])
 def test_a_head_beside_what_drafts_deeper_must_take_that_in(combine):
-    """Else it would lose count of the text, which no text shows."""
+    """Otherwise its memory would lose tokens of the text, and no text would show it."""
     head = tiny_head("eagle3", tiny_llama())
     short, deep = (
         drafters.head_drafter(head, tree=trees.parse("top:2x1"), max_accepted=max_accepted)
@@ -117,7 +117,7 @@ def test_a_head_beside_what_drafts_deeper_must_take_that_in(combine):
         "rasd": lambda of_head: drafters.rasd(of_head, drafters.suffix(7)),
     }[combine]
     with pytest.raises(
-        UsageError, match="7 drafted tokens, and one of the drafters takes in 2; make it with max_accepted=8"
+        UsageError, match="7 drafted tokens, and one of the drafters reads at most 2; make it with max_accepted=8"
     ):
         make(short)
     assert make(deep).traits.max_accepted == 8

@@ -1,4 +1,4 @@
-"""Prompts in the verify pass: whose guesses the next round has, how many, and how many passes they save."""
+"""Prompts in the target pass: the guesses for the next step, their number, and the passes that they save."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from heads import config_of, tiny_head
 from toy import markov, tiny_llama
 
-from specjax import METHODS, UsageError, api, costs, decode, make_drafter
-from specjax.cli.options.drafter_flags import default_method
+from specjax import METHODS, UsageError, costs, decode, make_drafter
+from specjax.drafters.default import default_drafter
 from specjax.drafters.heads import ppd
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
@@ -27,14 +27,14 @@ SIZE = 60
 
 
 def of_the_token_before(drafter):
-    """A mutant: reads what was said below the node above the last accepted one."""
+    """Make a mutant that reads the outputs below the last accepted node's parent."""
     return lambda params, state, context, tree, verdict, output: drafter.observe(
         params, state, context, tree, verdict._replace(num_nodes=jnp.maximum(verdict.num_nodes - 1, 1)), output
     )
 
 
 def of_rejected_nodes(drafter):
-    """A mutant: takes the first nodes of the tree for the accepted ones."""
+    """Make a mutant that takes the first nodes of the tree for the accepted ones."""
     first = lambda path: jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)
     return lambda params, state, context, tree, verdict, output: drafter.observe(
         params, state, context, tree, verdict._replace(path=first(verdict.path)), output
@@ -43,7 +43,7 @@ def of_rejected_nodes(drafter):
 
 @functools.cache
 def beside_mutants(drafter):
-    """The drafter, with what it and both mutants know after a round: a tuple of states, of which the first acts."""
+    """Return a drafter with a tuple of states: its own, which acts, and those of both mutants."""
     observers = drafter.observe, of_the_token_before(drafter), of_rejected_nodes(drafter)
     of_first = lambda function: lambda params, state, *rest: function(params, state[0], *rest)
 
@@ -61,14 +61,14 @@ def beside_mutants(drafter):
 
 @jax.jit
 def said_at_once(target, head, tokens, length):
-    """float32[m, V]: what one pass over the whole text says of the prompts below the token before the root."""
+    """Return the logits float32[m, V] of one pass over the text, at the prompts below the token before the root."""
     hidden = prompted_features(target, head, tokens[None, :SIZE])[:, length - 2]
     context = Context(tokens[None], length[None], target=target)
     return head.head.start(head.params, hidden, context, 2)[0].logits[0]
 
 
 def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_at_once():
-    """Text cannot show it: so both mutants are asked the same, and found out."""
+    """No text can show errors here, so the test must reject both mutants."""
     target = tiny_llama(layers=1)
     head = tiny_head("ppd", target)
     drafter = make_drafter("ppd", target, head, num_nodes=12, accuracy=ACCURACY, costs=(1.0,) * 12)
@@ -76,15 +76,15 @@ def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_a
     job = prepare(target, tested, TEXTS, Settings(), key=jax.random.key(1), max_new_tokens=28)
     state, apart, states = engine.start(job), np.zeros(3), set()
     for _ in range(14):
-        before = np.asarray(state.length)
+        previous = np.asarray(state.length)
         state, _, _ = engine.step(job.parts, state)
         tokens, length, draft = jax.tree.map(np.asarray, (state.tokens, state.length, state.draft))
-        for row in np.flatnonzero(length - before > 1):  # a draft was accepted
-            said = np.asarray(said_at_once(target, head, tokens[row], length[row]))
-            best = np.sort(said, -1)[:, ::-1]
+        for row in np.flatnonzero(length - previous > 1):  # a draft was accepted
+            logits = np.asarray(said_at_once(target, head, tokens[row], length[row]))
+            best = np.sort(logits, -1)[:, ::-1]
             for who, state_of in enumerate(draft):
                 for distance in range(state_of.num_distances[row]):
-                    guessed = said[distance, state_of.guesses[row, distance]]
+                    guessed = logits[distance, state_of.guesses[row, distance]]
                     apart[who] = max(apart[who], np.abs(guessed - best[distance, : len(guessed)]).max())
             states.add(draft[0].num_distances[row].item())
     assert len(states) > 1, "the test shows nothing"
@@ -92,7 +92,7 @@ def test_guesses_are_those_of_the_last_accepted_token_as_if_the_text_were_read_a
 
 
 def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
-    """A target that says one token whatever it reads: so of every vector, too."""
+    """The target predicts one token for every input, so also for every prompt vector."""
     rows = np.full((4, 4), 1e-6, np.float32)
     rows[:, 2] = 1.0
     target = markov(rows)
@@ -111,7 +111,7 @@ def test_guesses_that_are_always_right_save_the_passes_that_the_plan_says():
 
 
 def test_the_tree_is_that_of_the_costs():
-    """Of a chip whose passes over dozens of tokens cost one, of a CPU, of a curve that was measured."""
+    """The cost curves are those of a chip with free wide passes, of a CPU, and a measured one."""
     head = tiny_head("ppd", tiny_llama())
     widest = lambda **options: max(shape.size(2) for shape in ppd.plan_trees(head.head, **options)[1])
     assert widest(platform="tpu") > 40 > 16 >= widest(platform="cpu")
@@ -136,16 +136,15 @@ def test_what_cannot_be_drafted_is_refused(options, words):
 
 def test_no_other_method_grows_a_tree_with_prompts():
     head = tiny_head("ppd", tiny_llama())
-    with pytest.raises(UsageError, match=r"a head of ppd drafts in the target's own pass, .* choose method ppd"):
+    with pytest.raises(UsageError, match=r"a ppd head drafts in the target pass, .* choose method ppd"):
         make_drafter("rasd", tiny_llama(), head)
 
 
 def test_given_alone_it_is_its_own_method():
-    """`auto`, which takes the other heads, has no prompts in its passes."""
+    """`auto` accepts the other heads, but its passes have no prompts."""
     head = tiny_head("ppd", tiny_llama())
     with pytest.raises(UsageError, match="drafts in the target's own pass; choose method ppd"):
         make_drafter("auto", tiny_llama(), head)
-    assert api._drafter(tiny_llama(), head) == make_drafter("ppd", tiny_llama(), head)
-    assert default_method("HEAD", "ppd") == "ppd" and default_method("HEAD", "eagle3") == "auto"
-    heads = {kind: made.head(config_of(kind, tiny_llama())) for kind, made in KINDS.items()}
+    assert default_drafter(tiny_llama(), head)[0] == make_drafter("ppd", tiny_llama(), head)
+    heads = {kind: built.head(config_of(kind, tiny_llama())) for kind, built in KINDS.items()}
     assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].soft_prompts}

@@ -37,7 +37,7 @@ def trigram(params, ids):
 
 
 def idle(params):
-    """Its layers add nothing."""
+    """Return a head with layers that add zero."""
     params = jax.tree.map(np.copy, params)
     for layer in params["stack"].values():
         layer["attention"]["o"]["weight"][:] = layer["mlp"]["down"]["weight"][:] = 0
@@ -69,16 +69,16 @@ def test_heads_of_both_halves_say_the_last_feature_where_the_trigram_is_nothing(
 @pytest.mark.parametrize(("text", "three"), [([7], [7, 7, 7]), ([7, 8], [7, 8, 8]), ([7, 8, 9], [7, 8, 9])])
 def test_the_left_border_of_trigrams(params, text, three):
     module = blocks.bind(Chimera, CONFIG)(params)
-    before = jnp.array([[[text[max(len(text) - back, 0)] for back in (3, 2)]]])
+    previous = jnp.array([[[text[max(len(text) - back, 0)] for back in (3, 2)]]])
     context = Context(jnp.array([text]), jnp.array([len(text)]), target=tiny_llama())
     position = jnp.array([[len(text) - 1]])
     np.testing.assert_allclose(
-        module.embedded(before, jnp.array([text[-1:]]), position, context)[0, 0], trigram(params, three), atol=1e-4
+        module.embedded(previous, jnp.array([text[-1:]]), position, context)[0, 0], trigram(params, three), atol=1e-4
     )
 
 
 def test_drafted_nodes_see_what_was_said_in_place_of_trigrams(features, params):
-    """Against one dense pass per depth over [features, outputs so far, trigram], without a cache."""
+    """The reference is one dense pass per depth over [features, outputs so far, trigram], without a cache."""
     ours = said_of(DraftHead(chimera_head(CONFIG), params), tiny_llama(), features, reads=2)
     module, layer = blocks.bind(Chimera, CONFIG)(params), CONFIG.layer
     context = Context(jnp.asarray(TEXT), jnp.asarray(LENGTH), target=tiny_llama())
@@ -93,8 +93,8 @@ def test_drafted_nodes_see_what_was_said_in_place_of_trigrams(features, params):
     text, x = [*TEXT[b, :n], *PATH[b]], list(features[b, : n - 1])
     for depth in range(len(PATH[b]) + 1):
         row = np.array([*x, trigram(params, text[n + depth - 3 : n + depth])])
-        said = last_of(np.pad(row, ((0, 12 - len(row)), (0, 0)))[None])
-        y = np.asarray(said[0, len(row) - 1])
+        outputs = last_of(np.pad(row, ((0, 12 - len(row)), (0, 0)))[None])
+        y = np.asarray(outputs[0, len(row) - 1])
         logits = params["heads"][depth]["weight"] @ np.concatenate([features[b, n - 2], y])
         np.testing.assert_allclose(ours[b, depth], logits, atol=1e-3)
         x.append(y)

@@ -1,4 +1,4 @@
-"""Clover's gates, and heads that are the target's own when nothing is added."""
+"""Clover's gates, and heads that equal the target's output layer if nothing is added."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def features():
 
 
 def own(module, config, *zeroed):
-    """New parameters, the named projections of the layers at zero."""
+    """Return new parameters with zeros for the named projections of the layers."""
     params = jax.tree.map(np.array, init_params(module, config, jax.random.key(0)))
     for layer in params["stack"].values():
         layer["attention"]["o"]["weight"][:] = layer["mlp"]["down"]["weight"][:] = 0
@@ -57,12 +57,12 @@ def test_heads_that_add_nothing_say_what_the_target_says(features):
         params[name]["weight"][:] = np.eye(32, len(params[name]["weight"][0]))
         params[name]["bias"][:] = 0
     ours = said_of(DraftHead(clover_head(CONFIG), params), tiny_llama(), features)
-    said = tiny_llama().model.unembed(tiny_llama().params, rms(features[np.arange(2), LENGTH - 2]))
-    np.testing.assert_allclose(ours, np.broadcast_to(np.asarray(said)[:, None], ours.shape), atol=2e-3)
+    logits = tiny_llama().model.unembed(tiny_llama().params, rms(features[np.arange(2), LENGTH - 2]))
+    np.testing.assert_allclose(ours, np.broadcast_to(np.asarray(logits)[:, None], ours.shape), atol=2e-3)
 
 
 def test_it_says_what_the_equations_say(features):
-    """Without the layers' own part, which are those of every model here."""
+    """The layers are left out; they are those of every model."""
     params = random_params("clover", CONFIG)
     for layer in params["stack"].values():
         layer["attention"]["o"]["weight"][:] = layer["mlp"]["down"]["weight"][:] = 0
@@ -76,21 +76,21 @@ def test_it_says_what_the_equations_say(features):
             if token is not None:
                 h = gated(params["next_gate"], h, table[token])
                 out = apply(params["next"], np.concatenate([h, table[token]]))
-            said = tiny_llama().model.unembed(tiny_llama().params, params["head_norm"]["weight"] * rms(out))
-            np.testing.assert_allclose(ours[b, depth], said, atol=1e-3)
+            logits = tiny_llama().model.unembed(tiny_llama().params, params["head_norm"]["weight"] * rms(out))
+            np.testing.assert_allclose(ours[b, depth], logits, atol=1e-3)
 
 
 def test_the_first_clover_reads_all_drafted_tokens(features):
     config = CloverConfig(LAYER, (2,), num_heads=4, embeds=False, version=1)
     new = own(Clover, config)
     ours = said_of(DraftHead(clover_head(config), new), tiny_llama(), features)
-    said = tiny_llama().model.unembed(tiny_llama().params, rms(features[np.arange(2), LENGTH - 2]))
-    np.testing.assert_allclose(ours, np.broadcast_to(np.asarray(said)[:, None], ours.shape), atol=2e-3)
+    logits = tiny_llama().model.unembed(tiny_llama().params, rms(features[np.arange(2), LENGTH - 2]))
+    np.testing.assert_allclose(ours, np.broadcast_to(np.asarray(logits)[:, None], ours.shape), atol=2e-3)
     # Each token of the path changes what is said below it, and nothing above.
     head = DraftHead(clover_head(config), random_params("clover", config))
-    before = said_of(head, tiny_llama(), features)
+    previous = said_of(head, tiny_llama(), features)
     for depth in range(3):
         other = PATH.copy()
         other[:, depth] += 1
-        apart = np.abs(said_of(head, tiny_llama(), features, other) - before).max((0, 2))
+        apart = np.abs(said_of(head, tiny_llama(), features, other) - previous).max((0, 2))
         assert apart[: depth + 1].max() == 0 and apart[depth + 1 :].min() > 1e-4

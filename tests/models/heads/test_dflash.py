@@ -1,4 +1,4 @@
-"""Block drafters against an oracle in NumPy's float64, each with flags that matter, and what new corrections leave."""
+"""Block drafters against an oracle in float64, the effect of each flag, and new corrections that change nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(**changes) -> DFlashConfig:
 
 
 def params_of(config: DFlashConfig):
-    """The same arrays for the same parts of all heads."""
+    """Return parameters with the same arrays for the same parts of all heads."""
 
     def fill(path, shape):
         name = jax.tree_util.keystr(path)
@@ -72,7 +72,7 @@ def linear(x, part):
 
 
 def rotated(x, positions):
-    """x [T, H, h]."""
+    """Rotate x [T, H, h] by halves."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] / 10000.0 ** (np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -80,7 +80,7 @@ def rotated(x, positions):
 
 
 def convolved(part, x, group):
-    """x between the taps before a sublayer, and those after it."""
+    """Return x after the convolution before a sublayer, and the kernels for the one after it."""
     dynamic = linear(x, part["projection"]).reshape(len(x), 2, 2, -1)
 
     def by(side):
@@ -94,7 +94,7 @@ def convolved(part, x, group):
 
 
 def block_states(c: DFlashConfig, p, features, root):
-    """[b, D]: what the slots of one block say."""
+    """Return the outputs [b, D] of the slots of one block."""
     layer, n, b = c.layer, len(features), c.block_size
     table = p["embed"] if c.embeds else tiny("embed")
     text = rms(linear(features, p["fc"]), p["hidden_norm"])
@@ -103,12 +103,12 @@ def block_states(c: DFlashConfig, p, features, root):
     back = q_at[:, None] - k_at  # how far a key lies behind
     for i in range(layer.num_layers):
         part, window = p["layers"][i], (c.windows or (None, None))[i]
-        seen = np.ones_like(back, bool) if window is None else np.abs(back) < window
+        visible = np.ones_like(back, bool) if window is None else np.abs(back) < window
         if c.causal == "all" or (c.causal == "windowed" and window is not None):
-            seen &= back >= 0
-        y, after = rms(x, part["attention_norm"]), lambda y: y
+            visible &= back >= 0
+        y, next_state = rms(x, part["attention_norm"]), lambda y: y
         if c.conv_taps:
-            y, after = convolved(part["attention_conv"], y, c.conv_group)
+            y, next_state = convolved(part["attention_conv"], y, c.conv_group)
         attention, both = part["attention"], np.concatenate([text, y])
         heads = lambda x: x.reshape(len(x), -1, layer.head_dim)
         q = rotated(rms(heads(linear(y, attention["q"])), attention["q_norm"]), q_at)
@@ -116,15 +116,15 @@ def block_states(c: DFlashConfig, p, features, root):
         k, v = (
             np.repeat(x, layer.num_heads // layer.num_kv_heads, 1) for x in (k, heads(linear(both, attention["v"])))
         )
-        scores = np.where(seen[None], np.einsum("qhd,khd->hqk", q, k) * layer.head_dim**-0.5, -np.inf)
+        scores = np.where(visible[None], np.einsum("qhd,khd->hqk", q, k) * layer.head_dim**-0.5, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(b, -1)
-        x = x + after(linear(out, attention["o"]))
-        y, after = rms(x, part["mlp_norm"]), lambda y: y
+        x = x + next_state(linear(out, attention["o"]))
+        y, next_state = rms(x, part["mlp_norm"]), lambda y: y
         if c.conv_taps:
-            y, after = convolved(part["mlp_conv"], y, c.conv_group)
+            y, next_state = convolved(part["mlp_conv"], y, c.conv_group)
         mlp = part["mlp"]
-        x = x + after(linear(silu(linear(y, mlp["gate"])) * linear(y, mlp["up"]), mlp["down"]))
+        x = x + next_state(linear(silu(linear(y, mlp["gate"])) * linear(y, mlp["up"]), mlp["down"]))
     return rms(x, p["norm"])
 
 
@@ -146,9 +146,9 @@ def prefix_step(p, embedded, h, s):
 
 
 def oracle(c: DFlashConfig, params, features, root, path):
-    """Logits [V] below the root and below each token of `path`, one drafted after another, and confidences."""
+    """Return the logits [V] after the root and after each token of a chain `path`, and the confidences."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else x.dtype), params)
-    h, s, told = block_states(c, p, features, root), 0.0, []
+    h, s, confidences = block_states(c, p, features, root), 0.0, []
     if c.markov == "rnn":
         s = np.zeros(c.markov_rank)
         if not c.from_anchor:
@@ -179,13 +179,13 @@ def oracle(c: DFlashConfig, params, features, root, path):
             sure = np.concatenate([sure, p["markov"]["w1"]["weight"][token]])
         if c.confidence != "no":
             sure = sigmoid(linear(sure, p["confidence"]["proj"])[0] / p["confidence"]["temperatures"][depth])
-        told.append((logits, sure if c.confidence != "no" else None))
-    return told
+        confidences.append((logits, sure if c.confidence != "no" else None))
+    return confidences
 
 
 @functools.cache
 def tiny(part):
-    """The target's embedding or head, in float64."""
+    """Return the target's embedding or output layer in float64."""
     return {"weight": np.asarray(tiny_llama().params[part]["weight"], np.float64)}
 
 
@@ -196,7 +196,7 @@ PATHS = (), (9,), (7,), (7, 4), (9, 11)  # the nodes drafted below both roots, t
 
 
 def spoken(config, params):
-    """What the head says of the children of each node: logits [B, 5, V], and its confidence [B, 5]."""
+    """Return the logits [B, 5, V] after each node, and the confidences [B, 5]."""
     head = dflash_head(config)
 
     @jax.jit
@@ -204,42 +204,42 @@ def spoken(config, params):
         context = Context(tokens, jnp.array(LENGTHS), target=target)
         pairs = FeaturePairs(features, tokens[:, 1:], jnp.array(LENGTHS) - 1)
         memory = head.read(params, head.init_memory(params, context, 2, 16), pairs, context)
-        scratch, said = head.start(params, memory, context, len(PATHS))
-        told = [jax.tree.map(lambda x: x[:, None], said)]
+        scratch, outputs = head.start(params, memory, context, len(PATHS))
+        confidences = [jax.tree.map(lambda x: x[:, None], outputs)]
         both = lambda *values: jnp.broadcast_to(jnp.array(values), (2, 2))
-        for place, parents, seen in ((1, both(0, 0), [(), ()]), (3, both(2, 1), [(2,), (1,)])):
+        for place, parents, visible in ((1, both(0, 0), [(), ()]), (3, both(2, 1), [(2,), (1,)])):
             nodes = PATHS[place : place + 2]
-            mask = jnp.array([[n in places for n in range(len(PATHS))] for places in seen])
+            mask = jnp.array([[n in places for n in range(len(PATHS))] for places in visible])
             drafted = DraftedNodes(
                 both(*(path[-1] for path in nodes)), both(*map(len, nodes)), jnp.int32(place), parents,
                 jnp.broadcast_to(mask, (2, *mask.shape)),
             )  # fmt: skip
-            scratch, said = head.follow(params, scratch, drafted, context)
-            told.append(said)
-        return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *told)
+            scratch, outputs = head.follow(params, scratch, drafted, context)
+            confidences.append(outputs)
+        return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *confidences)
 
-    said = run(params, tiny_llama(), TOKENS, FEATURES)
-    return said if isinstance(said, DraftOutput) else DraftOutput(said, None)
+    outputs = run(params, tiny_llama(), TOKENS, FEATURES)
+    return outputs if isinstance(outputs, DraftOutput) else DraftOutput(outputs, None)
 
 
 def wanted(config, params, row):
-    """The same of one row, by the oracle: (logits, confidence) of each node."""
+    """Return the expected logits and confidences of one row from the oracle."""
     length = LENGTHS[row]
-    told = lambda path: oracle(config, params, FEATURES[row, : length - 1], TOKENS[row, length - 1], path)
-    return [told(path)[-1] for path in PATHS]
+    confidences = lambda path: oracle(config, params, FEATURES[row, : length - 1], TOKENS[row, length - 1], path)
+    return [confidences(path)[-1] for path in PATHS]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_block_and_what_follows_nodes_drafted_from_it(name):
-    """Of two texts of other lengths, behind which the buffers hold something."""
+    """Two texts of different lengths have other tokens after them in the buffer."""
     config = config_of(**CONFIGS[name])
     params = params_of(config)
-    said = spoken(config, params)
+    outputs = spoken(config, params)
     for row in (0, 1):
         for node, (logits, sure) in enumerate(wanted(config, params, row)):
-            np.testing.assert_allclose(said.logits[row, node], logits, atol=2e-5, rtol=2e-5)
+            np.testing.assert_allclose(outputs.logits[row, node], logits, atol=2e-5, rtol=2e-5)
             if sure is not None:
-                np.testing.assert_allclose(said.confidence[row, node], sure, atol=1e-5)
+                np.testing.assert_allclose(outputs.confidence[row, node], sure, atol=1e-5)
 
 
 SHAPES = {"markov_rank", "prefix_rank", "prefix_state", "selector_rank", "conv_group", "candidates"}
@@ -249,7 +249,7 @@ SHAPES = {"markov_rank", "prefix_rank", "prefix_state", "selector_rank", "conv_g
     ("name", "flag"), [(name, flag) for name in CONFIGS for flag in CONFIGS[name] if flag not in SHAPES]
 )
 def test_each_flag_matters(name, flag):
-    """To the oracle, with which the heads agree: one that ignored it would not."""
+    """The oracle changes with each flag, so a head that ignored one would not agree with it."""
     config = config_of(**CONFIGS[name])
     other = config_of(**CONFIGS[name] | {flag: getattr(PLAIN, flag)})
     if flag == "markov" and config.confidence == "markov":
@@ -259,23 +259,23 @@ def test_each_flag_matters(name, flag):
 
 
 def differ(one, other) -> bool:
-    """What is said below one node, with a confidence or without."""
+    """Return True if the outputs after one node differ, with a confidence or without."""
     same = lambda a, b: a is b if a is None or b is None else np.allclose(a, b, atol=1e-3)
     return not all(map(same, one, other))
 
 
 @pytest.mark.parametrize("name", ["gated", "rnn", "vanilla", "dflash2", "domino"])
 def test_a_new_correction_leaves_dflash_as_it_is(name):
-    """As the oracle has it, which says what the heads say."""
+    """The oracle is enough here, since the heads agree with it."""
     config = config_of(**CONFIGS[name])
     config = replace(config, candidates=64)
     corrections = {"markov", "selector", "prefix", "confidence", "attention_conv", "mlp_conv"}
     new = blocks.init_params(DFlash, config, jax.random.key(0))
-    own = params_of(config)
+    select = params_of(config)
     params = jax.tree_util.tree_map_with_path(
         lambda path, fresh, drawn: fresh if corrections & {str(getattr(k, "key", "")) for k in path} else drawn,
         new,
-        own,
+        select,
     )
     plain = replace(config, markov="no", confidence="no", conv_taps=0, selector_rank=0, prefix_rank=0)
     for (ours, _), (theirs, _) in zip(wanted(config, params, 0), wanted(plain, params, 0), strict=True):

@@ -1,4 +1,4 @@
-"""Falcon against a pass over everything anew with the relaxed mask, against EAGLE, and with a target that it knows."""
+"""Falcon against a full pass with the relaxed mask, against EAGLE, and with a target that it predicts exactly."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def sigmoid(x):
 
 
 def relaxed(rows: int, k: int) -> np.ndarray:
-    """bool[T, T]: which rows each sees, where the last row ends a block."""
+    """Return the mask bool[T, T] in which the last row ends a block."""
     block = (np.arange(rows) - rows) // k
     return block[None] <= block[:, None]
 
 
 def lstm(params, x, carries: bool):
-    """[T, D] of x [T, 2 D], step by step."""
+    """Return the outputs [T, D] for x [T, 2 D], step by step."""
     for cell in params["cells"].values():
         h = c = np.zeros(TABLE.shape[1])
-        said = []
+        logits = []
         for one in x:
             if not carries:
                 h = c = np.zeros_like(h)
@@ -50,13 +50,13 @@ def lstm(params, x, carries: bool):
             i, f, g, o = np.split(driven, 4)
             c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
             h = sigmoid(o) * np.tanh(c)
-            said.append(h)
-        x = np.stack(said)
+            logits.append(h)
+        x = np.stack(logits)
     return x
 
 
 def layer(params, z, mask):
-    """The decoder layer on all rows z [T, D], two heads of 8 that share their keys."""
+    """Run the decoder layer on all rows z [T, D], with two heads of 8 that share their keys."""
     attention, mlp = params["attention"], params["mlp"]
 
     def heads(part, rotated: bool):
@@ -69,25 +69,25 @@ def layer(params, z, mask):
     scores = np.einsum("qhc,kc->hqk", heads("q", True), heads("k", True)[:, 0]) / np.sqrt(8)
     weights = np.exp(np.where(mask, scores - scores.max(), -np.inf))
     weights /= weights.sum(-1, keepdims=True)
-    seen = np.einsum("hqk,kc->qhc", weights, heads("v", False)[:, 0]).reshape(len(z), -1)
-    x = z + seen @ attention["o"]["weight"].T
+    visible = np.einsum("hqk,kc->qhc", weights, heads("v", False)[:, 0]).reshape(len(z), -1)
+    x = z + visible @ attention["o"]["weight"].T
     y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * params["mlp_norm"]["weight"]
     gate, up, down = (mlp[part]["weight"] for part in ("gate", "up", "down"))
     return x + ((y @ gate.T) * sigmoid(y @ gate.T) * (y @ up.T)) @ down.T
 
 
 def oracle(config: FalconConfig, params, features, text, path, mask=relaxed) -> np.ndarray:
-    """[1 + D, V]: of each depth what one pass over the text and the whole blocks above says."""
-    k, found = config.block_size, []
+    """Return the logits [1 + D, V] of one full pass per depth over the text and the complete blocks."""
+    k, loaded = config.block_size, []
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     for depth in range(len(path) + 1):
         f, tokens = features[: len(text) - 1], text[1:]
         for block in range(depth // k + 1):
             z = lstm(params["lstm"], np.concatenate([TABLE[tokens], f], 1), config.carries)
-            said = layer(params["stack"][0], z, mask(len(z), k))[-k:]
-            f, tokens = np.concatenate([f, said]), np.concatenate([tokens, path[block * k : (block + 1) * k]])
-        found.append(HEAD @ said[depth % k])
-    return np.stack(found)
+            logits = layer(params["stack"][0], z, mask(len(z), k))[-k:]
+            f, tokens = np.concatenate([f, logits]), np.concatenate([tokens, path[block * k : (block + 1) * k]])
+        loaded.append(HEAD @ logits[depth % k])
+    return np.stack(loaded)
 
 
 def test_the_relaxed_mask_is_that_of_the_paper():
@@ -97,7 +97,7 @@ def test_the_relaxed_mask_is_that_of_the_paper():
 
 @pytest.mark.parametrize(("k", "carries", "reads"), [(2, True, 3), exhaustive(3, False, 6)])
 def test_it_says_what_a_pass_over_everything_with_that_mask_says(features, k, carries, reads):
-    """Texts whose pairs fill a last block and do not, for k = 2; drafts of up to three blocks."""
+    """The texts fill their last block of k = 2 pairs or not, and drafts have up to three blocks."""
     config = config_of(k, carries=carries)
     params = random_params("falcon", config)
     ours = said_of(DraftHead(falcon_head(config), params), tiny_llama(), features, PATH, reads)
@@ -119,7 +119,7 @@ def test_blocks_of_one_without_an_lstm_are_eagle(features):
 
 @pytest.mark.parametrize("knows_by", ["token", "feature"])
 def test_a_head_that_knows_the_target_is_always_right(knows_by):
-    """From the token after a feature as well as from the feature itself, k tokens ahead."""
+    """The head predicts from the token after a feature or from the feature, k tokens ahead."""
     rows = np.full((7, 7), 1e-6, np.float32)
     rows[np.arange(7), (np.arange(7) + 3) % 7] = 1.0
     target, k = markov(rows), 2

@@ -1,4 +1,4 @@
-"""FSPAD's two options of an EAGLE head: what they are when they do nothing, and which half is for what."""
+"""FSPAD's two options of an EAGLE head: new options change nothing, and each half of the output has its own use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.models.heads.eagle import EagleConfig, eagle_head
 
 @pytest.fixture(scope="module")
 def pair():
-    """An EAGLE head, and the same with FSPAD's parts, whose sampler adds nothing and whose halves are equal."""
+    """Return an EAGLE head and the same head with FSPAD's parts, with a sampler that adds zero and equal halves."""
     config = EagleConfig(layer_of(tiny_llama()))
     fspad = dataclasses.replace(config, sampler=True, split=True)
     plain, params = random_params("eagle", config), random_params("eagle", fspad)
@@ -30,7 +30,7 @@ def pair():
 
 
 def changed(head: DraftHead, part: str, rows: slice) -> DraftHead:
-    """With other weights in some rows of the last projection of the sampler or of the layer."""
+    """Return a head with other weights in some rows of the last projection of the sampler or of the layer."""
     params = jax.tree.map(np.copy, head.params)
     mlp = params["sampler"]["mlp"] if part == "sampler" else params["stack"][0]["mlp"]
     mlp["down"]["weight"][rows] += 1.0
@@ -48,8 +48,8 @@ def test_it_is_eagle_when_its_sampler_adds_nothing_and_its_halves_are_tied(pair)
 def test_one_half_says_the_token_and_the_other_is_fed_back(pair):
     _, fspad = pair
     features, width = features_of(tiny_llama()), fspad.head.config.layer.width
-    before = said_of(fspad, tiny_llama(), features)
-    apart = lambda head: np.abs(said_of(head, tiny_llama(), features) - before).max((0, 2))  # by depth
+    previous = said_of(fspad, tiny_llama(), features)
+    apart = lambda head: np.abs(said_of(head, tiny_llama(), features) - previous).max((0, 2))  # by depth
     fed_back = apart(changed(fspad, "layer", slice(width, None)))
     assert fed_back[0] == 0 and fed_back[1:].min() > 1e-3  # committed pairs have the target's features
     assert apart(changed(fspad, "layer", slice(width))).min() > 1e-3

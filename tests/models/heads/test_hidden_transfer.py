@@ -1,4 +1,4 @@
-"""Hidden Transfer against the authors' pass, in which the text and the states of tokens to come run side by side."""
+"""Hidden Transfer against the authors' pass, which runs the text and the predicted states together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, LAYERS = 32, 2
 
 @functools.partial(jax.jit, static_argnums=0)
 def said(head, params, target: Target):
-    """float32[B, 1 + D, V] of a draft behind TEXT, and what the target says of TEXT, float32[B, T, V]."""
+    """Return logits float32[B, 1 + D, V] of a draft after TEXT, and the target's float32[B, T, V] for TEXT."""
     model, text, size = target.model, jnp.asarray(TEXT), TEXT.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), text.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (len(text), size, size))
@@ -36,7 +36,7 @@ def said(head, params, target: Target):
 
 @jax.jit
 def one_layer(target: Target, x, number, positions, mask):
-    """The stream [T, D] behind a layer, of all tokens from nothing that is cached."""
+    """Return the stream [T, D] of all tokens after a layer, without a cache."""
     runs = (jnp.arange(LAYERS) == number)[None]
     cache = target.model.init_cache(target.params, None, 1, len(x))
     output, _ = target.model.forward(
@@ -47,7 +47,7 @@ def one_layer(target: Target, x, number, positions, mask):
 
 
 def side_by_side(config: HiddenTransferConfig, params, target: Target, text, length: int) -> np.ndarray:
-    """float32[T + K, V]: layer after layer, over the first tokens of a text and K states of those to come."""
+    """Return the logits float32[T + K, V], layer by layer, of the first tokens of a text and K predicted states."""
     count, size = len(text), len(text) + len(config.behind)
     embedded = target.model.embed(target.params, jnp.asarray(text)[None])[0]
     x = jnp.concatenate([embedded, jnp.zeros((len(config.behind), config.width))])
@@ -57,14 +57,16 @@ def side_by_side(config: HiddenTransferConfig, params, target: Target, text, len
             if behind == number:
                 x = x.at[count + i].set(params["transfers"][i]["weight"] @ x[length - 1])
         if number < LAYERS:
-            there = np.array([place < length for place in range(count)] + [layer <= number for layer in config.behind])
-            mask = np.tril(np.ones((size, size), bool)) & there | np.eye(size, dtype=bool)
+            is_valid = np.array(
+                [place < length for place in range(count)] + [layer <= number for layer in config.behind]
+            )
+            mask = np.tril(np.ones((size, size), bool)) & is_valid | np.eye(size, dtype=bool)
             x = one_layer(target, x, number, positions, mask)
     return np.asarray(target.model.head(target.params, x[None])[0])
 
 
 def test_drafts_are_those_of_the_pass_over_text_and_states_side_by_side():
-    """Which changes nothing of what the target says of the text."""
+    """The predicted states do not change the target's outputs for the text."""
     config, target = HiddenTransferConfig(WIDTH, (1, 2, 0, 1)), tiny_llama()
     params = random_params("hidden_transfer", config)
     ours, plain = said(hidden_transfer_head(config), params, target)
@@ -80,7 +82,7 @@ def test_drafts_are_those_of_the_pass_over_text_and_states_side_by_side():
 
 
 def test_powers_of_a_permutation_are_always_right():
-    """A target whose layers add nothing and whose head moves each token three on: W_i moves it i times."""
+    """The target's layers add zero, and its output layer adds 3 to each token. W_i does that i times."""
     idle = tiny_llama(vocab=WIDTH)
     params = jax.tree.map(np.array, idle.params)
     for layer in params["layers"].values():

@@ -1,4 +1,4 @@
-"""Hydra against Medusa, Hydra++ against Hydra, and all of it against the equations in NumPy."""
+"""Hydra against Medusa, Hydra++ against Hydra, and all of them against the equations in NumPy."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def silu(x):
 
 
 def oracle(params, features, path) -> np.ndarray:
-    """Logits of what follows the root and each of the tokens of `path`."""
+    """Return the logits after the root and after each token of `path`."""
     table = np.asarray(tiny_llama().params["embed"]["weight"])
     rows = []
     for b, n in enumerate(LENGTH):
-        said, c = [], features[b, n - 2]
+        logits, c = [], features[b, n - 2]
         for branch, token in zip(params["branches"].values(), [TEXT[b, n - 1], *path[b]], strict=True):
             c = np.concatenate([c, table[token]])
             apply = lambda part, x: part["weight"] @ x + part["bias"]
             z = apply(branch["first"]["residual"], c) + silu(apply(branch["first"]["linear"], c))
             z = z + silu(apply(branch["blocks"][0]["linear"], z))
-            said.append(branch["head"]["weight"] @ z + branch["head_bias"])
-        rows.append(said)
+            logits.append(branch["head"]["weight"] @ z + branch["head_bias"])
+        rows.append(logits)
     return np.array(rows)
 
 
@@ -94,7 +94,7 @@ def test_new_heads_say_the_feature_through_their_own_head(features):
 
 
 def branching_target():
-    """0 -> 1 or 2, with a half each; 1 -> 3, 2 -> 4, 3 -> 0, 4 -> 0."""
+    """Return a target with 0 -> 1 or 2, with probability 1/2 each; 1 -> 3, 2 -> 4, 3 -> 0, 4 -> 0."""
     rows = np.full((5, 5), 1e-9, np.float32)
     for token, following in ((0, 1), (0, 2), (1, 3), (2, 4), (3, 0), (4, 0)):
         rows[token, following] = 1.0
@@ -102,7 +102,7 @@ def branching_target():
 
 
 def test_a_head_that_sees_the_sampled_token_knows_what_follows_it():
-    """Medusa's is right after 0 at most half of the time: it does not know which token was drawn."""
+    """Medusa's draft after 0 is right at most half of the time, since it does not read the sampled token."""
     target, rows = branching_target()
     config = HydraConfig(5, 5, num_heads=1)
     params = jax.tree.map(np.array, init_params(Hydra, config, jax.random.key(0)))

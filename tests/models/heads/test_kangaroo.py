@@ -1,4 +1,4 @@
-"""Kangaroo without its adapter, behind all layers, and what it drafts against what it says of a text."""
+"""Kangaroo without its adapter, after all layers, and its drafts against its outputs for the same text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [7, 7, 7]]
 
 
 def idle(exit_layer: int) -> DraftHead:
-    """An adapter that adds nothing, with the target's own norm."""
+    """Return an adapter that adds zero, with the target's own norm."""
     config = KangarooConfig(layer_of(tiny_llama()), exit_layer)
     params = random_params("kangaroo", config)
     params["attention"]["o"]["weight"][:] = 0
@@ -47,12 +47,12 @@ def test_behind_all_layers_it_is_the_target():
 
 
 def test_a_token_that_is_not_sure_ends_the_draft():
-    """One draft a round where none is ever sure: two tokens a pass behind all layers."""
+    """An impossible threshold stops each draft after one token: two tokens per pass after all layers."""
     assert run(drafters.head_drafter(idle(2), 3, stop=trees.stops.confidence(1.1)))[1] == [10, 10, 10]
 
 
 def test_what_it_drafts_is_what_it_says_of_that_text():
-    """The adapter and the target's layers on drafted tokens, by way of what is pending, against the same as text."""
+    """Drafted tokens run through the layers with pending entries; the reference reads them as text."""
     config = KangarooConfig(layer_of(tiny_llama()), 1)
     head, params, target = kangaroo_head(config), random_params("kangaroo", config), tiny_llama()
     text = np.zeros((2, 12), np.int32)

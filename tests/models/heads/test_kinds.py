@@ -1,4 +1,4 @@
-"""What may be changed of a kind's shapes, by words."""
+"""Changes of a kind's shapes, as texts."""
 
 import pytest
 import toy

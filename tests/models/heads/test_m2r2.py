@@ -1,4 +1,4 @@
-"""The card's tests of M2R2 (drafters, B7): the fast stream beside the target's own, and what it learns."""
+"""M2R2: the fast stream next to the target's own, and its training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(drafter, target=None, **options):
 
 @pytest.mark.parametrize(("stacked", "temperature"), [(True, 0.0), exhaustive(True, 1.0), exhaustive(False, 1.0)])
 def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
-    """B = 0: drafts, and what they were drawn from, are those of the first layers."""
+    """Drafts and their distributions are those of the first layers if B is 0."""
     head, target = head_of(up=np.zeros((4, depths.WIDTH, 4), np.float32)), depths.target(stacked)
     ours = run(drafters.head_drafter(head, 3, stop=NEVER), target, temperature=temperature)
     assert ours == run(drafters.early_exit(target, 4, num_tokens=3), target, temperature=temperature)
@@ -47,7 +47,7 @@ def test_a_stream_that_is_not_faster_is_an_early_exit(stacked, temperature):
 
 @jax.jit
 def passed(params, target, tokens):
-    """What is pending of the target's own stream in the first layers, and the fast streams behind them."""
+    """Return the pending entries of the target's own stream in the first layers, and the fast streams after them."""
     module = bind(M2R2, CONFIG)(params)
     cache = target.model.init_cache(target.params, None, len(tokens), 0)
     output, pending = one_pass(target.model, target.params, tokens, cache, (1, 2, 3, 4), run=module.two_streams())
@@ -62,8 +62,8 @@ def test_no_bit_of_the_slow_stream_depends_on_the_accelerators():
     jax.tree.map(np.testing.assert_array_equal, slow, again)
     assert not np.allclose(fast[0], faster[0])
     cache = target.model.init_cache(target.params, None, len(tokens), 0)
-    _, whole = jax.jit(one_pass, static_argnums=0)(target.model, target.params, tokens, cache)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[:4], atol=1e-5), slow, (whole.k, whole.v))
+    _, full = jax.jit(one_pass, static_argnums=0)(target.model, target.params, tokens, cache)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[:4], atol=1e-5), slow, (full.k, full.v))
 
 
 @functools.cache
@@ -76,12 +76,12 @@ def test_streams_come_closer_and_say_the_same_more_often():
     blank, head, losses = trained()
     assert losses[-1] < 0.6 * losses[0]
     target = depths.target()
-    before, after = (
+    previous, next_state = (
         m2r2.streams(target.model, head.head.config, target.params, of.params, *depths.lesson()) for of in (blank, head)
     )
-    assert after.apart < 0.8 * before.apart
-    assert after.agrees > before.agrees + 0.3
-    assert after.sure < before.sure
+    assert next_state.apart < 0.8 * previous.apart
+    assert next_state.agrees > previous.agrees + 0.3
+    assert next_state.sure < previous.sure
 
 
 def test_a_trained_stream_drafts_what_the_target_says():

@@ -22,15 +22,15 @@ def oracle(params, config, features, path) -> np.ndarray:
     rms = lambda x: x / np.sqrt((x**2).mean() + 1e-6)
     rows = []
     for b, n in enumerate(LENGTH):
-        said, state = [], features[b, n - 2].astype(np.float64)
+        logits, state = [], features[b, n - 2].astype(np.float64)
         if config.scaled:
             state = rms(state) / math.sqrt(2)
         for i, token in enumerate([TEXT[b, n - 1], *path[b]]):
             state = of("projections", i)["weight"] @ state
             state += token_weight / state_weight * of("embeddings", i)["weight"][token]
             state = gelu(of("norms", i)["weight"] * rms(state) + of("norms", i)["bias"])
-            said.append(of("heads", i)["weight"] @ state)
-        rows.append(said)
+            logits.append(of("heads", i)["weight"] @ state)
+        rows.append(logits)
     return np.array(rows)
 
 

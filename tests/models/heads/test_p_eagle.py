@@ -1,4 +1,4 @@
-"""P-EAGLE against EAGLE-3: what it says of a depth is what that says once it has read as many pairs of masks."""
+"""P-EAGLE against EAGLE-3: the logits at a depth equal those of EAGLE-3 after as many pairs of masks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_each_depth_is_one_more_pair_of_masks():
         memory = ours.head.read(params, ours.head.init_memory(params, context, 2, 16), pairs, context)
         scratch, first = ours.head.start(params, memory, context, 3)
         fill = lambda value: jnp.full((2, 1), value)
-        said = [first]
+        logits = [first]
         for depth in (1, 2):
             drafted = DraftedNodes(fill(9), fill(depth), jnp.int32(depth), fill(depth - 1), jnp.zeros((2, 1, 3), bool))
-            said.append(ours.head.follow(params, scratch, drafted, context)[1][:, 0])
+            logits.append(ours.head.follow(params, scratch, drafted, context)[1][:, 0])
         plain = {name: part for name, part in params.items() if name != "mask_hidden"}
         mask = FeaturePairs(
             jnp.broadcast_to(params["mask_hidden"], (2, 1, 96)), fill(config.mask_token), jnp.ones(2, jnp.int32)
@@ -44,11 +44,11 @@ def test_each_depth_is_one_more_pair_of_masks():
         for _ in range(3):
             wanted.append(theirs.start(plain, memory, context, 1)[1])
             memory = theirs.read(plain, memory, mask, context)
-        return said, wanted
+        return logits, wanted
 
-    said, wanted = run(ours.params, tiny_llama())
-    np.testing.assert_allclose(said, wanted, atol=1e-5)
-    assert np.abs(np.diff(np.array(said), axis=0)).max() > 1e-2
+    logits, wanted = run(ours.params, tiny_llama())
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    assert np.abs(np.diff(np.array(logits), axis=0)).max() > 1e-2
 
 
 def test_one_depth_is_refused():

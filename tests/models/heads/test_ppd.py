@@ -1,4 +1,4 @@
-"""What prompts see, what their copies say together, and how often they are right."""
+"""The attention of prompts, the average of their copies, and the accuracy of their guesses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @functools.partial(jax.jit, static_argnums=2)
 def said(target, head, t):
-    """float32[m, V]: behind the first t + 1 tokens of TEXT."""
+    """Return the logits float32[m, V] after the first t + 1 tokens of TEXT."""
     hidden = prompted_features(target, head, jnp.asarray([TEXT]))[:, t]
     context = Context(jnp.asarray([TEXT]), jnp.asarray([t + 2]), target=target)
     return head.head.start(head.params, hidden, context, 2)[0].logits[0]
 
 
 def test_a_prompt_sees_the_text_and_the_prompts_before_it_of_its_copy():
-    """As if each copy were a text of its own: tokens in a row, the last of which stand for the prompts."""
+    """The reference is one text per copy, with last tokens in place of the prompts."""
     target, config, t = tiny_llama(layers=1), PpdConfig(32, num_prompts=2, copies=2), 4
     ids = np.array([[10, 11], [12, 13]])  # by distance and copy
     rows = np.asarray(target.params["embed"]["weight"])[ids.ravel()]
@@ -54,7 +54,7 @@ def test_copies_that_are_equal_say_what_one_says():
 
 
 def test_the_share_of_right_guesses_by_distance_and_rank():
-    """Of a target that says token 2 behind 0 and 1, and 3 behind others, prompts that stand for 0, 3 and 1."""
+    """The target predicts 2 after 0 and 1, and 3 after others. The prompts are the embeddings of 0, 3 and 1."""
     rows = np.full((4, 4), 1e-4, np.float32)
     rows[[0, 1, 2, 3], [2, 2, 3, 3]] = 1.0
     rows[[0, 1], 3], rows[[2, 3], 2] = 0.1, 1e-5  # the second guess there, and the last one here

@@ -63,7 +63,7 @@ def test_a_head_that_does_not_read_the_state_says_the_same_everywhere(params, fe
 
 
 def best_beams(params, feature, root, width, depth):
-    """The `width` best continuations by beam search."""
+    """Return the `width` best continuations by beam search."""
     log_softmax = lambda x: x - np.log(np.exp(x - x.max()).sum()) - x.max()
     beams = [(0.0, (), taken_in(params, np.zeros(CONFIG.width), root))]
     for _ in range(depth):
@@ -77,7 +77,7 @@ def best_beams(params, feature, root, width, depth):
 
 
 def paths_of(tree, row=0):
-    """The paths of its valid nodes but the root."""
+    """Return the paths of the valid nodes of a tree, without the root."""
     tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
     path = lambda i: () if i == 0 else (*path(parents[i]), int(tokens[i]))
     return [path(i) for i in range(1, len(tokens)) if tree.valid[row, i]]

@@ -1,4 +1,4 @@
-"""Heads by their authors' own names of tensors, against the methods' equations in NumPy (float64)."""
+"""Heads with their authors' tensor names, against the methods' equations in NumPy (float64)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FEATURES = STREAMS[d.L].astype(np.float64)
 
 @jax.jit
 def streams_of(of, tokens):
-    """The target's stream behind two layers, and its cache of all tokens but the last two."""
+    """Return the target's stream after two layers, and its cache of all tokens but the last two."""
     size = tokens.shape[1]
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
     cache = of.model.init_cache(of.params, None, 1, 16)
@@ -89,9 +89,9 @@ def test_kangaroo(tmp_path):
     for number, (tensors, name) in enumerate(((arrays, "pytorch_model.bin"), (d.fused(arrays), "model.safetensors"))):
         folder = d.write(tmp_path / str(number), config, tensors, name)
         assert recognise(folder) == ("kangaroo", "authors")
-        found = read_head(folder, small)
-        assert found.head.head.config.exit_layer == 2 and "taken for the authors' 2" in found.notes[0]
-        same(np.asarray(adapted(found.head, small, h[:, :PAIRS], cache)), expected)
+        loaded = read_head(folder, small)
+        assert loaded.head.head.config.exit_layer == 2 and "assumed the authors' 2" in loaded.notes[0]
+        same(np.asarray(adapted(loaded.head, small, h[:, :PAIRS], cache)), expected)
     first = read_head(d.write(tmp_path / "first", config | {"exit_layer": 1}, arrays), small)
     assert first.head.head.taps == (1,) and not first.notes
     with pytest.raises(UsageError, match="has exit_layer 7, and tiny has 2 layers"):
@@ -101,7 +101,7 @@ def test_kangaroo(tmp_path):
 
 
 def test_the_self_check_of_kangaroo_runs_the_targets_own_layers(tmp_path):
-    """Behind all layers an adapter that adds nothing says what the target does; it was read as behind one."""
+    """After all layers, an adapter that adds zero has the target's outputs; it was read with one layer."""
     small, arrays = target(num_layers=2), d.kangaroo()
     arrays |= {
         "layers.0.self_attn.o_proj.weight": 0 * arrays["layers.0.self_attn.o_proj.weight"],
@@ -128,7 +128,7 @@ def clover_oracle(arrays):
         cosine = (q * k).sum(-1) / np.linalg.norm(q, axis=-1) / np.linalg.norm(k, axis=-1)
         return h + (cosine[..., None] * v).reshape(h.shape)
 
-    table, said = w["clover_embed_tokens.weight"], lambda out: norm(out, w["clover_head_norm.weight"])
+    table, outputs = w["clover_embed_tokens.weight"], lambda out: norm(out, w["clover_head_norm.weight"])
     x = gated("clover_head_mlp_rnn", FEATURES, table[TOKENS])
     for i in range(2):
         x = layer(x, w, f"layers.{i}")
@@ -136,7 +136,7 @@ def clover_oracle(arrays):
     first = applied(w, "clover_head_mlp", h)
     h = gated("clover_head_mlp_rnn2", h, table[DRAFT])
     second = applied(w, "clover_head_mlp2", np.concatenate([h, table[DRAFT]]))
-    return np.stack([said(first), said(second)]) @ params_of("head").T
+    return np.stack([outputs(first), outputs(second)]) @ params_of("head").T
 
 
 def test_clover_2(tmp_path):
@@ -144,18 +144,18 @@ def test_clover_2(tmp_path):
     config = d.layers(8, num_hidden_layers=6) | {"clover": {"num_heads": 5, "num_layers": 2}}  # the target's layers
     folder = d.write(tmp_path / "whole", config, arrays)
     assert recognise(folder) == ("clover", "authors")
-    found = read_head(folder, target())
-    assert found.flags == {"num_layers": 2, "num_heads": 5, "embeds": True} and not found.notes
-    same(logits(found.head), clover_oracle(arrays))
+    loaded = read_head(folder, target())
+    assert loaded.flags == {"num_layers": 2, "num_heads": 5, "embeds": True} and not loaded.notes
+    same(logits(loaded.head), clover_oracle(arrays))
 
     frozen = {"clover_embed_tokens.weight": np.asarray(target().params["head"]["weight"])}  # as new ones are
     without = {name: value for name, value in arrays.items() if name not in frozen}
-    found = read_head(d.write(tmp_path / "without", config, without), target())
-    assert "rows of the target's head are taken" in found.notes[0]
-    same(logits(found.head), clover_oracle(arrays | frozen))
+    loaded = read_head(d.write(tmp_path / "without", config, without), target())
+    assert "rows of the target's output layer" in loaded.notes[0]
+    same(logits(loaded.head), clover_oracle(arrays | frozen))
 
     with pytest.raises(UsageError, match=r"without 2\) has no published layout"):
-        of_one = CloverConfig(found.head.head.config.layer, (d.L,), embeds=False, version=1)
+        of_one = CloverConfig(loaded.head.head.config.layer, (d.L,), embeds=False, version=1)
         save_head(tmp_path / "out", init_head("clover", of_one, jax.random.key(0)))
     with pytest.raises(UsageError, match=r"2 missing \(clover_head_mlp2.bias"):
         missing = {name: x for name, x in arrays.items() if not name.startswith("clover_head_mlp2.")}
@@ -173,33 +173,33 @@ def chimera_oracle(files, table):
         c = table[text[i - 2 : i + 1]].reshape(-1)
         return (c + silu(applied(tri, "0.linear", c))) @ tri["1.weight"].T
 
-    x, said = FEATURES, []
+    x, outputs = FEATURES, []
     for i in range(2):
         y = layer(np.concatenate([x, trigram(PAIRS + i)[None]]), one, "0")[-1:]
-        said.append(np.concatenate([FEATURES[-1], y[0]]) @ heads[f"{i}.0.weight"].T)
+        outputs.append(np.concatenate([FEATURES[-1], y[0]]) @ heads[f"{i}.0.weight"].T)
         x = np.concatenate([x, y])
-    return np.stack(said)
+    return np.stack(outputs)
 
 
 def test_chimera_in_three_files_and_in_one(tmp_path):
     files = d.chimera()
     like = target(num_layers=1, num_heads=d.H, num_kv_heads=d.KV, mlp_width=d.F)  # whose layers the authors' is like
-    said = {"chimera_num_heads": 2, "chimera_num_layers": 1, "base_model_name_or_path": "org/target"}
+    outputs = {"chimera_num_heads": 2, "chimera_num_layers": 1, "base_model_name_or_path": "org/target"}
     folder = tmp_path / "three"
     for name, arrays in files.items():
-        d.write(tmp_path / name, said, arrays, f"{name}.pt")
+        d.write(tmp_path / name, outputs, arrays, f"{name}.pt")
         folder.mkdir(exist_ok=True)
         shutil.copy(tmp_path / name / f"{name}.pt", folder)
-    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "config.json").write_text(json.dumps(outputs))
     assert recognise(folder) == ("chimera", "authors")
-    found = read_head(folder, like)
-    assert found.trained_for == "org/target" and found.flags == {"num_heads": 2} and not found.notes
-    same(logits(found.head, like), chimera_oracle(files, params_of("embed", like)))
-    whole = {f"{file}.{name}": x for file, arrays in files.items() for name, x in arrays.items()}
-    one = d.write(tmp_path / "one", d.layers(8) | {"chimera_num_heads": 1}, whole)
+    loaded = read_head(folder, like)
+    assert loaded.trained_for == "org/target" and loaded.flags == {"num_heads": 2} and not loaded.notes
+    same(logits(loaded.head, like), chimera_oracle(files, params_of("embed", like)))
+    full = {f"{file}.{name}": x for file, arrays in files.items() for name, x in arrays.items()}
+    one = d.write(tmp_path / "one", d.layers(8) | {"chimera_num_heads": 1}, full)
     again = read_head(one, target())
     assert "lists 1 heads, but the file has 2" in again.notes[0]
-    jax.tree.map(np.testing.assert_array_equal, again.head.params, found.head.params)
+    jax.tree.map(np.testing.assert_array_equal, again.head.params, loaded.head.params)
     with pytest.raises(UsageError, match=r"heads of a vocabulary of 64, and the target tiny has 65"):
         load_head(one, shapes_of_target(vocab_size=65))
     with pytest.raises(UsageError, match=r"wrongly shaped .*0.self_attn.k_proj.weight is \[16, 32\], not \[8, 32\]"):
@@ -210,39 +210,39 @@ def test_chimera_in_three_files_and_in_one(tmp_path):
 
 
 def mlp_oracle(w, features, *, centred: bool, eps: float):
-    """IBM's names without `speculator.`; two heads."""
+    """Compute the logits with IBM's names without `speculator.`, for two heads."""
     gelu, inner = np.vectorize(lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2)))), 16
     state_weight = 0.5**0.25
     token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
-    state, said = features[-1], []
+    state, outputs = features[-1], []
     for i, token in enumerate((TOKENS[-1], DRAFT)):
         x = w[f"proj.{i}.weight"] @ state + token_weight / state_weight * w[f"emb.{i}.weight"][token]
         x = x - x.mean() if centred else x
         state = gelu(x / np.sqrt((x * x).mean() + eps) * w[f"ln.{i}.weight"] + w[f"ln.{i}.bias"])
-        said.append(w[f"head.{i}.weight"] @ state)
-    return np.stack(said)
+        outputs.append(w[f"head.{i}.weight"] @ state)
+    return np.stack(outputs)
 
 
 def test_mlp_speculators_by_ibm_and_by_speculators(tmp_path):
     arrays = d.mlp_speculator()
     plain = d.renamed(double(arrays), ("speculator.", ""))
     ibm = {"n_predict": 2, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16}
-    found = load_head(d.write(tmp_path / "ibm", ibm, arrays), target())
-    same(logits(found), mlp_oracle(plain, FEATURES, centred=False, eps=1e-6))
+    loaded = load_head(d.write(tmp_path / "ibm", ibm, arrays), target())
+    same(logits(loaded), mlp_oracle(plain, FEATURES, centred=False, eps=1e-6))
 
     older = d.renamed(
         arrays, ("speculator.", ""), ("emb.", "emb_layers."), ("proj.", "proj_layers."), ("ln.", "layernorms.")
     )
-    said = d.of_speculators("mlp") | {
+    outputs = d.of_speculators("mlp") | {
         "transformer_layer_config": None, "hidden_size": d.D, "intermediate_size": 16, "vocab_size": d.V,
         "num_layers": 2, "tie_weights": False,
     }  # fmt: skip
-    folder = d.write(tmp_path / "speculators", said, older)
+    folder = d.write(tmp_path / "speculators", outputs, older)
     assert recognise(folder) == ("mlp_speculator", "speculators")
-    found = read_head(folder, target())
-    assert found.flags["taps"] == (d.L,), "the stream before the target's final norm"
-    same(logits(found.head), mlp_oracle(plain, FEATURES, centred=True, eps=1e-5))
-    normed = d.write(tmp_path / "normed", said | {"inputs_hidden_states_normalized": True}, older)
+    loaded = read_head(folder, target())
+    assert loaded.flags["taps"] == (d.L,), "the stream before the target's final norm"
+    same(logits(loaded.head), mlp_oracle(plain, FEATURES, centred=True, eps=1e-5))
+    normed = d.write(tmp_path / "normed", outputs | {"inputs_hidden_states_normalized": True}, older)
     assert read_head(normed, target()).flags["taps"] == ()
 
 
@@ -253,8 +253,11 @@ def test_hydra_and_redrafter(tmp_path):
         c = np.concatenate([c, table[token]])
         z = applied(w, f"hydra_mlp.{i}.0.res_connection", c) + silu(applied(w, f"hydra_mlp.{i}.0.linear", c))
         expected.append(applied(w, f"hydra_lm_head.{i}", z + silu(applied(w, f"hydra_mlp.{i}.1.linear", z))))
-    said = {"hydra_num_heads": 2, "hydra_num_layers": 2, "hydra_head_arch": "mlp"}
-    same(logits(load_head(d.write(tmp_path / "hydra", said, arrays, "hydra_lm_head.pt"), target())), np.stack(expected))
+    outputs = {"hydra_num_heads": 2, "hydra_num_layers": 2, "hydra_head_arch": "mlp"}
+    same(
+        logits(load_head(d.write(tmp_path / "hydra", outputs, arrays, "hydra_lm_head.pt"), target())),
+        np.stack(expected),
+    )
 
     arrays = d.redrafter()
     w, state, expected = double(arrays), np.zeros(d.D), []
@@ -264,8 +267,8 @@ def test_hydra_and_redrafter(tmp_path):
         for j in range(2):
             z = z + silu(applied(w, f"lm_head.{j}.linear", z))
         expected.append(w["lm_head.2.weight"] @ z)
-    said = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
-    same(logits(load_head(d.write(tmp_path / "redrafter", said, arrays), target())), np.stack(expected))
+    outputs = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
+    same(logits(load_head(d.write(tmp_path / "redrafter", outputs, arrays), target())), np.stack(expected))
 
 
 # ------------------------------------------------------------------------------------------------ written and refused
@@ -273,7 +276,7 @@ def test_hydra_and_redrafter(tmp_path):
 
 @pytest.fixture
 def written(tmp_path):
-    """(kind) -> a folder with a head, and the tensors in it by the names that are written here."""
+    """Return a function `(kind) -> (folder with a head, its tensors by name)`."""
 
     def write(kind):
         arrays = {"kangaroo": d.kangaroo, "clover": d.clover, "chimera": d.chimera}[kind]()
@@ -314,7 +317,7 @@ def test_heads_of_another_target_are_refused(kind, written, tmp_path):
 
 
 def test_heads_by_nemo_automodel_and_on_top_of_model_optimizers(tmp_path):
-    """P-EAGLE behind `model.`, with the authors' words; EAGLE-3 with Medusa heads on top, which are left out."""
+    """The first file is P-EAGLE below `model.`, the second EAGLE-3 with unused Medusa heads."""
     shapes = {"mask_hidden": (1, 1, 3 * d.D)}
     arrays = d.eagle3() | d.arrays_of(shapes)
     above = {
@@ -323,32 +326,32 @@ def test_heads_by_nemo_automodel_and_on_top_of_model_optimizers(tmp_path):
     config = d.layers(8) | {"draft_vocab_size": d.VD, "ptd_token_id": 5, "para_depths": 3}
     folder = d.write(tmp_path / "peagle", config, above)
     assert recognise(folder) == ("p_eagle", "automodel")
-    found = read_head(folder, target())
-    assert (found.flags["mask_token"], found.flags["depths"]) == (5, 3)
-    np.testing.assert_array_equal(found.head.params["mask_hidden"], arrays["mask_hidden"].reshape(-1))
+    loaded = read_head(folder, target())
+    assert (loaded.flags["mask_token"], loaded.flags["depths"]) == (5, 3)
+    np.testing.assert_array_equal(loaded.head.params["mask_hidden"], arrays["mask_hidden"].reshape(-1))
 
     config, arrays = d.eagle3_dialects(d.eagle3())["modelopt"]
     extra = d.arrays_of({"parallel_draft_heads.0.medusa_layers.0.linear.weight": (d.D, d.D)})
     config["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
-    found = read_head(d.write(tmp_path / "modelopt", config, arrays | extra), target())
-    assert found.unused == tuple(extra)
-    scaling = found.head.head.config.layer.rope_scaling
+    loaded = read_head(d.write(tmp_path / "modelopt", config, arrays | extra), target())
+    assert loaded.unused == tuple(extra)
+    scaling = loaded.head.head.config.layer.rope_scaling
     assert scaling.factor == 32 and scaling.amplitude == pytest.approx(1 + 0.1 * math.log(32))
-    save_head(tmp_path / "again", found.head)
-    assert load_head(tmp_path / "again", target()).head is found.head.head
+    save_head(tmp_path / "again", loaded.head)
+    assert load_head(tmp_path / "again", target()).head is loaded.head.head
 
 
 def test_a_token_map_on_the_hub(tmp_path, monkeypatch):
     import huggingface_hub
 
-    torch, asked = pytest.importorskip("torch"), {}
+    torch, requests = pytest.importorskip("torch"), {}
     torch.save([20, 3, 50], tmp_path / "freq_3.pt")
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda repo, **kw: asked.update(kw, repo=repo) or str(tmp_path)
+        huggingface_hub, "snapshot_download", lambda repo, **kw: requests.update(kw, repo=repo) or str(tmp_path)
     )
     folder = d.write(tmp_path / "eagle", d.layers(8), d.eagle())
     head = load_head(folder, target(), token_map="org/maps/freq_3.pt")
     assert head.head.config.draft_vocab_size == 3
-    assert asked == {"repo": "org/maps", "allow_patterns": ["freq_3.pt"]}
+    assert requests == {"repo": "org/maps", "allow_patterns": ["freq_3.pt"]}
     with pytest.raises(UsageError, match=r"nothing\.pt"):
         load_head(folder, target(), token_map=tmp_path / "nothing.pt")

@@ -1,4 +1,4 @@
-"""Heads that decide: SpecDec++'s folder as its authors save it, and a judge's linear layer, against NumPy."""
+"""SpecDec++'s folder in its authors' format, and a judge's linear layer, against NumPy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FEATURES = RNG.normal(size=(5, D)).astype(np.float32)
 
 
 def tensors(blocks: int, only: int | None = None) -> dict[str, np.ndarray]:
-    """By the authors: one block several times over, of which some writers keep the first `only`."""
+    """Return the authors' tensors: one block several times, or only the first `only` copies of it."""
     draw = lambda *shape: RNG.normal(size=shape).astype(np.float32)
     block, bias = draw(D, D), draw(D)
-    kept = range(blocks if only is None else only)
-    found = {f"model.{j}.linear.{what}": x for j in kept for what, x in (("weight", block), ("bias", bias))}
-    return found | {f"model.{blocks}.weight": draw(2, D), f"model.{blocks}.bias": draw(2)}
+    stored = range(blocks if only is None else only)
+    loaded = {f"model.{j}.linear.{what}": x for j in stored for what, x in (("weight", block), ("bias", bias))}
+    return loaded | {f"model.{blocks}.weight": draw(2, D), f"model.{blocks}.bias": draw(2)}
 
 
 def folder_of(place, arrays, **config):
@@ -51,12 +51,10 @@ def test_an_acceptance_head(only, tmp_path):
     np.testing.assert_allclose(head.acceptance(FEATURES), chance(arrays, 3), atol=1e-5)
     save_acceptance(tmp_path / "again", head)
     jax.tree.map(np.testing.assert_array_equal, read_acceptance(tmp_path / "again"), head)
-    whole = arrays | {
-        f"model.{j}.linear.{w}": arrays[f"model.0.linear.{w}"] for j in (1, 2) for w in ("weight", "bias")
-    }
+    full = arrays | {f"model.{j}.linear.{w}": arrays[f"model.0.linear.{w}"] for j in (1, 2) for w in ("weight", "bias")}
     saved = load_file(tmp_path / "again" / "model.safetensors")
-    assert saved.keys() == whole.keys()
-    for name, value in whole.items():
+    assert saved.keys() == full.keys()
+    for name, value in full.items():
         np.testing.assert_array_equal(saved[name], value)
 
 
@@ -99,14 +97,14 @@ def test_a_judge_with_and_without_its_features_standardised(tmp_path):
     assert plain[1:] == (b, np.float32(0.7))
     two = {"weight": np.stack([-w, w]) / 2, "bias": np.array([-b, b], np.float32) / 2}  # one class against the other
     save_file(two, tmp_path / "two.safetensors")
-    found = read_judge(tmp_path / "two.safetensors")
-    np.testing.assert_allclose(found.weight, w, rtol=1e-6)
-    assert found[1:] == (b, None)
+    loaded = read_judge(tmp_path / "two.safetensors")
+    np.testing.assert_allclose(loaded.weight, w, rtol=1e-6)
+    assert loaded[1:] == (b, None)
     scaled = {"weight": w[None], "bias": np.array([b], np.float32), "mean": mean, "scale": scale}
     save_file(scaled, tmp_path / "scaled.safetensors")
-    found = read_judge(tmp_path / "scaled.safetensors")
+    loaded = read_judge(tmp_path / "scaled.safetensors")
     expected = (FEATURES - mean) / scale @ w + b
-    np.testing.assert_allclose(FEATURES @ found.weight + found.bias, expected, atol=1e-5)
+    np.testing.assert_allclose(FEATURES @ loaded.weight + loaded.bias, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_a_judge_with_and_without_its_features_standardised(tmp_path):
         ({"weight": np.ones((2, D)), "bias": np.ones(1)}, "a bias of 1 numbers, and a weight of 2 rows"),
         ({"weight": np.ones(D), "bias": np.ones(1), "scale": np.zeros(D)}, "scale with entries that are not above 0"),
         ({"weight": np.ones(D), "bias": np.ones(1), "mean": np.ones(3)}, r"mean of shape \[3\], and it must be \[6\]"),
-        ({"weight": np.ones(D), "bias": np.ones(1), "other": np.ones(3)}, 'has "other", which is no tensor'),
+        ({"weight": np.ones(D), "bias": np.ones(1), "other": np.ones(3)}, 'has "other", which is not a tensor'),
         ({"weight": np.ones(D), "bias": np.ones(1), "threshold": np.ones(2)}, "threshold of 2 numbers"),
     ],
 )
@@ -125,5 +123,5 @@ def test_judges_that_are_refused(arrays, message, tmp_path):
     save_file({name: np.float32(x) for name, x in arrays.items()}, tmp_path / "judge.safetensors")
     with pytest.raises(UsageError, match=message):
         read_judge(tmp_path / "judge.safetensors")
-    with pytest.raises(UsageError, match=r"is no \.safetensors, \.pt or \.bin file"):
+    with pytest.raises(UsageError, match=r"is not a \.safetensors, \.pt or \.bin file"):
         read_judge(tmp_path)

@@ -1,4 +1,4 @@
-"""Learned heads out of everybody's files: the same weights in every dialect, and what is refused."""
+"""Draft heads from all dialects: the same weights in each of them, and files that are refused."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ from specjax.models.loading.heads.writing import stored_name
 
 
 def drafted_twice(layers, state, embedding, head):
-    """`layers(embedded, state)` over the pairs and then over one more, whose state it said itself."""
-    embedded, found = embedding[TOKENS], []
+    """Run `layers(embedded, state)` over the pairs, and then over one more pair with its own output as state."""
+    embedded, loaded = embedding[TOKENS], []
     for _ in range(2):
-        said = layers(embedded, state)
-        found.append(head(said[-1]))
-        state, embedded = np.concatenate([state, said[-1:]]), np.concatenate([embedded, embedding[[DRAFT]]])
-    return np.stack(found)
+        outputs = layers(embedded, state)
+        loaded.append(head(outputs[-1]))
+        state, embedded = np.concatenate([state, outputs[-1:]]), np.concatenate([embedded, embedding[[DRAFT]]])
+    return np.stack(loaded)
 
 
 def eagle3_oracle(arrays, hd):
@@ -77,9 +77,9 @@ def eagle3_oracle(arrays, hd):
         x = state + attended(np.concatenate(read, -1), w, f"{block}.self_attn", hd)
         return x + fed(norm(x, w[f"{block}.post_attention_layernorm.weight"]), w, f"{block}.mlp")
 
-    def head(said):
+    def head(outputs):
         full = np.full(d.V, -np.inf)
-        full[d.IDS] = norm(said, w["norm.weight"]) @ w["lm_head.weight"].T
+        full[d.IDS] = norm(outputs, w["norm.weight"]) @ w["lm_head.weight"].T
         return full
 
     state = np.concatenate([STREAMS[tap] for tap in d.TAPS], -1).astype(np.float64) @ w["fc.weight"].T
@@ -95,11 +95,11 @@ def eagle_oracle(arrays, hd):
         return x + fed(norm(x, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp")
 
     embedding, head = w["embed_tokens.weight"], params_of("head")
-    return drafted_twice(layers, STREAMS[d.L].astype(np.float64), embedding, lambda said: said @ head.T)
+    return drafted_twice(layers, STREAMS[d.L].astype(np.float64), embedding, lambda outputs: outputs @ head.T)
 
 
 def falcon_oracle(arrays, hd):
-    """Both tokens of the first block, which is the last two pairs. The authors call the LSTM without `batch_first`."""
+    """Return both tokens of the first block, the last two pairs. The authors call the LSTM without `batch_first`."""
     import torch
 
     w = {name: value.astype(np.float64) for name, value in arrays.items()}
@@ -115,11 +115,11 @@ def falcon_oracle(arrays, hd):
 def medusa_oracle(arrays):
     w = {name: value.astype(np.float64) for name, value in arrays.items()}
     z = STREAMS[d.L, -1].astype(np.float64)
-    said = []
+    outputs = []
     for i in range(2):
         x = z + silu(z @ w[f"blocks.{i}.layers.0.weight"].T + w[f"blocks.{i}.layers.0.bias"])
-        said.append(x @ w[f"lm_heads.{i}.weight"].T)
-    return np.stack(said)
+        outputs.append(x @ w[f"lm_heads.{i}.weight"].T)
+    return np.stack(outputs)
 
 
 @pytest.mark.parametrize("hd", [8, 16])
@@ -128,10 +128,10 @@ def test_eagle3_is_one_head_in_every_dialect(hd, tmp_path):
     expected = eagle3_oracle(arrays, hd)
     assert np.isfinite(expected).sum() == 2 * d.VD
     for writer, (config, tensors) in d.eagle3_dialects(arrays, hd).items():
-        found = read_head(d.write(tmp_path / writer, config, tensors), target())
-        assert (found.kind, found.dialect) == ("eagle3", writer if writer != "fused" else "modelopt")
-        assert found.head.head.taps == d.TAPS
-        same(logits(found.head), expected)
+        loaded = read_head(d.write(tmp_path / writer, config, tensors), target())
+        assert (loaded.kind, loaded.dialect) == ("eagle3", writer if writer != "fused" else "modelopt")
+        assert loaded.head.head.taps == d.TAPS
+        same(logits(loaded.head), expected)
 
 
 def test_eagle_is_one_head_in_every_dialect(tmp_path, hd=16):
@@ -155,10 +155,10 @@ def test_falcon_by_its_authors(tmp_path, hd=16):
     config = d.layers(hd) | {"architectures": ["LlamaForCausalLM"], "k_mask": 2, "bias": True}
     folder = d.write(tmp_path / "authors", config, arrays, "pytorch_model.bin")
     assert recognise(folder) == ("falcon", "authors")
-    found = read_head(folder, target())
-    assert found.flags == {"block_size": 2, "lstm_layers": 2, "carries": False, "bias": True, "embeds": True}
-    same(logits(found.head), falcon_oracle(arrays, hd))
-    (ours,) = falcon.variants(found.head, d.L).values()
+    loaded = read_head(folder, target())
+    assert loaded.flags == {"block_size": 2, "lstm_layers": 2, "carries": False, "bias": True, "embeds": True}
+    same(logits(loaded.head), falcon_oracle(arrays, hd))
+    (ours,) = falcon.variants(loaded.head, d.L).values()
     save_head(tmp_path / "ours", ours)
     again = load_head(tmp_path / "ours", target())
     same_head(again, ours)
@@ -189,23 +189,23 @@ def test_medusa_by_its_authors_and_by_vllm(tmp_path):
         (vllm, prefixed, "model.safetensors"),
     ):  # fmt: skip
         folder = d.write(tmp_path / f"{len(list(tmp_path.iterdir()))}", config, tensors, name)
-        found = read_head(folder, target())
-        assert found.flags["num_heads"] == 3, "the heads in the file count"
-        assert bool(found.notes) == ("medusa_num_heads" in config)
-        same(logits(found.head), expected)
+        loaded = read_head(folder, target())
+        assert loaded.flags["num_heads"] == 3, "the heads in the file count"
+        assert bool(loaded.notes) == ("medusa_num_heads" in config)
+        same(logits(loaded.head), expected)
 
 
 def test_medusa_of_some_ids(tmp_path):
     arrays = d.medusa(2, d.VD)
     config = {"model_type": "medusa", "num_heads": 2, "truncated_vocab_size": d.VD}
-    found = logits(load_head(d.write(tmp_path, config, arrays | {"token_map": d.IDS}), target()))
+    loaded = logits(load_head(d.write(tmp_path, config, arrays | {"token_map": d.IDS}), target()))
     expected = np.full((2, d.V), -np.inf)
     expected[:, d.IDS] = medusa_oracle(arrays)
-    same(found, expected)
+    same(loaded, expected)
 
 
 def written(folder, arrays=None, hd=8, **changes):
-    """A head of speculators with some of its config changed; None: left out."""
+    """Write a head of speculators with changes of its config; None removes a field."""
     config, tensors = d.eagle3_dialects(d.eagle3(hd) if arrays is None else arrays, hd)["speculators"]
     config = {name: value for name, value in (config | changes).items() if value is not None}
     return d.write(folder, config, tensors)
@@ -240,33 +240,33 @@ def test_each_flag_changes_what_the_head_says(flag, tmp_path):
 
 
 def test_older_names_of_norms_and_flags_of_others(tmp_path):
-    """SpecForge's norms by place, and its norm_output, which means something else without them."""
+    """SpecForge numbers its norms by position, and its norm_output has another meaning without them."""
     names = zip(("low", "mid", "high"), range(3), strict=True)
     arrays = d.renamed(d.eagle3() | d.arrays_of(NORMS), *((f"fc_norm.{i}", f"aux_norm_{x}") for x, i in names))
     config, tensors = d.eagle3_dialects(arrays)["specforge"]
-    found = read_head(d.write(tmp_path / "new", config, tensors), target())
-    assert found.flags["norm_taps"] == "each" and found.flags["norm_output"]
+    loaded = read_head(d.write(tmp_path / "new", config, tensors), target())
+    assert loaded.flags["norm_taps"] == "each" and loaded.flags["norm_output"]
     config, tensors = d.eagle3_dialects(d.eagle3())["specforge"]
-    found = read_head(d.write(tmp_path / "old", config, tensors), target())
-    assert not found.flags["norm_output"] and "without fc_norm" in found.notes[0]
-    found = read_head(written(tmp_path / "unsaid", norm_before_residual=None), target())
-    assert not found.flags["norm_before_residual"] and "which vLLM takes for true" in found.notes[0]
+    loaded = read_head(d.write(tmp_path / "old", config, tensors), target())
+    assert not loaded.flags["norm_output"] and "without fc_norm" in loaded.notes[0]
+    loaded = read_head(written(tmp_path / "unsaid", norm_before_residual=None), target())
+    assert not loaded.flags["norm_before_residual"] and "vLLM assumes true" in loaded.notes[0]
 
 
 def test_five_streams_of_deepspec_and_the_embedding_itself(tmp_path):
     config, _ = d.eagle3_dialects(d.eagle3())["deepspec"]
     arrays = d.eagle3(taps=5, vocab=d.V) | d.arrays_of({"embed_tokens.weight": (d.V, d.D)})
     config |= {"target_layer_ids": [-1, 0, 2, 4, 5], "draft_vocab_size": None}
-    found = read_head(d.write(tmp_path, config, arrays), target())
-    assert found.head.head.taps == (0, 1, 3, 5, 6) and found.flags["embeds"]
-    assert np.isfinite(logits(found.head)).all(), "it drafts all ids"
+    loaded = read_head(d.write(tmp_path, config, arrays), target())
+    assert loaded.head.head.taps == (0, 1, 3, 5, 6) and loaded.flags["embeds"]
+    assert np.isfinite(logits(loaded.head)).all(), "it drafts all ids"
 
 
 def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
     arrays = d.eagle() | {"embed_tokens.weight": np.asarray(target().params["embed"]["weight"])}
-    found = read_head(d.write(tmp_path, d.layers(8), arrays), target())
-    assert not found.flags["embeds"] and "embed" not in found.head.params
-    assert found.notes == ("embed_tokens equals the target's embedding and is shared",)
+    loaded = read_head(d.write(tmp_path, d.layers(8), arrays), target())
+    assert not loaded.flags["embeds"] and "embed" not in loaded.head.params
+    assert loaded.notes == ("embed_tokens equals the target's embedding and is shared",)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
@@ -296,17 +296,17 @@ def test_a_layout_without_words_for_a_head_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_token_map_of_fr_spec(kind, tmp_path):
-    """Its ids are those of the target, and the others are not drafted; those keep their logits."""
+    """The map has the target's ids. Other ids are not drafted, and mapped ones keep their logits."""
     torch = pytest.importorskip("torch")
     torch.save([20, 3, 50], tmp_path / "freq_3.pt")
     arrays, config = (d.eagle(), d.layers(8)) if kind == "eagle" else (d.eagle3(vocab=d.V), d.layers(8))
     folder = d.write(tmp_path / "head", config, arrays)
-    whole, some = (
+    complete, some = (
         logits(load_head(folder, target())),
         logits(load_head(folder, target(), token_map=tmp_path / "freq_3.pt")),
     )
-    expected = np.full_like(whole, -np.inf)
-    expected[:, [3, 20, 50]] = whole[:, [3, 20, 50]]
+    expected = np.full_like(complete, -np.inf)
+    expected[:, [3, 20, 50]] = complete[:, [3, 20, 50]]
     same(some, expected)
 
 
@@ -325,7 +325,7 @@ MISFITS = {
     ),
     "family": (
         lambda: {}, shapes_of_target(qk_norm=True),
-        r'head for "LlamaForCausalLM", and the target tiny is of the family qwen3'
+        r'is for "LlamaForCausalLM", and the target tiny is of the family qwen3'
     ),
     "draft vocabulary": (
         lambda: {"draft_vocab_size": 32}, target(), r"draft_vocab_size 32, and its lm_head.weight .* 16"
@@ -368,7 +368,7 @@ TENSORS = {
     "twice": (lambda a: a.update({"midlayer.hidden_norm.weight": a["norm.weight"]}), "which are one tensor"),
     "joined of other sizes": (
         lambda a: a.update({"layers.0.self_attn.qkv_proj.weight": np.zeros((40, 64), np.float32)}),
-        "of 40 rows, and by config.json it joins 32",
+        "with 40 rows, but by config.json it has 32",
     ),
 }
 
@@ -387,7 +387,7 @@ def test_tensors_that_are_not_as_they_should_be_are_named(name, tmp_path):
 
 
 class Runs:
-    """A pickle that would run something."""
+    """A pickle that would execute code."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -428,17 +428,17 @@ def test_a_token_map_that_does_not_fit(tmp_path):
 def test_what_is_no_head_is_told_from_one(tmp_path):
     assert recognise(tmp_path / "nothing") is None and recognise("target") is None
     config = d.layers(8) | {"architectures": ["LlamaForCausalLM"]}
-    whole = d.write(tmp_path / "model", config, d.arrays_of({"model.embed_tokens.weight": (d.V, d.D)}))
-    assert recognise(whole) is None
+    complete = d.write(tmp_path / "model", config, d.arrays_of({"model.embed_tokens.weight": (d.V, d.D)}))
+    assert recognise(complete) is None
     with pytest.raises(UsageError, match="is not a draft head of a known kind"):
-        load_head(whole, target())
-    (whole / "config.json").write_text(json.dumps([1]))
+        load_head(complete, target())
+    (complete / "config.json").write_text(json.dumps([1]))
     with pytest.raises(UsageError, match="is not a JSON object"):
-        load_head(whole, target())
+        load_head(complete, target())
 
 
 def shifting(vocab: int = 7, shift: int = 3) -> tuple[Target, np.ndarray]:
-    """A target that says the same token after another, and what moves its streams one token on."""
+    """Return a target with a fixed next token for each token, and the map that shifts its streams by one token."""
     following = (np.arange(vocab) + shift) % vocab
     rows = np.full((vocab, vocab), 1e-6, np.float32)
     rows[np.arange(vocab), following] = 1.0
@@ -448,7 +448,7 @@ def shifting(vocab: int = 7, shift: int = 3) -> tuple[Target, np.ndarray]:
 
 
 def knowing(move: np.ndarray, **changes) -> LoadedHead:
-    """An EAGLE-3 whose layer adds nothing: it says what the stream of a token leads to."""
+    """Return an EAGLE-3 head with a layer that adds zero: it predicts from the stream of a token."""
     vocab = len(move)
     layer = LlamaConfig(vocab, vocab, 1, 2, 1, 8, 8)
     config = Eagle3Config(**{"layer": layer, "taps": (2,), "target_width": vocab, "vocab_size": vocab} | changes)
@@ -481,24 +481,24 @@ def test_the_likeliest_reason_of_a_low_agreement_is_the_reading_that_mends_it():
 
 
 def all_of(kind, folder):
-    """(head, config, tensors) of a tiny random head of speculators."""
+    """Return (head, config, tensors) of a tiny random head of speculators."""
     head = tiny_head(kind, target())
     save_head(folder, head, target=target())
     return head, json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def same_head(found, expected):
+def same_head(loaded, expected):
     def shapes(config):
-        """Without what is the target's affair."""
+        """Return the shapes without the target's own parts."""
         return replace(config, layer=replace(config.layer, tied=False, name="", cache_bits=False))
 
-    assert found.head.kind == expected.head.kind
-    assert shapes(found.head.config) == shapes(expected.head.config)
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    assert loaded.head.kind == expected.head.kind
+    assert shapes(loaded.head.config) == shapes(expected.head.config)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
 
 
 def flat(config, **changes):
-    """As all but speculators write it: one table."""
+    """Return a config without nested objects, as most writers save it."""
     config = config | config["transformer_layer_config"] | changes
     return {key: value for key, value in config.items() if not key.startswith(("speculators", "transformer_layer"))}
 
@@ -507,8 +507,8 @@ def flat(config, **changes):
 def test_drafters_of_blocks_are_read_back_bit_by_bit(kind, tmp_path):
     head, config, _ = all_of(kind, tmp_path)
     assert recognise(tmp_path) == (kind, "speculators")
-    found = read_head(tmp_path, target())
-    same_head(found.head, head)
+    loaded = read_head(tmp_path, target())
+    same_head(loaded.head, head)
     assert config["speculators_model_type"] == {"p_eagle": "peagle"}.get(kind, kind)
 
 
@@ -567,7 +567,7 @@ def test_block_drafters_that_do_not_fit(tmp_path):
 
 
 def arrays_by_table(head, table):
-    """The tensors of a head by the names of its kind's table."""
+    """Return the tensors of a head by the names of its format's table."""
     path = lambda keys: ".".join(str(entry.key) for entry in keys)
     leaves = jax.tree_util.tree_flatten_with_path(head.params)[0]
     return {stored_name(table, path(keys)): np.asarray(x) for keys, x in leaves}
@@ -583,13 +583,13 @@ def test_hydra_with_a_prefix_layer_and_without(tmp_path):
             odd = lambda match: f"{match[1]}.{2 * int(match[2]) + 1}."
             arrays = {re.sub(r"^(hydra_mlp\.\d+)\.(\d+)\.", odd, name): x for name, x in arrays.items()}
             arrays = {re.sub(r"^(hydra_lm_head\.\d+)\.", r"\1.1.", name): x for name, x in arrays.items()}
-        said = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}
-        folder = d.write(tmp_path / str(number), said, arrays, "hydra_lm_head.pt")
+        outputs = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}
+        folder = d.write(tmp_path / str(number), outputs, arrays, "hydra_lm_head.pt")
         assert recognise(folder) == ("hydra", "authors")
-        found = load_head(folder, target())
-        assert replace(found.head.config, layer=None) == replace(config, layer=None)
-        jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
-    (folder / "config.json").write_text(json.dumps(said | {"hydra_head_arch": "cross-attn"}))
+        loaded = load_head(folder, target())
+        assert replace(loaded.head.config, layer=None) == replace(config, layer=None)
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, head.params)
+    (folder / "config.json").write_text(json.dumps(outputs | {"hydra_head_arch": "cross-attn"}))
     with pytest.raises(UsageError, match='hydra_head_arch "cross-attn", and the file is of prefix-mlp'):
         load_head(folder, target())
 
@@ -601,42 +601,42 @@ def test_recurrent_speculators(tmp_path):
         arrays = {f"speculator.{name}": x for name, x in arrays_by_table(head, mlp_speculator.TABLE).items()}
         if tied:
             arrays |= {f"speculator.{part}.1.weight": arrays[f"speculator.{part}.0.weight"] for part in ("emb", "head")}
-        said = {"model_type": "mlp_speculator", "n_predict": 3, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16}
-        folder = d.write(tmp_path / str(tied), said | {"tie_weights": tied, "scale_input": True}, arrays)
+        outputs = {"model_type": "mlp_speculator", "n_predict": 3, "vocab_size": d.V, "emb_dim": d.D, "inner_dim": 16}
+        folder = d.write(tmp_path / str(tied), outputs | {"tie_weights": tied, "scale_input": True}, arrays)
         assert recognise(folder) == ("mlp_speculator", "ibm")
-        found = read_head(folder, target())
-        assert found.head.head.config == config and len(found.unused) == 2 * tied
-        jax.tree.map(np.testing.assert_array_equal, found.head.params, head.params)
+        loaded = read_head(folder, target())
+        assert loaded.head.head.config == config and len(loaded.unused) == 2 * tied
+        jax.tree.map(np.testing.assert_array_equal, loaded.head.params, head.params)
     config = ReDrafterConfig(d.D, 40, d.V, num_blocks=2)
     head = init_head("redrafter", config, jax.random.key(1))
     arrays = d.renamed(arrays_by_table(head, redrafter.TABLE), ("head.weight", "lm_head.2.weight"))
-    said = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
-    found = load_head(d.write(tmp_path / "redrafter", said, arrays), target())
-    assert found.head.config == config
-    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    outputs = {"model_type": "recurrent_drafting_drafter", "hidden_size": d.D, "exit_dim": 40, "num_draft_layers": 2}
+    loaded = load_head(d.write(tmp_path / "redrafter", outputs, arrays), target())
+    assert loaded.head.config == config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, head.params)
 
 
 def test_prompts_of_ppd(tmp_path):
     arrays = d.arrays_of({"prompt_embeddings": (6, d.D)})
-    said = {
+    outputs = {
         "peft_type": "PROMPT_TUNING", "base_model_name_or_path": "target", "num_virtual_tokens": 6,
         "num_special_tokens": 3, "virtual_tokens_per_special_token": 2, "vt_attention_type": "ensemble",
         "aggregation_type": "mean", "num_exits": 1,
     }  # fmt: skip
 
     def adapter(name: str, arrays=arrays, **changes):
-        folder = d.write(tmp_path / name, said | changes, arrays, f"adapter_model.{name.partition('.')[2]}")
+        folder = d.write(tmp_path / name, outputs | changes, arrays, f"adapter_model.{name.partition('.')[2]}")
         return (folder / "config.json").rename(folder / "adapter_config.json").parent
 
     for name in ("one.bin", "two.safetensors"):
         folder = adapter(name)
         assert recognise(folder) == ("ppd", "peft")
-        found = read_head(folder, target())
-        assert found.head.head.config == PpdConfig(d.D, 3, 2) and found.trained_for == "target"
-        prompts = found.head.head.soft_prompts(found.head.params)
+        loaded = read_head(folder, target())
+        assert loaded.head.head.config == PpdConfig(d.D, 3, 2) and loaded.trained_for == "target"
+        prompts = loaded.head.head.soft_prompts(loaded.head.params)
         np.testing.assert_array_equal(prompts[2, 1], arrays["prompt_embeddings"][5])
         np.testing.assert_array_equal(np.reshape(prompts, (6, d.D)), arrays["prompt_embeddings"])
-    ((reason, other),) = ppd.variants(found.head, d.L).items()
+    ((reason, other),) = ppd.variants(loaded.head, d.L).items()
     assert "one copy" in reason
     np.testing.assert_array_equal(other.head.soft_prompts(other.params)[2, 1], arrays["prompt_embeddings"][1 * 3 + 2])
     for number, (changes, words) in enumerate((
@@ -645,7 +645,7 @@ def test_prompts_of_ppd(tmp_path):
         ({"vt_attention_type": "decoder"}, 'vt_attention_type "decoder", and for 2 copies ensemble is supported'),
         ({"aggregation_type": "weighted"}, 'aggregation_type "weighted", and only mean'),
         ({"num_exits": 3}, r"num_exits 3, and only the target's last layer is supported \(1\)"),
-        ({"use_custom_lm_head": True}, "sets use_custom_lm_head: a head of its own beside the prompts"),
+        ({"use_custom_lm_head": True}, "sets use_custom_lm_head: a head of its own next to the prompts"),
     )):  # fmt: skip
         with pytest.raises(UsageError, match=words):
             load_head(adapter(f"{number}.safetensors", **changes), target())
@@ -660,8 +660,8 @@ def test_fspad(tmp_path):
     save_head(tmp_path, head, layout="fspad")
     assert {"fc.fc.weight", "fc.mlp.up_proj.weight"} <= set(load_file(tmp_path / "model.safetensors"))
     assert recognise(tmp_path) == ("eagle", "fspad")
-    found = load_head(tmp_path, target())
-    assert found.head.config.sampler and found.head.config.split
-    jax.tree.map(np.testing.assert_array_equal, found.params, head.params)
+    loaded = load_head(tmp_path, target())
+    assert loaded.head.config.sampler and loaded.head.config.split
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, head.params)
     with pytest.raises(UsageError, match="the head has a sampler, which the layout safeailab does not fit"):
         save_head(tmp_path, head, layout="safeailab")

@@ -1,4 +1,4 @@
-"""Files of heads made to break their readers: each is read, or refused in one short sentence. Nothing else."""
+"""Files of heads that are damaged: each is read, or refused in one short sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specjax.models.loading.heads import read_head, recognise
 @pytest.mark.parametrize(("rng", "count"), attacks(10, 6_000))
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads(kind, rng, count, tmp_path):
-    """Config and header of the tensors, of every kind in the layout that it is written in."""
+    """The config and the tensor header of every kind are damaged, in the layout that specjax writes."""
     save_head(tmp_path, numbered_head(kind, target()), target=target())
     attacked(tmp_path, "model.safetensors", rng, count)
 
@@ -58,11 +58,11 @@ def test_heads_of_others(writer, rng, count, tmp_path):
 
 
 def attacked(folder, name, rng, count):
-    """A head's folder, read with its config or the header of its tensors changed."""
+    """Read the folder of a head with a damaged config or tensor header."""
     described, weights = folder / "config.json", folder / name
-    config, whole = json.loads(described.read_text()), weights.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    config, full = json.loads(described.read_text()), weights.read_bytes()
+    length = int.from_bytes(full[:8], "little")
+    header, data = json.loads(full[8 : 8 + length]), full[8 + length :]
 
     def use():
         recognise(folder)
