@@ -4,8 +4,8 @@
     python benchmarks/blocks_from_autoregressive.py measure stories260K.bin blocks.safetensors --texts stories.txt
 
 `train` begins with the weights as they are and teaches them to fill masked columns of blocks, of which each sees itself
-as it is masked and the blocks before as they are (`specjax.training.objectives.masked`). With --alignment shifted the row of a
-column goes on predicting the next one, and the first column of a block is the autoregressive model's own. A run that
+as it is masked and the blocks before as they are (`specjax.training.objectives.masked`). With --alignment shifted the
+row of a column goes on predicting the next one, and the first column of a block is the autoregressive model's own. A run that
 was ended goes on in its folder.
 
 `measure` decodes beginnings of texts that were held out, greedily, and says of each way: tokens per pass, columns per
@@ -69,22 +69,22 @@ def teach(args: argparse.Namespace) -> None:
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
     trained = train(
-        None, pupil, lessons, recipe=recipe, epochs=epochs, rows=args.rows, length=args.length, places=1,
+        None, pupil, lessons, recipe=recipe, epochs=epochs, rows=args.rows, length=args.length, starts_per_row=1,
         evaluate_every=args.keep, seed=args.seed, folder=args.run, on_progress=on_progress,
     )  # fmt: skip
     about = {name: str(getattr(args, name)) for name in ("epochs", "rows", "length", "learning_rate", "seed")}
     about["seconds"] = f"{time.perf_counter() - started:.0f}"
-    denoisers.save(args.out, trained, "float32", **about)
+    denoisers.save_denoiser(args.out, trained, "float32", **about)
 
 
 def bound(denoiser: Denoiser, pieces: list[list[int]], length: int) -> float:
     """Nats per token of held-out texts at most: the loss that it was trained by, over several draws of masks."""
-    (lesson, *_) = pack([TrainingText(tuple(one), 1) for one in pieces], len(pieces), length, alone=True)
+    (lesson, *_) = pack([TrainingText(tuple(one), 1) for one in pieces], len(pieces), length, one_per_row=True)
 
     @jax.jit
     def of(denoiser: Denoiser, key: jax.Array) -> jax.Array:
-        view = masked.noised(denoiser, lesson, key)
-        return masked.loss_of(denoiser, lesson, (view, masked.complement(lesson, view)))[0]
+        view = masked.mask_randomly(denoiser, lesson, key)
+        return masked.compute_loss(denoiser, lesson, (view, masked.complement(lesson, view)))[0]
 
     return float(np.mean([of(denoiser, jax.random.key(i)) for i in range(8)]))
 
@@ -112,7 +112,7 @@ def ways(denoiser: Denoiser) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def measure(args: argparse.Namespace) -> None:
     target, tokenizer = specjax.load(args.model, dtype="float32")
-    denoiser = denoisers.load(args.weights)
+    denoiser = denoisers.load_denoiser(args.weights)
     held_out = stories(args.texts, tokenizer, args.length)[-HELD_OUT:]
     prompts = [one[:PROMPT] for one in held_out if len(one) == args.length]
     options = {"key": 0, "max_new_tokens": NEW}

@@ -38,6 +38,7 @@ from specjax.analysis import parallel_bench_grid, word_problems
 from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
 from specjax.catalog import of_kind
 from specjax.diffusion import Denoised, Denoiser, Procedure
+from specjax.diffusion.methods.learn2pd import Filter
 from specjax.diffusion.prepare import prepare
 from specjax.diffusion.procedures import procedure_of
 from specjax.engine.prepare import Settings
@@ -92,9 +93,9 @@ def teach(args: argparse.Namespace) -> None:
     suite, causal = SUITES[args.model], args.model.endswith("block4")
     block = bench.BLOCK if causal else None
     read = {"mask_token": suite.bench.MASK, "attention": "block_causal" if causal else "full", "block": block}
-    pupil = denoisers.new(suite.config, seed=args.seed, **read)
+    pupil = denoisers.init_denoiser(suite.config, seed=args.seed, **read)
     if args.start:
-        pupil = pupil.replace(params=denoisers.load(args.start).params)
+        pupil = pupil.replace(params=denoisers.load_denoiser(args.start).params)
     recipe = recipe_of("masked_diffusion", learning_rate=args.learning_rate)
     lessons = suite.texts(args.steps * args.rows, args.seed + 1, causal)
     started = time.perf_counter()
@@ -105,13 +106,14 @@ def teach(args: argparse.Namespace) -> None:
                   f"{progress.seconds:.0f} s", flush=True)  # fmt: skip
 
     trained = train(
-        None, pupil, lessons, recipe=recipe, rows=args.rows, length=suite.length, places=1, evaluate_every=args.keep,
+        None, pupil, lessons, recipe=recipe, rows=args.rows, length=suite.length, starts_per_row=1,
+        evaluate_every=args.keep,
         seed=args.seed, folder=args.run, on_progress=on_progress,
     )  # fmt: skip
     Path(args.out).mkdir(parents=True, exist_ok=True)
     about = {name: str(getattr(args, name)) for name in ("model", "steps", "rows", "learning_rate", "seed")}
     about["seconds"] = f"{time.perf_counter() - started:.0f}"
-    denoisers.save(Path(args.out) / f"{args.model}.safetensors", trained, **about)
+    denoisers.save_denoiser(Path(args.out) / f"{args.model}.safetensors", trained, **about)
 
 
 GRID: dict[str, list[dict[str, Any]]] = {
@@ -144,14 +146,16 @@ def procedure(suite: Suite, name: str, denoiser: Denoiser, options: dict[str, An
     return procedure_of(name, denoiser, **options)
 
 
-def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> learn2pd_filter.Filter:
+def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> Filter:
     """Fitted to the oracle's replay of texts that the model wrote to questions of its own, one column a pass."""
     rng = np.random.default_rng(7)
     items = [(name, suite.bench.lesson_item(rng, name)) for name in suite.measured for _ in range(count)]
     written = decoded(suite, denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
-    texts = [TrainingText((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)]
-    (lesson,) = pack(texts, len(texts), suite.length, alone=True)
-    return learn2pd_filter.fit(
+    texts = [
+        TrainingText((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)
+    ]
+    (lesson,) = pack(texts, len(texts), suite.length, one_per_row=True)
+    return learn2pd_filter.fit_filter(
         learn2pd_filter.replay(denoiser, lesson, denoiser.block or 8), jax.random.key(0), steps=3000
     )
 
@@ -202,7 +206,7 @@ def measure(args: argparse.Namespace) -> None:
     kept = Path(args.out).with_suffix(".json")
     cells = json.loads(kept.read_text()) if kept.exists() else {}
     asked = {model: questions(SUITES[model], args.count) for model in args.models}
-    readers = {model: denoisers.load(Path(args.weights) / f"{model}.safetensors") for model in args.models}
+    readers = {model: denoisers.load_denoiser(Path(args.weights) / f"{model}.safetensors") for model in args.models}
     names = args.methods or list(of_kind("diffusion"))
     jobs = [(model, name, {}) for model in readers for name in names]  # defaults first
     jobs += [(model, name, options) for model in readers for name in names for options in GRID.get(name, [])]

@@ -22,19 +22,23 @@ import jax
 from shipped_head import padded
 
 import specjax
-from specjax.training import Text, served
-from specjax.training.objectives.trainables import learner_of
+from specjax.training import TrainingText, measure_acceptance
+from specjax.training.objectives.trainables import build_objective
 
 
-def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompts: list[list[int]]) -> list[Text]:
+def answered(
+    args: argparse.Namespace, target: specjax.Target, tokenizer, prompts: list[list[int]]
+) -> list[TrainingText]:
     if args.answers and args.answers.exists():
-        return [Text(tuple(tokens), prompt) for tokens, prompt in json.loads(args.answers.read_text())][: args.limit]
+        return [TrainingText(tuple(tokens), prompt) for tokens, prompt in json.loads(args.answers.read_text())][
+            : args.limit
+        ]
     found = []
     for start in range(0, len(prompts), 8):
         part = prompts[start : start + 8]
         decoded = specjax.decode(target, None, part, key=0, max_new_tokens=args.max_new_tokens, eos=tokenizer.eos)
         pairs = zip(part, decoded.to_lists(), strict=True)
-        found += [Text((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+        found += [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
         print(f"answered {len(found)} of {len(prompts)}", flush=True)
     if args.answers:
         args.answers.write_text(json.dumps(found) + "\n")
@@ -43,7 +47,7 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer, prompt
 
 def _depths(pupil, most: int) -> int:
     """Of its chain."""
-    return min(most, learner_of(pupil).deepest or most)
+    return min(most, build_objective(pupil).max_depth or most)
 
 
 def _drafters(args: argparse.Namespace, target: specjax.Target, drafts: dict, heads: dict) -> dict:
@@ -86,7 +90,7 @@ def main() -> None:
     length = max(len(text.tokens) for text in texts)
     for name, pupil in (drafts | heads).items():
         depths = _depths(pupil, args.num_tokens)
-        found = served(target, pupil, texts, depths=depths, rows=4, length=length)
+        found = measure_acceptance(target, pupil, texts, depths=depths, rows=4, length=length)
         print(
             f"{name}: {found.per_pass:.3f} tokens per pass of a chain of {depths}, first draft right "
             f"at {found.first:.1%}, {len(texts)} problems, {found.tokens} tokens",

@@ -25,8 +25,8 @@ import numpy as np
 
 import specjax
 from specjax.models.heads.kinds import KINDS
-from specjax.training import Text, new_head, recipe_of, served, train
-from specjax.training.data.vocabulary import likeliest_ids
+from specjax.training import TrainingText, measure_acceptance, new_head, recipe_of, train
+from specjax.training.data.vocabulary import most_frequent_ids
 from specjax.training.measure import scaling
 
 HELD_OUT = 64
@@ -75,7 +75,7 @@ def beginnings(file: Path, tokenizer: Any, count: int) -> list[list[int]]:
     return found[: count + HELD_OUT]
 
 
-def answered(target: specjax.Target, texts: list[list[int]], temperature: float) -> list[Text]:
+def answered(target: specjax.Target, texts: list[list[int]], temperature: float) -> list[TrainingText]:
     """Their first PROMPT tokens as the target continues them."""
     found = []
     for start in range(0, len(texts), 64):
@@ -83,7 +83,7 @@ def answered(target: specjax.Target, texts: list[list[int]], temperature: float)
         key = jax.random.fold_in(jax.random.key(0), start)
         options = {"temperature": temperature, "max_new_tokens": LENGTH - PROMPT}
         answers = specjax.decode(target, None, prompts, key=key, **options).to_lists()
-        found += [Text((*prompt, *answer), PROMPT) for prompt, answer in zip(prompts, answers, strict=True)]
+        found += [TrainingText((*prompt, *answer), PROMPT) for prompt, answer in zip(prompts, answers, strict=True)]
     return found
 
 
@@ -97,7 +97,7 @@ class Bench:
         self.data = {
             "greedy": answered(self.target, to_learn, 0.0),
             "drawn": answered(self.target, to_learn, 1.0),
-            "corpus": [Text(tuple(one), PROMPT) for one in to_learn],
+            "corpus": [TrainingText(tuple(one), PROMPT) for one in to_learn],
         }
         self.held_out = answered(self.target, apart, 0.0)
         self.epochs, self.rows = args.epochs, args.rows
@@ -110,7 +110,7 @@ class Bench:
         texts = self.data[changes.get("data", "greedy")]
         texts = texts[: round(share * len(texts))]
         vocab = self.target.model.vocab_size
-        ids = likeliest_ids(texts, changes["vocab"], vocab) if "vocab" in changes else None
+        ids = most_frequent_ids(texts, changes["vocab"], vocab) if "vocab" in changes else None
         key = jax.random.key(seed)
         head = new_head(kind, config, self.target, key, ids=ids, random=changes.get("random", False))
         started = time.perf_counter()
@@ -118,8 +118,8 @@ class Bench:
             self.target, head, texts, recipe=recipe_of(kind, **{"optimizer": "adamw"} | changes.get("recipe", {})),
             epochs=epochs or self.epochs, rows=self.rows, length=LENGTH, seed=seed,
         )  # fmt: skip
-        depths = min(CHAIN, head.head.deepest or CHAIN)
-        found = served(self.target, head, self.held_out, depths=depths, rows=self.rows, length=LENGTH)
+        depths = min(CHAIN, head.head.max_depth or CHAIN)
+        found = measure_acceptance(self.target, head, self.held_out, depths=depths, rows=self.rows, length=LENGTH)
         tokens = sum(len(text.tokens) - PROMPT for text in texts)
         return {
             "per_pass": found.per_pass, "first": found.first, "tokens": tokens,

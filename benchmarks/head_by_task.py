@@ -18,16 +18,16 @@ from shipped_head import prompts_by_task
 
 import specjax
 from specjax.models.loading.heads.shipped import NAMES
-from specjax.training import Text, served
+from specjax.training import TrainingText, measure_acceptance
 
 COUNTED = ("mt_bench", "math_reasoning", "qa", "summarization")
 
 
-def answered(given: argparse.Namespace, target: specjax.Target, tokenizer) -> dict[str, list[Text]]:
+def answered(given: argparse.Namespace, target: specjax.Target, tokenizer) -> dict[str, list[TrainingText]]:
     """By task."""
     if given.answers and given.answers.exists():
         kept = json.loads(given.answers.read_text())
-        return {task: [Text(tuple(tokens), prompt) for tokens, prompt in texts] for task, texts in kept.items()}
+        return {task: [TrainingText(tuple(tokens), prompt) for tokens, prompt in texts] for task, texts in kept.items()}
     found = {}
     for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
         if prompts:
@@ -35,7 +35,7 @@ def answered(given: argparse.Namespace, target: specjax.Target, tokenizer) -> di
                 target, None, prompts, key=0, max_new_tokens=given.max_new_tokens, eos=tokenizer.eos
             )
             pairs = zip(prompts, result.to_lists(), strict=True)
-            found[task] = [Text((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+            found[task] = [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
     if given.answers:
         given.answers.write_text(json.dumps(found) + "\n")
     return found
@@ -60,7 +60,8 @@ def main() -> None:
     for name in given.heads:
         head = specjax.load_head(name, target)
         found = {
-            task: served(target, head, some, depths=given.num_draft_tokens, **shape) for task, some in texts.items()
+            task: measure_acceptance(target, head, some, depths=given.num_draft_tokens, **shape)
+            for task, some in texts.items()
         }
         of = [found[task] for task in COUNTED if task in found]
         cells = [f"{one.per_pass:.2f}, {one.first:.0%}" for one in found.values()]

@@ -142,14 +142,14 @@ TASK = ("Write", "Imagine", "Describe", "Explain", "Compose", "Could you", "Give
 def begun(folder: Path, draw: random.Random) -> list[str]:
     """What the demo model itself writes of user turns that begin so."""
     import specjax
-    from specjax.training import answer
-    from specjax.training.data.target_responses import opening
+    from specjax.training import generate_responses
+    from specjax.training.data.target_responses import chat_prefix
 
     target, tokenizer = specjax.load(dtype="bfloat16")
-    begin = opening(tokenizer)
+    begin = chat_prefix(tokenizer)
     words = [word for word in QUESTION for _ in range(62)] + [word for word in TASK for _ in range(60)]
     rows = [[*begin, *tokenizer.encode(word)] for word in words]
-    told = answer(
+    told = generate_responses(
         target, rows, eos=tokenizer.eos, max_new_tokens=64, temperature=1.0, slots=32, seed=4, numbers=range(len(rows))
     )  # fmt: skip
     said = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in told if ended == "eos"}

@@ -1,41 +1,81 @@
-"""Training drafters on what their target writes: docs/training.md.
+"""Training of draft heads, draft models and denoisers: docs/training.md.
 
-`train` is the loop, `loop.train_step` one pure step of it; `served` says what a head serves,
-exactly and without decoding. Models that write several tokens a pass by themselves are trained whole:
-`train_hamburger`, `train_lud`, `train_consistency`.
+`train_drafter` goes from a target to a served head in one call. `train` is the loop on texts of your own, and
+`train_step` one pure step of it. `measure_acceptance` computes the tokens per target pass of a head, without decoding.
+
+More methods have functions of their own. Each module's docstring has an example:
+
+- `train_hamburger`, `train_lud` and `train_consistency` train models that write several tokens per pass by themselves.
+- `train_certainty` and `train_filter` (dParallel, Learn2PD) make denoisers decide more columns per pass.
+- `init_denoiser`, `save_denoiser` and `load_denoiser` handle denoisers of your own.
+- `init_stopping` (SpecDec++) and `fit_judge` (Judge Decoding) train heads that make decisions for a drafter or
+verifier. - `OnlineTrainer` updates a drafter while `serve` runs.
 """
 
-from specjax.training.data.packing import Lesson, Text, pack
-from specjax.training.data.target_responses import Answers, answer, own_prompts
+from specjax.training.data.packing import PackedBatch, TrainingText, pack
+from specjax.training.data.target_responses import (
+    ResponseStore,
+    TargetResponse,
+    generate_prompts,
+    generate_responses,
+)
 from specjax.training.loop.head_init import new_head
-from specjax.training.loop.trainer import Progress, train, train_step
-from specjax.training.measure.acceptance_eval import Served, served
-from specjax.training.methods.consistency import mixed_labels, train_consistency, trajectories
+from specjax.training.loop.step import train_step
+from specjax.training.loop.target_activations import ActivationCache
+from specjax.training.loop.trainer import TrainingProgress, train
+from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
+from specjax.training.methods.certainty_forcing import train_certainty
+from specjax.training.methods.consistency import collect_trajectories, mixed_labels, train_consistency
+from specjax.training.methods.denoisers import init_denoiser, load_denoiser, save_denoiser
 from specjax.training.methods.hamburger import train_hamburger
+from specjax.training.methods.judge_head import JudgedResponse, JudgeHead, fit_judge, make_examples, threshold_for
+from specjax.training.methods.learn2pd_filter import train_filter
 from specjax.training.methods.lexical_units import train_lud
+from specjax.training.methods.online import OnlineTrainer
 from specjax.training.objectives.losses import LOSSES
 from specjax.training.objectives.recipes import RECIPES, Recipe, recipe_of
+from specjax.training.objectives.stopping import init_stopping
+from specjax.training.observer import TrainingObserver
+from specjax.training.pipeline import TrainedDrafter, TrainingSettings, train_drafter
 
 __all__ = [
     "LOSSES",
     "RECIPES",
-    "Answers",
-    "Lesson",
-    "Progress",
+    "ActivationCache",
+    "JudgeHead",
+    "JudgedResponse",
+    "MeasuredAcceptance",
+    "OnlineTrainer",
+    "PackedBatch",
     "Recipe",
-    "Served",
-    "Text",
-    "answer",
+    "ResponseStore",
+    "TargetResponse",
+    "TrainedDrafter",
+    "TrainingObserver",
+    "TrainingProgress",
+    "TrainingSettings",
+    "TrainingText",
+    "collect_trajectories",
+    "fit_judge",
+    "generate_prompts",
+    "generate_responses",
+    "init_denoiser",
+    "init_stopping",
+    "load_denoiser",
+    "make_examples",
+    "measure_acceptance",
     "mixed_labels",
     "new_head",
-    "own_prompts",
     "pack",
     "recipe_of",
-    "served",
+    "save_denoiser",
+    "threshold_for",
     "train",
+    "train_certainty",
     "train_consistency",
+    "train_drafter",
+    "train_filter",
     "train_hamburger",
     "train_lud",
     "train_step",
-    "trajectories",
 ]

@@ -18,7 +18,7 @@ COUNT = 8
 
 @functools.cache
 def trained(name: str):
-    return denoisers.load(FOLDER / f"{name}.safetensors")
+    return denoisers.load_denoiser(FOLDER / f"{name}.safetensors")
 
 
 def right(denoiser, task: str, method, count: int = COUNT) -> tuple[float, float]:

@@ -89,7 +89,7 @@ def training(address: str, count: str, host: str, folder: str, epochs: str) -> N
     from training_runs import head_of, recipe, target, texts
 
     import specjax
-    from specjax.training import served, train
+    from specjax.training import measure_acceptance, train
 
     spread = specjax.shard(target(), parallel.mesh(int(count), 2))
     losses: list[float] = []
@@ -97,7 +97,7 @@ def training(address: str, count: str, host: str, folder: str, epochs: str) -> N
         spread, head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=int(epochs), rows=4, length=32,
         evaluate_every=2, folder=folder, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
-    found = served(spread, fitted, texts(), depths=3, rows=4, length=32)
+    found = measure_acceptance(spread, fitted, texts(), depths=3, rows=4, length=32)
     print(json.dumps({"losses": losses, "served": found}), flush=True)
 
 

@@ -28,7 +28,9 @@ def texts() -> tuple[TrainingText, ...]:
     """Four prompts, and what the target writes."""
     prompts = np.random.default_rng(0).integers(1, 60, (4, 6)).tolist()
     result = specjax.decode(target(), None, prompts, key=0, max_new_tokens=NEW)
-    return tuple(TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True))
+    return tuple(
+        TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)
+    )
 
 
 def head_of(kind: str):

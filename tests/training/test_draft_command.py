@@ -15,9 +15,9 @@ from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 from specjax.persistence.checkpoint import restore
-from specjax.persistence.fingerprint import of_weights
-from specjax.training.data.packing import Text
-from specjax.training.data.target_responses import Answer, Answers
+from specjax.persistence.fingerprint import digest_weights
+from specjax.training.data.packing import TrainingText
+from specjax.training.data.target_responses import ResponseStore, TargetResponse
 
 VOCAB = 64
 CONFIG = LlamaConfig(
@@ -63,11 +63,11 @@ def cli(capsys, monkeypatch):
 
 def test_from_a_target_to_a_draft_model_that_is_loaded(cli, target, prompts, tmp_path):
     out = tmp_path / "draft"
-    weights = of_weights(specjax.load(target)[0].params)
+    weights = digest_weights(specjax.load(target)[0].params)
     about = {"target": target.name, "weights": weights, "vocabulary": VOCAB, "temperature": 0.0, "max_new_tokens": 6}
-    answers = Answers(out / "answers", about)  # that are there already
+    answers = ResponseStore(out / "answers", about)  # that are there already
     for prompt in ((2, 3), (4,), (5, 6, 7)):
-        answers.add(Answer(Text((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
+        answers.add(TargetResponse(TrainingText((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
     arguments = ("train", "--method", "two_model", "--target", target, "--layers", 1, "--prompts", prompts, *SMALL)
     code, said, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--json")
     assert code == 0, told
@@ -104,19 +104,19 @@ def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
     model = ("train", "--method", "two_model", "--target", target, "--prompts", prompts, "--out", tmp_path / "draft")
     head = ("train", "--target", target, "--prompts", prompts, "--out", tmp_path / "head")
     for arguments, words in (
-        (model, "begins with --draft MODEL, or with --layers"),
+        (model, "starts from --draft MODEL, or from --layers"),
         ((*model, "--layers", "0,-1"), "--layers must be numbers such as 0,1,28,29"),
         (
             (*model, "--length", 16, "--layers", 2),
-            r"--layers: the target has layers 0 to 1; keep one or more of these, not \[2\]",
+            r"--layers: the target has layers 0 to 1; choose one or more of these, not \[2\]",
         ),
         ((*model, "--layers", 0, "--recipe", "eagle"), '--recipe must be one of distillspec, .*, not "eagle"'),
         ((*model, "--layers", 0, "--recipe", "fastdraft_pretraining"), "give them by --texts FILE"),
-        ((*model, "--layers", 0, "--recipe", "fastdraft", "--on-policy", 0.5), "which the loss ce does not ask"),
-        ((*model, "--layers", 0, "--start", "random"), "--start is not of --method two_model; leave it out"),
-        ((*model, "--draft", tmp_path / "draft"), "is what --draft names, which stays as it is"),
+        ((*model, "--layers", 0, "--recipe", "fastdraft", "--on-policy", 0.5), "which the loss ce does not read"),
+        ((*model, "--layers", 0, "--start", "random"), "--start does not fit --method two_model; leave it out"),
+        ((*model, "--draft", tmp_path / "draft"), "is the folder of --draft, which must not change"),
         ((*model, "--layers", 0, "--length", 65), "--length 65 is more than the 64 tokens that the model takes"),
-        ((*head, "--layers", 0), "--layers is not of --method eagle3; leave it out"),
+        ((*head, "--layers", 0), "--layers does not fit --method eagle3; leave it out"),
     ):
         code, said, told = cli(*arguments)
         assert code == 2 and "Traceback" not in said + told

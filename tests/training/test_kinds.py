@@ -19,7 +19,9 @@ def test_every_kind_has_a_recipe():
 @pytest.mark.parametrize("kind", those(("ppd",), KINDS))
 def test_three_steps_by_its_own_recipe_move_it(kind):
     head, told = head_of(kind), []
-    fitted = train(target(), head, texts()[:2], epochs=3, rows=2, length=32, places=4, chunk=2, listen=told.append)
+    fitted = train(
+        target(), head, texts()[:2], epochs=3, rows=2, length=32, starts_per_row=4, chunk=2, on_progress=told.append
+    )
     assert len(told) == 3 and all(np.isfinite(progress.loss) for progress in told)
     moved = jax.tree.map(lambda old, new: bool(np.any(old != new)), head.params, fitted.params)
     assert any(jax.tree.leaves(moved))
@@ -29,5 +31,5 @@ def test_three_steps_by_its_own_recipe_move_it(kind):
 
 def test_a_recipe_asks_for_what_the_head_says():
     for share in ("features", "confidence"):
-        with pytest.raises(UsageError, match=f"medusa says no {share}, and the recipe gives it a share of 1.0"):
+        with pytest.raises(UsageError, match=f"medusa predicts no {share}, and the recipe gives it a share of 1.0"):
             train(target(), head_of("medusa"), texts(), recipe=recipe("medusa", **{share: 1.0}), rows=2, length=32)

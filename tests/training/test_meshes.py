@@ -9,8 +9,9 @@ from training_runs import head_of, recipe, target, texts
 
 import specjax
 from specjax.training.loop.head_init import new_head
-from specjax.training.loop.trainer import train, train_step
-from specjax.training.measure.acceptance_eval import served
+from specjax.training.loop.step import train_step
+from specjax.training.loop.trainer import train
+from specjax.training.measure.acceptance_eval import measure_acceptance
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -22,7 +23,7 @@ def test_losses_and_parameters_are_those_of_one_device(data, model, optimizer):
         told = losses.setdefault(who, [])
         return train(
             (who == "one" and target()) or spread(), head_of("eagle3"), texts(), recipe=recipe(optimizer=optimizer),
-            epochs=3, rows=4, length=32, listen=lambda progress: told.append(progress.loss), **options,
+            epochs=3, rows=4, length=32, on_progress=lambda progress: told.append(progress.loss), **options,
         )  # fmt: skip
 
     @functools.cache
@@ -35,7 +36,7 @@ def test_losses_and_parameters_are_those_of_one_device(data, model, optimizer):
     np.testing.assert_allclose(losses["many"], losses["one"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), many.params, alone.params)
     shape = {"depths": 3, "rows": 4, "length": 32}
-    assert served(spread(), many, texts(), **shape) == served(target(), alone, texts(), **shape)
+    assert measure_acceptance(spread(), many, texts(), **shape) == measure_acceptance(target(), alone, texts(), **shape)
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():

@@ -1,123 +1,173 @@
-"""`specjax train`."""
+"""The command `specjax train`. It parses flags for `specjax.training.train_drafter`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion, hosts
-from specjax.errors import UsageError
+from specjax.cli.options.groups import ModelOptions, flag_values, with_groups
+from specjax.errors import UsageError, require
 
 if TYPE_CHECKING:
+    from specjax.cli.runs.training import TrainingFlags
     from specjax.training.objectives.recipes import Recipe
 
-MODEL, RAW = "two_model", "fastdraft_pretraining"
+MODEL, PRETRAINING = "two_model", "fastdraft_pretraining"
+RECIPES = ("distillspec", "direct_alignment", "fastdraft", PRETRAINING)
 
-HELP = """Train a drafter for a target, on what the target itself answers.
+HELP = """Train a drafter for a target, on responses of the target itself.
 
-The prompts are answered first, by specjax, at the temperature that will be
-served; answers are kept in OUT/answers, and a later run takes those that are
-there. Some prompts are held out. Every few steps the head is measured on
-them: tokens per pass that a greedy chain serves, bonus included, exactly as
-`specjax generate` would; of the heads measured the best is kept.
+specjax first generates responses to the prompts, at the temperature that will
+be served. They are stored in OUT/answers, and later runs reuse them. Some
+prompts are held out. Every few steps the head is measured on them, in tokens
+per target pass of a greedy chain, as `specjax generate` counts them. The best
+head is kept.
 
-OUT gets the head (`specjax generate --draft OUT`), history.jsonl, and a
-picture of the run. A run that was ended goes on from its last measurement,
-to the same bits; Ctrl-C keeps what was reached.
+OUT gets the head (`specjax generate --draft OUT`), history.jsonl, and a plot
+of the run. Repeat an interrupted command to resume it from its last
+measurement, bit for bit. Ctrl-C keeps the best head so far.
 
-Answers of chat models follow their template; only the answers are learnt.
+Responses of chat models follow their template. Only responses are trained on.
 
---draft HEAD goes on from a head that there is, anybody's, on your own texts.
---method two_model trains a draft model: the one of --draft, or the target with
+--draft HEAD continues from a trained head, on your own texts.
+--method two_model trains a draft model: that of --draft, or the target with
 some of its layers. OUT is then a model folder in the Hugging Face layout.
 """
 
 
-def train(
-    target: o.TargetOption = None,
+@dataclass(frozen=True)
+class StartOptions:
+    """The head or draft model that training starts from."""
+
     method: Annotated[
         str | None,
         typer.Option(
             "--method",
-            help="A kind of head, see `specjax methods`, or two_model for a draft model; default: what --draft is, or "
-            "eagle3.",
+            help="A kind of head, see `specjax methods`, or two_model for a draft model; default: the kind of --draft, "
+            "or eagle3.",
             show_default=False,
             autocompletion=completion.words("heads", more=["two_model"]),
         ),
-    ] = None,
+    ] = None
     draft: Annotated[
         str | None,
         typer.Option(
-            "--draft", help="What training goes on from: a head, or two_model's draft model.", show_default=False
+            "--draft", help="Head to continue from, or draft model of --method two_model.", show_default=False
         ),
-    ] = None,
+    ] = None
     layers: Annotated[
         str | None,
         typer.Option(
             "--layers",
-            help="Or: layers of the target that two_model begins with, such as 0,1,28,29.",
+            help="Layers of the target that a draft model starts with instead, such as 0,1,28,29.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     recipe: Annotated[
         str | None,
         typer.Option(
             "--recipe",
-            help="Of a draft model: distillspec, direct_alignment, fastdraft or fastdraft_pretraining; default: the "
-            "first.",
+            help="Recipe of a draft model: distillspec, direct_alignment, fastdraft or fastdraft_pretraining; default: "
+            "distillspec.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     on_policy: Annotated[
         float | None,
         typer.Option(
             "--on-policy",
-            help="Share of the steps of a draft model on what it answers itself (DistillSpec).",
+            help="Share of the steps in which a draft model trains on its own responses (DistillSpec).",
             show_default=False,
         ),
-    ] = None,
+    ] = None
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--start",
+            help="Initial parameters of a new head: target (default), random, or another head of any kind. They are "
+            "copied where they fit.",
+            show_default=False,
+        ),
+    ] = None
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            help="Change of the head's config: NAME=NUMBER, embeds=no, or taps=2+15+27 (streams of the target). "
+            "Repeatable.",
+            show_default=False,
+        ),
+    ] = None
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab", help="Size of a draft vocabulary of the most frequent tokens.", show_default=False
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The texts to train on and to measure."""
+
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
             "--prompts",
-            help='Prompts to answer: one per line, or JSONL with "turns" or "prompt"; may be given several times.',
+            help='File of prompts: one per line, or JSONL with "turns" or "prompt". Repeatable.',
             show_default=False,
         ),
-    ] = None,
+    ] = None
     own_prompts: Annotated[
         int,
-        typer.Option("--own-prompts", help="How many user turns the target writes itself, continuing an empty chat."),
-    ] = 0,
+        typer.Option(
+            "--own-prompts", help="Number of prompts that the target writes itself, by continuing an empty chat."
+        ),
+    ] = 0
     texts: Annotated[
         list[Path] | None,
         typer.Option(
             "--texts",
-            help="Texts to learn as they are, in place of answers: one per line, or JSONL; may be given several times.",
+            help="File of texts to train on instead of responses: one per line, or JSONL. Repeatable.",
             show_default=False,
         ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder of the head.", show_default=False)] = None,
+    ] = None
     answers: Annotated[
-        Path | None, typer.Option("--answers", help="Where answers are kept; default: OUT/answers.", show_default=False)
-    ] = None,
-    temperature: o.TemperatureOption = 0.0,
-    max_new_tokens: o.LengthOption = 256,
-    held_out: Annotated[int, typer.Option("--held-out", help="Prompts that are measured and not trained on.")] = 16,
-    epochs: Annotated[int, typer.Option("--epochs", help="Times that every answer is read.")] = 1,
+        Path | None,
+        typer.Option(
+            "--answers", help="Folder of responses that runs share; default: OUT/answers.", show_default=False
+        ),
+    ] = None
+    temperature: o.TemperatureOption = 0.0
+    max_new_tokens: o.LengthOption = 256
+    held_out: Annotated[
+        int, typer.Option("--held-out", help="Number of prompts that are measured and not trained on.")
+    ] = 16
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are answered together.")] = 16
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """The training loop."""
+
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over all responses.")] = 1
     learning_rate: Annotated[
         float | None,
         typer.Option(
             "--learning-rate",
-            help="Default: that of the method and the optimizer; Muon's is ten times AdamW's.",
+            help="Default: that of the method and the optimizer. Muon's is ten times AdamW's.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="adamw or muon; default: that of the method.", show_default=False)
-    ] = None,
+    ] = None
     loss: Annotated[
         str | None,
         typer.Option(
@@ -126,333 +176,325 @@ def train(
             "of the method.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     freeze: Annotated[
         list[str] | None,
         typer.Option(
             "--freeze",
-            help="Parameters that stay as they are, such as head or layers/0; may be given several times.",
+            help="Parameters that are not trained, such as head or layers/0. Repeatable.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     depths: Annotated[
-        int | None, typer.Option("--depths", help="Drafted tokens that a round is trained on.", show_default=False)
-    ] = None,
-    draft_vocab: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-vocab", help="Tokens that the head drafts: those that answers have most.", show_default=False
-        ),
-    ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--shape",
-            help="NAME=NUMBER of the method's config, embeds=no, or taps=2+15+27 (streams of the target); may be given "
-            "several times.",
-            show_default=False,
-        ),
-    ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option(
-            "--start",
-            help="Of a head. target, the default: from the target's layers where they fit; random; or another head, of "
-            "any kind, of which it takes what fits.",
-            show_default=False,
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows of a step.")] = 4,
-    length: Annotated[int, typer.Option("--length", help="Tokens of a row.")] = 512,
+        int | None, typer.Option("--depths", help="Drafted tokens per round of training.", show_default=False)
+    ] = None
+    rows: Annotated[int, typer.Option("--rows", help="Rows of a training batch.")] = 4
+    length: Annotated[int, typer.Option("--length", help="Tokens per row.")] = 512
     chunk: Annotated[
         int | None,
-        typer.Option("--chunk", help="Places of a row judged at a time: less memory, more work.", show_default=False),
-    ] = None,
+        typer.Option(
+            "--chunk",
+            help="Positions of a row whose logits are computed at a time: less memory, more work.",
+            show_default=False,
+        ),
+    ] = None
     keep_states: Annotated[
         float | None,
         typer.Option(
             "--keep-states",
-            help="GiB: run the target over the answers once, and keep (bfloat16) what is learnt from, so that "
-            "later epochs do not run it again; refused where it is more.",
+            help="Size limit in GiB. The target then runs over the responses once, and its activations are cached in "
+            "bfloat16 for later epochs. Without the flag it runs in every epoch.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     states: Annotated[
         Path | None,
         typer.Option(
             "--states",
-            help="Where --keep-states keeps them; default: OUT/states. Other runs, with more answers or other heads of "
-            "the same taps, take what is there.",
+            help="Folder of the cached activations; default: OUT/states. Runs with more responses, or with other heads "
+            "of the same taps, share it.",
             show_default=False,
         ),
-    ] = None,
-    every: Annotated[int, typer.Option("--every", help="Steps between measurements.")] = 50,
+    ] = None
+    every: Annotated[int, typer.Option("--every", help="Steps between measurements.")] = 50
     patience: Annotated[
         int | None,
         typer.Option(
-            "--patience", help="Measurements in a row that may be no better before it ends.", show_default=False
+            "--patience", help="Measurements in a row without improvement before it stops.", show_default=False
         ),
-    ] = None,
+    ] = None
     budgets: Annotated[
         str | None,
         typer.Option(
             "--budgets",
-            help="Tokens of answers, at least 3 such as 20000,40000,80000: a run for each, and the law by which more "
-            "would serve more (Scylla). The last head is kept.",
+            help="At least 3 numbers of response tokens, such as 20000,40000,80000. Trains once per budget and fits a "
+            "scaling law (Scylla). The last head is kept.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(
             "--num-draft-tokens",
-            help="Of the chain that is measured; default: 3, or as many as are drafted.",
+            help="Length of the measured chain; default: 3, or the limit of the head.",
             show_default=False,
         ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 16,
-    seed: o.SeedOption = 0,
+    ] = None
+    seed: o.SeedOption = 0
+
+
+@with_groups
+def train(
+    *,
+    target: o.TargetOption = None,
+    begin: StartOptions,
+    text: TextOptions,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the head.", show_default=False)] = None,
+    loop: LoopOptions,
     report: Annotated[
         str | None,
         typer.Option(
             "--report",
-            help="Chips such as v5e:2x4: compile a step of training a head for them, say whether it fits and how fast "
-            "it might be, and train nothing. --target is then shapes alone, as for `specjax compile`.",
+            help="Chips such as v5e:2x4. Compiles a training step for them, reports memory and speed, and trains "
+            "nothing. --target then needs no weights, as for `specjax compile`.",
             show_default=False,
         ),
     ] = None,
     dtype: o.DtypeOption = "auto",
     max_positions: o.PositionsOption = None,
-    distributed: hosts.DistributedOption = False,
-    coordinator: hosts.CoordinatorOption = None,
-    num_processes: hosts.NumProcessesOption = None,
-    process_id: hosts.ProcessIdOption = None,
-    connect_timeout: hosts.ConnectOption = 300,
-    heartbeat: hosts.HeartbeatOption = 30,
-    data: hosts.DataOption = None,
-    model: hosts.ModelOption = None,
+    host: hosts.HostOptions,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    arguments = dict(locals())
-    from specjax.cli.options.drafter_flags import recognised
-    from specjax.models.heads.kinds import KINDS
-
-    given = None if method == MODEL else recognised(draft)
-    o.require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
-    asked, method = method, method or given or "eagle3"
-    o.require(
-        method in KINDS or method == MODEL,
-        f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{method}"',
+    values = {
+        "target": target, "out": out, "report": report, "dtype": dtype, "max_positions": max_positions,
+        "as_json": as_json, "no_cache": no_cache, **flag_values(begin, text, loop, host),
+    }  # fmt: skip
+    flags = SimpleNamespace(**values)
+    kind, given = _read_kind(flags)
+    _check_output(flags)
+    _check_combinations(flags, kind, given)
+    recipe = _read_recipe(flags, kind)
+    _check_recipe(flags, kind, recipe)
+    head_options = {} if kind == MODEL else _read_head_options(kind, flags.shape, flags.draft_vocab)
+    o.check_seed(flags.seed)
+    require(
+        flags.rows % (flags.data or 1) == 0,
+        f"--rows {flags.rows} cannot be split over --data {flags.data}; make it a multiple",
     )
-    known = start in (None, "target", "random") or recognised(start, "--start") is not None
-    o.require(known, f'--start must be target, random or a head, not "{start}"')
-    has_prompts = bool(prompts) or own_prompts > 0
-    o.require(out is not None or report is not None, "--out FOLDER is missing: where the head goes")
-    o.require(
-        has_prompts or report is not None, "give --prompts FILE, or --own-prompts N to have the target write them"
-    )
-    for flag, value, least in (
-        ("--held-out", held_out, 1), ("--epochs", epochs, 1), ("--rows", rows, 1), ("--length", length, 8),
-        ("--every", every, 1), ("--batch-size", batch_size, 1), ("--max-new-tokens", max_new_tokens, 2),
-        ("--own-prompts", own_prompts, 0), ("--chunk", 1 if chunk is None else chunk, 1),
-        ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens, 1),
-    ):  # fmt: skip
-        o.require(value >= least, f"{flag} must be at least {least}, not {value}")
-    o.require(keep_states is None or keep_states > 0, f"--keep-states must be above 0, not {keep_states}")
-    o.require(states is None or keep_states is not None, "--states is where --keep-states GIB keeps them; give both")
-    o.require(patience is None or patience >= 0, f"--patience must be at least 0, not {patience}")
-    o.require(temperature >= 0, f"--temperature must be 0 or more, not {temperature}")
-    o.check_seed(seed)
-    o.require(
-        not texts or not temperature, "--temperature is of answers, and --texts are learnt as they are; leave it out"
-    )
-    of_new: dict[str, object] = {"--shape": shape, "--draft-vocab": draft_vocab, "--start": start}
-    for flag, other in of_new.items():
-        o.require(other is None or given is None, f"{flag} is of a new head, and --draft is one already; leave one out")
-    of_head = of_new | {"--depths": depths}
-    of_model: dict[str, object] = {"--layers": layers, "--recipe": recipe, "--on-policy": on_policy}
-    of_model |= {} if given else {"--draft": draft}
-    o.require(
-        draft is None or given is not None or method == MODEL or asked is not None,
-        f"--draft {draft} is no head; for a draft model give --method {MODEL} too",
-    )
-    for flag, other in (of_head if method == MODEL else of_model).items():
-        o.require(other is None, f"{flag} is not of --method {method}; leave it out")
-    chosen = _recipe(
-        _recipe_name(recipe) if method == MODEL else method, learning_rate, optimizer, loss, depths, freeze
-    )
-    o.require(
-        keep_states is None or method != MODEL or (chosen.reads_teacher and not on_policy),
-        "--keep-states keeps what the target says of texts that stay as they are, and a draft model by the loss ce or "
-        "--on-policy learns nothing of it; leave it out",
-    )
-    shapes = {} if method == MODEL else _shapes(method, shape, draft_vocab)
-    sizes = _budgets(budgets)
-    o.require(report is None or not distributed, "--report needs no hosts but this one; leave --distributed out")
-    split = data or 1
-    o.require(rows % split == 0, f"--rows {rows} cannot be split over --data {split}; make it a multiple")
-    hosts.join(arguments)
     if report is not None:
-        o.require(max_positions is None, "--report is of steps of --length tokens; leave --max-positions out")
-        o.require(method != MODEL, f"--report is of heads, not of --method {MODEL}; leave one out")
-        o.require(given is None, "--report is of shapes alone, and --draft is a head with parameters; leave one out")
-        axes = {name: size for name, size in (("data", data), ("model", model)) if size is not None}
-        _report(target, report, method, shapes, chosen, rows, length, chunk, dtype, axes, as_json)
+        _check_report(flags, kind, given)
+        hosts.join(values)
+        _report(flags, kind, head_options, recipe)
         return
-    o.require(recipe != RAW or bool(texts), f"--recipe {RAW} learns texts as they are; give them by --texts FILE")
+    training = _read_training(flags, kind, head_options, recipe)
+    hosts.join(values)
 
-    from specjax.cli.output.console import Console
-    from specjax.cli.runs.trainables import OfGivenHead, OfHead, OfModel
-    from specjax.cli.runs.training import Run
+    from specjax.cli.runs.training import run_training
 
-    first = hosts.is_first()
-    assert out is not None
-    for flag, other in (("--draft", draft), ("--start", start)):
-        same = other is not None and Path(other).expanduser().resolve() == out.resolve()
-        o.require(not same, f"--out {out} is what {flag} names, which stays as it is; give another folder")
-    pupil: OfHead | OfModel = OfHead(method, shapes, start or "target")
-    if given:
-        assert draft is not None
-        pupil = OfGivenHead(method, shapes, "target", draft)
-    if method == MODEL:
-        kept = _layers(draft, layers)
-        pupil = OfModel(target if kept else draft, kept, _on_policy(on_policy, chosen), seed)
-    run = Run(
-        pupil=pupil, recipe=chosen, out=out, answers=answers or out / "answers", prompts=prompts or [],
-        own_prompts=own_prompts, texts=texts or [], temperature=temperature, max_new_tokens=max_new_tokens,
-        held_out=held_out, epochs=epochs, rows=rows, length=length, chunk=chunk, every=every, patience=patience,
-        num_tokens=num_draft_tokens or 0, batch_size=batch_size, seed=seed, budgets=sizes, first=first,
-        freeze=freeze or (), keep_states=keep_states, states=states or out / "states",
-        log=Console(stderr=True, quiet=not first),
-    )  # fmt: skip
-    models = o.Models(target, draft, dtype, no_cache, max_positions=max_positions)
-    run.open(models, hosts.make_mesh(distributed, data, model), has_head=given is not None)
-    run.run(as_json)
+    models = ModelOptions(target, flags.draft, dtype, no_cache, max_positions=max_positions)
+    mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model)
+    run_training(training, models, mesh, has_head=given is not None, as_json=as_json)
 
 
 train.__doc__ = HELP
 
 
-def _recipe(
-    method: str, learning_rate: float | None, optimizer: str | None, loss: str | None, depths: int | None,
-    freeze: list[str] | None,
-) -> Recipe:  # fmt: skip
+def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], recipe: Recipe) -> TrainingFlags:
+    """Return the parsed flags. Raises: UsageError for numbers out of range, and folders that must not be written."""
+    from specjax.cli.runs.training import TrainingFlags, in_flags, read_settings
+
+    with in_flags():
+        settings = read_settings(vars(flags), budgets=_read_budgets(flags.budgets))
+    require(
+        flags.recipe != PRETRAINING or bool(flags.texts),
+        f"--recipe {PRETRAINING} trains on raw text; give it by --texts FILE",
+    )
+    for flag, source in (("--draft", flags.draft), ("--start", flags.start)):
+        is_same = source is not None and Path(source).expanduser().resolve() == flags.out.resolve()
+        require(not is_same, f"--out {flags.out} is the folder of {flag}, which must not change; give another folder")
+    return TrainingFlags(
+        kind=kind, out=flags.out, prompts=flags.prompts or [], texts=flags.texts or [],
+        layers=_read_layers(flags, kind), start=flags.start or "target", head_options=head_options, recipe=recipe,
+        on_policy=flags.on_policy or 0.0, settings=settings, responses=flags.answers, activations=flags.states,
+        target=flags.target, draft=flags.draft,
+    )  # fmt: skip
+
+
+def _read_kind(flags: SimpleNamespace) -> tuple[str, str | None]:
+    """Return (the kind to train, the kind of head that --draft is or None)."""
+    from specjax.cli.options.drafter_flags import find_head_kind
+    from specjax.models.heads.kinds import KINDS
+
+    method, draft = flags.method, flags.draft
+    given = None if method == MODEL else find_head_kind(draft)
+    require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
+    kind = method or given or "eagle3"
+    require(kind in KINDS or kind == MODEL, f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{kind}"')
+    require(
+        draft is None or given is not None or method is not None,
+        f"--draft {draft} is no head; for a draft model give --method {MODEL} too",
+    )
+    start = flags.start
+    is_start = start in (None, "target", "random") or find_head_kind(start, "--start") is not None
+    require(is_start, f'--start must be target, random or a head, not "{start}"')
+    return kind, given
+
+
+def _check_output(flags: SimpleNamespace) -> None:
+    """Raise a UsageError without --out or prompts, unless there is a report."""
+    if flags.report is None:
+        require(flags.out is not None, "--out FOLDER is missing; name the folder of the head")
+        has_prompts = bool(flags.prompts) or flags.own_prompts > 0
+        require(has_prompts, "give --prompts FILE, or --own-prompts N to have the target write them")
+
+
+def _check_combinations(flags: SimpleNamespace, kind: str, given: str | None) -> None:
+    """Raise a UsageError for flags that do not fit the kind, or each other."""
+    require(
+        flags.states is None or flags.keep_states is not None, "--states needs --keep-states GIB; give both or none"
+    )
+    require(
+        not flags.texts or not flags.temperature,
+        "--temperature is for responses, and --texts replace them; leave it out",
+    )
+    new_head = {"--shape": flags.shape, "--draft-vocab": flags.draft_vocab, "--start": flags.start}
+    for flag, value in new_head.items():
+        require(value is None or given is None, f"{flag} is for a new head, and --draft is one already; leave one out")
+    any_head = new_head | {"--depths": flags.depths}
+    model = {"--layers": flags.layers, "--recipe": flags.recipe, "--on-policy": flags.on_policy}
+    if given is None:
+        model["--draft"] = flags.draft
+    for flag, value in (any_head if kind == MODEL else model).items():
+        require(value is None, f"{flag} does not fit --method {kind}; leave it out")
+
+
+def _read_recipe(flags: SimpleNamespace, kind: str) -> Recipe:
+    """Return the recipe of the kind, with the changes of flags."""
     from specjax.training.objectives.recipes import recipe_of
 
-    changes: dict = {}
-    if learning_rate is not None:
-        changes["learning_rate"] = learning_rate
-    if optimizer is not None:
-        changes["optimizer"] = optimizer
-    if depths is not None:
-        changes["depths"] = depths
-    if freeze:
-        changes["frozen"] = (*recipe_of(method).frozen, *freeze)
-    if loss is not None:
-        changes["losses"] = tuple(map(_share, loss.split(",")))
-    return recipe_of(method, **changes)
+    name = kind
+    if kind == MODEL:
+        require(flags.recipe in (None, *RECIPES), f'--recipe must be one of {", ".join(RECIPES)}, not "{flags.recipe}"')
+        name = flags.recipe or RECIPES[0]
+    names = ("learning_rate", "optimizer", "depths")
+    changes: dict[str, Any] = {key: getattr(flags, key) for key in names if getattr(flags, key) is not None}
+    if flags.freeze:
+        changes["frozen"] = (*recipe_of(name).frozen, *flags.freeze)
+    if flags.loss is not None:
+        changes["losses"] = tuple(map(_read_share, flags.loss.split(",")))
+    return recipe_of(name, **changes)
 
 
-def _report(
-    target: str | None, topology: str, method: str, shapes: dict[str, Any], recipe: Recipe, rows: int, length: int,
-    chunk: int | None, dtype: str, axes: dict[str, int], as_json: bool,
-) -> None:  # fmt: skip
-    from specjax.cli.options.planning import progress
-    from specjax.cli.output.console import Console, print_json
-    from specjax.models.heads.kinds import format_changes
-    from specjax.planning import training_report
-    from specjax.planning.reports.tables import show_training
-
-    changes = ",".join(format_changes(shapes))
-    with progress(Console(stderr=True)) as notify:
-        try:
-            found = training_report(
-                target or "smollm2_135m", topology, head=f"{method}:{changes}" if changes else method, rows=rows,
-                length=length, chunk=chunk, recipe=recipe, dtype="bfloat16" if dtype == "auto" else dtype,
-                on_step=notify, **axes,
-            )  # fmt: skip
-        except UsageError as error:
-            raise UsageError(str(error).replace("--topology", "--report")) from None
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show_training(found, Console())
-
-
-def _recipe_name(recipe: str | None) -> str:
-    known = ("distillspec", "direct_alignment", "fastdraft", RAW)
-    o.require(recipe is None or recipe in known, f'--recipe must be one of {", ".join(known)}, not "{recipe}"')
-    return recipe or known[0]
-
-
-def _layers(draft: str | None, written: str | None) -> tuple[int, ...]:
-    """Those of --layers, () where there is a draft model."""
-    o.require(
-        (draft is None) != (written is None),
-        f"--method {MODEL} begins with --draft MODEL, or with --layers of the target; give one of the two",
+def _check_recipe(flags: SimpleNamespace, kind: str, recipe: Recipe) -> None:
+    """Raise a UsageError for flags of draft models that do not fit the recipe."""
+    share = flags.on_policy
+    require(share is None or 0 <= share <= 1, f"--on-policy must be from 0 to 1, not {share}")
+    require(
+        not share or recipe.reads_teacher,
+        "--on-policy trains on the target's distributions, which the loss ce does not read; leave it out, or use "
+        "--recipe distillspec",
     )
-    if written is None:
+    require(
+        flags.keep_states is None or kind != MODEL or (recipe.reads_teacher and not share),
+        "--keep-states caches activations of texts, and a draft model with the loss ce or --on-policy reads none; "
+        "leave it out",
+    )
+
+
+def _read_head_options(kind: str, shape: list[str] | None, draft_vocab: int | None) -> dict[str, Any]:
+    """Return the changes of a head's config."""
+    from specjax.models.heads.kinds import KINDS
+
+    entry = KINDS[kind]
+    options: dict[str, Any] = {}
+    names = entry.changes
+    for text in shape or ():
+        name, change = text.partition("=")[0], entry.change(text)
+        require(name in names, f'--shape: {kind} has {", ".join(names) or "none"}, not "{name}"')
+        if change is None:
+            form = entry.forms[names.index(name)].replace("=N", "=4")
+            value = "yes or no" if name in entry.flags else "number above 0"
+            value = "streams of the target" if name == "taps" else value
+            raise UsageError(f'--shape: "{text}" names no {value}; write {form}')
+        options[change[0]] = change[1]
+    if draft_vocab is not None:
+        require(
+            "draft_vocab_size" in names,
+            f"--draft-vocab: a head of {kind} drafts all of the target's tokens; leave it out",
+        )
+        require(draft_vocab > 1, f"--draft-vocab must be at least 2, not {draft_vocab}")
+        options["draft_vocab_size"] = draft_vocab
+    return options
+
+
+def _read_layers(flags: SimpleNamespace, kind: str) -> tuple[int, ...]:
+    """Return the numbers of --layers, or () for a head or a draft model."""
+    if kind != MODEL:
         return ()
-    parts = [part.strip() for part in written.split(",")]
-    o.require(all(part.isdecimal() for part in parts), f'--layers must be numbers such as 0,1,28,29, not "{written}"')
+    text = flags.layers
+    require(
+        (flags.draft is None) != (text is None),
+        f"--method {MODEL} starts from --draft MODEL, or from --layers of the target; give one of the two",
+    )
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    require(all(part.isdecimal() for part in parts), f'--layers must be numbers such as 0,1,28,29, not "{text}"')
     return tuple(map(int, parts))
 
 
-def _on_policy(share: float | None, recipe: Recipe) -> float:
-    if not share:
-        return 0.0
-    o.require(0 <= share <= 1, f"--on-policy must be from 0 to 1, not {share:g}")
-    o.require(
-        recipe.reads_teacher,
-        "--on-policy learns what the target says of the draft model's own answers, which the loss ce does not ask; "
-        "leave it out, or use --recipe distillspec",
-    )
-    return share
-
-
-def _budgets(written: str | None) -> tuple[int, ...]:
-    if written is None:
+def _read_budgets(text: str | None) -> tuple[int, ...]:
+    if text is None:
         return ()
-    parts = [part.strip() for part in written.split(",")]
-    good = all(part.isdecimal() and int(part) > 0 for part in parts)
-    sizes = tuple(sorted({int(part) for part in parts})) if good else ()
-    o.require(
-        len(sizes) >= 3, f"--budgets needs at least 3 different numbers above 0, such as 20000,40000,80000: {written}"
+    parts = [part.strip() for part in text.split(",")]
+    is_valid = all(part.isdecimal() and int(part) > 0 for part in parts)
+    budgets = tuple(sorted({int(part) for part in parts})) if is_valid else ()
+    require(
+        len(budgets) >= 3, f"--budgets needs at least 3 different numbers above 0, such as 20000,40000,80000: {text}"
     )
-    return sizes
+    return budgets
 
 
-def _share(part: str) -> tuple[str, float]:
+def _read_share(part: str) -> tuple[str, float]:
+    """Return (name, share) of one loss."""
     name, _, share = part.partition("=")
     try:
         value = float(share or 1)
     except ValueError:
         value = -1.0
-    o.require(0 < value < float("inf"), f'--loss: "{part}" has no share above 0; write ce=0.1,tv=0.9')
+    require(0 < value < float("inf"), f'--loss: "{part}" has no share above 0; write ce=0.1,tv=0.9')
     return name.strip(), value
 
 
-def _shapes(method: str, shape: list[str] | None, draft_vocab: int | None) -> dict[str, Any]:
-    from specjax.models.heads.kinds import KINDS
+def _check_report(flags: SimpleNamespace, kind: str, given: str | None) -> None:
+    """Raise a UsageError for flags that a report cannot use."""
+    require(not flags.distributed, "--report runs on this host alone; leave --distributed out")
+    require(flags.max_positions is None, "--report is about steps of --length tokens; leave --max-positions out")
+    require(kind != MODEL, f"--report is about heads, not --method {MODEL}; leave one out")
+    require(given is None, "--report needs no parameters, and --draft is a head with parameters; leave one out")
 
-    kind = KINDS[method]
-    shapes: dict[str, Any] = {}
-    known = kind.changes
-    for entry in shape or ():
-        name, change = entry.partition("=")[0], kind.parse_change(entry)
-        o.require(name in known, f'--shape: {method} has {", ".join(known) or "none"}, not "{name}"')
-        if change is None:
-            form = kind.forms[known.index(name)].replace("=N", "=4")
-            others = "yes or no" if name in kind.flags else "number above 0"
-            what = "streams of the target" if name == "taps" else others
-            raise UsageError(f'--shape: "{entry}" names no {what}; write {form}')
-        shapes[change[0]] = change[1]
-    if draft_vocab is not None:
-        o.require(
-            "draft_vocab_size" in known,
-            f"--draft-vocab: a head of {method} drafts all of the target's tokens; leave it out",
-        )
-        o.require(draft_vocab > 1, f"--draft-vocab must be at least 2, not {draft_vocab}")
-        shapes["draft_vocab_size"] = draft_vocab
-    return shapes
+
+def _report(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], recipe: Recipe) -> None:
+    """Compile a training step, and print its memory and speed."""
+    from specjax.cli.options.planning import progress
+    from specjax.cli.output.console import Console, print_json
+    from specjax.models.heads.kinds import written
+    from specjax.planning import training_report
+    from specjax.planning.reports.tables import show_training
+
+    changes = ",".join(written(head_options))
+    axes = {name: getattr(flags, name) for name in ("data", "model") if getattr(flags, name) is not None}
+    with progress(Console(stderr=True)) as notify:
+        try:
+            result = training_report(
+                flags.target or "smollm2_135m", flags.report, head=f"{kind}:{changes}" if changes else kind,
+                rows=flags.rows, length=flags.length, chunk=flags.chunk, recipe=recipe,
+                dtype="bfloat16" if flags.dtype == "auto" else flags.dtype, on_step=notify, **axes,
+            )  # fmt: skip
+        except UsageError as error:
+            raise UsageError(str(error).replace("--topology", "--report")) from None
+    if flags.as_json:
+        print_json(result.to_json())
+    else:
+        show_training(result, Console())

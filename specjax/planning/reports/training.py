@@ -17,11 +17,11 @@ from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.programs import Program
 from specjax.planning.records import ProgramReport
 from specjax.planning.workload import Workload, describe, make_workload
-from specjax.training.data.packing import Lesson
-from specjax.training.loop.optimizers import split
-from specjax.training.loop.trainer import Plan, State, begin, dtype_of, train_step
+from specjax.training.data.packing import PackedBatch
+from specjax.training.loop.optimizers import split_params
+from specjax.training.loop.step import State, TrainingPlan, init_state, main_dtype, train_step
 from specjax.training.objectives.recipes import Recipe, recipe_of
-from specjax.training.objectives.trainables import of_head
+from specjax.training.objectives.trainables import build_head_objective
 from specjax.types import PyTree
 
 STEPS = 1000  # of the schedule, which changes nothing
@@ -82,16 +82,16 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     args = abstract_job(work, describe_devices(work.topology))
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
-    plan = Plan(recipe, of_head(head.head), STEPS, chunk, dtype_of(head.params))
+    plan = TrainingPlan(recipe, build_head_objective(head.head), STEPS, chunk, main_dtype(head.params))
     state, rest = _state(plan, head.params, mesh)
 
     def by_rows(shape, dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
 
     tokens = lambda dtype: by_rows((rows, length), dtype)
-    lesson = Lesson(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
+    packed = PackedBatch(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = state, rest, target, lesson, by_rows((rows, places), jnp.int32), key
+    arguments = state, rest, target, packed, by_rows((rows, places), jnp.int32), key
 
     def compiled():
         return train_step.lower(plan, *arguments).compile()
@@ -99,11 +99,11 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset())
 
 
-def _state(plan: Plan, params: PyTree, mesh) -> tuple[State, PyTree]:
-    """What `begin` gives, each array of the optimizer where its parameter lies."""
+def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:
+    """What `init_state` gives, each array of the optimizer where its parameter lies."""
     everywhere = NamedSharding(mesh, PartitionSpec())
-    trained, rest = split(params, plan.recipe.frozen)
-    shapes = jax.eval_shape(lambda params: begin(plan, params)[0], params)
+    trained, rest = split_params(params, plan.recipe.frozen)
+    shapes = jax.eval_shape(lambda params: init_state(plan, params)[0], params)
     lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
 
     def placed(path: tuple, x: Any) -> Any:  # the path of a parameter ends that of each of its moments

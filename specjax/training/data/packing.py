@@ -1,4 +1,4 @@
-"""Texts in rows of one shape, several to a row, and which of their tokens count."""
+"""Training texts, and batches of a fixed shape that hold several texts per row."""
 
 from __future__ import annotations
 
@@ -10,91 +10,106 @@ import numpy as np
 
 from specjax.types import Array
 
-BORDER = 2
-"""A text of so many tokens has no place to draft from: a pair takes two, and what follows is the first draft."""
+PAIR_TOKENS = 2
+"""Tokens before the first draft of a round. A round reads the pair (x_t, x_{t+1}) and drafts x_{t+2} first, so a text
+of so many tokens trains nothing."""
 
 
-class Text(NamedTuple):
-    """A prompt and what the target wrote."""
+class TrainingText(NamedTuple):
+    """A prompt and the response of the target."""
 
     tokens: tuple[int, ...]
-    answer: int  # how many tokens the prompt has: what follows is the target's
+    prompt_length: int  # tokens of the prompt; the others are the response
+
+    @property
+    def response_length(self) -> int:
+        """Return the number of response tokens."""
+        return len(self.tokens) - self.prompt_length
 
 
-class Lesson(NamedTuple):
-    """Rows of texts behind one another."""
+class PackedBatch(NamedTuple):
+    """Rows that hold several texts one after the other."""
 
     tokens: Array  # int32[B, T]
-    first: Array  # int32[B, T], where the text of each token begins; of the rest of a row, where that begins
-    counts: Array  # bool[B, T], which tokens the target wrote
+    text_start: Array  # int32[B, T], column where the text of each token begins; padding is a text of its own
+    loss_mask: Array  # bool[B, T], True for tokens of responses
 
 
-def pack(texts: Iterable[Text], rows: int, length: int, alone: bool = False) -> list[Lesson]:
-    """Lessons of `rows` by `length`, in the order of the texts, each put into the first row with room for it.
+def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: bool = False) -> list[PackedBatch]:
+    """Pack texts into batches of shape [rows, length], in order, each into the first row with enough room.
 
-    A text longer than a row is cut. The last lesson may have empty rows; no text is in two. alone: one text to a row.
+    Texts longer than a row are cut. The last batch may have empty rows. No text is split over two rows.
+
+    Args: one_per_row: put a single text into each row.
     """
-    lessons, open_rows = [], [_Row(length) for _ in range(rows)]
+    batches, open_rows = [], [_PackedRow(length) for _ in range(rows)]
     for text in texts:
-        text = Text(text.tokens[:length], min(text.answer, length))
-        row = next((row for row in open_rows if row.fits(text, alone)), None)
+        text = TrainingText(text.tokens[:length], min(text.prompt_length, length))
+        row = next((row for row in open_rows if row.fits(text, one_per_row)), None)
         if row is None:
-            lessons.append(_lesson(open_rows))
-            open_rows = [_Row(length) for _ in range(rows)]
+            batches.append(_stack_rows(open_rows))
+            open_rows = [_PackedRow(length) for _ in range(rows)]
             row = open_rows[0]
         row.add(text)
     if any(row.used for row in open_rows):
-        lessons.append(_lesson(open_rows))
-    return lessons
+        batches.append(_stack_rows(open_rows))
+    return batches
 
 
-def numbered(texts: Sequence[Text]) -> list[Text]:
-    """The texts with, in place of each token, its number among all of theirs, from 1 on: packed, these say which tokens
-    a lesson has, and 0 that there is none."""
+def number_tokens(texts: Sequence[TrainingText]) -> list[TrainingText]:
+    """Replace each token by its index among the tokens of all texts, counted from 1.
+
+    Packed like the texts, these numbers locate every token of a batch; 0 is padding.
+    """
     begin = np.cumsum([1, *(len(text.tokens) for text in texts)]).tolist()
-    return [Text(tuple(range(at, at + len(text.tokens))), text.answer) for at, text in zip(begin, texts, strict=False)]
+    return [
+        TrainingText(tuple(range(at, at + len(text.tokens))), text.prompt_length)
+        for at, text in zip(begin, texts, strict=False)
+    ]
 
 
-class _Row:
+class _PackedRow:
+    """A row that is being filled."""
+
     def __init__(self, length: int):
-        self.tokens, self.first = np.zeros(length, np.int32), np.zeros(length, np.int32)
-        self.counts = np.zeros(length, bool)
+        self.tokens, self.text_start = np.zeros(length, np.int32), np.zeros(length, np.int32)
+        self.loss_mask = np.zeros(length, bool)
         self.used = 0
 
-    def fits(self, text: Text, alone: bool) -> bool:
-        return not self.used if alone else self.used + len(text.tokens) <= len(self.tokens)
+    def fits(self, text: TrainingText, one_per_row: bool) -> bool:
+        return not self.used if one_per_row else self.used + len(text.tokens) <= len(self.tokens)
 
-    def add(self, text: Text) -> None:
-        here = slice(self.used, self.used + len(text.tokens))
-        self.tokens[here] = text.tokens
-        self.first[here.start :] = here.start
-        self.counts[here.start + text.answer : here.stop] = True
-        self.used = here.stop
-        self.first[here.stop :] = here.stop
-
-
-def _lesson(rows: Sequence[_Row]) -> Lesson:
-    tokens, first, counts = (np.stack([getattr(row, name) for row in rows]) for name in Lesson._fields)
-    return Lesson(*map(jnp.asarray, (tokens, first, counts)))
+    def add(self, text: TrainingText) -> None:
+        columns = slice(self.used, self.used + len(text.tokens))
+        self.tokens[columns] = text.tokens
+        self.text_start[columns.start :] = columns.start
+        self.loss_mask[columns.start + text.prompt_length : columns.stop] = True
+        self.used = columns.stop
+        self.text_start[columns.stop :] = columns.stop
 
 
-def places_that_count(lesson: Lesson) -> np.ndarray:
-    """bool[B, T]: pairs from which a draft begins that the target wrote: x_t, its root x_{t+1}, and x_{t+2}."""
-    counts, first = np.asarray(lesson.counts), np.asarray(lesson.first)
-    places = np.zeros_like(counts)
-    places[:, :-BORDER] = counts[:, BORDER:] & (first[:, BORDER:] == first[:, :-BORDER])
-    return places
+def _stack_rows(rows: Sequence[_PackedRow]) -> PackedBatch:
+    arrays = (np.stack([getattr(row, name) for row in rows]) for name in PackedBatch._fields)
+    return PackedBatch(*map(jnp.asarray, arrays))
 
 
-def choose_places(lesson: Lesson, most: int, rng: np.random.Generator | None = None) -> np.ndarray:
-    """int32[B, R]: where drafts begin in each row, R `most` at most and the same for all; -1: nowhere.
+def find_round_starts(packed: PackedBatch) -> np.ndarray:
+    """Return bool[B, T]: True at x_t where the target wrote x_{t+2}, the first token that the round from t drafts."""
+    mask, text_start = np.asarray(packed.loss_mask), np.asarray(packed.text_start)
+    starts = np.zeros_like(mask)
+    starts[:, :-PAIR_TOKENS] = mask[:, PAIR_TOKENS:] & (text_start[:, PAIR_TOKENS:] == text_start[:, :-PAIR_TOKENS])
+    return starts
 
-    rng: chooses among more; None: the first.
+
+def choose_round_starts(packed: PackedBatch, limit: int, rng: np.random.Generator | None = None) -> np.ndarray:
+    """Return int32[B, limit]: the columns where each row's rounds start, then -1.
+
+    Args: rng: chooses among more than `limit` columns; None: the first ones are used.
     """
-    chosen = []
-    for row in places_that_count(lesson):
-        there = np.flatnonzero(row)
-        if len(there) > most:
-            there = np.sort(rng.choice(there, most, replace=False)) if rng is not None else there[:most]
-        chosen.append(np.pad(there, (0, most - len(there)), constant_values=-1))
-    return np.stack(chosen).astype(np.int32)
+    rows = []
+    for row in find_round_starts(packed):
+        columns = np.flatnonzero(row)
+        if len(columns) > limit:
+            columns = np.sort(rng.choice(columns, limit, replace=False)) if rng is not None else columns[:limit]
+        rows.append(np.pad(columns, (0, limit - len(columns)), constant_values=-1))
+    return np.stack(rows).astype(np.int32)

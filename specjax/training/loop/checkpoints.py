@@ -1,9 +1,10 @@
-"""A run of training in a folder: its last state and the best that was served, so that one that was ended goes on."""
+"""Checkpoints of a training run: its last state and the best parameters so far, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,116 +16,121 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
 from specjax.persistence.checkpoint import restore, save
-from specjax.training.measure.acceptance_eval import Served
-from specjax.training.objectives.trainables import Pupil
+from specjax.training.measure.acceptance_eval import MeasuredAcceptance
+from specjax.training.objectives.trainables import Trainable
 from specjax.types import PyTree
 
-ABOUT = "run.json"
+# Orbax's CheckpointManager with best_fn does not resume to the same events: it commits a best step before its state, so
+# a step that runs again after an interruption already counts. It also prefers the later of two equal steps.
+RUN_FILE = "run.json"
+OWN_FOLDER = re.compile(r"(step|best)-\d+(\.orbax-checkpoint-tmp.*)?")  # including the remains of an interrupted write
 
 
-class Reached(NamedTuple):
-    """Where a run stands, in numbers."""
+class RunPosition(NamedTuple):
+    """The progress of a run at its last checkpoint."""
 
     step: int = 0
-    tokens: int = 0  # places trained on
+    tokens: int = 0  # trained positions
     seconds: float = 0.0
-    best: int | None = None  # the step of the best; None: nothing was measured
-    served: float = 0.0  # by the best, tokens per pass
-    since_best: int = 0  # measurements since that were no better
+    best: int | None = None  # step of the best parameters; None: nothing was measured
+    served: float = 0.0  # tokens per pass of the best parameters
+    since_best: int = 0  # evaluations since then without improvement
 
 
-def plain(about: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back: lists for tuples, numbers for NumPy's. Raises: UsageError for what it cannot hold."""
+def to_json_values(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values to those that JSON reads back: tuples become lists, NumPy numbers plain numbers.
+
+    Raises: UsageError for values that JSON cannot store.
+    """
     try:
-        return json.loads(json.dumps(dict(about), default=lambda value: np.asarray(value).tolist(), allow_nan=False))
+        return json.loads(json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist(), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"what a run is known by must be plain values ({error})") from error
+        raise UsageError(f"the identity of a run must be plain values ({error})") from error
 
 
-def found(folder: Path, about: Mapping[str, Any]) -> Reached:
-    """Where the run of a folder stands, which is made, if it has this in common with ours.
+def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
+    """Create the folder of a run if needed, and return the position of the run in it.
 
-    Raises: UsageError for the folder of another run.
+    Raises: UsageError if the folder holds a run with another identity.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        known = folder / ABOUT
-        if not known.exists():
-            return Reached()
-        run = json.loads(known.read_text(encoding="utf-8"))
-        others = [name for name, value in plain(about).items() if run["about"].get(name) != value]
-        reached = Reached(**run["reached"])
+        path = folder / RUN_FILE
+        if not path.exists():
+            return RunPosition()
+        run = json.loads(path.read_text(encoding="utf-8"))
+        different = [name for name, value in to_json_values(identity).items() if run["about"].get(name) != value]
+        position = RunPosition(**run["reached"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
-    if others:
+    if different:
         raise UsageError(
-            f"{folder} holds a run with other {', '.join(others)}; continue it with the same, or give a new folder"
+            f"{folder} holds a run with other {', '.join(different)}; continue it with the same, or give a new folder"
         )
-    return reached
+    return position
 
 
-class Kept:
-    """Where a run stands. Without a folder it remembers the best pupil alone.
+class TrainingCheckpoints:
+    """The state of a run and its best parameters, in memory and in an optional folder.
 
-    `run.json` names the state and the best, which are written before it and deleted after the next are named: whenever
-    a run is ended, it goes on from what that names. Of several hosts all see the folder.
+    `run.json` names the checkpoint of the state and that of the best parameters. Both are written before they are named
+    and deleted after the next ones are named, so an interrupted run always resumes from complete checkpoints. All hosts
+    must see the folder.
     """
 
-    def __init__(self, folder: str | Path | None, pupil: Pupil, state: PyTree, about: Mapping[str, Any]):
-        """state: that of the beginning, which stays where the folder has none.
+    def __init__(self, folder: str | Path | None, trainable: Trainable, state: PyTree, identity: Mapping[str, Any]):
+        """Restore the run of the folder, if it has one.
 
-        Raises: UsageError for the folder of another run.
+        Args: state: the initial state, used if the folder has no run.
+
+        Raises: UsageError if the folder holds another run.
         """
         self.folder = None if folder is None else Path(folder)
-        self.pupil, self.state, self.about = pupil, state, plain(about)
-        self.best: Pupil | None = None
-        self.reached = Reached()
+        self.trainable, self.state, self.identity = trainable, state, to_json_values(identity)
+        self.best: Trainable | None = None
+        self.position = RunPosition()
         if self.folder is not None:
-            self._find(self.folder)
+            self._restore(self.folder)
 
-    def _find(self, folder: Path) -> None:
-        self.reached = found(folder, self.about)
-        if self.reached.step:
-            self.state = restore(self._state(self.reached.step), self.state)
-        if self.reached.best is not None:
-            params = restore(self._best(self.reached.best), self.pupil.params)
-            self.best = dataclasses.replace(self.pupil, params=params)
+    def _restore(self, folder: Path) -> None:
+        self.position = read_position(folder, self.identity)
+        if self.position.step:
+            self.state = restore(folder / f"step-{self.position.step}", self.state)
+        if self.position.best is not None:
+            params = restore(folder / f"best-{self.position.best}", self.trainable.params)
+            self.best = dataclasses.replace(self.trainable, params=params)
 
-    def _state(self, step: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"step-{step}"
+    def update_best(self, trainable: Trainable, step: int, measured: MeasuredAcceptance) -> bool:
+        """Store the parameters if no earlier ones had as many tokens per pass. Call `save_state` afterwards.
 
-    def _best(self, step: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"best-{step}"
-
-    def consider(self, pupil: Pupil, step: int, served: Served) -> bool:
-        """Whether none before served more; then this is the best. `keep` is to follow."""
-        if self.best is not None and served.per_pass <= self.reached.served:
-            self.reached = self.reached._replace(since_best=self.reached.since_best + 1)
+        Returns: True if they are the best so far.
+        """
+        if self.best is not None and measured.per_pass <= self.position.served:
+            self.position = self.position._replace(since_best=self.position.since_best + 1)
             return False
-        self.best = pupil
-        self.reached = self.reached._replace(best=step, served=served.per_pass, since_best=0)
+        self.best = trainable
+        self.position = self.position._replace(best=step, served=measured.per_pass, since_best=0)
         if self.folder is not None:
-            save(self._best(step), pupil.params)
+            save(self.folder / f"best-{step}", trainable.params)
         return True
 
-    def keep(self, state: Any, tokens: int, seconds: float) -> None:
-        """The state of a run after some steps, places trained on and seconds."""
+    def save_state(self, state: Any, tokens: int, seconds: float) -> None:
+        """Store the state of the run, its trained positions and its seconds, and delete older checkpoints of the
+        run."""
         self.state = state
-        self.reached = self.reached._replace(step=int(state.step), tokens=tokens, seconds=seconds)
+        self.position = self.position._replace(step=int(state.step), tokens=tokens, seconds=seconds)
         if self.folder is None:
             return
-        save(self._state(self.reached.step), state)
-        if jax.process_index():  # what is saved is of all hosts, what names it of the first
+        save(self.folder / f"step-{self.position.step}", state)
+        if jax.process_index():  # all hosts write the checkpoint; the first one names it
             return
-        known = {"about": self.about, "reached": self.reached._asdict()}
+        document = {"about": self.identity, "reached": self.position._asdict()}
         try:
-            write_atomic(self.folder / ABOUT, (json.dumps(known, indent=2) + "\n").encode())
+            write_atomic(self.folder / RUN_FILE, (json.dumps(document, indent=2) + "\n").encode())
         except OSError as error:
-            where = self.folder / ABOUT
-            raise UsageError(f"{where} cannot be written ({error.strerror}); make room, and run it again") from error
-        named = {f"step-{self.reached.step}", f"best-{self.reached.best}"}
-        for old in (*self.folder.glob("step-*"), *self.folder.glob("best-*")):
-            if old.name not in named:  # or what a write that was ended has left
-                shutil.rmtree(old, ignore_errors=True)
+            path = self.folder / RUN_FILE
+            raise UsageError(f"{path} cannot be written ({error.strerror}); make room, and run it again") from error
+        named = {f"step-{self.position.step}", f"best-{self.position.best}"}
+        for path in self.folder.iterdir():
+            if path.name not in named and OWN_FOLDER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What a head begins with: random parameters, or as much of the target as it has room for.
+"""Initialisation of draft heads: random parameters, or as many of the target's parameters as fit.
 
-A head that begins with the target's own last layers, norm and output has hardly anything to learn of words, only how
-its inputs are to be put together; with a few hundred thousand tokens to learn from that is most of what counts.
+A head that begins with the target's last layers, norm and output hardly needs to learn words. It only learns to combine
+its inputs, which dominates with a few hundred thousand training tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
-from specjax.training.data.vocabulary import NAME, checked_ids, place_of
+from specjax.training.data.vocabulary import VOCABULARY, check_draft_ids, invert_ids
 from specjax.types import PyTree, Target
 
 LAYER = ("attention", "mlp", "attention_norm", "mlp_norm")
@@ -26,126 +26,127 @@ def new_head(
     kind: str, config: Any, target: Target, key, *, ids: np.ndarray | None = None, random: bool = False,
     other: PyTree | None = None,
 ) -> DraftHead:  # fmt: skip
-    """A head to be trained.
+    """Return an untrained head.
 
     Args:
-      ids: int64[size], ascending, what it is to draft if it has a vocabulary of its own; None: the lowest.
-      random: leave the parameters as their initial distributions draw them; else the target's stand where they fit.
-      other: parameters of another head, of any kind, which stand where they fit in place of these.
+      ids: int64[size], ascending, the draft vocabulary of a head that has one; None: the lowest ids.
+      random: use the initial distributions for all parameters, instead of the target's parameters where they fit.
+      other: parameters of another head, of any kind, which replace these where they fit.
 
-    Raises: UsageError for ids that are not those of such a head, for a target over a mesh that repeats some of its
-      heads, of which nothing would fit, or if no matrix of `other` fits.
+    Raises: UsageError for ids that do not fit the head, or if no matrix of `other` fits. Also for a target on a mesh
+      that repeats some of its attention heads, whose parameters would not fit.
     """
     if not random:
-        check_whole(target)
+        check_not_repeated(target)
     head = init_head(kind, config, key)
     params = head.params
-    if NAME in params:
-        size, vocab = int(jnp.max(params[NAME]["place"])), target.model.vocab_size
-        ids = np.arange(size) if ids is None else checked_ids(ids, size, vocab)
-        params = params | {NAME: {"place": place_of(ids, vocab)}}
+    if VOCABULARY in params:
+        size, vocab_size = int(jnp.max(params[VOCABULARY]["place"])), target.model.vocab_size
+        ids = np.arange(size) if ids is None else check_draft_ids(ids, size, vocab_size)
+        params = params | {VOCABULARY: {"place": invert_ids(ids, vocab_size)}}
     else:
         ids = None
     if not random:
-        params = _from_target(params, config, target, ids)
-    return DraftHead(head.head, params if other is None else _from_head(params, other))
+        params = _copy_target(params, config, target, ids)
+    return DraftHead(head.head, params if other is None else _copy_head(params, other))
 
 
-def _from_head(params: dict, other: PyTree) -> dict:
-    """With what fits of another head: that of the same name and shape."""
-    share_of(params, other)
-    return _fitted(params, _taken(params, other))
+def _copy_head(params: dict, other: PyTree) -> dict:
+    """Replace parameters by those of another head with the same names and shapes."""
+    matching_share(params, other)
+    return _fit(params, _drop_partial_output(params, other))
 
 
-def share_of(params: PyTree, other: PyTree) -> float:
-    """How much of a head's parameters, which may be shapes, fits of another's.
+def matching_share(params: PyTree, other: PyTree) -> float:
+    """Return the share of a head's parameters, which may be shapes, that fit those of another head.
 
-    Raises: UsageError if no matrix does; norms are of one width in many heads.
+    Raises: UsageError if no matrix fits. Norms alone prove nothing, since many heads have the same width.
     """
     shapes = {path: x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    found = jax.tree_util.tree_flatten_with_path(_taken(params, other))[0]
-    fits = [x for path, x in found if shapes.get(path) == x.shape]
+    leaves = jax.tree_util.tree_flatten_with_path(_drop_partial_output(params, other))[0]
+    fits = [x for path, x in leaves if shapes.get(path) == x.shape]
     if not any(x.ndim > 1 for x in fits):
-        raise UsageError("no matrix of the head that it is to begin with has its names and shapes; choose another")
+        raise UsageError("the head to start from has no matrix with a name and shape of the new head; choose another")
     return sum(x.size for x in fits) / sum(x.size for x in jax.tree.leaves(params))
 
 
-OUTPUT = NAME, "head_down", "head"
-"""What belongs together: which tokens, and what says how likely they are."""
+OUTPUT = VOCABULARY, "head_down", "head"
+"""Modules that belong together: the draft vocabulary and the logits over it."""
 
 
-def _taken(params: PyTree, other: PyTree) -> PyTree:
-    """Of another head all, or all but its output where that does not fit as a whole."""
-    shapes = lambda of: jax.tree.map(jnp.shape, [of.get(name) for name in OUTPUT])
+def _drop_partial_output(params: PyTree, other: PyTree) -> PyTree:
+    """Return another head's parameters, without its output if that does not fit as a whole."""
+    shapes = lambda tree: jax.tree.map(jnp.shape, [tree.get(name) for name in OUTPUT])
     if shapes(params) == shapes(other):
         return other
     return {name: part for name, part in other.items() if name not in OUTPUT}
 
 
-def check_whole(target: Target) -> None:
-    """Raises: UsageError for a target over a mesh that repeats some of its heads."""
+def check_not_repeated(target: Target) -> None:
+    """Raise a UsageError for a target on a mesh that repeats some of its attention heads."""
     model: Any = target.model
     if model.mesh is not None and has_repeated_heads(model.config, target.params):
         raise UsageError(
-            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot begin with them; split the "
-            "weights over fewer devices (--model), or begin at random (--start random)"
+            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot start from them; split the "
+            "weights over fewer devices, or start at random"
         )
 
 
-def _from_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
-    of_target: Any = target.params
-    if not isinstance(of_target, dict) or "layers" not in of_target:
+def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
+    """Replace parameters by those of the target where they fit."""
+    source: Any = target.params
+    if not isinstance(source, dict) or "layers" not in source:
         return params
-    layers = _layers(of_target["layers"])
+    layers = _unstack_layers(source["layers"])
     params = dict(params)
-    if "norm" in params and "norm" in of_target:
-        params["norm"] = _fitted(params["norm"], of_target["norm"])
-    if "embed" in params and "embed" in of_target:
-        params["embed"] = _fitted(params["embed"], of_target["embed"])
-    table = of_target.get("head") or of_target.get("embed")
+    if "norm" in params and "norm" in source:
+        params["norm"] = _fit(params["norm"], source["norm"])
+    if "embed" in params and "embed" in source:
+        params["embed"] = _fit(params["embed"], source["embed"])
+    table = source.get("head") or source.get("embed")
     if table is not None:
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
-        params |= _outputs(params, rows)
-    if "head_norm" in params and "norm" in of_target:
-        params["head_norm"] = _fitted(params["head_norm"], of_target["norm"])
+        params |= _copy_output(params, rows)
+    if "head_norm" in params and "norm" in source:
+        params["head_norm"] = _fit(params["head_norm"], source["norm"])
     if "attention" in params.get("first", {}):
-        params["first"] = _joined_layer(params["first"], layers[-1], config.layer)
+        params["first"] = _copy_joint_layer(params["first"], layers[-1], config.layer)
     if "prefix" in params:
-        params["prefix"] = _layer(params["prefix"], layers[-1])
+        params["prefix"] = _copy_layer(params["prefix"], layers[-1])
     for name in ("others", "stack", "layers"):
         if name in params:
-            own = params[name]
-            last = layers[-len(own) :] if len(own) <= len(layers) else layers
-            params[name] = own | {
-                key: _layer(part, source)
-                for (key, part), source in zip(sorted(own.items(), key=lambda item: int(item[0])), last, strict=False)
+            stack = params[name]
+            last = layers[-len(stack) :] if len(stack) <= len(layers) else layers
+            params[name] = stack | {
+                key: _copy_layer(part, layer)
+                for (key, part), layer in zip(sorted(stack.items(), key=lambda item: int(item[0])), last, strict=False)
             }
     if "fc" in params:
-        params["fc"] = _last_input(params["fc"])
+        params["fc"] = _pass_last_input(params["fc"])
     return params
 
 
-def _outputs(params: dict, rows: Any) -> dict:
-    """What of a head begins as the target's output, its rows: an output, or one for each depth, or a table."""
-    found: dict[str, Any] = {}
+def _copy_output(params: dict, rows: Any) -> dict:
+    """Return the modules of a head that begin as rows of the target's output: an output, several, or a table."""
+    modules: dict[str, Any] = {}
     if "head" in params:
-        whole = {"head": {"weight": rows}}
-        of_all = _of_low_rank(rows, len(params["head_down"]["weight"])) if "head_down" in params else whole
-        found |= {name: _fitted(params[name], value) for name, value in of_all.items()}
-    if "branches" in params:  # Medusa's and Hydra's, whose new blocks add nothing to the feature
-        found["branches"] = {i: _fitted(one, {"head": {"weight": rows}}) for i, one in params["branches"].items()}
-    if "trigram" in params:  # Chimera's read the feature and what its layers say side by side
-        both = {"weight": jnp.concatenate([rows, rows], 1)}
-        found["heads"] = {i: _fitted(one, both) for i, one in params["heads"].items()}
-    if "next_gate" in params and "embed" in params:  # of Clover-2, whose authors take the output for its table
-        found["embed"] = _fitted(params["embed"], {"weight": rows})
-    return found
+        full = {"head": {"weight": rows}}
+        outputs = _factorize(rows, len(params["head_down"]["weight"])) if "head_down" in params else full
+        modules |= {name: _fit(params[name], value) for name, value in outputs.items()}
+    if "branches" in params:  # Medusa and Hydra, whose new blocks add nothing to the feature
+        modules["branches"] = {i: _fit(part, {"head": {"weight": rows}}) for i, part in params["branches"].items()}
+    if "trigram" in params:  # Chimera, whose outputs read the feature and the output of its layers side by side
+        doubled = {"weight": jnp.concatenate([rows, rows], 1)}
+        modules["heads"] = {i: _fit(part, doubled) for i, part in params["heads"].items()}
+    if "next_gate" in params and "embed" in params:  # Clover-2, whose authors use the output as its table
+        modules["embed"] = _fit(params["embed"], {"weight": rows})
+    return modules
 
 
-def _of_low_rank(rows: Any, rank: int) -> dict:
-    """The two matrices of a head whose product is nearest to these rows, in the mean of squares.
+def _factorize(rows: Any, rank: int) -> dict:
+    """Return two matrices whose product is the nearest one of this rank to `rows`, in the least-squares sense.
 
-    By the eigenvectors of rows' rows, of the width alone: a vocabulary is long.
+    They come from the eigenvectors of a matrix as large as the width, since a vocabulary is long.
     """
     rows = jnp.asarray(rows, jnp.float32)
     _, vectors = jnp.linalg.eigh(rows.T @ rows)
@@ -153,64 +154,67 @@ def _of_low_rank(rows: Any, rank: int) -> dict:
     return {"head_down": {"weight": down}, "head": {"weight": rows @ down.T}}
 
 
-def _layers(layers: Any) -> list[dict]:
-    """One dict a layer, of a stack or of a list."""
+def _unstack_layers(layers: Any) -> list[dict]:
+    """Return one dict per layer, from stacked parameters or from numbered modules."""
     if all(str(key).isdigit() for key in layers):
         return [layers[key] for key in sorted(layers, key=int)]
     count = len(jax.tree.leaves(layers)[0])
     return [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]
 
 
-def _fitted(own: PyTree, source: PyTree) -> PyTree:
-    """`source` where it has the shape of `own`, in its dtype."""
-    known = dict(jax.tree_util.tree_flatten_with_path(source)[0])
+def _fit(params: PyTree, source: PyTree) -> PyTree:
+    """Replace parameters by those of `source` with the same path and shape, in the dtype of the former."""
+    by_path = dict(jax.tree_util.tree_flatten_with_path(source)[0])
 
-    def one(path, x):
-        found = known.get(path)
-        return found.astype(x.dtype) if found is not None and found.shape == x.shape else x
+    def replace(path, x):
+        value = by_path.get(path)
+        return value.astype(x.dtype) if value is not None and value.shape == x.shape else x
 
-    return jax.tree_util.tree_map_with_path(one, own)
-
-
-def _layer(own: dict, source: dict) -> dict:
-    return own | {name: _fitted(own[name], source[name]) for name in LAYER if name in own and name in source}
+    return jax.tree_util.tree_map_with_path(replace, params)
 
 
-SELF = 1.5
-"""How strongly a place finds its own token. After one pass over 22,415 tokens of SmolLM2's answers the first draft was
-right at 18.4 % of the places of texts held out, and at 16.1 % where this half was small and random."""
+def _copy_layer(layer: dict, source: dict) -> dict:
+    return layer | {name: _fit(layer[name], source[name]) for name in LAYER if name in layer and name in source}
 
 
-def _joined_layer(own: dict, source: dict, config: Any) -> dict:
-    """EAGLE-3's layer, whose attention reads an embedding and a state side by side. Of the state it is the target's.
+SELF_ATTENTION = 1.5
+"""Scale of the queries and keys by which a position finds its own token. After one pass over 22,415 tokens of SmolLM2's
+responses the first drafted token was correct at 18.4 % of the held-out positions. It was correct at 16.1 % with a small
+random matrix instead."""
 
-    Of the embedding, queries and keys are one random projection: a place attends to itself and to where its token stood
-    before, and so the token, which says most of what comes next, is in the sum from the first step on.
+
+def _copy_joint_layer(layer: dict, source: dict, config: Any) -> dict:
+    """Initialise EAGLE-3's layer, whose attention reads an embedding and a hidden state side by side.
+
+    The half that reads the state is the target's. In the half that reads the embedding, queries and keys are the same
+    random projection. A position then attends to itself and to earlier positions of its token. The token predicts the
+    next one best, and so it is in the sum from the first step on.
     """
     pairs = {"mlp": "mlp", "mlp_norm": "mlp_norm", "state_norm": "attention_norm"}
-    own = own | {
-        name: _fitted(own[name], source[its]) for name, its in pairs.items() if name in own and its in source
-    }  # OLMo: no norms
-    attention = dict(own["attention"])
-    attention["o"] = _fitted(attention["o"], source["attention"]["o"])
+    layer = layer | {
+        name: _fit(layer[name], source[other]) for name, other in pairs.items() if name in layer and other in source
+    }  # OLMo has no such norms
+    attention = dict(layer["attention"])
+    attention["o"] = _fit(attention["o"], source["attention"]["o"])
     width = source["attention"]["k"]["weight"].shape[1]
-    key, value = (2**0.5 * attention[name]["weight"][:, :width] for name in ("k", "v"))  # as of an input of this width
+    # scaled as for an input of half the width
+    key, value = (2**0.5 * attention[name]["weight"][:, :width] for name in ("k", "v"))
     heads = key.reshape(config.num_kv_heads, 1, config.head_dim, width)
     query = jnp.repeat(heads, config.num_heads // config.num_kv_heads, 1).reshape(-1, width)
-    for name, half in (("q", SELF * query), ("k", SELF * key), ("v", value)):
-        weight, found = attention[name]["weight"], source["attention"][name]["weight"]
-        if weight.shape == (found.shape[0], 2 * width):
-            joined = jnp.concatenate([half, found.astype(weight.dtype)], 1)
-            attention[name] = attention[name] | {"weight": joined}
-    return own | {"attention": attention}
+    for name, half in (("q", SELF_ATTENTION * query), ("k", SELF_ATTENTION * key), ("v", value)):
+        weight, target_weight = attention[name]["weight"], source["attention"][name]["weight"]
+        if weight.shape == (target_weight.shape[0], 2 * width):
+            joint = jnp.concatenate([half, target_weight.astype(weight.dtype)], 1)
+            attention[name] = attention[name] | {"weight": joint}
+    return layer | {"attention": attention}
 
 
-def _last_input(fc: dict) -> dict:
-    """A layer that joins several streams, which at first lets the last of them through."""
+def _pass_last_input(fc: dict) -> dict:
+    """Initialise a layer that joins several streams, so that it passes the last of them through."""
     weight = fc["weight"]
     out, inputs = weight.shape
     if inputs % out:
         return fc
-    last = jnp.arange(inputs) >= inputs - out
+    is_last = jnp.arange(inputs) >= inputs - out
     eye = jnp.tile(jnp.eye(out, dtype=weight.dtype), (1, inputs // out))
-    return fc | {"weight": jnp.where(last, eye, 0.1 * weight)}
+    return fc | {"weight": jnp.where(is_last, eye, 0.1 * weight)}

@@ -1,8 +1,8 @@
-"""What the target says of texts, read once and kept: later epochs do not run it again, and other runs neither.
+"""Activations of the target, computed once and cached, so that later epochs and other runs do not run the target again.
 
-A head learns from the target's features and last states alone, a draft model from the last states, and these are the
-same in every epoch, and for every head with the same taps. Kept in bfloat16 they are 2 (F + D) bytes a token: of
-SmolLM2 with three taps 4.6 KB, of an 8B model 33 KB.
+A head learns from the target's tapped features and last hidden states alone, and a draft model from the last hidden
+states. They are equal in every epoch and for every head with the same taps. In bfloat16 they take 2 (F + D) bytes per
+token: 4.6 KB for SmolLM2 with three taps, 33 KB for an 8B model.
 """
 
 from __future__ import annotations
@@ -23,187 +23,197 @@ from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
 from specjax.numerics.global_arrays import gather
 from specjax.parallel.hosts import check_same
-from specjax.persistence.fingerprint import digest, of_model
-from specjax.training.data.packing import Lesson, Text, numbered, pack
-from specjax.training.measure.acceptance_eval import on_devices
-from specjax.training.objectives.unroll import Reading, states
+from specjax.persistence.fingerprint import digest, digest_model
+from specjax.training.data.packing import PackedBatch, TrainingText, number_tokens, pack
+from specjax.training.measure.acceptance_eval import place_batch
+from specjax.training.objectives.unroll import TargetActivations, run_target_without_cache
 from specjax.types import Array, Target
 
 if TYPE_CHECKING:
-    from specjax.training.objectives.trainables import Learner
+    from specjax.training.objectives.trainables import TrainingObjective
 
-ABOUT, INDEX, KEPT = "readings.json", "readings.jsonl", "readings.bfloat16"
+ABOUT, INDEX, VALUES = "activations.json", "activations.jsonl", "activations.bfloat16"
 GIB = 2**30
 
 
-class Stored(NamedTuple):
-    """Of every token of some texts."""
+class CachedActivations(NamedTuple):
+    """The activations of every token of some texts."""
 
-    values: np.ndarray  # bfloat16[1 + tokens, F + D], the first of no token
-    places: (
-        np.ndarray
-    )  # int64[1 + tokens of the texts]: where those of a token are, by its number among all (`numbered`)
-    features: int  # F
-    dtype: Any  # of what the target gave
+    values: np.ndarray  # bfloat16[1 + stored tokens, F + D], a memory map; row 0 belongs to padding
+    # int64[1 + tokens of the texts], the row of each token by its number among those of all texts (`number_tokens`)
+    rows: np.ndarray
+    feature_size: int  # F
+    dtype: Any  # of the target's outputs
 
-    def of(self, columns: Array) -> Reading:
-        """Of the tokens with these numbers int32[B, T], as of a lesson."""
-        values = jnp.asarray(self.values[self.places[np.asarray(columns)]]).astype(self.dtype)
-        return Reading(values[..., : self.features], values[..., self.features :], None)
+    def lookup(self, token_numbers: Array) -> TargetActivations:
+        """Return the activations of a packed batch whose tokens have these numbers, int32[B, T]."""
+        values = jnp.asarray(self.values[self.rows[np.asarray(token_numbers)]]).astype(self.dtype)
+        return TargetActivations(values[..., : self.feature_size], values[..., self.feature_size :], None)
 
 
-class Shelf:
-    """A folder where runs keep what the target says. Texts that are there already are not read again.
+class ActivationCache:
+    """A folder of activations that several runs share. Texts that it holds do not run through the target again.
 
-    `readings.json` says whose states they are, `readings.jsonl` which texts', in the order of `readings.bfloat16`. A
-    text is added when it has been read, so that a reading that was ended goes on. Another run waits until one has read
-    all of its texts. Of several hosts all see the folder.
+    `activations.json` identifies the target and the taps. `activations.jsonl` lists the texts in the order of
+    `activations.bfloat16`. Each text is added when it is computed, so an interrupted run continues from there. Runs
+    wait for each other. All hosts must see the folder.
     """
 
-    def __init__(self, folder: str | Path, gib: float, listen: Callable[[int, int], Any] = lambda done, of: None):
-        """gib: the most that it may hold. listen: (tokens read, tokens in all), as they are read."""
-        self.folder, self.gib, self.listen = Path(folder), gib, listen
+    def __init__(
+        self, folder: str | Path, gib: float, on_progress: Callable[[int, int], Any] = lambda done, total: None
+    ):
+        """Use a folder. Args: gib: its size limit. on_progress: receives (computed tokens, all tokens)."""
+        self.folder, self.gib, self.on_progress = Path(folder), gib, on_progress
 
-    def check(self, target: Target | None, learner: Learner) -> dict[str, Any]:
-        """Whose states a head learns from, as the folder has it or is going to.
+    def check(self, target: Target | None, objective: TrainingObjective) -> dict[str, Any]:
+        """Return the identity of the activations that an objective reads, as the folder stores it.
 
-        Raises: UsageError for a head that reads more of the target, for the states of another target or of other taps,
-          and for a folder that cannot be.
+        Raises: UsageError for an objective that reads more of the target, or a folder that cannot be created. Also for
+          a folder with activations of another target or other taps.
         """
-        if target is None or learner.taps is None:
+        if target is None or objective.taps is None:
             raise UsageError(
-                f"what {learner.kind} learns is not a function of the target's states alone, so none can be kept; "
-                "leave --keep-states out"
+                f"the loss of {objective.kind} is not a function of the target's activations alone, so they cannot be "
+                "cached; leave the cache out"
             )
-        about = {"target": of_model(target), "taps": list(learner.taps)}
-        with self._in_words():
+        identity = {"target": digest_model(target), "taps": list(objective.taps)}
+        with self._explain_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._compare(about)
-        return about
+            self._compare(identity)
+        return identity
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """Raises: UsageError in place of what a folder cannot do."""
+    def _explain_errors(self) -> Iterator[None]:
+        """Raise a UsageError for errors of the file system."""
         try:
             yield
         except OSError as error:
             raise UsageError(
-                f"{self.folder} cannot hold the states of these texts ({error}); make room, or give another folder"
+                f"{self.folder} cannot hold the activations of these texts ({error}); make room, or give another folder"
             ) from error
 
-    def _compare(self, about: dict[str, Any]) -> None:
-        """Raises: UsageError where the folder has others' states."""
+    def _compare(self, identity: dict[str, Any]) -> None:
+        """Raise a UsageError if the folder has activations with another identity."""
         path = self.folder / ABOUT
         if not path.exists():
             return
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            others = [name for name, value in about.items() if found.get(name) != value]
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            different = [name for name, value in identity.items() if stored.get(name) != value]
         except (ValueError, AttributeError):
-            others = [ABOUT]
-        if others:
-            raise UsageError(f"{self.folder} holds states with another {others[0]}; give another folder, or delete it")
+            different = [ABOUT]
+        if different:
+            raise UsageError(
+                f"{self.folder} holds activations with another {different[0]}; give another folder, or delete it"
+            )
 
-    def read(self, target: Target | None, learner: Learner, texts: Sequence[Text], rows: int, length: int) -> Stored:
-        """Of all tokens of the texts up to `length`, `rows` by `length` to a pass.
+    def read(
+        self, target: Target | None, objective: TrainingObjective, texts: Sequence[TrainingText], rows: int, length: int
+    ) -> CachedActivations:
+        """Return the activations of all texts up to `length` tokens, and compute those that the folder lacks.
 
-        Raises: UsageError as `check`, for too many texts, and for a folder without room.
+        Args: rows, length: shape of the target's passes.
+
+        Raises: UsageError as `check`, for texts that exceed the size limit, and for a folder without room.
         """
-        about = self.check(target, learner)
-        assert target is not None and learner.taps is not None
-        cut = [Text(text.tokens[:length], min(text.answer, length)) for text in texts]
+        identity = self.check(target, objective)
+        assert target is not None and objective.taps is not None
+        cut = [TrainingText(text.tokens[:length], min(text.prompt_length, length)) for text in texts]
         names = [digest(tuple(map(int, text.tokens))) for text in cut]
-        said = functools.partial(states, taps=learner.taps)
+        compute = functools.partial(run_target_without_cache, taps=objective.taps)
         shapes: Any = [jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool)]
-        shape = jax.eval_shape(said, target, Lesson(*shapes))
-        features, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
-        with self._in_words(), _alone(self.folder):
+        shape = jax.eval_shape(compute, target, PackedBatch(*shapes))
+        feature_size, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
+        with self._explain_errors(), _lock(self.folder):
             if not jax.process_index():
-                self._compare(about)  # another run may have been first
-                self._prepare(about, width)
-            check_same("prepared", "folders of states")  # the others wait
-            known, end = self._known()
-            new = {name: text for name, text in zip(names, cut, strict=True) if name not in known and text.tokens}
-            check_same((end, list(new)), f"states in {self.folder}, which all have to see,")
+                self._compare(identity)  # another run may have been faster
+                self._prepare(identity, width)
+            check_same("prepared", "activation folders")  # the other hosts wait
+            begins, end = self._read_index()
+            new = {name: text for name, text in zip(names, cut, strict=True) if name not in begins and text.tokens}
+            check_same((end, list(new)), f"activations in {self.folder}, which all hosts have to see,")
             if new:
                 self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
-                self._add(target, said, new, end, rows, length)
-                known, end = self._known()
+                jitted = jax.jit(compute)
+                run = lambda packed: gather(jitted(target, place_batch(target, packed)))
+                self._append(run, new, end, (rows, length))
+                begins, end = self._read_index()
             else:
-                self.listen(end - 1, end - 1)
-            values = np.memmap(self.folder / KEPT, jnp.bfloat16, "r", shape=(end, width))
-        places = _places(texts, cut, [known.get(name, 0) for name in names])  # one without tokens is nowhere
-        return Stored(values, places, features, shape.hidden.dtype)
+                self.on_progress(end - 1, end - 1)
+            values = np.memmap(self.folder / VALUES, jnp.bfloat16, "r", shape=(end, width))
+        locations = _locate_tokens(texts, cut, [begins.get(name, 0) for name in names])  # empty texts have no rows
+        return CachedActivations(values, locations, feature_size, shape.hidden.dtype)
 
-    def _prepare(self, about: dict[str, Any], width: int) -> None:
-        """Make the folder, or take off what a run that was ended has half written."""
-        path, index, kept = self.folder / ABOUT, self.folder / INDEX, self.folder / KEPT
+    def _prepare(self, identity: dict[str, Any], width: int) -> None:
+        """Create the files, or remove what an interrupted run has written in part."""
+        path, index, values = self.folder / ABOUT, self.folder / INDEX, self.folder / VALUES
         if not path.exists():
             index.unlink(missing_ok=True)
-            write_atomic(path, json.dumps(about).encode())
-        size = 2 * width
-        there = kept.stat().st_size // size if kept.exists() else 0
-        if not there:
-            write_atomic(kept, bytes(size))
-            there = 1
-        whole, end = [], 1
+            write_atomic(path, json.dumps(identity).encode())
+        row_bytes = 2 * width
+        rows = values.stat().st_size // row_bytes if values.exists() else 0
+        if not rows:
+            write_atomic(values, bytes(row_bytes))
+            rows = 1
+        complete, end = [], 1
         for line in index.read_text(encoding="utf-8").split("\n") if index.exists() else ():
-            tokens = _tokens(line)
-            if tokens is None or end + tokens > there:
+            tokens = _parse_token_count(line)
+            if tokens is None or end + tokens > rows:
                 break
-            whole.append(line + "\n")
+            complete.append(line + "\n")
             end += tokens
-        write_atomic(index, "".join(whole).encode())
-        os.truncate(kept, size * end)
+        write_atomic(index, "".join(complete).encode())
+        os.truncate(values, row_bytes * end)
 
-    def _known(self) -> tuple[dict[str, int], int]:
-        """(where each text that is there begins, where the next one would)."""
+    def _read_index(self) -> tuple[dict[str, int], int]:
+        """Return (first row of each stored text, first free row)."""
         entries = [json.loads(line) for line in (self.folder / INDEX).read_text(encoding="utf-8").splitlines()]
         ends = np.cumsum([1, *(entry["tokens"] for entry in entries)]).tolist()
         return {entry["text"]: begin for entry, begin in zip(entries, ends, strict=False)}, ends[-1]
 
-    def _check_room(self, end: int, more: int, width: int) -> None:
-        needed = 2 * (end + more) * width / GIB
-        if needed > self.gib:
-            beside = f", with the {end - 1} that are there," if end > 1 else ""
+    def _check_room(self, end: int, tokens: int, width: int) -> None:
+        """Raise a UsageError if so many more tokens exceed the size limit."""
+        size = 2 * (end + tokens) * width / GIB
+        if size > self.gib:
+            stored = f", with the {end - 1} stored ones," if end > 1 else ""
             raise UsageError(
-                f"the states of {more} tokens{beside} are {needed:.2f} GiB, more than --keep-states {self.gib:g}; give "
-                "more, or fewer texts"
+                f"the activations of {tokens} tokens{stored} take {size:.2f} GiB, more than the limit of "
+                f"{self.gib:g} GiB; raise it, or give fewer texts"
             )
 
-    def _add(
-        self, target: Target, said: Callable[..., Reading], new: dict[str, Text], end: int, rows: int, length: int
+    def _append(
+        self, run: Callable[[PackedBatch], Any], new: dict[str, TrainingText], end: int, shape: tuple[int, int]
     ) -> None:
-        """Read texts, by name, behind what is there."""
-        texts, passed = list(new.values()), jax.jit(said)
+        """Compute the activations of texts, by name, and append them. Args: shape: rows and length of a pass."""
+        texts = list(new.values())
         entries = iter([(name, len(text.tokens)) for name, text in new.items()])
         total = sum(len(text.tokens) for text in texts)
         done = 0
-        for lesson, numbers in zip(pack(texts, rows, length), pack(numbered(texts), rows, length), strict=True):
-            found = gather(passed(target, on_devices(target, lesson)))
+        for packed, numbers in zip(pack(texts, *shape), pack(number_tokens(texts), *shape), strict=True):
+            activations = run(packed)
             number = np.ravel(numbers.tokens)
-            order = np.argsort(number, kind="stable")  # as the texts have them, behind those that are no tokens
+            order = np.argsort(number, kind="stable")  # the order of the texts, after the padding
             order = order[np.count_nonzero(number == 0) :]
-            begun, done = done, done + len(order)
+            written, done = done, done + len(order)
             if not jax.process_index():
-                values = np.concatenate([found.features, found.hidden], -1).reshape(number.size, -1)[order]
-                with (self.folder / KEPT).open("ab") as file:
+                values = np.concatenate([activations.features, activations.hidden], -1).reshape(number.size, -1)[order]
+                with (self.folder / VALUES).open("ab") as file:
                     file.write(values.astype(jnp.bfloat16).tobytes())
                 with (self.folder / INDEX).open("a", encoding="utf-8") as index:
-                    while begun < done:
+                    while written < done:
                         name, size = next(entries)
                         index.write(json.dumps({"text": name, "tokens": size}) + "\n")
-                        begun += size
-            self.listen(end - 1 + done, end - 1 + total)
-        check_same("read", "states")  # the others wait for what the first host has written
+                        written += size
+            self.on_progress(end - 1 + done, end - 1 + total)
+        check_same("read", "activations")  # the other hosts wait for the files of the first
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other run on this machine reads into the folder, which is there, meanwhile."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other runs on this machine from writing to the folder."""
     try:
         import fcntl
-    except ImportError:  # not on this system
+    except ImportError:  # this system has no such locks
         yield
         return
     with (folder / "lock").open("w") as file:
@@ -212,8 +222,8 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _tokens(line: str) -> int | None:
-    """Of a line of the index; None: it is none."""
+def _parse_token_count(line: str) -> int | None:
+    """Return the token count of a line of the index, or None for an invalid line."""
     try:
         entry = json.loads(line)
         return entry["tokens"] if isinstance(entry["text"], str) and entry["tokens"] >= 0 else None
@@ -221,11 +231,11 @@ def _tokens(line: str) -> int | None:
         return None
 
 
-def _places(texts: Sequence[Text], cut: Sequence[Text], begins: Sequence[int]) -> np.ndarray:
-    """`Stored.places`."""
-    places = np.zeros(1 + sum(len(text.tokens) for text in texts), np.int64)
+def _locate_tokens(texts: Sequence[TrainingText], cut: Sequence[TrainingText], begins: Sequence[int]) -> np.ndarray:
+    """Return `CachedActivations.rows`."""
+    rows = np.zeros(1 + sum(len(text.tokens) for text in texts), np.int64)
     at = 1
-    for text, kept, begin in zip(texts, cut, begins, strict=True):
-        places[at : at + len(kept.tokens)] = begin + np.arange(len(kept.tokens))
+    for text, part, begin in zip(texts, cut, begins, strict=True):
+        rows[at : at + len(part.tokens)] = begin + np.arange(len(part.tokens))
         at += len(text.tokens)
-    return places
+    return rows

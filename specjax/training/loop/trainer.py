@@ -1,10 +1,10 @@
-"""Training a head or a draft model on texts that its target wrote: pure steps, and the loop around them."""
+"""The training loop of draft heads and draft models, with evaluation, early stopping and resumption."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,242 +18,68 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.numerics.validation import check_integer
 from specjax.parallel import gather, place, shard_head
-from specjax.persistence.fingerprint import describe, digest, of_model, of_weights
-from specjax.training.data.packing import Lesson, Text, choose_places, numbered, pack, places_that_count
-from specjax.training.loop.checkpoints import Kept
-from specjax.training.loop.optimizers import check_frozen, joined, optimizer_of, split
-from specjax.training.loop.target_activations import Shelf
-from specjax.training.measure.acceptance_eval import Served, on_devices, served
-from specjax.training.objectives.head_objective import Report
-from specjax.training.objectives.recipes import RECIPES, Recipe, check, recipe_of
-from specjax.training.objectives.trainables import Learner, Pupil, learner_of
-from specjax.training.objectives.unroll import Reading
-from specjax.types import Array, PyTree, Target
+from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
+from specjax.training.data.packing import PackedBatch, TrainingText, choose_round_starts, find_round_starts, pack
+from specjax.training.loop.checkpoints import TrainingCheckpoints
+from specjax.training.loop.optimizers import check_frozen, split_params
+from specjax.training.loop.schedule import ScheduledBatch, ScheduleOptions, TrainingSchedule, make_schedule
+from specjax.training.loop.step import (
+    State,
+    StepOutcome,
+    TrainingPlan,
+    export_trainable,
+    init_state,
+    main_dtype,
+    train_step,
+)
+from specjax.training.loop.target_activations import ActivationCache, CachedActivations
+from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance, place_batch
+from specjax.training.objectives.recipes import RECIPES, Recipe, check_recipe, recipe_of
+from specjax.training.objectives.trainables import Trainable, TrainingObjective, build_objective
+from specjax.types import PyTree, Target
+
+ReplaceBatch = Callable[[int, int, PackedBatch, Any], PackedBatch]
 
 
-class Plan(NamedTuple):
-    """What is the same in all steps of a run. Hashable."""
+class LoopSettings(NamedTuple):
+    """The numbers of a training loop, as `train` describes them."""
 
-    recipe: Recipe
-    learner: Learner
-    steps: int
-    chunk: int | None = None  # places of a row that are judged at a time
-    dtype: str = "float32"  # of products; the parameters that are trained are float32
-
-
-class State(NamedTuple):
-    """What a step changes."""
-
-    trained: PyTree  # float32 parameters, None in place of those that stay
-    optimizer: PyTree
-    step: Array  # int32[]
+    epochs: int = 1
+    rows: int = 4
+    length: int = 512
+    starts_per_row: int | None = None
+    chunk: int | None = None
+    num_tokens: int | None = None
+    evaluate_every: int = 100
+    patience: int | None = None
+    seed: int = 0
 
 
-class Outcome(NamedTuple):
-    """What a step says."""
-
-    loss: Array  # float32[]
-    report: Report
-    finite: Array  # bool[]; a step that was not changed nothing
-
-
-def begin(plan: Plan, params: PyTree) -> tuple[State, PyTree]:
-    """(state, the parameters that stay) of what is to be trained."""
-    trained, rest = split(params, plan.recipe.frozen)
-    trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
-    return State(trained, optimizer_of(plan.recipe, plan.steps).init(trained), jnp.int32(0)), rest
-
-
-def one_step(
-    plan: Plan, state: State, rest: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
-    reading: Reading | None = None,
-) -> tuple[State, Outcome]:  # fmt: skip
-    """One step of the optimizer on a lesson. Pure; the target and `rest` get no derivative.
-
-    Args:
-      rest: from `begin`. lesson: int32[B, T] and so on. places: int32[B, R], where rounds begin; -1: nowhere.
-      key: of the noise on features, where the recipe has some.
-      reading: what the target says of the lesson, where that is known (`readings`); None: it is run.
-    """
-    import optax
-
-    known = {} if reading is None else {"reading": reading}
-
-    def loss_of(trained: PyTree) -> tuple[Array, Report]:
-        params = joined(jax.tree.map(lambda x: x.astype(plan.dtype), trained), rest)
-        return plan.learner.loss(plan.recipe, params, target, lesson, places, key, plan.chunk, **known)
-
-    (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
-    finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
-    updates, optimizer = optimizer_of(plan.recipe, plan.steps).update(gradient, state.optimizer, state.trained)
-    new = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-    return kept, Outcome(loss, report, finite)
-
-
-def _as_a_step_leaves_it(state: State, mesh: Mesh) -> State:
-    """All of it on the mesh, counts too, with shardings in the shortest words: else the second step compiles anew.
-
-    It still does, once, where XLA splits what the head keeps whole (a head whose attention the mesh does not divide).
-    """
-
-    def one(x: Array) -> Array:
-        spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
-        while spec and spec[-1] is None:
-            spec.pop()
-        return place(x, mesh, *spec)
-
-    return jax.tree.map(one, state)
-
-
-train_step = jax.jit(one_step, static_argnames="plan", donate_argnames="state")
-"""`one_step` compiled; the state given is used up."""
-
-
-def dtype_of(params: PyTree) -> str:
-    """Of the weights."""
-    floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return str(max(floats, key=floats.count))
-
-
-def as_served(pupil: Pupil, state: State, rest: PyTree) -> Any:
-    """What is trained, as it is served, in the dtypes that it began with. A step uses the state up, and not this."""
-    served = joined(jax.tree.map(jnp.copy, state.trained), rest)
-    params = jax.tree.map(lambda x, old: x.astype(old.dtype), served, pupil.params)
-    return dataclasses.replace(pupil, params=params)
-
-
-def fingerprint(texts: Sequence[Text]) -> str:
-    """Of the texts, in their order."""
-    return digest([(int(text.answer), *map(int, text.tokens)) for text in texts])
-
-
-class Progress(NamedTuple):
-    """What a run has to say after some steps."""
+class TrainingProgress(NamedTuple):
+    """A report after a step."""
 
     step: int
     steps: int
     epoch: int
-    tokens: int  # places trained on so far
-    seconds: float  # of training so far
+    tokens: int  # trained positions
+    seconds: float  # of training
     loss: float | None  # None: before the first step
     accuracy: tuple[float, ...]  # of drafts by depth
-    served: Served | None = None  # of the texts held out, where they were looked at
-    best: Any = None  # the pupil as it is served, where none before served more
-
-
-class Schedule(NamedTuple):
-    """The lessons of a run, in order."""
-
-    epochs: list[list[Lesson]]
-    places: int  # of a row
-    columns: list[list[Lesson]]  # the same with, in place of each token, its number among those of all texts
-
-    @property
-    def steps(self) -> int:
-        return sum(map(len, self.epochs))
-
-    def after(self, done: int, seed: int) -> Iterator[tuple[int, Lesson, np.ndarray, Array]]:
-        """(epoch, lesson, places, numbers of its tokens) of each step but the first `done`."""
-        number = 0
-        for epoch, (lessons, columns) in enumerate(zip(self.epochs, self.columns, strict=True)):
-            for i, (lesson, column) in enumerate(zip(lessons, columns, strict=True)):
-                if number >= done:
-                    places = choose_places(lesson, self.places, np.random.default_rng([seed, epoch, i]))
-                    yield epoch, lesson, places, column.tokens
-                number += 1
-
-
-def scheduled(
-    texts: Sequence[Text], *, epochs: int, rows: int, length: int, places: int | None, seed: int, packs: bool = True,
-    multiple: int = 1, grows: bool = False,
-) -> Schedule:  # fmt: skip
-    """Every epoch has all texts once, in an order of its own.
-
-    places: the most that a row is trained on; None: all that there are. multiple: of what their number is. grows:
-    whether lessons may be answered anew, at more places than the texts have; then as many as `places`, or a row has.
-    """
-    made, columns, numbers = [], [], numbered(texts)
-    for epoch in range(epochs):
-        order = np.random.default_rng([seed, epoch]).permutation(len(texts))
-        packed = lambda some, order=order: pack([some[i] for i in order], rows, length, alone=not packs)
-        made.append(packed(texts))
-        columns.append(packed(numbers))
-    most = max((int(places_that_count(lesson).sum(1).max()) for lessons in made for lesson in lessons), default=0)
-    if not most:
-        raise UsageError(f"no text of {length} tokens has an answer to learn from; give longer rows or other prompts")
-    if grows:
-        most = length
-    most = most if places is None else min(places, most)
-    return Schedule(made, -(-most // multiple) * multiple, columns)
-
-
-def _of_frozen(rest: PyTree) -> str:
-    """Of what stays: of weights some values, of a vocabulary all."""
-    whole = [x for x in jax.tree.leaves(rest) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1]
-    return digest((of_weights(rest), [np.asarray(gather(x)).tolist() for x in whole]))
-
-
-def _check_tokens(target: Target | None, texts: Sequence[Text]) -> None:
-    """Raises: UsageError for tokens that the target has not."""
-    if target is None:
-        return
-    count = target.model.vocab_size
-    for text in texts:
-        if len(text.tokens) and not 0 <= min(text.tokens) <= max(text.tokens) < count:
-            raise UsageError(f"the texts have tokens that the target has not, whose ids are from 0 to {count - 1}")
-
-
-def _check_rows(target: Target | None, held_out: Sequence[Text], rows: int, length: int, mesh: Mesh | None) -> None:
-    """Raises: UsageError for texts of which nothing can be measured, and rows that the mesh does not divide."""
-    if target is None and held_out:
-        raise UsageError("tokens per pass of texts held out are those of a target; give it, or hold none out")
-    if held_out and not any(places_that_count(lesson).any() for lesson in pack(held_out, rows, length)):
-        raise UsageError(
-            f"no text held out has an answer of two tokens in its first {length}; hold out others, or give longer rows"
-        )
-    if mesh is not None and rows % mesh.shape.get("data", 1):
-        raise UsageError(
-            f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
-        )
-
-
-def beginning(
-    target: Target | None, learner: Learner, params: PyTree, recipe: Recipe, *, epochs: int, chunk: int | None,
-    num_tokens: int | None, seed: int, readings: bool, about: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """What a run in a folder has to have in common with another to go on from it, as far as texts do not say it.
-
-    params: of what is trained, or their shapes.
-    Raises: UsageError for a recipe that trains nothing, or a chain longer than what is trained drafts.
-    """
-    known = RECIPES.get(learner.kind)  # names that only some heads of a kind have
-    check_frozen(params, [name for name in recipe.frozen if known is None or name not in known.frozen])
-    trained, _ = split(params, recipe.frozen)
-    if not jax.tree.leaves(trained):
-        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
-    if num_tokens is not None and learner.deepest and num_tokens > learner.deepest:
-        raise UsageError(
-            f"a chain of {num_tokens} tokens is more than the {learner.deepest} that {learner.kind} drafts; shorten it"
-        )
-    return {
-        "recipe": repr(recipe), "config": repr(learner.config), "seed": seed, "epochs": epochs, "chunk": chunk,
-        "target": None if target is None else of_model(target), "readings": readings, "dtype": dtype_of(trained),
-        "num_tokens": num_tokens or min(recipe.depths, learner.deepest or recipe.depths), **about,
-    }  # fmt: skip
+    measured: MeasuredAcceptance | None = None  # on the held-out texts, if they were evaluated
+    best: Any = None  # the trained head or model, if it has the most tokens per pass so far
 
 
 def train(
     target: Target | None,
-    pupil: Pupil,
-    texts: Sequence[Text],
+    trainable: Trainable,
+    texts: Sequence[TrainingText],
     *,
     recipe: Recipe | None = None,
-    held_out: Sequence[Text] = (),
+    held_out: Sequence[TrainingText] = (),
     epochs: int = 1,
     rows: int = 4,
     length: int = 512,
-    places: int | None = None,
+    starts_per_row: int | None = None,
     chunk: int | None = None,
     num_tokens: int | None = None,
     evaluate_every: int = 100,
@@ -261,108 +87,243 @@ def train(
     patience: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
-    readings: Shelf | None = None,
-    about: Mapping[str, Any] = MappingProxyType({}),
-    data: Callable[[int, int, Lesson, Any], Lesson] | None = None,
-    listen: Callable[[Progress], Any] = lambda progress: None,
+    activation_cache: ActivationCache | None = None,
+    identity: Mapping[str, Any] = MappingProxyType({}),
+    replace_batch: ReplaceBatch | None = None,
+    on_progress: Callable[[TrainingProgress], Any] = lambda progress: None,
 ) -> Any:
-    """The pupil, trained on texts that the target wrote; of those seen at evaluations the one that serves most.
+    """Train a head or model on texts of the target, and return the evaluated version with the most tokens per pass.
 
     Args:
-      target: None for losses that do not read it, with nothing held out.
-      pupil: what it begins with: a head, such as `starts.new_head` gives, or a draft model, a `Target` too.
-      recipe: default: that of its kind. held_out: texts, written greedily, on which tokens per pass are measured.
-      rows, length: of a lesson: tokens int32[rows, length]; over a mesh "data" must divide the rows.
-      places: the most of a row that rounds begin at.
-      chunk: places of a row that are judged at a time: less memory, more arithmetic. None: all.
-      num_tokens: of the chain that is measured; default: as many as the recipe drafts.
-      evaluate_first: before the first step too, of a pupil that serves already, and that stays if nothing serves more.
-      patience: evaluations in a row that may not be better before it stops; None: any number.
-      folder: where the run is kept at every evaluation; one that was ended there goes on, to the same bits.
-      readings: where what the target says of the texts is kept; it then runs over them once, and not in every epoch.
-      about: more that a run in the folder has to have in common with this one to go on, such as what it began with.
-      data: (step, steps, lesson, the pupil as it is) -> the lesson that the step takes in its place, of the same shape,
-        a function of its arguments alone: `draft_models.OnPolicy`.
-      listen: is told every step's loss and accuracy.
+      target: None for losses that do not read it, with no held-out texts.
+      trainable: a head, such as `new_head` returns, a draft model (a `Target` too), a stopping head or a `Denoiser`.
+      recipe: default: that of the trainable's kind.
+      held_out: texts that the target wrote greedily, on which tokens per pass are measured.
+      rows, length: shape of a batch. The mesh axis "data" must divide the rows.
+      starts_per_row: limit of the rounds that a row is trained on; None: all positions.
+      chunk: positions of a row whose logits are computed at a time: less memory, more arithmetic. None: all.
+      num_tokens: length of the measured chain; default: the depths of the recipe.
+      evaluate_first: evaluate before the first step too. A trainable that no step improves is then returned unchanged.
+      patience: evaluations in a row without improvement before training stops; None: unlimited.
+      folder: stores the run at every evaluation. An interrupted run resumes there, bit for bit.
+      activation_cache: stores the target's activations, so that the target runs once instead of every epoch.
+      identity: more values that a run in the folder must share with this one to be resumed, such as its start.
+      replace_batch: (step, steps, packed, current trainable) -> the batch to train on, of the same shape. It must be a
+        pure function, such as `draft_models.OnPolicy`.
+      on_progress: receives a report after every step.
 
-    Raises: UsageError for a recipe that cannot be followed, texts without answers, or a loss that is no number; it then
-      names the step, and the folder has the last good state.
+    Raises: UsageError for an invalid recipe, texts without responses, or a loss that is not finite. It then names the
+      step, and the folder holds the last good state.
     """
-    learner = learner_of(pupil)
-    recipe = recipe or recipe_of(learner.kind)
-    check(recipe)
+    objective = build_objective(trainable)
+    recipe = recipe or recipe_of(objective.kind)
+    check_recipe(recipe)
+    settings = LoopSettings(epochs, rows, length, starts_per_row, chunk, num_tokens, evaluate_every, patience, seed)
+    _check_settings(settings)
+    _check_texts(target, texts, held_out, settings)
+    uses_cache = activation_cache is not None
+    identity = run_identity(target, objective, trainable.params, recipe, settings, uses_cache, identity)
+    if uses_cache and replace_batch is not None:
+        raise UsageError("cached activations need fixed texts; leave replace_batch or activation_cache out")
     mesh = None if target is None else target.model.mesh
-    counts = {
-        "rows": rows, "length": length, "epochs": epochs, "places": places, "chunk": chunk, "num_tokens": num_tokens,
-        "evaluate_every": evaluate_every,
-    }  # fmt: skip
-    for name, count in counts.items():
-        check_integer(name, count)
-    for name, count in (("seed", seed), ("patience", patience)):
-        check_integer(name, count, minimum=0)
-    _check_tokens(target, [*texts, *held_out])
-    _check_rows(target, held_out, rows, length, mesh)
-    known = beginning(
-        target, learner, pupil.params, recipe, epochs=epochs, chunk=chunk, num_tokens=num_tokens, seed=seed,
-        readings=readings is not None, about=about,
-    )  # fmt: skip
-    if readings is not None and data is not None:
-        raise UsageError("what the target says is kept of texts that stay as they are; leave data or readings out")
-    if isinstance(pupil, DraftHead) and mesh is not None:
-        pupil = shard_head(pupil, mesh)
-    schedule = scheduled(
-        texts, epochs=epochs, rows=rows, length=length, places=places, seed=seed, packs=recipe.packs and data is None,
-        multiple=chunk or 1, grows=data is not None,
-    )  # fmt: skip
-    plan = Plan(recipe, learner, schedule.steps, chunk, known["dtype"])
-    state, rest = begin(plan, pupil.params)
+    if isinstance(trainable, DraftHead) and mesh is not None:
+        trainable = shard_head(trainable, mesh)
+    schedule = _plan_batches(texts, recipe, settings, resamples=replace_batch is not None)
+    plan = TrainingPlan(recipe, objective, schedule.steps, chunk, identity["dtype"])
+    state, frozen = init_state(plan, trainable.params)
     if mesh is not None:
-        state = _as_a_step_leaves_it(state, mesh)
-    depths, of_texts = known["num_tokens"], {}
-    if folder is not None:  # else nobody asks which run it is
-        of_texts = {
-            "texts": fingerprint(texts), "held_out": fingerprint(held_out), "shape": [rows, length, schedule.places],
-            "data": data and digest(describe(data)), "frozen parameters": _of_frozen(rest),
-        }  # fmt: skip
-    kept = Kept(folder, pupil, state, known | of_texts)
-    stored = None if readings is None else readings.read(target, learner, texts, rows, length)
-    state = kept.state
+        state = _normalise_shardings(state, mesh)
+    if folder is not None:  # otherwise nothing is compared
+        identity |= _data_identity(texts, held_out, settings, schedule, replace_batch, frozen)
+    checkpoints = TrainingCheckpoints(folder, trainable, state, identity)
+    activations = None
+    if activation_cache is not None:
+        activations = activation_cache.read(target, objective, texts, rows, length)
+    loop = _TrainingLoop(
+        target, trainable, plan, frozen, held_out, settings, identity["num_tokens"], checkpoints, activations,
+        replace_batch, on_progress,
+    )  # fmt: skip
+    state = loop.run(schedule, evaluate_first)
+    return checkpoints.best or export_trainable(trainable, state, frozen)
 
-    def measured(step: int, state: State) -> tuple[Served | None, Any]:
-        """(what is served, the pupil if that is the most so far)."""
-        if not held_out or target is None:
-            return None, None
-        now = as_served(pupil, state, rest)
-        found = served(target, now, held_out, depths=depths, rows=rows, length=length)
-        return found, now if kept.consider(now, step, found) else None
 
-    if evaluate_first and not int(state.step):
-        listen(Progress(0, schedule.steps, 0, 0, 0.0, None, (), *measured(0, state)))
-    started, tokens = time.perf_counter() - kept.reached.seconds, kept.reached.tokens
-    for number, (epoch, lesson, where, columns) in enumerate(schedule.after(int(state.step), seed), int(state.step)):
-        if patience is not None and kept.reached.since_best > patience:
-            break
-        if data is not None:
-            lesson = data(number, schedule.steps, lesson, as_served(pupil, state, rest))
-            where = choose_places(lesson, schedule.places, np.random.default_rng([seed, number]))
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        said = None if stored is None else stored.of(columns)
-        lesson, where, said = on_devices(target, (lesson, where, said))
-        state, outcome = train_step(plan, state, rest, target, lesson, where, key, said)
+def run_identity(
+    target: Target | None, objective: TrainingObjective, params: PyTree, recipe: Recipe, settings: LoopSettings,
+    uses_cache: bool, extra: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the values that a run in a folder must share with another to be resumed by it, apart from those of texts.
+
+    Args: params: of the trainable, or their shapes.
+
+    Raises: UsageError for a recipe that trains no parameters, or a chain that is longer than the trainable drafts.
+    """
+    default = RECIPES.get(objective.kind)  # its frozen names exist in some heads of the kind only
+    check_frozen(params, [name for name in recipe.frozen if default is None or name not in default.frozen])
+    trained, _ = split_params(params, recipe.frozen)
+    if not jax.tree.leaves(trained):
+        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
+    num_tokens, limit = settings.num_tokens, objective.max_depth
+    if num_tokens is not None and limit and num_tokens > limit:
+        raise UsageError(f"num_tokens={num_tokens} is more than the {limit} that {objective.kind} drafts; lower it")
+    return {
+        "recipe": repr(recipe), "config": repr(objective.config), "seed": settings.seed, "epochs": settings.epochs,
+        "chunk": settings.chunk, "target": None if target is None else digest_model(target), "activations": uses_cache,
+        "dtype": main_dtype(trained), "num_tokens": num_tokens or min(recipe.depths, limit or recipe.depths), **extra,
+    }  # fmt: skip
+
+
+def _data_identity(
+    texts: Sequence[TrainingText], held_out: Sequence[TrainingText], settings: LoopSettings,
+    schedule: TrainingSchedule, replace_batch: ReplaceBatch | None, frozen: PyTree,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the values of texts and frozen parameters that a resumed run must share."""
+    return {
+        "texts": _digest_texts(texts), "held_out": _digest_texts(held_out),
+        "shape": [settings.rows, settings.length, schedule.starts_per_row],
+        "replace_batch": replace_batch and digest(describe(replace_batch)),
+        "frozen parameters": _digest_frozen(frozen),
+    }  # fmt: skip
+
+
+def _digest_texts(texts: Sequence[TrainingText]) -> str:
+    """Return a digest of texts in their order."""
+    return digest([(int(text.prompt_length), *map(int, text.tokens)) for text in texts])
+
+
+def _digest_frozen(frozen: PyTree) -> str:
+    """Return a digest of some values of frozen weights and all values of a draft vocabulary."""
+    integers = [x for x in jax.tree.leaves(frozen) if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1]
+    return digest((digest_weights(frozen), [np.asarray(gather(x)).tolist() for x in integers]))
+
+
+def _plan_batches(
+    texts: Sequence[TrainingText], recipe: Recipe, settings: LoopSettings, resamples: bool
+) -> TrainingSchedule:
+    options = ScheduleOptions(
+        settings.epochs, settings.rows, settings.length, settings.seed, settings.starts_per_row,
+        packs=recipe.packs and not resamples, multiple=settings.chunk or 1, resamples=resamples,
+    )  # fmt: skip
+    return make_schedule(texts, options)
+
+
+def _normalise_shardings(state: State, mesh: Mesh) -> State:
+    """Place all of the state on the mesh, with specs without trailing None. Otherwise the second step compiles again.
+
+    It still compiles once more if XLA splits an array that the head keeps whole: attention that the mesh does not
+    divide.
+    """
+
+    def normalise(x: jax.Array) -> jax.Array:
+        spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
+        while spec and spec[-1] is None:
+            spec.pop()
+        return place(x, mesh, *spec)
+
+    return jax.tree.map(normalise, state)
+
+
+def _check_settings(settings: LoopSettings) -> None:
+    """Raise a UsageError for numbers out of range."""
+    for name, count in settings._asdict().items():
+        if name not in ("seed", "patience"):
+            check_integer(name, count)
+    for name, count in (("seed", settings.seed), ("patience", settings.patience)):
+        check_integer(name, count, minimum=0)
+
+
+def _check_texts(
+    target: Target | None, texts: Sequence[TrainingText], held_out: Sequence[TrainingText], settings: LoopSettings
+) -> None:
+    """Raise a UsageError for invalid tokens, held-out texts that cannot be measured, or rows that the mesh splits
+    unevenly."""
+    if target is None:
+        if held_out:
+            raise UsageError("held-out texts are measured with the target; give a target, or leave held_out empty")
+        return
+    count = target.model.vocab_size
+    for text in (*texts, *held_out):
+        if len(text.tokens) and not 0 <= min(text.tokens) <= max(text.tokens) < count:
+            raise UsageError(f"the texts have tokens that the target lacks; its ids are from 0 to {count - 1}")
+    rows, length, mesh = settings.rows, settings.length, target.model.mesh
+    if held_out and not any(find_round_starts(packed).any() for packed in pack(held_out, rows, length)):
+        raise UsageError(
+            f"no held-out text has a response of two tokens in its first {length}; hold out others, or give longer rows"
+        )
+    if mesh is not None and rows % mesh.shape.get("data", 1):
+        raise UsageError(
+            f'rows={rows} cannot be split over the {mesh.shape["data"]} devices of "data"; give a multiple'
+        )
+
+
+@dataclass
+class _TrainingLoop:
+    """The steps of `train`, after everything is checked and loaded."""
+
+    target: Target | None
+    trainable: Trainable
+    plan: TrainingPlan
+    frozen: PyTree
+    held_out: Sequence[TrainingText]
+    settings: LoopSettings
+    depths: int  # length of the measured chain
+    checkpoints: TrainingCheckpoints
+    activations: CachedActivations | None
+    replace_batch: ReplaceBatch | None
+    on_progress: Callable[[TrainingProgress], Any]
+
+    def run(self, schedule: TrainingSchedule, evaluate_first: bool) -> State:
+        """Run the steps after the last checkpoint. Returns: the last state."""
+        state, settings = self.checkpoints.state, self.settings
+        done = int(state.step)
+        if evaluate_first and not done:
+            measured, best = self.evaluate(0, state)
+            self.on_progress(TrainingProgress(0, schedule.steps, 0, 0, 0.0, None, (), measured, best))
+        started = time.perf_counter() - self.checkpoints.position.seconds
+        tokens = self.checkpoints.position.tokens
+        for step, batch in enumerate(schedule.iterate_from(done, settings.seed), done + 1):
+            if settings.patience is not None and self.checkpoints.position.since_best > settings.patience:
+                break
+            state, outcome = self.take_step(step, batch, state, schedule)
+            tokens += int(outcome.report.tokens)
+            seconds = time.perf_counter() - started
+            measured, best, evaluates = None, None, step == schedule.steps or step % settings.evaluate_every == 0
+            if evaluates:
+                measured, best = self.evaluate(step, state)
+            accuracy, loss = tuple(np.asarray(outcome.report.accuracy).tolist()), float(outcome.loss)
+            self.on_progress(
+                TrainingProgress(step, schedule.steps, batch.epoch, tokens, seconds, loss, accuracy, measured, best)
+            )
+            if evaluates:  # after the report: a resumed run reports only the steps after its checkpoint
+                self.checkpoints.save_state(state, tokens, seconds)
+        return state
+
+    def take_step(
+        self, step: int, batch: ScheduledBatch, state: State, schedule: TrainingSchedule
+    ) -> tuple[State, StepOutcome]:
+        """Take step `step`, counted from 1. Raises: UsageError if the loss is not finite."""
+        index, seed = step - 1, self.settings.seed
+        packed, positions = batch.packed, batch.positions
+        if self.replace_batch is not None:
+            current = export_trainable(self.trainable, state, self.frozen)
+            packed = self.replace_batch(index, schedule.steps, packed, current)
+            positions = choose_round_starts(packed, schedule.starts_per_row, np.random.default_rng([seed, index]))
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        activations = None if self.activations is None else self.activations.lookup(batch.token_numbers)
+        packed, positions, activations = place_batch(self.target, (packed, positions, activations))
+        state, outcome = train_step(self.plan, state, self.frozen, self.target, packed, positions, key, activations)
         if not bool(outcome.finite):
             raise UsageError(
-                f"the loss was {float(outcome.loss)} at step {number + 1}; what was reached before is kept. Lower the "
-                "learning rate, or look at the texts"
+                f"the loss was {float(outcome.loss)} at step {step}; earlier progress is stored. Lower the learning "
+                "rate, or check the texts"
             )
-        tokens += int(outcome.report.tokens)
-        last = number + 1 == schedule.steps
-        seconds = time.perf_counter() - started
-        found: tuple[Served | None, Any] = None, None
-        is_looked_at = last or (number + 1) % evaluate_every == 0
-        if is_looked_at:
-            found = measured(number + 1, state)
-        accuracy = tuple(np.asarray(outcome.report.accuracy).tolist())
-        listen(Progress(number + 1, schedule.steps, epoch, tokens, seconds, float(outcome.loss), accuracy, *found))
-        if is_looked_at:  # once it was told: of what is kept nothing is told again
-            kept.keep(state, tokens, seconds)
-    return kept.best or as_served(pupil, state, rest)
+        return state, outcome
+
+    def evaluate(self, step: int, state: State) -> tuple[MeasuredAcceptance | None, Any]:
+        """Measure the held-out texts. Returns: (the measurement, the trained head or model if it is the best so
+        far)."""
+        if not self.held_out or self.target is None:
+            return None, None
+        current = export_trainable(self.trainable, state, self.frozen)
+        shape = {"rows": self.settings.rows, "length": self.settings.length}
+        measured = measure_acceptance(self.target, current, self.held_out, depths=self.depths, **shape)
+        return measured, current if self.checkpoints.update_best(current, step, measured) else None

@@ -1,8 +1,8 @@
-"""Tokens per pass that a head or a draft model will serve, without decoding.
+"""Measurement of the tokens per target pass of a draft head or draft model, without decoding.
 
-Until its first error a greedy draft's tokens are the text's, so the round from place t accepts as many tokens as lead
-its training pass rightly. A decoder that starts at the end of the prompt goes from t to t + accepted + 1; walking the
-text so gives its very rounds.
+A greedy draft equals the text up to its first error. The round from position t therefore accepts as many tokens as the
+training pass predicts correctly from t on. Greedy decoding moves from t to t + accepted + 1, so the same walk over the
+text visits exactly the rounds of the decoder.
 """
 
 from __future__ import annotations
@@ -15,49 +15,51 @@ import jax
 import numpy as np
 
 from specjax.numerics.global_arrays import gather, place
-from specjax.training.data.packing import Lesson, Text, pack, places_that_count
-from specjax.training.objectives.trainables import Pupil, learner_of
+from specjax.training.data.packing import PackedBatch, TrainingText, find_round_starts, pack
+from specjax.training.objectives.trainables import Trainable, build_objective
 from specjax.types import Array, PyTree, Target
 
 
-class Served(NamedTuple):
-    """Of greedy texts, each of which costs its own passes. The bonus token of a pass counts."""
+class MeasuredAcceptance(NamedTuple):
+    """Target passes that a greedy chain needs for some texts. The bonus token of a pass counts as a token."""
 
     tokens: int
     passes: int
-    first: float  # how often the first draft of a place is the text's, over all places
+    first: float  # share of all positions at which the first drafted token is correct
 
     @property
     def per_pass(self) -> float:
+        """Return the tokens per target pass."""
         return self.tokens / max(self.passes, 1)
 
 
-def served(target: Target, pupil: Pupil, texts: Sequence[Text], *, depths: int, rows: int, length: int) -> Served:
-    """What a chain of `depths` drafts serves of texts that the target wrote greedily.
+def measure_acceptance(
+    target: Target, trainable: Trainable, texts: Sequence[TrainingText], *, depths: int, rows: int, length: int
+) -> MeasuredAcceptance:
+    """Measure a chain of `depths` drafted tokens on texts that the target wrote greedily.
 
-    rows, length: shape of the passes. A text longer than `length` is cut there.
+    Args: rows, length: shape of the passes. Longer texts are cut at `length`.
     """
-    lessons = pack(texts, rows, length)
-    tokens = passes = right = places = 0
-    for lesson in lessons:
-        there = places_that_count(lesson)
-        hits = np.asarray(gather(_hits(target, pupil, on_devices(target, lesson), depths)))
-        right, places = right + int(np.sum((hits > 0) & there[:, :-1])), places + int(there.sum())
+    tokens = passes = correct = positions = 0
+    for packed in pack(texts, rows, length):
+        starts = find_round_starts(packed)
+        hits = np.asarray(gather(_leading_hits(target, trainable, place_batch(target, packed), depths)))
+        correct, positions = correct + int(np.sum((hits > 0) & starts[:, :-1])), positions + int(starts.sum())
         for row, accepted in enumerate(hits):
-            for begin, end in answers(there[row]):
+            for begin, end in find_runs(starts[row]):
                 tokens += end - begin
-                passes += walk(accepted[begin:end])
-    return Served(tokens, passes, right / max(places, 1))
+                passes += count_passes(accepted[begin:end])
+    return MeasuredAcceptance(tokens, passes, correct / max(positions, 1))
 
 
-def on_devices(target: Target | None, rows: PyTree) -> PyTree:
-    """Rows where the target's mesh has them, if it is spread over one."""
+def place_batch(target: Target | None, batch: PyTree) -> PyTree:
+    """Split the rows of a batch over the target's mesh, if it has one."""
     mesh = None if target is None else target.model.mesh
-    return rows if mesh is None else place(rows, mesh, "data")
+    return batch if mesh is None else place(batch, mesh, "data")
 
 
-def walk(accepted: Sequence[int]) -> int:
-    """Passes that a text takes, of which the round from its i-th token accepts so many."""
+def count_passes(accepted: Sequence[int]) -> int:
+    """Count the target passes for a text. `accepted[i]` tokens are accepted by the round from its i-th token."""
     at = passes = 0
     while at < len(accepted):
         at += int(accepted[at]) + 1
@@ -65,13 +67,13 @@ def walk(accepted: Sequence[int]) -> int:
     return passes
 
 
-def answers(there: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Runs of True in bool[T], as (begin, end): the places from which an answer is drafted."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], there, [False]]).astype(np.int8)))
+def find_runs(mask: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Return the runs of True in bool[T] as pairs (begin, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 @functools.partial(jax.jit, static_argnames="depths")
-def _hits(target: Target, pupil: Pupil, lesson: Lesson, depths: int) -> Array:
-    """int32[B, T - 1], from every place."""
-    return learner_of(pupil).leading(pupil.params, target, lesson, depths)
+def _leading_hits(target: Target, trainable: Trainable, packed: PackedBatch, depths: int) -> Array:
+    """Return int32[B, T - 1]: the correct leading tokens of the draft from every position."""
+    return build_objective(trainable).leading_hits(trainable.params, target, packed, depths)

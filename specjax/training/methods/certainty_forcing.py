@@ -1,66 +1,123 @@
-"""Certainty forcing: a denoiser is taught to be sure of more of its own text at once.
+"""Certainty forcing: training of a denoiser to be certain of more of its text at once.
 
 Chen, Fang, Ma, Yu, Wang: dParallel: Learnable Parallel Decoding for dLLMs (2025), arXiv 2509.26488.
 
-Of texts y that the model itself wrote in blocks from left to right: a block n of a text is drawn; the blocks before it
-stay clean, those behind are all masked, and of block n each column is masked with chance 1/2. A second view masks the
-other columns of block n. Over the masked columns i of block n in both views, with logits l and p = softmax(l):
+The texts y are the model's own, written in blocks from left to right. One block n of a text is drawn at random. The
+blocks before it stay unmasked, those after it are masked, and each column of block n is masked with probability 1/2. A
+second view masks the other columns of block n. Over the masked columns i of block n in both views, with logits l and
+p = softmax(l):
 
     minimise mean of -log p_i(y_i) + beta * mean over {i: argmax p_i = y_i} of H(softmax(l_i / T)),  T = 1/2
 
-The second term makes surer what is right already, and has no derivative where the model errs.
-Guarantee: none; the weights change. `entropy <= eta` is the rule that is served with them.
-Deviations: all weights may be trained, not only a low-rank part of them; in a lesson of several texts each has a block
-of its own.
+The second term sharpens correct predictions, and has no gradient where the model errs.
+Guarantee: none; the weights change. They are served with the rule `entropy <= eta`.
+Deviations: all weights may be trained, not only a low-rank update. In a batch with several texts per row each text has
+its own drawn block.
+
+    texts = [TrainingText((*prompt, *response), len(prompt)), ...]  # responses of `specjax.denoise`
+    denoiser, losses = train_certainty(denoiser, pack(texts, 8, 128), block=32, key=0)
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.diffusion.forward import logits_of
 from specjax.diffusion.measures import entropy
 from specjax.diffusion.types import Denoiser
-from specjax.training.data.packing import Lesson
+from specjax.numerics.sampling import threefry
+from specjax.numerics.validation import check_integer
+from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.losses import cross_entropy
-from specjax.training.objectives.masked import read
+from specjax.training.objectives.masked import forward_views
 from specjax.types import Array
 
 
-def corrupted(lesson: Lesson, block: int, key: Array) -> tuple[Array, Array]:
-    """(masked bool[B, 2, T], judged bool[B, 2, T]): what two views of a lesson hide, and where they are judged.
+def mask_block(packed: PackedBatch, block: int, key: Array) -> tuple[Array, Array]:
+    """Return (masked bool[B, 2, T], judged bool[B, 2, T]): the masks of two views, and the columns of the loss.
 
-    block: columns of a block, counted from the first that counts of each text.
+    Args: block: columns per block, counted from the first response column of each text.
     """
-    first, counts = jnp.asarray(lesson.first), jnp.asarray(lesson.counts)
-    batch, size = counts.shape
-    of_blocks, of_masks = jax.random.split(key)
-    before = jnp.cumsum(counts, 1) - counts  # of the row that count, before each column
-    number = before - jnp.take_along_axis(before, first, 1)  # of its text
-    same = first[:, :, None] == first[:, None, :]
-    columns = jnp.sum(same & counts[:, None, :], 2)  # that count in its text
-    drawn = jnp.take_along_axis(jax.random.uniform(of_blocks, (batch, size)), first, 1)
-    chosen = jnp.floor(drawn * -(-columns // block)).astype(jnp.int32)
-    here, behind = counts & (number // block == chosen), counts & (number // block > chosen)
-    half = jax.random.bernoulli(of_masks, 0.5, (batch, size))
-    judged = jnp.stack([here & half, here & ~half], 1)
-    return judged | behind[:, None], judged
+    text_start, loss_mask = jnp.asarray(packed.text_start), jnp.asarray(packed.loss_mask)
+    batch, size = loss_mask.shape
+    block_key, mask_key = jax.random.split(key)
+    preceding = jnp.cumsum(loss_mask, 1) - loss_mask  # response columns of the row before each column
+    number = preceding - jnp.take_along_axis(preceding, text_start, 1)  # the same within the text
+    same_text = text_start[:, :, None] == text_start[:, None, :]
+    columns = jnp.sum(same_text & loss_mask[:, None, :], 2)  # response columns of the text
+    uniform = jnp.take_along_axis(jax.random.uniform(block_key, (batch, size)), text_start, 1)
+    selected = jnp.floor(uniform * -(-columns // block)).astype(jnp.int32)
+    in_block, later = loss_mask & (number // block == selected), loss_mask & (number // block > selected)
+    half = jax.random.bernoulli(mask_key, 0.5, (batch, size))
+    judged = jnp.stack([in_block & half, in_block & ~half], 1)
+    return judged | later[:, None], judged
 
 
-def loss_of(
-    denoiser: Denoiser, lesson: Lesson, masked: Array, judged: Array, *, beta: float = 2.0, temperature: float = 0.5
-) -> Array:
-    """float32[]. masked, judged: from `corrupted`. beta: 2 of LLaDA, 1 of Dream."""
-    right = jnp.broadcast_to(jnp.asarray(lesson.tokens)[:, None], masked.shape)
-    logits = logits_of(denoiser, read(denoiser, lesson, masked))
-    correct = judged & (jnp.argmax(logits, -1) == right)
-    # The mask token's -inf has the share 0 and would have no derivative.
-    unsure = entropy(jnp.maximum(logits, jnp.finfo(jnp.float32).min / 4) / temperature)
-    taught = mean(cross_entropy(logits, None, right, judged), judged)
-    return taught + beta * mean(unsure, correct)
+def compute_loss(
+    denoiser: Denoiser, packed: PackedBatch, masked: Array, judged: Array, *, beta: float = 2.0,
+    temperature: float = 0.5,
+) -> Array:  # fmt: skip
+    """Return float32[]. Args: masked, judged: from `mask_block`. beta: 2 for LLaDA, 1 for Dream."""
+    label = jnp.broadcast_to(jnp.asarray(packed.tokens)[:, None], masked.shape)
+    logits = logits_of(denoiser, forward_views(denoiser, packed, masked))
+    correct = judged & (jnp.argmax(logits, -1) == label)
+    # The mask token's logit is -inf, whose share of 0 would have no gradient.
+    uncertainty = entropy(jnp.maximum(logits, jnp.finfo(jnp.float32).min / 4) / temperature)
+    surprise = masked_mean(cross_entropy(logits, None, label, judged), judged)
+    return surprise + beta * masked_mean(uncertainty, correct)
 
 
-def mean(value: Array, over: Array) -> Array:
-    """float32[] of value [...] where `over` bool[...] is; 0 where it is nowhere."""
-    return jnp.sum(jnp.where(over, value, 0.0)) / jnp.maximum(jnp.sum(over), 1)
+def masked_mean(values: Array, mask: Array) -> Array:
+    """Return float32[], the mean of the values where the mask is True, or 0 if it is nowhere."""
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def train_certainty(
+    denoiser: Denoiser,
+    batches: Sequence[PackedBatch],
+    *,
+    block: int,
+    key: Array | int,
+    epochs: int = 1,
+    beta: float = 2.0,
+    learning_rate: float = 1e-4,
+) -> tuple[Denoiser, np.ndarray]:
+    """Train a denoiser on packed texts by AdamW. Returns: (the denoiser, float32[steps] losses)."""
+    check_integer("block", block)
+    check_integer("epochs", epochs)
+    optimizer = _make_adamw(learning_rate)
+    state, losses = optimizer.init(denoiser.params), []
+    for step in range(epochs * len(batches)):
+        step_key = jax.random.fold_in(threefry(key), step)
+        packed = batches[step % len(batches)]
+        params, state, loss = _take_step(denoiser, packed, state, step_key, optimizer, block, beta)
+        denoiser = denoiser.replace(params=params)
+        losses.append(loss)
+    return denoiser, np.asarray(losses, np.float32)
+
+
+@functools.cache
+def _make_adamw(learning_rate: float) -> Any:
+    """Return AdamW. Equal rates share one object, so that a second call compiles nothing."""
+    import optax
+
+    return optax.adamw(learning_rate)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _take_step(
+    denoiser: Denoiser, packed: PackedBatch, state: Any, key: Array, optimizer: Any, block: int, beta: float
+) -> tuple[Any, Any, Array]:
+    import optax
+
+    masked, judged = mask_block(packed, block, key)
+    loss_of = lambda params: compute_loss(denoiser.replace(params=params), packed, masked, judged, beta=beta)
+    loss, gradient = jax.value_and_grad(loss_of)(denoiser.params)
+    updates, state = optimizer.update(gradient, state, denoiser.params)
+    return optax.apply_updates(denoiser.params, updates), state, loss

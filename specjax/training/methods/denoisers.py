@@ -1,4 +1,10 @@
-"""A denoiser in one file: its weights, and in the header how the model is made and read."""
+"""Denoisers of your own: initialisation, and one safetensors file whose header describes the model.
+
+denoiser = init_denoiser(LlamaConfig(...), mask_token=0)
+denoiser = train(None, denoiser, texts, recipe=recipe_of("masked_diffusion"))
+save_denoiser("denoiser.safetensors", denoiser)
+denoiser = load_denoiser("denoiser.safetensors")
+"""
 
 from __future__ import annotations
 
@@ -16,48 +22,47 @@ from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read
 from specjax.models import LlamaConfig, abstract_params, init_params, make_model
 
-READ = ("mask_token", "attention", "block", "alignment", "seeding")
+FIELDS = ("mask_token", "attention", "block", "alignment", "seeding")
 
 
-def new(config: LlamaConfig, *, seed: int = 0, **read: Any) -> Denoiser:
-    """A denoiser that has learned nothing; `read` are `Denoiser`'s own fields."""
-    return Denoiser(make_model(config), init_params(config, jax.random.key(seed)), **read)
+def init_denoiser(config: LlamaConfig, *, seed: int = 0, **fields: Any) -> Denoiser:
+    """Return an untrained denoiser. Args: fields: those of `Denoiser`, such as mask_token, attention and block."""
+    return Denoiser(make_model(config), init_params(config, jax.random.key(seed)), **fields)
 
 
-def save(file: str | Path, denoiser: Denoiser, dtype: str = "float16", **about: str) -> None:
-    """Write a safetensors file. about: further words for its header."""
+def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", **metadata: str) -> None:
+    """Write a denoiser to a safetensors file. Args: metadata: more entries of its header."""
     header = {
         "config": json.dumps(dataclasses.asdict(denoiser.model.config)),
-        "read": json.dumps({name: getattr(denoiser, name) for name in READ}),
-        **about,
+        "read": json.dumps({name: getattr(denoiser, name) for name in FIELDS}),
+        **metadata,
     }
-    write_tensors(Path(file), {name: x.astype(dtype) for name, x in _named(denoiser.params).items()}, header)
+    write_tensors(Path(file), {name: x.astype(dtype) for name, x in _leaves_by_path(denoiser.params).items()}, header)
 
 
-def load(file: str | Path) -> Denoiser:
-    """What `save` wrote, in the dtype of its config.
+def load_denoiser(file: str | Path) -> Denoiser:
+    """Read a denoiser of `save_denoiser`, in the dtype of its config.
 
-    Raises: UsageError for another file.
+    Raises: UsageError for any other file.
     """
     from safetensors import safe_open
 
-    with guarded_read(file), safe_open(str(file), "flax") as opened:
-        header = opened.metadata() or {}
+    with guarded_read(file), safe_open(str(file), "flax") as tensors:
+        header = tensors.metadata() or {}
         if not {"config", "read"} <= header.keys():
-            raise UsageError(f"{file} holds no denoiser: its header has no config; give a file that `save` wrote")
+            raise UsageError(f"{file} holds no denoiser: its header has no config; give a file of save_denoiser")
         config = LlamaConfig(**json.loads(header["config"]))
-        wanted = abstract_params(config)
-        missing = _named(wanted).keys() - set(opened.keys())
+        shapes = abstract_params(config)
+        missing = _leaves_by_path(shapes).keys() - set(tensors.keys())
         if missing:
-            raise UsageError(f"{file} has no tensor {min(missing)}; give a file that `save` wrote")
-        found = {name: opened.get_tensor(name).astype(x.dtype) for name, x in _named(wanted).items()}
-    leaves = [jnp.asarray(found[name]) for name in _named(wanted)]
-    params = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+            raise UsageError(f"{file} has no tensor {min(missing)}; give a file of save_denoiser")
+        leaves = [jnp.asarray(tensors.get_tensor(name).astype(x.dtype)) for name, x in _leaves_by_path(shapes).items()]
+    params = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     return Denoiser(make_model(config), params, **json.loads(header["read"]))
 
 
-def _named(params: Any) -> dict[str, Any]:
-    """Leaves by path, in their order."""
+def _leaves_by_path(params: Any) -> dict[str, Any]:
+    """Return the leaves by path, in their order."""
     return {
         ".".join(str(getattr(entry, "key", entry)) for entry in path): x
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]

@@ -1,13 +1,16 @@
-"""Training HAMburger: a base that reads segments as one, with the parts that make and write them.
+"""Training of HAMburger: a base model that reads segments as one token, with the modules that merge and write them.
 
 Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438.
 
-The answers are cut by the entropies of the base as it is (`specjax.training.data.segments.by_entropy`), prompts are not. One
-pass over the macro steps of a text, one of the small decoder over all segments. Loss: the mean cross entropy of all
-tokens of the answers, the first of a segment by the base and the others by the decoder, and half the mean binary cross
-entropy of its ends. To train the decoder alone for a base that stays as it is: `specjax train --method hamburger`.
+Responses are split by the entropies of the untrained base (`specjax.training.data.segments.split_by_entropy`), and
+prompts are not split. One pass covers the macro steps of a text, and one pass of the small decoder covers all segments.
+The loss has two terms. The first is the mean cross entropy of all response tokens: the base predicts the first token of
+a segment, and the decoder the others. The second is half the mean binary cross entropy of the ends of segments.
+`specjax train --method hamburger` trains the decoder alone, for a frozen base.
 
-Deviations: the distillation from a teacher, which is an option of the authors', is left out. Each text is one row.
+Deviations: the authors' optional distillation from a teacher is left out. Each text has its own row.
+
+    trained, head, losses = train_hamburger(target, head, tokens, prompt_length, length)
 """
 
 from __future__ import annotations
@@ -25,39 +28,42 @@ from specjax.decoders.hamburger import check
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind, unembed
 from specjax.models.heads.contract import DraftHead, Head
-from specjax.models.heads.hamburger import Hamburger, continued
+from specjax.models.heads.hamburger import Hamburger, decode_segment
 from specjax.numerics.validation import check_integer
-from specjax.training.data.segments import by_entropy, told
+from specjax.training.data.segments import score_tokens, split_by_entropy
 from specjax.types import Array, Context, Model, PyTree, Stream, Target
 
-STOPS = 0.5
-LEAST_RATE = 1e-5
+STOP_SHARE = 0.5
+MIN_RATE = 1e-5
 
 
 class MacroSteps(NamedTuple):
-    """Texts in macro steps, as many as they have tokens at most."""
+    """Texts in macro steps, with room for one step per token."""
 
-    tokens: Array  # int32[B, M, s], of each segment
-    size: Array  # int32[B, M], how many; 0: there is none
-    last: Array  # int32[B, M], the position of the last
+    tokens: Array  # int32[B, M, s], tokens of each segment
+    size: Array  # int32[B, M], tokens per segment; 0: no segment
+    last: Array  # int32[B, M], position of its last token
 
 
-def macro_steps(tokens: Array, length: Array, starts: Array, longest: int) -> MacroSteps:
-    """Of texts `tokens` int32[B, T], of `length` int32[B] tokens, of which `starts` bool[B, T] begin a segment."""
+def to_macro_steps(tokens: Array, length: Array, starts: Array, max_length: int) -> MacroSteps:
+    """Group texts into segments.
+
+    Args: tokens: int32[B, T] with `length` int32[B] tokens. starts: bool[B, T], True for tokens that begin a segment.
+    """
     batch, size = tokens.shape
-    place = jnp.broadcast_to(jnp.arange(size), tokens.shape)
-    inside, rows = place < length[:, None], jnp.arange(batch)[:, None]
-    first = jax.lax.cummax(jnp.where(starts, place, 0), axis=1)
-    segment = jnp.where(inside, jnp.cumsum(starts, 1) - 1, size)
-    within = jnp.minimum(place - first, longest - 1)
-    found = jnp.zeros((batch, size, longest), jnp.int32).at[rows, segment, within].set(tokens, mode="drop")
+    column = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    is_text, rows = column < length[:, None], jnp.arange(batch)[:, None]
+    first = jax.lax.cummax(jnp.where(starts, column, 0), axis=1)
+    segment = jnp.where(is_text, jnp.cumsum(starts, 1) - 1, size)
+    within = jnp.minimum(column - first, max_length - 1)
+    grouped = jnp.zeros((batch, size, max_length), jnp.int32).at[rows, segment, within].set(tokens, mode="drop")
     empty = jnp.zeros((batch, size), jnp.int32)
     count = empty.at[rows, segment].add(1, mode="drop")
-    last = empty.at[rows, segment].max(place, mode="drop")
-    return MacroSteps(found, count, last)
+    last = empty.at[rows, segment].max(column, mode="drop")
+    return MacroSteps(grouped, count, last)
 
 
-class Losses(NamedTuple):
+class HamburgerLosses(NamedTuple):
     """Means over texts, float32[] each."""
 
     tokens: Array
@@ -65,54 +71,58 @@ class Losses(NamedTuple):
 
     @property
     def loss(self) -> Array:
-        return self.tokens + STOPS * self.stops
+        """Return the weighted sum."""
+        return self.tokens + STOP_SHARE * self.stops
 
 
-class Said(NamedTuple):
-    """What is said of the segments of texts but the first."""
+class SegmentLogits(NamedTuple):
+    """Logits of all segments of texts but the first."""
 
-    first: Array  # float32[B, M - 1, V], logits of the first token of each, by the base
-    others: Array  # float32[B, M - 1, s - 1, V], of the tokens behind it, by the decoder
-    stops: Array  # float32[B, M - 1, s - 1], logits that the segment ends with these
+    first: Array  # float32[B, M - 1, V], first token of each segment, by the base
+    others: Array  # float32[B, M - 1, s - 1, V], later tokens, by the decoder
+    stops: Array  # float32[B, M - 1, s - 1], logits of the end of the segment
 
 
-def said(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps) -> Said:
-    """One pass over the macro steps of texts, and one of the decoder over all segments: what decoding them does."""
-    module, (batch, steps, most) = bind(Hamburger, head.config)(params), macro.tokens.shape
+def compute_logits(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps) -> SegmentLogits:
+    """Run one pass over the macro steps of texts, and one pass of the decoder over all segments, as decoding does."""
+    module, (batch, steps, size) = bind(Hamburger, head.config)(params), macro.tokens.shape
     context = Context(macro.tokens[:, :, 0], jnp.ones((batch,), jnp.int32), target=Target(model, base))
     assert model.embed is not None
-    embedded = model.embed(base, macro.tokens.reshape(batch, -1)).reshape(batch, steps, most, -1)
+    embedded = model.embed(base, macro.tokens.reshape(batch, -1)).reshape(batch, steps, size, -1)
     merged = module.merge(embedded, jnp.maximum(macro.size, 1))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((steps, steps), bool)), (batch, steps, steps))
     output, _ = model.forward(
         base, Stream(merged), model.init_cache(base, None, batch, 0), positions=macro.last, mask=mask, taps=head.taps
     )
-    rows = lambda x: x.reshape(-1, *x.shape[2:])
-    streams = rows(head.features_of(output)[:, :-1]).astype(head.config.layer.dtype)
-    h, _ = continued(module, streams, rows(macro.tokens[:, 1:, :-1]), context)
+    flatten = lambda x: x.reshape(-1, *x.shape[2:])
+    streams = flatten(head.features_of(output)[:, :-1]).astype(head.config.layer.dtype)
+    h, _ = decode_segment(module, streams, flatten(macro.tokens[:, 1:, :-1]), context)
     by_segment = lambda x: x.reshape(batch, steps - 1, *x.shape[1:])
-    return Said(output.logits[:, :-1], by_segment(unembed(h, context)), by_segment(module.stops(h)))
+    return SegmentLogits(output.logits[:, :-1], by_segment(unembed(h, context)), by_segment(module.stops(h)))
 
 
-def losses(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps, prompt: Array) -> Losses:
-    """Of texts whose first `prompt` int32[B] tokens are given."""
-    found, size, following = said(model, head, base, params, macro), macro.size[:, 1:], macro.tokens[:, 1:]
-    asked = (size > 0) & (macro.last[:, 1:] - size + 1 >= prompt[:, None])
+def compute_losses(
+    model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps, prompt_length: Array
+) -> HamburgerLosses:
+    """Return the losses of texts after their prompts, of `prompt_length` int32[B] tokens."""
+    logits = compute_logits(model, head, base, params, macro)
+    size, tokens = macro.size[:, 1:], macro.tokens[:, 1:]
+    is_response = (size > 0) & (macro.last[:, 1:] - size + 1 >= prompt_length[:, None])
     surprise = lambda logits, tokens: -take_along(jax.nn.log_softmax(logits), tokens[..., None], tokens.ndim)[..., 0]
-    place = jnp.arange(1, macro.tokens.shape[2])  # of the token that the decoder is at, in its segment
-    goes_on = asked[:, :, None] & (place < size[:, :, None])
-    here, ends = asked[:, :, None] & (place <= size[:, :, None]), place == size[:, :, None]
-    first, others = surprise(found.first, following[:, :, 0]), surprise(found.others, following[:, :, 1:])
-    total, count = jnp.sum(first * asked) + jnp.sum(others * goes_on), jnp.sum(asked) + jnp.sum(goes_on)
-    stops = optax.sigmoid_binary_cross_entropy(found.stops, ends.astype(jnp.float32))
-    return Losses(total / jnp.maximum(count, 1), jnp.sum(stops * here) / jnp.maximum(jnp.sum(here), 1))
+    index = jnp.arange(1, macro.tokens.shape[2])  # of the decoder's token in its segment
+    continues = is_response[:, :, None] & (index < size[:, :, None])
+    decides, ends = is_response[:, :, None] & (index <= size[:, :, None]), index == size[:, :, None]
+    first, others = surprise(logits.first, tokens[:, :, 0]), surprise(logits.others, tokens[:, :, 1:])
+    total, count = jnp.sum(first * is_response) + jnp.sum(others * continues), jnp.sum(is_response) + jnp.sum(continues)
+    stops = optax.sigmoid_binary_cross_entropy(logits.stops, ends.astype(jnp.float32))
+    return HamburgerLosses(total / jnp.maximum(count, 1), jnp.sum(stops * decides) / jnp.maximum(jnp.sum(decides), 1))
 
 
 def train_hamburger(
     target: Target,
     head: DraftHead,
     tokens: Array,
-    prompt: Array,
+    prompt_length: Array,
     length: Array,
     *,
     starts: Array | None = None,
@@ -120,36 +130,41 @@ def train_hamburger(
     base_rate: float = 5e-5,
     learning_rate: float = 1e-4,
 ) -> tuple[Target, DraftHead, Array]:
-    """The base, its other parts, and the loss of each step, from texts `tokens` int32[B, T] of `length` int32[B]
-    tokens whose first `prompt` int32[B] are given; all of them are one batch.
+    """Train the base and its head together, with all texts in one batch.
 
-    starts: bool[B, T], which tokens begin a segment; default: by the entropies of the base, prompts token by token.
-    base_rate, learning_rate: of the base and of the others, which fall to 1e-5 as a cosine. Raises: UsageError for
-    parts that do not fit the base, and for segments that they cannot merge.
+    Args:
+      tokens: int32[B, T] with `length` int32[B] tokens, the first `prompt_length` int32[B] of which are prompts.
+      starts: bool[B, T], True for tokens that begin a segment; default: by the entropies of the base, with one segment
+        per prompt token.
+      base_rate, learning_rate: of the base and of the head. Both decay to 1e-5 along a cosine.
+
+    Returns: (the trained base, the trained head, float32[steps] losses).
+
+    Raises: UsageError for a head that does not fit the base, and for segments that it cannot merge.
     """
     check(target, head)
     check_integer("steps", steps)
-    longest = head.head.config.segment
+    max_length = head.head.config.segment
     if starts is None:
-        alone = jnp.arange(tokens.shape[1]) <= prompt[:, None]
-        starts = by_entropy(told(target, tokens)[1], longest=longest, alone=alone)
-    macro = macro_steps(tokens, length, starts, longest)
-    if not jnp.all(starts[:, 0]) or jnp.max(macro.size) > longest:
+        forced = jnp.arange(tokens.shape[1]) <= prompt_length[:, None]
+        starts = split_by_entropy(score_tokens(target, tokens)[1], max_length=max_length, forced=forced)
+    macro = to_macro_steps(tokens, length, starts, max_length)
+    if not jnp.all(starts[:, 0]) or jnp.max(macro.size) > max_length:
         raise UsageError(
-            f"starts must have the first token of each text, and no segment of more than the {longest} tokens that the "
-            "head merges"
+            f"starts must include the first token of each text, and no segment may exceed the {max_length} tokens that "
+            "the head merges"
         )
     params = {"base": target.params, "new": head.params}
     arguments = target.model, head.head, steps, base_rate, learning_rate
-    params, found = _train(*arguments, params, macro, prompt)
-    return Target(target.model, params["base"]), head.replace(params=params["new"]), found
+    params, losses = _train(*arguments, params, macro, prompt_length)
+    return Target(target.model, params["base"]), head.replace(params=params["new"]), losses
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _train(model: Model, head: Head, steps: int, base_rate: float, rate: float, params, macro: MacroSteps, prompt: Array):
-    falling = lambda rate: optax.adam(optax.cosine_decay_schedule(rate, steps, min(LEAST_RATE / rate, 1.0)))
-    optimizer = optax.multi_transform(
-        {"base": falling(base_rate), "new": falling(rate)}, {"base": "base", "new": "new"}
-    )  # fmt: skip
-    loss = lambda params: losses(model, head, params["base"], params["new"], macro, prompt).loss
+def _train(
+    model: Model, head: Head, steps: int, base_rate: float, rate: float, params, macro: MacroSteps, prompt_length: Array
+):
+    decay = lambda rate: optax.adam(optax.cosine_decay_schedule(rate, steps, min(MIN_RATE / rate, 1.0)))
+    optimizer = optax.multi_transform({"base": decay(base_rate), "new": decay(rate)}, {"base": "base", "new": "new"})
+    loss = lambda params: compute_losses(model, head, params["base"], params["new"], macro, prompt_length).loss
     return descend(loss, params, steps, optimizer)

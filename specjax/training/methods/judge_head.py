@@ -1,16 +1,23 @@
-"""Training Judge's head: which tokens of a text are right, by the target's own features of them (`verifiers.judge`).
+"""Judge's head: a classifier of correct tokens on the target's own features (`verifiers.judge`).
 
 Bachmann, Anagnostidis, Pumarola, Georgopoulos, Sanakoyeu, Du, Schönfeld, Thabet, Kohler: Judge Decoding: Faster
 Speculative Sampling Requires Going Beyond Model Alignment (ICLR 2025), arXiv 2501.19309.
-Of right and wrong answers to questions, in each of which the first wrong token is known, with h_i the target's feature
-of token i once it has read it, and y_i whether the token is right:
+The data are correct and wrong responses to questions, with the first wrong token of each. h_i is the target's feature
+of token i after it was read, and y_i is 1 if the token is correct:
 
     minimise the mean of c(y_i) BCE(sigmoid(w . (h_i - mean) / scale + b), y_i) + l2 |w|^2 / 2
 
-Each class counts as much as the other; mean and scale, of the features, are part of w and b in the end.
+Both classes have the same total weight. The mean and scale of the features become part of w and b.
 Guarantee: that of the rule, which is lossy.
-Deviations: what the paper leaves open is our own: tokens behind the first wrong one are left out (`after`), class
-weights, the penalty, L-BFGS on all tokens at once, and the threshold, which lets a given share of wrong tokens through.
+Deviations: the paper leaves several choices open, and ours are as follows. Tokens after the first wrong one are left
+out (`after`). Class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given share
+of wrong tokens.
+
+    responses = [JudgedResponse(TrainingText(tokens, prompt_length), first_wrong), ...]
+    features, labels = make_examples(target, responses, rows=8, length=512)
+    judge = fit_judge(features, labels)
+    threshold = threshold_for(judge(held_out_features), held_out_labels, wrong=0.02)
+    specjax.decode(target, drafter, prompts, verifier=specjax.verifiers.judge(judge.weight, judge.bias, threshold))
 """
 
 from __future__ import annotations
@@ -25,97 +32,107 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.numerics.validation import check_range
-from specjax.training.data.packing import Lesson, Text, pack
-from specjax.training.objectives.unroll import one_pass
+from specjax.training.data.packing import PackedBatch, TrainingText, pack
+from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Array, Target
 from specjax.verifiers.lossy.judge import log_odds_of
 
 
-class Judged(NamedTuple):
-    """An answer, and where it goes wrong."""
+class JudgedResponse(NamedTuple):
+    """A response with the position of its first error."""
 
-    text: Text
-    wrong: int | None = None  # the place in the text of its first wrong token; None: all of it is right
+    text: TrainingText
+    wrong: int | None = None  # index in the text of the first wrong token; None: the response is correct
 
 
-class Judge(NamedTuple):
-    """Log-odds w . h + b that a token is right: what `verifiers.judge` and `save_judge` take."""
+class JudgeHead(NamedTuple):
+    """Log-odds w . h + b that a token is correct, for `verifiers.judge` and `save_judge`."""
 
     weight: np.ndarray  # float32[D]
     bias: float
 
     def __call__(self, features) -> np.ndarray:
+        """Return the log-odds of features [..., D]."""
         return np.asarray(features, np.float64) @ self.weight + self.bias
 
 
-def labels_of(judged: Judged, after: Literal["drop", "wrong"] = "drop") -> np.ndarray:
-    """int8[T]: 1 right, 0 wrong, -1 not counted, as prompts are. after: what tokens behind a wrong one count for."""
-    (tokens, answer), wrong = judged
-    if wrong is not None and not answer <= wrong < len(tokens):
-        raise UsageError(f"the first wrong token is one of the answer, {answer} to {len(tokens) - 1}, not {wrong}")
-    place = np.arange(len(tokens))
-    end = len(tokens) if wrong is None else wrong
-    label = np.where(place < end, 1, 0 if after == "wrong" else -1)
-    label[end : end + 1] = 0
-    return np.where(place < answer, -1, label).astype(np.int8)
+def label_tokens(response: JudgedResponse, after: Literal["drop", "wrong"] = "drop") -> np.ndarray:
+    """Return int8[T]: 1 for correct tokens, 0 for wrong ones, -1 for tokens that do not count, such as the prompt's.
 
-
-def examples(
-    target: Target, judged: Sequence[Judged], *, rows: int, length: int, after: Literal["drop", "wrong"] = "drop"
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float32[N, D], int8[N]): features and labels of all tokens that count. Texts are cut at `length`.
-
-    Raises: UsageError without texts.
+    Args: after: leave the tokens after the first wrong one out ("drop"), or label them as wrong.
     """
-    if not judged:
-        raise UsageError("a judge learns from answers of which the first wrong token is known, and there are none")
+    (tokens, prompt_length), wrong = response
+    if wrong is not None and not prompt_length <= wrong < len(tokens):
+        raise UsageError(
+            f"the first wrong token must be in the response, at {prompt_length} to {len(tokens) - 1}, not {wrong}"
+        )
+    position = np.arange(len(tokens))
+    end = len(tokens) if wrong is None else wrong
+    label = np.where(position < end, 1, 0 if after == "wrong" else -1)
+    label[end : end + 1] = 0
+    return np.where(position < prompt_length, -1, label).astype(np.int8)
+
+
+def make_examples(
+    target: Target, responses: Sequence[JudgedResponse], *, rows: int, length: int,
+    after: Literal["drop", "wrong"] = "drop",
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return (float32[N, D] features, int8[N] labels) of all tokens that count. Texts are cut at `length`.
+
+    Raises: UsageError if there are no responses.
+    """
+    if not responses:
+        raise UsageError("a judge needs responses with their first wrong tokens, and there are none")
     features, labels = [], []
-    lessons = pack([one.text for one in judged], rows, length, alone=True)
-    for i, lesson in enumerate(lessons):
-        hidden = np.asarray(_hidden(target, lesson))
-        for row, one in zip(hidden, judged[i * rows :], strict=False):
-            label = labels_of(one, after)[:length]
+    batches = pack([response.text for response in responses], rows, length, one_per_row=True)
+    for i, packed in enumerate(batches):
+        hidden = np.asarray(_run_target(target, packed))
+        for row, response in zip(hidden, responses[i * rows :], strict=False):
+            label = label_tokens(response, after)[:length]
             features.append(row[: len(label)][label >= 0])
             labels.append(label[label >= 0])
     return np.concatenate(features), np.concatenate(labels)
 
 
 @jax.jit
-def _hidden(target: Target, lesson: Lesson) -> Array:
-    return one_pass(target.model, target.params, lesson)[0].hidden.astype(jnp.float32)
+def _run_target(target: Target, packed: PackedBatch) -> Array:
+    return forward_packed(target.model, target.params, packed)[0].hidden.astype(jnp.float32)
 
 
-def loss_of(params: tuple[Array, Array], features: Array, labels: Array, share: Array, l2: float) -> Array:
-    """float32[]. features: standardised [N, D]. share: float32[N], what each token counts."""
+def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, weights: Array, l2: float) -> Array:
+    """Return float32[]. Args: features: standardised [N, D]. weights: float32[N], one per token."""
     weight, bias = params
     odds = features @ weight + bias
     each = jax.nn.softplus(odds) - labels * odds
-    return jnp.sum(share * each) / jnp.sum(share) + l2 / 2 * jnp.sum(weight**2)
+    return jnp.sum(weights * each) / jnp.sum(weights) + l2 / 2 * jnp.sum(weight**2)
 
 
-def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> Judge:
-    """The head of features float32[N, D] and labels int8[N]. Raises: UsageError for labels that are not 0 and 1, or of
-    one kind only."""
+def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeHead:
+    """Fit a head to features float32[N, D] and labels int8[N].
+
+    Raises: UsageError for labels that are not 0 and 1, or of one class only.
+    """
     labels = np.asarray(labels)
     if not np.isin(labels, (0, 1)).all():
-        raise UsageError("labels are 1 of right tokens and 0 of wrong ones; leave out what is not counted")
+        raise UsageError("labels must be 1 for correct tokens and 0 for wrong ones; leave other tokens out")
     labels = labels.astype(np.int8)
     counts = np.bincount(labels, minlength=2)
     if not counts.all():
-        raise UsageError(f"a judge learns from right and wrong tokens, and these are {counts[1]} and {counts[0]}")
+        raise UsageError(f"a judge needs correct and wrong tokens, and there are {counts[1]} and {counts[0]}")
     features = np.asarray(features, np.float32)
     mean, scale = features.mean(0), np.maximum(features.std(0), 1e-6)
-    share = (len(labels) / (2 * counts))[labels].astype(np.float32)
-    weight, bias = _fit((features - mean) / scale, labels.astype(np.float32), share, l2, steps)
+    weights = (len(labels) / (2 * counts))[labels].astype(np.float32)
+    weight, bias = _minimise((features - mean) / scale, labels.astype(np.float32), weights, l2, steps)
     weight = np.asarray(weight) / scale
-    return Judge(weight, float(bias - weight @ mean))
+    return JudgeHead(weight, float(bias - weight @ mean))
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _fit(features: Array, labels: Array, share: Array, l2: float, steps: int) -> tuple[Array, Array]:
+def _minimise(features: Array, labels: Array, weights: Array, l2: float, steps: int) -> tuple[Array, Array]:
+    """Return (weight, bias) after `steps` steps of L-BFGS."""
     import optax
 
-    loss = functools.partial(loss_of, features=features, labels=labels, share=share, l2=l2)
+    loss = functools.partial(compute_loss, features=features, labels=labels, weights=weights, l2=l2)
     optimizer = optax.lbfgs()
     start = jnp.zeros(features.shape[1]), jnp.zeros(())
 
@@ -128,32 +145,33 @@ def _fit(features: Array, labels: Array, share: Array, l2: float, steps: int) ->
     return jax.lax.scan(step, (start, optimizer.init(start)), None, steps)[0][0]
 
 
-SURE = 16.0
-"""Log-odds of which the chance is still below 1 in float32."""
+MAX_LOG_ODDS = 16.0
+"""Largest log-odds whose probability is below 1 in float32."""
 
 
 def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) -> float:
-    """The lowest chance above which at most a share of the wrong tokens is accepted, of texts never trained on.
+    """Return the lowest threshold that accepts at most a share of the wrong tokens, of texts that were not trained on.
 
-    Raises: UsageError for no share, without wrong tokens, or for a judge so sure of them that no chance below 1 in
-      float32 tells them.
+    Raises: UsageError for a share out of range, without wrong tokens, or if the judge is so sure of wrong tokens that
+      no probability below 1 in float32 rejects them.
     """
     check_range("wrong", wrong, lambda x: (x >= 0) & (x <= 1), "a share from 0 to 1")
-    bad = np.sort(np.asarray(odds, np.float32)[np.asarray(labels) == 0])[::-1]
-    if not len(bad):
-        raise UsageError("a threshold is chosen by wrong tokens, and there are none; hold some wrong answers out")
-    most = int(wrong * len(bad))
-    if most >= len(bad):
+    wrong_odds = np.sort(np.asarray(odds, np.float32)[np.asarray(labels) == 0])[::-1]
+    if not len(wrong_odds):
+        raise UsageError("a threshold needs wrong tokens, and there are none; hold some wrong responses out")
+    limit = int(wrong * len(wrong_odds))
+    if limit >= len(wrong_odds):
         return 0.0
-    if bad[most] > SURE:
+    if wrong_odds[limit] > MAX_LOG_ODDS:
         raise UsageError(
-            f"the judge is so sure of wrong tokens (log-odds {bad[most]:.0f}) that no chance below 1 tells them; train "
-            "it with a larger l2, or on more texts"
+            f"the judge is so sure of wrong tokens (log-odds {wrong_odds[limit]:.0f}) that no threshold below 1 "
+            "rejects them; train it with a larger l2, or on more texts"
         )
-    chance = max(np.float32(jax.nn.sigmoid(bad[most])), np.finfo(np.float32).tiny)
-    while _served(chance) < bad[most]:  # the rule reads float32, whose log-odds are wide apart where they are high
-        chance = np.nextafter(chance, np.float32(1))
-    return float(chance)
+    threshold = max(np.float32(jax.nn.sigmoid(wrong_odds[limit])), np.finfo(np.float32).tiny)
+    # The rule uses float32, in which the log-odds of neighbouring high probabilities are far apart.
+    while _log_odds(threshold) < wrong_odds[limit]:
+        threshold = np.nextafter(threshold, np.float32(1))
+    return float(threshold)
 
 
-_served = jax.jit(log_odds_of)
+_log_odds = jax.jit(log_odds_of)

@@ -1,22 +1,28 @@
-"""Learn2PD's filter: by its sureness of a block's columns, which of a denoiser's proposals are right already.
+"""Learn2PD's filter: it predicts from the probabilities of a block's columns which proposals are already correct.
 
 Bao, Chen, Xu, Ren: Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding
 (2025), arXiv 2509.25188.
 
-Texts y that the denoiser wrote one column a pass are replayed by an oracle: of a block that is masked, before which all
-is clean and behind which all is masked, it takes in each pass all columns whose likeliest token is y's. A pass gives a
-pair: the largest probability c at every column of the block, and whether its likeliest token is y's. A pass that takes
-none would say the same again; then the block is y's. The filter, z = W2 relu(W1 c + b1) + b2, is fitted to the pairs:
+An oracle replays texts y that the denoiser wrote one column per pass. It starts from a masked block, with clean text
+before it and masked columns after it. Each pass it accepts all columns whose most likely token is y's. A pass yields,
+for every column of the block, the largest probability c and a label: the most likely token is y's. If a pass accepts no
+column, the next one would be equal, so the block is then filled with y. The filter z = W2 relu(W1 c + b1) + b2 is
+fitted to these examples:
 
     minimise the mean of BCE(sigmoid(z_i), [argmax p_i = y_i])
 
-Deviations: what lies behind a text's end is not judged, and its c is 0, as behind the end of a canvas; no pairs are set
-aside.
+Deviations: columns after the end of a text are not judged, and have c = 0, as after the end of a canvas. No examples
+are held out.
+
+    texts = [TrainingText((*prompt, *response), len(prompt)), ...]  # one column per pass: `methods.llada(denoiser)`
+    learned = train_filter(denoiser, pack(texts, 8, 128, one_per_row=True), block=32, key=0)
+    specjax.denoise(denoiser, specjax.diffusion.methods.learn2pd(denoiser, filter=learned), prompts, key=0)
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,79 +32,89 @@ from specjax.arrays.indexing import take_along
 from specjax.diffusion.forward import logits_of
 from specjax.diffusion.methods.learn2pd import Filter
 from specjax.diffusion.types import Denoiser
-from specjax.training.data.packing import Lesson
-from specjax.training.objectives.masked import read
+from specjax.numerics.sampling import threefry
+from specjax.training.data.packing import PackedBatch
+from specjax.training.objectives.masked import forward_views
 from specjax.types import Array
 
 
-class Pairs(NamedTuple):
-    """Of S passes over blocks of W columns."""
+class FilterExamples(NamedTuple):
+    """Inputs and labels of S passes over blocks of W columns."""
 
-    sure: Array  # float32[B, S, W]
-    right: Array  # bool[B, S, W]
-    counts: Array  # bool[B, S, W], columns of a text, in passes that were taken
+    confidence: Array  # float32[B, S, W], the largest probability of each column
+    correct: Array  # bool[B, S, W]
+    counted: Array  # bool[B, S, W], True for columns of a text in passes that the oracle took
+
+
+def train_filter(
+    denoiser: Denoiser, batches: Sequence[PackedBatch], *, block: int, key: Array | int, steps: int = 2000,
+    learning_rate: float = 3e-3,
+) -> Filter:  # fmt: skip
+    """Replay packed texts, one per row, and fit a filter for blocks of `block` columns to them."""
+    parts = [replay(denoiser, packed, block) for packed in batches]
+    examples = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return fit_filter(examples, threefry(key), steps=steps, learning_rate=learning_rate)
 
 
 @functools.partial(jax.jit, static_argnames="block")
-def replay(denoiser: Denoiser, lesson: Lesson, block: int) -> Pairs:
-    """The oracle's passes over texts, one to a row, of which what counts is replayed, in blocks from its first column.
+def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExamples:
+    """Run the oracle over texts, one per row, in blocks from the first response column on.
 
-    There are as many passes over each block as it has columns; those that the oracle did not need do not count.
+    Each block gets as many passes as it has columns. Passes that the oracle does not need do not count.
     """
-    tokens, counts = jnp.asarray(lesson.tokens), jnp.asarray(lesson.counts)
+    tokens, loss_mask = jnp.asarray(packed.tokens), jnp.asarray(packed.loss_mask)
     batch, size = tokens.shape
-    begin = jnp.argmax(counts, 1)
+    begin = jnp.argmax(loss_mask, 1)
 
-    def one(carry: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], Pairs]:
-        open_, going = carry
-        fresh = number % block == 0
-        going = going | fresh
-        columns = begin[:, None] + number // block * block + jnp.arange(block)
-        place = jnp.minimum(columns, size - 1)
-        there = (columns < size) & take_along(counts, place, 1)
-        logits = logits_of(denoiser, read(denoiser, lesson, open_[:, None]))[:, 0]
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], FilterExamples]:
+        masked, active = carry
+        active = active | (index % block == 0)
+        columns = begin[:, None] + index // block * block + jnp.arange(block)
+        clipped = jnp.minimum(columns, size - 1)
+        is_response = (columns < size) & take_along(loss_mask, clipped, 1)
+        logits = logits_of(denoiser, forward_views(denoiser, packed, masked[:, None]))[:, 0]
         log_p = jax.nn.log_softmax(logits, -1)
-        right = jnp.argmax(log_p, -1) == tokens
-        of_block = lambda x: take_along(x, place, 1)
-        sure = jnp.where(there, jnp.exp(of_block(jnp.max(log_p, -1))), 0.0)  # as at the end of a canvas
-        shown = Pairs(sure, of_block(right), there & going[:, None])
-        waiting = there & of_block(open_)
-        takes = waiting & shown.right
-        stuck = ~jnp.any(takes, 1)
-        taken = jnp.where((stuck | (number % block == block - 1))[:, None], waiting, takes)
+        hits = jnp.argmax(log_p, -1) == tokens
+        of_block = lambda x: take_along(x, clipped, 1)
+        confidence = jnp.where(is_response, jnp.exp(of_block(jnp.max(log_p, -1))), 0.0)  # as at the end of a canvas
+        examples = FilterExamples(confidence, of_block(hits), is_response & active[:, None])
+        waiting = is_response & of_block(masked)
+        accepted = waiting & examples.correct
+        is_stuck = ~jnp.any(accepted, 1)
+        filled = jnp.where((is_stuck | (index % block == block - 1))[:, None], waiting, accepted)
         row = jnp.arange(batch)[:, None]
-        open_ = open_.at[row, jnp.where(taken, columns, size)].set(False, mode="drop")
-        left = jnp.any(there & take_along(open_, place, 1), 1)
-        return (open_, going & left), shown
+        masked = masked.at[row, jnp.where(filled, columns, size)].set(False, mode="drop")
+        unfinished = jnp.any(is_response & take_along(masked, clipped, 1), 1)
+        return (masked, active & unfinished), examples
 
     passes = jnp.arange(-(-size // block) * block)
-    _, pairs = jax.lax.scan(one, (counts, jnp.ones((batch,), bool)), passes)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), pairs)
+    _, examples = jax.lax.scan(step, (loss_mask, jnp.ones((batch,), bool)), passes)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), examples)
 
 
-def fit(pairs: Pairs, key: Array, *, steps: int = 2000, learning_rate: float = 3e-3) -> Filter:
-    """The filter of the pairs, by AdamW over all of them at each step."""
+def fit_filter(examples: FilterExamples, key: Array, *, steps: int = 2000, learning_rate: float = 3e-3) -> Filter:
+    """Fit a filter by AdamW. Every step uses all examples."""
     import optax
 
-    width = pairs.sure.shape[-1]
-    first, second = jax.random.split(key)
+    width = examples.confidence.shape[-1]
+    first_key, second_key = jax.random.split(key)
     scale = width**-0.5
-    begin = Filter(
-        scale * jax.random.normal(first, (width, width)), jnp.zeros(width),
-        scale * jax.random.normal(second, (width, width)), jnp.zeros(width),
+    initial = Filter(
+        scale * jax.random.normal(first_key, (width, width)), jnp.zeros(width),
+        scale * jax.random.normal(second_key, (width, width)), jnp.zeros(width),
     )  # fmt: skip
     optimizer = optax.adamw(learning_rate)
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         filter, state = carry
-        updates, state = optimizer.update(jax.grad(loss_of)(filter, pairs), state, filter)
+        updates, state = optimizer.update(jax.grad(compute_loss)(filter, examples), state, filter)
         return (optax.apply_updates(filter, updates), state), None
 
-    return jax.jit(lambda: jax.lax.scan(step, (begin, optimizer.init(begin)), None, steps)[0][0])()
+    return jax.jit(lambda: jax.lax.scan(step, (initial, optimizer.init(initial)), None, steps)[0][0])()
 
 
-def loss_of(filter: Filter, pairs: Pairs) -> Array:
-    """float32[]: binary cross entropy, the mean over what counts."""
-    logit = filter(pairs.sure)
-    loss = jax.nn.softplus(jnp.where(pairs.right, -logit, logit))
-    return jnp.sum(jnp.where(pairs.counts, loss, 0.0)) / jnp.maximum(jnp.sum(pairs.counts), 1)
+def compute_loss(filter: Filter, examples: FilterExamples) -> Array:
+    """Return float32[], the mean binary cross entropy of the counted columns."""
+    logit = filter(examples.confidence)
+    loss = jax.nn.softplus(jnp.where(examples.correct, -logit, logit))
+    return jnp.sum(jnp.where(examples.counted, loss, 0.0)) / jnp.maximum(jnp.sum(examples.counted), 1)

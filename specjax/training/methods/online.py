@@ -1,183 +1,219 @@
-"""Online Speculative Decoding: a drafter learns, while it serves, from the places where the target rejected its drafts.
+"""Online speculative decoding: a drafter learns while it serves, from the tokens that replaced its rejected drafts.
 
 Liu, Hu, Bailis, Cheung, Deng, Stoica, Zhang: Online Speculative Decoding (ICML 2024), arXiv 2310.07177.
-Rule: of every round is kept which token the target wrote in place of a rejected draft; once a record is full, one step
+Rule: every round records the token that the target wrote in place of a rejected draft. When a record is full, one step
 
-    minimise the mean over these tokens of -sum(p log q)
+    minimises the mean over these tokens of -sum(p log q)
 
-Guarantee: that of decoding, since p does not change and each round is verified with the q that it was drafted with.
-Deviations: the authors' code keeps the last token that a round emitted and reads q one place later; here it is the
-token that replaced the rejected one, with the q that said it, and rounds of which all was accepted leave nothing. A
-head drafts the whole round again, so that the tokens of its deeper steps are counted where a later round was rejected
-there. Of trees a round counts as rejected if it was deeper than what was accepted. What old parameters left in the
-drafter's memory stays. Several drafters, one for each topic, are as many watches.
+Guarantee: that of decoding. p does not change, and each round is verified with the q that drafted it.
+Deviations: the authors' code stores the last token of a round and reads q one position later. Here the token that
+replaced the rejected draft is used, with the q that drafted it, and rounds without a rejection leave no entry. A head
+drafts the whole round again, so deeper tokens count if a later round was rejected there. A round of a tree counts as
+rejected if the tree was deeper than the accepted path. The drafter's memory keeps the values of old parameters. Use one
+trainer per topic to train several drafters.
 
-Nothing of it runs unless it is asked for. `serve` takes new parameters of its drafter while it runs:
+Training happens only if `serve` runs through a trainer, which sends new parameters to the drafter:
 
-    watch, state, rest = Watch(texts=8, size=512), *loop.begin(plan, pupil.params)
-    steps = serve(target, drafter, requests, ...)
-    step = next(steps, None)
-    while step is not None:
-        watch.see(step.request, prompts[step.request], step.tokens, step.accepted, step.drafted, step.finish_reason)
-        learnt = None
-        if watch.full:
-            state, _ = update(plan, state, rest, target, watch.take())
-            learnt = loop.as_served(pupil, state, rest).params
-        step = sent(steps, learnt)
+    trainer = OnlineTrainer(target, head, texts=8, size=512)
+    drafter = specjax.make_drafter("eagle3", target, head)
+    for step in trainer.run(specjax.serve(target, drafter, requests, max_new_tokens=256), prompts):
+        ...  # as in `serve`
+    specjax.save_head("head", trainer.trained, target=target)
 
-After a `stream`, whose steps have the same in `step.info`, the next call takes `drafter.replace(params=learnt)`.
+`stream` has the same numbers in `step.info`. Record them by `RejectionRecorder`, call `update`, and pass
+`drafter.replace(params=...)` to the next call.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.training.data.packing import BORDER, Lesson
-from specjax.training.loop.trainer import Outcome, Plan, State, one_step
-from specjax.training.objectives.recipes import Recipe, recipe_of
-from specjax.training.objectives.trainables import Pupil, learner_of
+from specjax.training.data.packing import PAIR_TOKENS, PackedBatch
+from specjax.training.loop.step import State, StepOutcome, TrainingPlan, compute_step, export_trainable, init_state
+from specjax.training.objectives.recipes import recipe_of
+from specjax.training.objectives.trainables import Trainable, build_objective
 from specjax.types import Array, PyTree, Target
 
 
-class Record(NamedTuple):
-    """Texts that were decoded, N at most: the next one takes the place of the oldest."""
+class RejectionRecord(NamedTuple):
+    """At most N decoded texts. A new one replaces the oldest."""
 
-    tokens: Array  # int32[N, S], prompts included; of longer texts the first
-    length: Array  # int32[N], 0: none
-    rejected: Array  # bool[N, S], tokens that the target wrote in place of a draft
-    roots: Array  # bool[N, S], last tokens before the rounds in which that happened
-    seen: Array  # int32[], texts that came
+    tokens: Array  # int32[N, S], with prompts; longer texts are cut
+    length: Array  # int32[N], 0: no text
+    rejected: Array  # bool[N, S], True for tokens that replaced a rejected draft
+    roots: Array  # bool[N, S], True for the last token before a round with a rejection
+    count: Array  # int32[], texts added so far
 
 
-def empty(texts: int, size: int) -> Record:
-    """A record with room for so many texts of so many tokens."""
-    nothing = jnp.zeros((texts, size), bool)
-    return Record(nothing.astype(jnp.int32), jnp.zeros((texts,), jnp.int32), nothing, nothing, jnp.int32(0))
+def empty_record(texts: int, size: int) -> RejectionRecord:
+    """Return an empty record for `texts` texts of at most `size` tokens."""
+    mask = jnp.zeros((texts, size), bool)
+    return RejectionRecord(mask.astype(jnp.int32), jnp.zeros((texts,), jnp.int32), mask, mask, jnp.int32(0))
 
 
 @jax.jit
-def push(record: Record, tokens: Array, length: Array, rejected: Array, roots: Array) -> Record:
-    """With one more text: [S] each, and its length. Pure."""
-    place = record.seen % len(record.length)
-    news = tokens, length, rejected, roots
+def add_text(record: RejectionRecord, tokens: Array, length: Array, rejected: Array, roots: Array) -> RejectionRecord:
+    """Add a text, with arrays [S] each, and its length. Pure."""
+    slot = record.count % len(record.length)
+    new = tokens, length, rejected, roots
     old = record.tokens, record.length, record.rejected, record.roots
-    tokens, length, rejected, roots = (x.at[place].set(new) for x, new in zip(old, news, strict=True))
-    return Record(tokens, length, rejected, roots, record.seen + 1)
+    tokens, length, rejected, roots = (x.at[slot].set(value) for x, value in zip(old, new, strict=True))
+    return RejectionRecord(tokens, length, rejected, roots, record.count + 1)
 
 
-def plan_of(pupil: Pupil, *, places: int | None = None, **changes: Any) -> Plan:
-    """How a drafter learns online: as its kind does, but by AdamW at a constant 1e-4 and by soft cross entropy.
+def plan_updates(trainable: Trainable, *, chunk: int | None = None, **changes: Any) -> TrainingPlan:
+    """Return the plan of online steps: the recipe of the kind, with soft cross entropy and AdamW at a constant 1e-4.
 
-    changes: of the recipe. places: of a record of texts with so many rejections, of which all are learnt from at once;
-      None: no chunks.
+    Args: chunk: positions of a text whose logits are computed at a time; None: all. changes: fields of the recipe.
     """
-    learner = learner_of(pupil)
-    asked: dict[str, Any] = {
+    objective = build_objective(trainable)
+    online: dict[str, Any] = {
         "losses": (("soft_ce", 1.0),), "optimizer": "adamw", "learning_rate": 1e-4, "schedule": "constant",
         "warmup": 0.0, "weight_decay": 0.0, "weighting": "decay", "noise": 0.0,
     }  # fmt: skip
-    recipe: Recipe = recipe_of(learner.kind, **(asked | changes))
-    return Plan(recipe, learner, 1, places)
+    return TrainingPlan(recipe_of(objective.kind, **(online | changes)), objective, 1, chunk)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "places"))
+@functools.partial(jax.jit, static_argnames=("plan", "limit"))
 def update(
-    plan: Plan, state: State, rest: PyTree, target: Target, record: Record, places: int | None = None
-) -> tuple[State, Outcome]:
-    """One step of the optimizer on a record. Pure; of one without rejections nothing changes.
+    plan: TrainingPlan, state: State, frozen: PyTree, target: Target, record: RejectionRecord, limit: int | None = None
+) -> tuple[State, StepOutcome]:
+    """Take one optimizer step on a record. Pure; a record without rejections changes nothing.
 
     Args:
-      state, rest: from `loop.begin(plan, params)`. target: of the texts.
-      places: the most rejections of a text that are learnt from, the first; None: all.
+      state, frozen: from `init_state(plan, params)`. target: the model that wrote the texts.
+      limit: rejections per text that are used, the first ones; None: all.
     """
-    lesson = lesson_of(record)
-    where = places_of(record, plan.learner.whole_rounds, places)
-    new, outcome = one_step(plan, state, rest, target, lesson, where, jax.random.key(0))
-    learns = jnp.any(where >= 0)
-    return jax.tree.map(lambda new, old: jnp.where(learns, new, old), new, state), outcome
+    positions = find_positions(record, plan.objective.whole_rounds, limit)
+    updated, outcome = compute_step(plan, state, frozen, target, to_batch(record), positions, jax.random.key(0))
+    has_rejections = jnp.any(positions >= 0)
+    return jax.tree.map(lambda new, old: jnp.where(has_rejections, new, old), updated, state), outcome
 
 
-def lesson_of(record: Record) -> Lesson:
-    """The texts, of which what was rejected counts."""
-    place = jnp.arange(record.tokens.shape[1])
-    there = place < record.length[:, None]
-    first = jnp.where(there, 0, record.length[:, None])
-    return Lesson(record.tokens, first.astype(jnp.int32), record.rejected & there)
+def to_batch(record: RejectionRecord) -> PackedBatch:
+    """Return the texts as a packed batch whose loss mask covers the tokens that replaced rejected drafts."""
+    column = jnp.arange(record.tokens.shape[1])
+    is_text = column < record.length[:, None]
+    text_start = jnp.where(is_text, 0, record.length[:, None])
+    return PackedBatch(record.tokens, text_start.astype(jnp.int32), record.rejected & is_text)
 
 
-def places_of(record: Record, whole_rounds: bool, most: int | None = None) -> Array:
-    """int32[N, R]: where drafts begin that are learnt from, -1: nowhere.
+def find_positions(record: RejectionRecord, whole_rounds: bool, limit: int | None = None) -> Array:
+    """Return int32[N, R], the positions of the rounds to train on, then -1.
 
-    whole_rounds: those of the rounds themselves; else one at each rejected token, as its first.
+    Args: whole_rounds: return the rounds that had a rejection. False: a round whose first token was rejected, for each
+      rejection.
     """
-    ahead, marks = (1, record.roots) if whole_rounds else (BORDER, record.rejected)
-    size = marks.shape[1]
-    found = jax.vmap(lambda row: jnp.nonzero(row, size=most or size, fill_value=-1)[0])(marks)
-    return jnp.where(found >= ahead, found - ahead, -1).astype(jnp.int32)
+    ahead, marks = (1, record.roots) if whole_rounds else (PAIR_TOKENS, record.rejected)
+    size = limit or marks.shape[1]
+    columns = jax.vmap(lambda row: jnp.nonzero(row, size=size, fill_value=-1)[0])(marks)
+    return jnp.where(columns >= ahead, columns - ahead, -1).astype(jnp.int32)
 
 
-class Watch:
-    """Texts that are being decoded, by name, and a record of those that have ended."""
+class RejectionRecorder:
+    """A recorder of texts that are being decoded, by name, and a record of those that are complete."""
 
     def __init__(self, texts: int, size: int):
-        """texts: how many make a record full. size: their most tokens, prompts included; of longer ones the first."""
+        """Create an empty recorder. Args: texts: texts of a full record. size: limit of their tokens, with prompts."""
         self.texts, self.size = texts, size
-        self.record = empty(texts, size)
-        self._running: dict[Any, _Running] = {}
+        self.record = empty_record(texts, size)
+        self._running: dict[Any, _RunningText] = {}
 
-    def see(
+    def add_step(
         self, name: Any, prompt: Sequence[int], tokens: Sequence[int], accepted: int, drafted: int, ended: Any = False
     ) -> None:
-        """What one step added to a text.
+        """Record the tokens that one step added to a text.
 
-        accepted: how many of the tokens, from the front, were drafted. drafted: how deep the draft was. ended: whether
-          it was the text's last step.
+        Args:
+          accepted: how many of the tokens, from the first on, were drafted. drafted: depth of the draft.
+          ended: True for the last step of the text.
         """
-        text = self._running.setdefault(name, _Running(list(map(int, prompt)), [], []))
+        text = self._running.setdefault(name, _RunningText(list(map(int, prompt)), [], []))
         if accepted < min(drafted, len(tokens)):
             text.rejected.append(len(text.tokens) + accepted)
             text.roots.append(len(text.tokens) - 1)
         text.tokens.extend(tokens)
         if ended:
-            self.end(name)
+            self.end_text(name)
 
-    def end(self, name: Any) -> None:
-        """A text has ended, which no step said."""
-        self.record = push(self.record, *self._running.pop(name).arrays(self.size))
+    def end_text(self, name: Any) -> None:
+        """Move a text to the record, if no step had `ended`."""
+        self.record = add_text(self.record, *self._running.pop(name).to_arrays(self.size))
 
     @property
-    def full(self) -> bool:
-        """Whether as many texts have ended as the record holds."""
-        return int(self.record.seen) >= self.texts
+    def is_full(self) -> bool:
+        """Return True if as many texts are complete as the record holds."""
+        return int(self.record.count) >= self.texts
 
-    def take(self) -> Record:
-        """The record; a new one begins."""
-        record, self.record = self.record, empty(self.texts, self.size)
+    def take_record(self) -> RejectionRecord:
+        """Return the record, and start a new one."""
+        record, self.record = self.record, empty_record(self.texts, self.size)
         return record
 
 
-class _Running(NamedTuple):
+class _RunningText(NamedTuple):
     tokens: list[int]
     rejected: list[int]
     roots: list[int]
 
-    def arrays(self, size: int) -> tuple[np.ndarray, np.int32, np.ndarray, np.ndarray]:
+    def to_arrays(self, size: int) -> tuple[np.ndarray, np.int32, np.ndarray, np.ndarray]:
         tokens = np.zeros(size, np.int32)
         cut = self.tokens[:size]
         tokens[: len(cut)] = cut
-        rejected, roots = (np.isin(np.arange(size), places) for places in (self.rejected, self.roots))
+        rejected, roots = (np.isin(np.arange(size), columns) for columns in (self.rejected, self.roots))
         return tokens, np.int32(len(cut)), rejected, roots
 
 
-def sent(steps: Generator[Any, Any, None], learnt: PyTree | None) -> Any:
-    """The next step of `serve`, whose drafter has these parameters from now on; None at the end."""
+class OnlineTrainer:
+    """A trainer that updates a drafter while `serve` runs."""
+
+    def __init__(self, target: Target, trainable: Trainable, *, texts: int = 8, size: int = 512, **changes: Any):
+        """Prepare training.
+
+        Args:
+          trainable: the head or draft model of the drafter. texts: complete texts per update.
+          size: limit of tokens of a text, with its prompt. changes: fields of the recipe, as for `plan_updates`.
+        """
+        self.target, self.trainable = target, trainable
+        self.recorder = RejectionRecorder(texts, size)
+        self.plan = plan_updates(trainable, **changes)
+        self.state, self._frozen = init_state(self.plan, trainable.params)
+        self.updates = 0
+
+    @property
+    def trained(self) -> Any:
+        """Return the head or draft model with its current parameters."""
+        return export_trainable(self.trainable, self.state, self._frozen)
+
+    def run(self, steps: Generator[Any, Any, None], prompts: Sequence[Sequence[int]]) -> Iterator[Any]:
+        """Yield the steps of `serve`, and send new parameters to its drafter after every full record.
+
+        Args: prompts: the token ids of each request.
+        """
+        step = next(steps, None)
+        while step is not None:
+            yield step
+            self.recorder.add_step(
+                step.request, prompts[step.request], step.tokens, step.accepted, step.drafted, step.finish_reason
+            )
+            params = None
+            if self.recorder.is_full:
+                record = self.recorder.take_record()
+                self.state, _ = update(self.plan, self.state, self._frozen, self.target, record)
+                self.updates += 1
+                params = self.trained.params
+            step = send_params(steps, params)
+
+
+def send_params(steps: Generator[Any, Any, None], params: PyTree | None) -> Any:
+    """Send new parameters to the drafter of `serve`, and return the next step, or None at the end."""
     try:
-        return steps.send(learnt)
+        return steps.send(params)
     except StopIteration:
         return None

@@ -1,21 +1,22 @@
-"""Training a plain draft model: a smaller model of the target's tokenizer that drafts chains (`drafters.two_model`).
+"""Training of a draft model, a smaller model with the target's tokenizer that drafts chains (`drafters.two_model`).
 
 Zhou, Lyu, Rawat, Menon, Rostamizadeh, Kumar, Kagy, Agarwal: DistillSpec: Improving Speculative Decoding via Knowledge
-Distillation (2023), arXiv 2310.08461. Of texts y after prompts x, from the data, the target, the draft model or a mix:
+Distillation (2023), arXiv 2310.08461. The texts y after prompts x come from the data, the target, the draft model or a
+mix:
 
     minimise the mean over x, y and t of D(p(. | x, y_<t), q(. | x, y_<t)), D one of `losses.LOSSES`
 
 Goel, Gagrani, Jeon, Park, Lee, Lott: Direct Alignment of Draft Model for Speculative Decoding with Chat-Fine-Tuned LLMs
-(2024), arXiv 2403.00858: the same with D = TVD++ on the target's answers.
+(2024), arXiv 2403.00858: the same with D = TVD++ on the target's responses.
 Zafrir, Margulis, Shteyman, Guskin, Boudoukh: FastDraft: How to Train Your Draft (ACL Findings 2025), arXiv 2411.11055:
-cross entropy on raw text, then on text that the target wrote; neither asks the target for anything.
+cross entropy on raw text, then on text that the target wrote; neither runs the target.
 
-Guarantee: decoding is as exact as before, since p does not change. Nothing is derived from the sampling of a text or
-from the target.
-Deviations: the mean is over all tokens of a lesson, not first over each text's; p and q are taken at temperature 1, as
-in DistillSpec, whatever is served; losses with statistics of the batch have those of the places judged at a time.
-FastDraft begins with random parameters; `pruned` is a start of our own. Where the vocabularies differ in size, p and q
-are of the ids that both have.
+Guarantee: decoding is as exact as before, since p does not change. No gradient flows through the sampling of a text or
+through the target.
+Deviations: the mean is over all tokens of a batch, not first over those of each text. p and q are taken at temperature
+1, as in DistillSpec, for every serving temperature. Losses with batch statistics use those of one chunk of positions.
+FastDraft begins with random parameters; starting from `pruned` is our own. If the vocabularies differ in size, p and q
+are over the ids that both models have.
 """
 
 from __future__ import annotations
@@ -32,166 +33,177 @@ from specjax.api import decode
 from specjax.arrays.indexing import take_along
 from specjax.drafters import autoregressive
 from specjax.errors import UsageError
-from specjax.models.vocabulary import beside
+from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics.global_arrays import gather
-from specjax.training.data.packing import Lesson
+from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives import losses
 from specjax.training.objectives.chunks import sum_in_chunks
-from specjax.training.objectives.head_objective import Report
+from specjax.training.objectives.head_objective import StepReport
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.unroll import one_pass
+from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Array, Model, PyTree, Target
 
-POSITIONS = 64  # of a text, of which greedy tokens are looked up at a time
+LOGIT_POSITIONS = 64  # positions of a text whose logits are computed at a time
 
 
-class Sums(NamedTuple):
-    """Over places: float32[] each."""
+class PositionSums(NamedTuple):
+    """Sums over positions, float32[] each."""
 
     loss: Array
-    hits: Array  # at which the likeliest token was the text's
+    hits: Array  # positions whose most likely token is the text's
 
 
-class Places(NamedTuple):
-    """What a draft model says of the first token that each of N rounds drafts, and what is true."""
+class DraftPositions(NamedTuple):
+    """Hidden states and labels of the first token that each of N rounds drafts."""
 
-    hidden: Array  # [B, N, D], of the draft model, at the root
-    taught: Array | None  # [B, N, E], of the target
+    hidden: Array  # [B, N, D], the draft model's at the root
+    teacher: Array | None  # [B, N, E], the target's at the root
     label: Array  # int32[B, N]
     weight: Array  # float32[B, N]
 
 
-def loss_of(
-    recipe: Recipe, model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array,
-    chunk: int | None = None, taught: Array | None = None,
-) -> tuple[Array, Report]:  # fmt: skip
-    """(float32[], what to report) of a draft model on a lesson.
+def compute_loss(
+    recipe: Recipe, model: Model, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array,
+    chunk: int | None = None, teacher: Array | None = None,
+) -> tuple[Array, StepReport]:  # fmt: skip
+    """Return (float32[], statistics) of a draft model on a packed batch.
 
     Args:
-      target: None where the losses are "ce" alone, which needs none.
-      places: int32[B, R], as for heads: from place t the root x_{t+1} drafts x_{t+2}. -1: nowhere.
-      chunk: how many of the R at a time, a divisor of R: logits are float32[B, chunk, V].
-      taught: [B, T, E], the target's last states of the lesson, where these are known; None: it is run.
+      target: None if "ce", which needs no target, is the only loss.
+      positions: int32[B, R], as for heads: the root x_{t+1} of position t drafts x_{t+2}. -1: no round.
+      chunk: positions of a row per call, a divisor of R; the logits are float32[B, chunk, V].
+      teacher: [B, T, E], the target's last hidden states; None: they are computed.
     """
     if recipe.reads_teacher and target is None:
-        raise UsageError("only the loss ce can do without a target; give one, or the losses (('ce', 1.0),)")
+        raise UsageError("only the loss ce needs no target; give a target, or the losses (('ce', 1.0),)")
     if not recipe.reads_teacher or target is None:
-        taught = None
-    elif taught is None:
-        taught = one_pass(target.model, target.params, lesson)[0].hidden
-    found = _at(model, params, target, lesson, places, taught)
-    judge = losses.combined(recipe.losses)
-
-    def some(params: PyTree, found: Places, i: Array, size: int) -> Sums:
-        hidden, taught, label, weight = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, i, size, 1).reshape(-1, *x.shape[2:]), found
-        )
-        said = shared_logits(model, params, hidden, target)
         teacher = None
-        if taught is not None and target is not None:
-            teacher = jax.lax.stop_gradient(shared_logits(target.model, target.params, taught, Target(model, params)))
-        hits = jnp.argmax(said, -1) == label
-        return Sums(jnp.sum(weight * judge(said, teacher, label, weight)), jnp.sum(weight * hits))
+    elif teacher is None:
+        teacher = forward_packed(target.model, target.params, packed)[0].hidden
+    drafts = _gather_positions(model, params, target, packed, positions, teacher)
+    loss_of = losses.combined(recipe.losses)
 
-    total = sum_in_chunks(some, places.shape[1], chunk, params, found)
-    tokens = jnp.sum(found.weight)
+    def judge_chunk(params: PyTree, drafts: DraftPositions, i: Array, size: int) -> PositionSums:
+        hidden, teacher, label, weight = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, i, size, 1).reshape(-1, *x.shape[2:]), drafts
+        )
+        logits = shared_logits(model, params, hidden, target)
+        teacher_logits = None
+        if teacher is not None and target is not None:
+            teacher_logits = jax.lax.stop_gradient(
+                shared_logits(target.model, target.params, teacher, Target(model, params))
+            )
+        hits = jnp.argmax(logits, -1) == label
+        return PositionSums(jnp.sum(weight * loss_of(logits, teacher_logits, label, weight)), jnp.sum(weight * hits))
+
+    total = sum_in_chunks(judge_chunk, positions.shape[1], chunk, params, drafts)
+    tokens = jnp.sum(drafts.weight)
     loss, accuracy = (x / jnp.maximum(tokens, 1.0) for x in total)
-    return loss, jax.lax.stop_gradient(Report(loss[None], accuracy[None], accuracy[None], tokens))
+    return loss, jax.lax.stop_gradient(StepReport(loss[None], accuracy[None], accuracy[None], tokens))
 
 
-def _at(
-    model: Model, params: PyTree, target: Target | None, lesson: Lesson, places: Array, taught: Array | None
-) -> Places:
-    tokens, first, counts = (jnp.asarray(x) for x in lesson)
+def _gather_positions(
+    model: Model, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array, teacher: Array | None
+) -> DraftPositions:
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
     size = tokens.shape[1]
-    known = size_of(model, target)
-    begin = jnp.maximum(places, 0)
+    begin = jnp.maximum(positions, 0)
     along = lambda x, ahead: take_along(x, jnp.minimum(begin + ahead, size - 1).reshape(*begin.shape, *x.shape[2:]), 1)
     at_root = lambda hidden: take_along(hidden, jnp.minimum(begin + 1, size - 1)[:, :, None], 1)
-    hidden = at_root(one_pass(beside(model, target), params, lesson)[0].hidden)
-    taught = None if taught is None else jax.lax.stop_gradient(at_root(taught))
+    hidden = at_root(forward_packed(match_vocabulary(model, target), params, packed)[0].hidden)
+    teacher = None if teacher is None else jax.lax.stop_gradient(at_root(teacher))
     label = along(tokens, 2)
-    there = (places >= 0) & (begin + 2 < size) & along(counts, 2) & (along(first, 2) == along(first, 0))
-    return Places(hidden, taught, label, (there & (label < known)).astype(jnp.float32))
+    is_valid = (positions >= 0) & (begin + 2 < size) & along(loss_mask, 2) & (
+        along(text_start, 2) == along(text_start, 0)
+    )  # fmt: skip
+    weight = (is_valid & (label < shared_vocab_size(model, target))).astype(jnp.float32)
+    return DraftPositions(hidden, teacher, label, weight)
 
 
-def size_of(model: Model, other: Target | None) -> int:
-    """How many ids both have."""
+def shared_vocab_size(model: Model, other: Target | None) -> int:
+    """Return the number of ids that both models have."""
     return model.vocab_size if other is None else min(model.vocab_size, other.model.vocab_size)
 
 
 def shared_logits(model: Model, params: PyTree, hidden: Array, other: Target | None) -> Array:
-    """float32[..., v] of the ids that both have."""
+    """Return float32[..., v], the logits of the ids that both models have."""
     if model.unembed is None:
-        raise UsageError(f"{model.name} has no unembed, which training asks for; give a model of specjax.models")
-    return model.unembed(params, hidden)[..., : size_of(model, other)]
+        raise UsageError(f"{model.name} has no unembed, which training needs; give a model of specjax.models")
+    return model.unembed(params, hidden)[..., : shared_vocab_size(model, other)]
 
 
-def leading_hits(model: Model, params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
-    """int32[B, T - 1]: how many tokens of a greedy chain of `depths` from each place are those of the text.
+def count_leading_hits(model: Model, params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
+    """Return int32[B, T - 1], the correct leading tokens of a greedy chain of `depths` from each position.
 
-    Until its first error a draft's tokens are the text's, so that one pass over the text says it of all.
+    A draft equals the text up to its first error, so one pass over the text covers all positions.
     """
-    tokens, first, counts = (jnp.asarray(x) for x in lesson)
-    hidden = one_pass(beside(model, target), params, lesson)[0].hidden
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    hidden = forward_packed(match_vocabulary(model, target), params, packed)[0].hidden
     greedy = lambda x: jnp.argmax(shared_logits(model, params, x, target), -1)
-    said = jax.lax.map(greedy, hidden.swapaxes(0, 1), batch_size=POSITIONS).swapaxes(0, 1)  # x_{t+1} by position t
-    # Of place t: whether the token behind its root is right.
-    right = (said[:, 1:-1] == tokens[:, 2:]) & counts[:, 2:] & (first[:, 2:] == first[:, :-2])
-    right = jnp.pad(right, ((0, 0), (0, 1)))
-    place = jnp.arange(right.shape[1])
-    wrong = jax.lax.cummin(jnp.where(right, right.shape[1], place), axis=1, reverse=True)
-    return jnp.minimum(wrong - place, depths).astype(jnp.int32)
+    # predicted[:, t] is the prediction of x_{t+1}
+    predicted = jax.lax.map(greedy, hidden.swapaxes(0, 1), batch_size=LOGIT_POSITIONS).swapaxes(0, 1)
+    # hits[:, t] is True if the token after the root of position t is correct
+    hits = (predicted[:, 1:-1] == tokens[:, 2:]) & loss_mask[:, 2:] & (text_start[:, 2:] == text_start[:, :-2])
+    hits = jnp.pad(hits, ((0, 0), (0, 1)))
+    column = jnp.arange(hits.shape[1])
+    next_error = jax.lax.cummin(jnp.where(hits, hits.shape[1], column), axis=1, reverse=True)
+    return jnp.minimum(next_error - column, depths).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class OnPolicy:
-    """DistillSpec's mix of data: what `train(.., data=)` asks of each step's lesson. One text to a row.
+    """DistillSpec's mix of data, for `train(..., replace_batch=)`. It needs one text per row.
 
-    A lesson is answered by the draft model itself, as it is by then, with probability `share` (1: on-policy alone).
+    With probability `share` the draft model, with its current parameters, writes the responses of a batch anew. At 1
+    training is on-policy alone.
     """
 
     eos: tuple[int, ...]
     share: float = 0.5
-    warmup: float = 0.1  # share of the steps in which it is not: its first samples are of no use
+    warmup: float = 0.1  # share of the first steps that keep their batch, since early samples are useless
     temperature: float = 1.0
     seed: int = 0
 
-    def __call__(self, step: int, steps: int, lesson: Lesson, student: Target) -> Lesson:
-        own = np.random.default_rng([self.seed, step]).random() < self.share
-        if not own or step < self.warmup * steps:
-            return lesson
+    def __call__(self, step: int, steps: int, packed: PackedBatch, student: Target) -> PackedBatch:
+        is_on_policy = np.random.default_rng([self.seed, step]).random() < self.share
+        if not is_on_policy or step < self.warmup * steps:
+            return packed
         key = jax.random.fold_in(jax.random.key(self.seed), step)
-        return answered_by(student, lesson, key, eos=self.eos, temperature=self.temperature)
+        return resample_responses(student, packed, key, eos=self.eos, temperature=self.temperature)
 
 
-def answered_by(student: Target, lesson: Lesson, key: Array, *, eos: Sequence[int], temperature: float = 1.0) -> Lesson:
-    """The prompts of a lesson with answers that the draft model samples, up to the end of their rows, and no longer
-    than the longest prompt leaves it places for.
+def resample_responses(
+    student: Target, packed: PackedBatch, key: Array, *, eos: Sequence[int], temperature: float = 1.0
+) -> PackedBatch:
+    """Replace the responses of a batch by samples of the draft model.
 
-    Rows that count nothing stay. Raises: UsageError for rows of several texts.
+    Samples end with their row at the latest. All have the length limit that the longest prompt leaves. Rows without a
+    response do not change.
+
+    Raises: UsageError for rows with several texts.
     """
-    tokens, first, counts = np.asarray(lesson.tokens), np.asarray(lesson.first), np.asarray(lesson.counts)
+    tokens, text_start, loss_mask = (np.asarray(x) for x in packed)
     size = tokens.shape[1]
-    if ((first > 0) & counts).any():
-        raise UsageError("rows with several texts cannot be answered anew; pack one to a row (packs=False)")
-    has = np.any(counts, axis=1)
-    prompt = np.where(has, np.maximum(np.argmax(counts, 1), 1), 1).astype(np.int32)
-    longest = int(min(size - prompt[has].min(initial=size - 1), student.model.max_positions - prompt.max()))
+    if ((text_start > 0) & loss_mask).any():
+        raise UsageError("rows with several texts cannot be sampled anew; pack one per row (packs=False)")
+    has_response = np.any(loss_mask, axis=1)
+    prompt = np.where(has_response, np.maximum(np.argmax(loss_mask, 1), 1), 1).astype(np.int32)
+    limit = int(min(size - prompt[has_response].min(initial=size - 1), student.model.max_positions - prompt.max()))
     result = gather(
         decode(
-            student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=longest, temperature=temperature,
+            student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=limit, temperature=temperature,
             eos=list(eos),
         )
     )  # fmt: skip
-    place = np.arange(size)
-    behind = place - prompt[:, None]
-    said = np.take_along_axis(np.asarray(result.tokens), np.clip(behind, 0, result.tokens.shape[1] - 1), 1)
-    answer = (behind >= 0) & (behind < np.asarray(result.lengths)[:, None])
+    column = np.arange(size)
+    offset = column - prompt[:, None]
+    samples = np.take_along_axis(np.asarray(result.tokens), np.clip(offset, 0, result.tokens.shape[1] - 1), 1)
+    is_sample = (offset >= 0) & (offset < np.asarray(result.lengths)[:, None])
     end = np.minimum(prompt + np.asarray(result.lengths), size)[:, None]
-    anew = np.where(answer, said, np.where(behind < 0, tokens, 0)), np.where(place < end, 0, end), answer
-    tokens, first, counts = (
-        np.where(has[:, None], new, old).astype(old.dtype)
-        for new, old in zip(anew, (tokens, first, counts), strict=True)
+    new_tokens = np.where(is_sample, samples, np.where(offset < 0, tokens, 0))
+    replaced = new_tokens, np.where(column < end, 0, end), is_sample
+    arrays = (
+        np.where(has_response[:, None], new, old).astype(old.dtype)
+        for new, old in zip(replaced, (tokens, text_start, loss_mask), strict=True)
     )
-    return Lesson(*map(jnp.asarray, (tokens, first, counts)))
+    return PackedBatch(*map(jnp.asarray, arrays))

@@ -1,4 +1,4 @@
-"""How each kind of head is trained where nothing is said: what its authors do, one row a kind."""
+"""Default training recipes, one row per kind of head or model, mostly those of its authors."""
 
 from __future__ import annotations
 
@@ -14,77 +14,79 @@ from specjax.training.objectives.losses import LOSSES
 
 @dataclass(frozen=True)
 class Recipe:
-    """What counts, and how it is made smaller."""
+    """The loss of a training run, and its optimizer."""
 
-    losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # of logits, by name, with their shares
-    depths: int = 4  # tokens of a round
-    decay: float = 0.8  # of a depth's share, with each depth
+    losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # losses of logits by name, with their shares
+    depths: int = 4  # drafted tokens per round
+    decay: float = 0.8  # factor of the loss from one depth to the next
     weighting: Literal["decay", "d_pace"] = "decay"
-    features: float = 0.0  # share of SmoothL1 of the features said and those that came
-    confidence: float = 0.0  # share of the cross entropy of how likely it holds its draft to be accepted
-    noise: float = 0.0  # features get uniform noise of this half width, times 512 / T
+    features: float = 0.0  # share of the smooth L1 loss of predicted features
+    confidence: float = 0.0  # share of the cross entropy of the predicted acceptance
+    noise: float = 0.0  # half width of uniform noise on features, times 512 / T
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
-    tables: float = 0.3  # of Muon's rate what Adam has for tables and norms: orthogonal steps stand a higher one
-    warmup: float = 0.05  # share of the steps
+    tables: float = (
+        0.3  # Adam's rate for tables and norms relative to Muon's, whose orthogonal steps allow a higher one
+    )
+    warmup: float = 0.05  # share of all steps
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.01
-    clip: float = 1.0  # largest global norm of a gradient
+    clip: float = 1.0  # limit of the global gradient norm
     betas: tuple[float, float] = (0.9, 0.95)
-    frozen: tuple[str, ...] = ()  # parameters below these names stay as they are
-    packs: bool = True  # several texts to a row
+    frozen: tuple[str, ...] = ()  # names of parameters or modules that are not trained
+    packs: bool = True  # several texts per row
 
     replace = replace
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether it needs the target's distributions, besides the tokens that it wrote."""
+        """Return True if a loss reads the target's distributions, in addition to its tokens."""
         return any(name != "ce" for name, _ in self.losses)
 
 
-MUON_TIMES = 10
-"""How many times AdamW's learning rate is Muon's, whose steps are as large (optax's consistent_rms): an EAGLE-3 head of
-SmolLM2 that read 50,882 tokens of answers once serves, with AdamW at 1e-3, 3e-3, 6e-3: 1.35, 1.41, 1.38 tokens per
-pass; with Muon at 1e-3, 4e-3, 1e-2, 2e-2 (`tables` 1): 1.21, 1.45, 1.50, 1.48."""
+MUON_FACTOR = 10
+"""Ratio of Muon's learning rate to AdamW's, with steps of the same size (optax's consistent_rms). Measured on an
+EAGLE-3 head of SmolLM2 that read 50,882 tokens of responses once. AdamW at 1e-3, 3e-3, 6e-3 reached 1.35, 1.41, 1.38
+tokens per pass. Muon at 1e-3, 4e-3, 1e-2, 2e-2 (`tables` 1) reached 1.21, 1.45, 1.50, 1.48."""
 
 
 def recipe_of(kind: str, **changes) -> Recipe:
-    """The recipe of a kind of head, with changes. Another optimizer comes with its own learning rate if none is given.
+    """Return the recipe of a kind, with changes. Another optimizer sets its own learning rate, unless one is given.
 
-    Raises: UsageError for a loss, a weighting, an optimizer or a schedule that there is not, or numbers out of range.
+    Raises: UsageError for an unknown loss, weighting, optimizer or schedule, or numbers out of range.
     """
-    known = RECIPES.get(kind, Recipe())
-    recipe = known.replace(**changes)
-    if recipe.optimizer != known.optimizer and "learning_rate" not in changes:
-        times = MUON_TIMES if recipe.optimizer == "muon" else 1 / MUON_TIMES
-        recipe = recipe.replace(learning_rate=times * known.learning_rate)
-    check(recipe)
+    default = RECIPES.get(kind, Recipe())
+    recipe = default.replace(**changes)
+    if recipe.optimizer != default.optimizer and "learning_rate" not in changes:
+        factor = MUON_FACTOR if recipe.optimizer == "muon" else 1 / MUON_FACTOR
+        recipe = recipe.replace(learning_rate=factor * default.learning_rate)
+    check_recipe(recipe)
     return recipe
 
 
-def check(recipe: Recipe) -> None:
-    """Raises: UsageError for a recipe that nobody can follow."""
+def check_recipe(recipe: Recipe) -> None:
+    """Raise a UsageError for an invalid recipe."""
     unknown = [name for name, _ in recipe.losses if name not in LOSSES]
     if unknown:
         raise UsageError(f'there is no loss "{unknown[0]}"; there are {", ".join(LOSSES)}')
     if not recipe.losses or not all(0 < share < math.inf for _, share in recipe.losses):
-        raise UsageError(f"a recipe has losses with shares above 0, not {recipe.losses}")
-    words = {
+        raise UsageError(f"a recipe needs losses with shares above 0, not {recipe.losses}")
+    choices_by_name = {
         "weighting": ("decay", "d_pace"),
         "optimizer": ("adamw", "muon"),
         "schedule": ("cosine", "linear", "constant"),
     }
-    for name, choices in words.items():
+    for name, choices in choices_by_name.items():
         if getattr(recipe, name) not in choices:
             raise UsageError(f'{name} must be {" or ".join(choices)}, not "{getattr(recipe, name)}"')
     if recipe.depths < 1:
-        raise UsageError(f"a round drafts at least 1 token, not {recipe.depths}")
+        raise UsageError(f"depths must be at least 1, not {recipe.depths}")
     for name, share in (("decay", recipe.decay), ("warmup", recipe.warmup)):
         if not 0 <= share <= 1:
             raise UsageError(f"{name} must be from 0 to 1, not {share}")
     for name, beta in zip(("beta_1", "beta_2"), recipe.betas, strict=True):
-        if not 0 <= beta < 1:  # at 1 the first step divides nothing by nothing
-            raise UsageError(f"{name} must be from 0 to 1, and below it, not {beta}")
+        if not 0 <= beta < 1:  # at 1 the first step would divide 0 by 0
+            raise UsageError(f"{name} must be at least 0 and below 1, not {beta}")
     for name in ("features", "confidence", "noise", "tables", "weight_decay"):
         if not 0 <= getattr(recipe, name) < math.inf:
             raise UsageError(f"{name} must be 0 or more, not {getattr(recipe, name)}")
@@ -100,7 +102,7 @@ _MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        # The authors' training-time test of 7 steps, but not their AdamW: see MUON_TIMES.
+        # The authors' training-time test of 7 steps, but Muon instead of their AdamW: see MUON_FACTOR.
         "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
         "p_eagle": Recipe(depths=8, decay=1.0),
         "eagle": _FEATURES,
@@ -110,14 +112,18 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "clover": Recipe((("soft_ce", 1.0),), depths=4, decay=0.7),
         "chimera": Recipe((("ce", 1.0),), depths=4),
         "kangaroo": Recipe(depths=1, learning_rate=5e-4),
-        "m2r2": Recipe(depths=1, confidence=1.0, learning_rate=1e-3),  # its own loss: `specjax.adaptive.train_m2r2`
-        "hamburger": Recipe((("ce", 1.0),), depths=3, decay=1.0, confidence=0.5, learning_rate=1e-4),  # verified
+        "m2r2": Recipe(
+            depths=1, confidence=1.0, learning_rate=1e-3
+        ),  # has a loss of its own: `specjax.adaptive.train_m2r2`
+        "hamburger": Recipe(
+            (("ce", 1.0),), depths=3, decay=1.0, confidence=0.5, learning_rate=1e-4
+        ),  # for verified drafting
         "hidden_transfer": Recipe((("kl", 1.0),), depths=3),
         "ppd": Recipe((("kl", 1.0),), depths=3, learning_rate=1e-2, weight_decay=0.0),
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
-        "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # these are calibrated
+        "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # temperatures are calibrated
         "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
         "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
         "distillspec": _MODEL,
@@ -128,5 +134,5 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )
-"""By kind. Where a kind has a last token its recipe trains no deeper. Those below `redrafter` are of draft models, of
-which `depths` is the chain that is measured alone, and of the head that judges one."""
+"""Recipes by kind. A kind with a limit of drafted tokens is trained no deeper. The rows after `redrafter` are for draft
+models, whose `depths` is only the length of the measured chain, for denoisers and for stopping heads."""

@@ -1,15 +1,18 @@
-"""Training SpecDec++'s head, which says how likely a token of a draft model is accepted (`models.heads.acceptance`).
+"""Training of SpecDec++'s stopping head, which predicts the acceptance of draft tokens (`models.heads.acceptance`).
 
 Huang, Guo, Wang: SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths (2024), arXiv 2405.19715.
-Of a text X that the target wrote, the draft model proposes Y_i ~ q(. | X_<i), which is accepted with probability
-a_i = min(1, p(Y_i) / q(Y_i)). It reads Z: X_i with probability r = 0.15, else Y_i; of what it then says of Y_i
+For a text X of the target, the draft model proposes Y_i ~ q(. | X_<i), which is accepted with probability
+a_i = min(1, p(Y_i) / q(Y_i)). It reads Z: Z_i is X_i with probability r = 0.15, else Y_i. From its features of Y_i the
+head predicts the acceptance s_i:
 
     minimise sum of (w (1 - a_i) (-log(1 - s_i)) + a_i (-log s_i)) / sum of (w (1 - a_i) + a_i), w = 6
 
-over the places where Y_i was read. The draft model stays as it is, and has no state in the optimizer.
-Guarantee: decoding is as exact as before, whatever the head says.
-Deviations: as in the paper, a_i is that behind X_<i, while the head sees what follows Z_<i. Prompts are not mixed. Both
-distributions are at temperature 1. The learning rate is our own.
+over the positions with Z_i = Y_i. The draft model is frozen and has no optimizer state.
+Guarantee: decoding is as exact as before, for any output of the head.
+Deviations: as in the paper, a_i is computed after X_<i, while the head reads features after Z_<i. Prompts are not
+mixed. Both distributions are at temperature 1. The learning rate is our own.
+
+    head = train(target, init_stopping(draft), texts, recipe=recipe_of("specdec++")).head
 """
 
 from __future__ import annotations
@@ -23,66 +26,73 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.models.heads.acceptance import AcceptanceHead, init_acceptance
-from specjax.models.vocabulary import beside
-from specjax.training.data.packing import Lesson
-from specjax.training.objectives.draft_models import POSITIONS, shared_logits
-from specjax.training.objectives.head_objective import Report
+from specjax.models.vocabulary import match_vocabulary
+from specjax.training.data.packing import PackedBatch
+from specjax.training.objectives.draft_models import LOGIT_POSITIONS, shared_logits
+from specjax.training.objectives.head_objective import StepReport
 from specjax.training.objectives.losses import acceptance_weighted
-from specjax.training.objectives.unroll import one_pass
+from specjax.training.objectives.unroll import forward_packed
 from specjax.types import STATIC, Array, Model, PyTree, Target
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stopping:
-    """A head to be trained (`loop.train`), beside the draft model whose tokens it judges."""
+class StoppingTrainable:
+    """A stopping head that `train` accepts, with the draft model whose tokens it judges."""
 
     model: Model = field(metadata=STATIC)
     params: PyTree  # "draft": of the model; "head": AcceptanceHead
-    rejections: float = field(metadata=STATIC, default=6.0)  # w
-    kept: float = field(metadata=STATIC, default=0.15)  # r
+    rejection_weight: float = field(metadata=STATIC, default=6.0)  # w
+    text_share: float = field(metadata=STATIC, default=0.15)  # r
 
     @property
     def head(self) -> AcceptanceHead:
+        """Return the head with its parameters."""
         return self.params["head"]
 
 
-def stopping(draft: Target, num_blocks: int = 3, **settings: float) -> Stopping:
-    """An untrained head of a draft model."""
+def init_stopping(draft: Target, num_blocks: int = 3, **settings: float) -> StoppingTrainable:
+    """Return an untrained head for a draft model. Args: settings: fields of `StoppingTrainable`."""
     zero = np.zeros((1, 1), np.int32)
-    lesson = Lesson(jnp.asarray(zero), jnp.asarray(zero), jnp.asarray(zero > 0))
-    output = jax.eval_shape(lambda params: one_pass(draft.model, params, lesson)[0], draft.params)
+    packed = PackedBatch(jnp.asarray(zero), jnp.asarray(zero), jnp.asarray(zero > 0))
+    output = jax.eval_shape(lambda params: forward_packed(draft.model, params, packed)[0], draft.params)
     head = init_acceptance(output.hidden.shape[-1], num_blocks)
-    return Stopping(draft.model, {"draft": draft.params, "head": head}, **settings)
+    return StoppingTrainable(draft.model, {"draft": draft.params, "head": head}, **settings)
 
 
-class Examples(NamedTuple):
-    """What a head is to say of a lesson."""
+class StoppingExamples(NamedTuple):
+    """Inputs and labels of a stopping head."""
 
-    features: Array  # [B, T, D], of the draft model behind each token that it read
-    accepted: Array  # float32[B, T], how often the token is
-    weight: Array  # float32[B, T], 1 where the draft model proposed what it read
-
-
-def examples(model: Model, params: PyTree, target: Target, lesson: Lesson, key: Array, kept: float = 0.15) -> Examples:
-    """Two passes of the draft model over a lesson and one of the target. Nothing is derived from them."""
-    tokens, first, counts = (jnp.asarray(x) for x in lesson)
-    choice, draw = jax.random.split(key)
-    proposed, accepted = proposals(model, params, target, lesson, draw)
-    inside = counts & (jnp.arange(tokens.shape[1]) > first)
-    own = inside & (jax.random.uniform(choice, tokens.shape) >= kept)
-    mixed = lesson._replace(tokens=jnp.where(own, proposed, tokens))
-    features = one_pass(beside(model, target), params, mixed)[0].hidden
-    return jax.lax.stop_gradient(Examples(features, accepted, own.astype(jnp.float32)))
+    features: Array  # [B, T, D], the draft model's after each token of Z
+    accepted: Array  # float32[B, T], acceptance probability of the token
+    weight: Array  # float32[B, T], 1 where the draft model proposed the token
 
 
-def proposals(model: Model, params: PyTree, target: Target, lesson: Lesson, key: Array) -> tuple[Array, Array]:
-    """(int32[B, T], float32[B, T]): of each place a token of the draft model behind the text, and how often it would be
-    accepted there. The first has the text's own."""
-    said = one_pass(beside(model, target), params, lesson)[0].hidden
-    truth = one_pass(target.model, target.params, lesson)[0].hidden
+def make_examples(
+    model: Model, params: PyTree, target: Target, packed: PackedBatch, key: Array, text_share: float = 0.15
+) -> StoppingExamples:
+    """Compute examples with two passes of the draft model and one of the target, without gradients."""
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    mix_key, sample_key = jax.random.split(key)
+    proposed, accepted = sample_proposals(model, params, target, packed, sample_key)
+    is_response = loss_mask & (jnp.arange(tokens.shape[1]) > text_start)
+    is_proposed = is_response & (jax.random.uniform(mix_key, tokens.shape) >= text_share)
+    mixed = packed._replace(tokens=jnp.where(is_proposed, proposed, tokens))
+    features = forward_packed(match_vocabulary(model, target), params, mixed)[0].hidden
+    return jax.lax.stop_gradient(StoppingExamples(features, accepted, is_proposed.astype(jnp.float32)))
 
-    def one(inputs):
+
+def sample_proposals(
+    model: Model, params: PyTree, target: Target, packed: PackedBatch, key: Array
+) -> tuple[Array, Array]:
+    """Sample a draft token for each column from the text before it.
+
+    Returns: (int32[B, T] tokens, float32[B, T] acceptance probabilities). The first column has the text's token.
+    """
+    draft_hidden = forward_packed(match_vocabulary(model, target), params, packed)[0].hidden
+    target_hidden = forward_packed(target.model, target.params, packed)[0].hidden
+
+    def sample(inputs):
         draft, teacher, i = inputs
         q = jax.nn.log_softmax(shared_logits(model, params, draft, target).astype(jnp.float32))
         p = shared_logits(target.model, target.params, teacher, Target(model, params)).astype(jnp.float32)
@@ -90,23 +100,27 @@ def proposals(model: Model, params: PyTree, target: Target, lesson: Lesson, key:
         at = lambda x: take_along(x, token[:, None], 1)[:, 0]
         return token, jnp.minimum(jnp.exp(at(jax.nn.log_softmax(p)) - at(q)), 1.0)
 
-    by_place = (said[:, :-1].swapaxes(0, 1), truth[:, :-1].swapaxes(0, 1), jnp.arange(said.shape[1] - 1))
-    token, accepted = (x.swapaxes(0, 1) for x in jax.lax.map(one, by_place, batch_size=POSITIONS))
-    before = jnp.asarray(lesson.tokens)[:, :1]
-    return jnp.concatenate([before, token], 1), jnp.pad(accepted, ((0, 0), (1, 0)))
+    columns = jnp.arange(draft_hidden.shape[1] - 1)
+    by_column = (draft_hidden[:, :-1].swapaxes(0, 1), target_hidden[:, :-1].swapaxes(0, 1), columns)
+    token, accepted = (x.swapaxes(0, 1) for x in jax.lax.map(sample, by_column, batch_size=LOGIT_POSITIONS))
+    first = jnp.asarray(packed.tokens)[:, :1]
+    return jnp.concatenate([first, token], 1), jnp.pad(accepted, ((0, 0), (1, 0)))
 
 
-def loss_of(head: AcceptanceHead, found: Examples, rejections: float = 6.0) -> tuple[Array, Report]:
-    """(float32[], what to report: how often even odds tell what is accepted more often than not)."""
-    chance = head.accepted(found.features)
-    loss, share = acceptance_weighted(chance, found.accepted, rejections)
-    counted = jnp.sum(found.weight)
-    value = jnp.sum(found.weight * loss) / jnp.maximum(jnp.sum(found.weight * share), 1e-9)
-    right = jnp.sum(found.weight * ((chance > 0.5) == (found.accepted > 0.5))) / jnp.maximum(counted, 1.0)
-    return value, jax.lax.stop_gradient(Report(value[None], right[None], right[None], counted))
+def compute_loss(
+    head: AcceptanceHead, examples: StoppingExamples, rejection_weight: float = 6.0
+) -> tuple[Array, StepReport]:
+    """Return (float32[], statistics). The accuracy is the share of tokens on the correct side of even odds."""
+    predicted = head.acceptance(examples.features)
+    loss, share = acceptance_weighted(predicted, examples.accepted, rejection_weight)
+    count = jnp.sum(examples.weight)
+    value = jnp.sum(examples.weight * loss) / jnp.maximum(jnp.sum(examples.weight * share), 1e-9)
+    hits = (predicted > 0.5) == (examples.accepted > 0.5)
+    accuracy = jnp.sum(examples.weight * hits) / jnp.maximum(count, 1.0)
+    return value, jax.lax.stop_gradient(StepReport(value[None], accuracy[None], accuracy[None], count))
 
 
-def calibrated(head: AcceptanceHead, rejections: float = 6.0) -> AcceptanceHead:
-    """The head with its weight on rejections taken out: where it says P, w P / (w P + 1 - P)."""
-    bias = head.out.bias + jnp.array([0.0, jnp.log(rejections)], head.out.bias.dtype)
+def calibrate(head: AcceptanceHead, rejection_weight: float = 6.0) -> AcceptanceHead:
+    """Remove the weight of rejections from a head: its output P becomes w P / (w P + 1 - P)."""
+    bias = head.out.bias + jnp.array([0.0, jnp.log(rejection_weight)], head.out.bias.dtype)
     return head._replace(out=head.out._replace(bias=bias))

@@ -1,4 +1,4 @@
-"""What a training loop needs of what it trains, be it a head, a draft model or a denoiser."""
+"""Training objectives of draft heads, draft models, stopping heads and denoisers, behind one interface."""
 
 from __future__ import annotations
 
@@ -12,121 +12,131 @@ import jax.numpy as jnp
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
-from specjax.training.data.packing import Lesson
-from specjax.training.data.vocabulary import own_ids
+from specjax.training.data.packing import PackedBatch
+from specjax.training.data.vocabulary import use_draft_ids
 from specjax.training.objectives import draft_models, masked, stopping
-from specjax.training.objectives.head_objective import Report, leading_hits, objective
+from specjax.training.objectives.head_objective import StepReport, compute_head_loss, count_leading_hits
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.unroll import Reading, read
+from specjax.training.objectives.unroll import Rounds, TargetActivations, run_target
 from specjax.types import Array, Model, PyTree, Target
 
-FULL = 512  # tokens of a text for which the noise on features is what the recipe says
+NOISE_LENGTH = 512  # tokens of a text at which the noise on features has the size of the recipe
 
-Pupil = DraftHead | Target | stopping.Stopping | Denoiser
-"""What is trained, with its parameters."""
+Trainable = DraftHead | Target | stopping.StoppingTrainable | Denoiser
+"""Everything that `train` accepts. Each has `params`."""
 
 
-class Learner(NamedTuple):
-    """Something that drafts, as pure functions of its parameters. Hashable: of equal ones it is the same object."""
+class TrainingObjective(NamedTuple):
+    """Pure functions of the parameters of a trainable. Hashable; equal trainables share one object."""
 
-    kind: str  # whose recipe is the default
+    kind: str  # selects the default recipe
     config: Any
-    deepest: int | None  # drafts that it can have behind one another; None: any number
-    # (recipe, params, target, lesson, places int32[B, R], key, chunk) -> (float32[], Report)
-    loss: Callable[..., tuple[Array, Report]]
-    # (params, target, lesson, depths) -> int32[B, T - 1]: how many tokens of a greedy draft of each place are right
-    leading: Callable[..., Array]
-    # streams of the target that, with its last states, are all that the loss needs of a pass of it: it takes them as
-    # `reading=` where they are known; None: it needs more
+    max_depth: int | None  # longest chain that can be drafted; None: any length
+    # (recipe, params, target, packed, positions int32[B, R], key, chunk) -> (float32[], StepReport)
+    loss: Callable[..., tuple[Array, StepReport]]
+    # (params, target, packed, depths) -> int32[B, T - 1], correct leading tokens of a greedy draft from each position
+    leading_hits: Callable[..., Array]
+    # Layers of the target. Together with its last hidden states they are all of the target that the loss reads, so it
+    # accepts them as `activations=`. None: the loss reads more of the target.
     taps: tuple[int, ...] | None = None
-    whole_rounds: bool = False  # whether the loss is of a round of drafts from each place, or of the first alone
+    whole_rounds: bool = False  # True: the loss covers all depths of a round; False: its first token alone
 
 
-def learner_of(pupil: Pupil) -> Learner:
-    """What trains it."""
-    if isinstance(pupil, Denoiser):
-        return of_denoiser(pupil.replace(params=()))
-    if isinstance(pupil, stopping.Stopping):
-        return of_stopping(pupil.model, pupil.rejections, pupil.kept)
-    return of_head(pupil.head) if isinstance(pupil, DraftHead) else of_model(pupil.model)
+def build_objective(trainable: Trainable) -> TrainingObjective:
+    """Return the objective that trains a head, model, stopping head or denoiser."""
+    if isinstance(trainable, Denoiser):
+        return build_denoiser_objective(trainable.replace(params=()))
+    if isinstance(trainable, stopping.StoppingTrainable):
+        return build_stopping_objective(trainable.model, trainable.rejection_weight, trainable.text_share)
+    if isinstance(trainable, DraftHead):
+        return build_head_objective(trainable.head)
+    return build_model_objective(trainable.model)
 
 
 @functools.cache
-def of_head(head: Head) -> Learner:
-    """A head on the target's own features, in rounds."""
+def build_head_objective(head: Head) -> TrainingObjective:
+    """Return the objective of a head that reads the target's features and drafts rounds."""
 
     def loss(
-        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None,
-        reading: Reading | None = None,
-    ) -> tuple[Array, Report]:  # fmt: skip
-        reading = read(target, head, lesson) if reading is None else reading
+        recipe: Recipe, params: PyTree, target: Target, packed: PackedBatch, positions: Array, key: Array,
+        chunk: int | None, activations: TargetActivations | None = None,
+    ) -> tuple[Array, StepReport]:  # fmt: skip
+        activations = run_target(target, head, packed) if activations is None else activations
         if recipe.noise:
-            size = recipe.noise * FULL / lesson.tokens.shape[1]
-            noise = jax.random.uniform(key, reading.features.shape, jnp.float32, -size, size)
-            reading = reading._replace(features=reading.features + noise.astype(reading.features.dtype))
-        params, ids = own_ids(params)
-        return objective(recipe, head.learns_as or head, params, target, lesson, reading, places, ids, chunk)
+            size = recipe.noise * NOISE_LENGTH / packed.tokens.shape[1]
+            noise = jax.random.uniform(key, activations.features.shape, jnp.float32, -size, size)
+            activations = activations._replace(features=activations.features + noise.astype(activations.features.dtype))
+        params, ids = use_draft_ids(params)
+        return compute_head_loss(
+            recipe, head.training_head or head, params, target, packed, activations, positions, ids, chunk
+        )
 
-    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
-        batch, size = lesson.tokens.shape
-        places = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (batch, size - 1))
-        params, ids = own_ids(params)
-        return leading_hits(head, params, target, lesson, read(target, head, lesson), places, depths, ids)
+    def leading_hits(params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
+        batch, size = packed.tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (batch, size - 1))
+        params, ids = use_draft_ids(params)
+        rounds = Rounds(packed, run_target(target, head, packed), positions, ids)
+        return count_leading_hits(head, params, target, rounds, depths)
 
     taps = None if head.reads_cache else head.taps
-    return Learner(head.kind, head.config, head.deepest, loss, leading, taps, whole_rounds=True)
+    return TrainingObjective(head.kind, head.config, head.max_depth, loss, leading_hits, taps, whole_rounds=True)
 
 
 @functools.cache
-def of_model(model: Model) -> Learner:
-    """A draft model on texts."""
+def build_model_objective(model: Model) -> TrainingObjective:
+    """Return the objective of a draft model."""
 
     def loss(
-        recipe: Recipe, params: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
-        chunk: int | None, reading: Reading | None = None,
-    ) -> tuple[Array, Report]:  # fmt: skip
-        hidden = None if reading is None else reading.hidden
-        return draft_models.loss_of(recipe, model, params, target, lesson, places, chunk, hidden)
+        recipe: Recipe, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array, key: Array,
+        chunk: int | None, activations: TargetActivations | None = None,
+    ) -> tuple[Array, StepReport]:  # fmt: skip
+        hidden = None if activations is None else activations.hidden
+        return draft_models.compute_loss(recipe, model, params, target, packed, positions, chunk, hidden)
 
-    leading = functools.partial(draft_models.leading_hits, model)
-    return Learner("distillspec", model.config, None, loss, leading, taps=())
+    leading_hits = functools.partial(draft_models.count_leading_hits, model)
+    return TrainingObjective("distillspec", model.config, None, loss, leading_hits, taps=())
 
 
 @functools.cache
-def of_stopping(model: Model, rejections: float, kept: float) -> Learner:
-    """A head that says when its draft model is to stop."""
+def build_stopping_objective(model: Model, rejection_weight: float, text_share: float) -> TrainingObjective:
+    """Return the objective of a head that decides when its draft model stops drafting."""
 
     def loss(
-        recipe: Recipe, params: PyTree, target: Target, lesson: Lesson, places: Array, key: Array, chunk: int | None
-    ) -> tuple[Array, Report]:
-        found = stopping.examples(model, params["draft"], target, lesson, key, kept)
-        return stopping.loss_of(params["head"], found, rejections)
-
-    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
-        raise UsageError("a head that says when to stop drafts nothing to be measured; hold no texts out")
-
-    return Learner("specdec++", (model.config, rejections, kept), None, loss, leading)
-
-
-@functools.cache
-def of_denoiser(denoiser: Denoiser) -> Learner:
-    """A diffusion language model on texts; block-causal ones with complementary masks. denoiser: without parameters."""
-
-    def loss(
-        recipe: Recipe, params: PyTree, target: Target | None, lesson: Lesson, places: Array, key: Array,
+        recipe: Recipe, params: PyTree, target: Target, packed: PackedBatch, positions: Array, key: Array,
         chunk: int | None,
-    ) -> tuple[Array, Report]:  # fmt: skip
+    ) -> tuple[Array, StepReport]:  # fmt: skip
+        examples = stopping.make_examples(model, params["draft"], target, packed, key, text_share)
+        return stopping.compute_loss(params["head"], examples, rejection_weight)
+
+    def leading_hits(params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
+        raise UsageError("a stopping head drafts no tokens, so none can be measured; leave held_out empty")
+
+    config = (model.config, rejection_weight, text_share)
+    return TrainingObjective("specdec++", config, None, loss, leading_hits)
+
+
+@functools.cache
+def build_denoiser_objective(denoiser: Denoiser) -> TrainingObjective:
+    """Return the objective of a diffusion language model without parameters.
+
+    Block-causal models are trained with complementary masks.
+    """
+
+    def loss(
+        recipe: Recipe, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array, key: Array,
+        chunk: int | None,
+    ) -> tuple[Array, StepReport]:  # fmt: skip
         if recipe.reads_teacher:
-            raise UsageError("a denoiser learns from texts alone; give the losses (('ce', 1.0),)")
-        pupil = denoiser.replace(params=params)
-        view = masked.noised(pupil, lesson, key)
-        views = (view, masked.complement(lesson, view)) if pupil.is_causal else (view,)
-        value, said = masked.loss_of(pupil, lesson, views, chunk=chunk)
-        right = (said.hits / jnp.maximum(said.masked, 1))[None]
-        return value, Report(value[None], right, right, said.masked)
+            raise UsageError("a denoiser is trained on texts alone; give the losses (('ce', 1.0),)")
+        model = denoiser.replace(params=params)
+        view = masked.mask_randomly(model, packed, key)
+        views = (view, masked.complement(packed, view)) if model.is_causal else (view,)
+        value, sums = masked.compute_loss(model, packed, views, chunk=chunk)
+        accuracy = (sums.hits / jnp.maximum(sums.masked, 1))[None]
+        return value, StepReport(value[None], accuracy, accuracy, sums.masked)
 
-    def leading(params: PyTree, target: Target, lesson: Lesson, depths: int) -> Array:
-        raise UsageError("a denoiser drafts nothing to be measured; hold no texts out")
+    def leading_hits(params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
+        raise UsageError("a denoiser drafts no tokens, so none can be measured; leave held_out empty")
 
-    about = (denoiser.model.config, denoiser.attention, denoiser.block, denoiser.alignment, denoiser.mask_token)
-    return Learner("masked_diffusion", about, None, loss, leading)
+    config = (denoiser.model.config, denoiser.attention, denoiser.block, denoiser.alignment, denoiser.mask_token)
+    return TrainingObjective("masked_diffusion", config, None, loss, leading_hits)

@@ -2,9 +2,9 @@
 
 The round from position t begins with the pair of x_t and its root x_{t+1}. The head's own `start` and `follow` draft a
 chain whose tokens are those of the text, that is, the tokens after a correct draft. All rounds of a text share its keys
-and values, and each round has its own after them, like the nodes of a tree. The training pass is therefore the decoder's
-for every head. For EAGLE-3 it is the training-time test of arXiv 2503.01840. There the query of position t at step i sees
-the pairs up to t and, from earlier steps, only those of its own round.
+and values, and each round has its own after them, like the nodes of a tree. The training pass is therefore the
+decoder's for every head. For EAGLE-3 it is the training-time test of arXiv 2503.01840. There the query of position t at
+step i sees the pairs up to t and, from earlier steps, only those of its own round.
 
     depth k of the round from t predicts x_{t+2+k}; the teacher is the target's prediction from x_{t+1+k}
 """
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.models.heads.agreement import prompted_features
-from specjax.models.heads.blocks import cache_of_rows
-from specjax.models.heads.contract import DraftedNodes, DraftHead, Head, FeaturePairs, features_of
+from specjax.models.heads.blocks import share_cache
+from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, features_of
 from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.chunks import sum_in_chunks
 from specjax.types import Array, Context, DraftOutput, Model, Output, PyTree, Target
@@ -143,7 +143,7 @@ def _draft_rounds(
         return flatten(take_along(x, column.reshape(*column.shape, *[1] * (x.ndim - 2)), 1))
 
     length = flatten(begin) + 2
-    cache = cache_of_rows(activations.pending, FeaturePairs(activations.features, tokens, begin + 1, text_start))
+    cache = share_cache(activations.pending, FeaturePairs(activations.features, tokens, begin + 1, text_start))
     repeated = jnp.broadcast_to(tokens[:, None], (batch, count, size))
     context = Context(flatten(repeated), length, cache=cache, target=target)
     slot = jnp.arange(depths)

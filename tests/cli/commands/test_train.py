@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.training.data.target_responses import Answers
-from specjax.training.loop.checkpoints import Kept
+from specjax.training.data.target_responses import ResponseStore
+from specjax.training.loop.checkpoints import TrainingCheckpoints
 
 WORDS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
 
@@ -54,7 +54,7 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
 def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
     out, history = tmp_path / "head", tmp_path / "head" / "history.jsonl"
     arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 4, *SMALL)
-    kept = Kept.keep
+    kept = TrainingCheckpoints.save_state
 
     def interrupted(self, state, *others):
         if int(state.step) == 4:
@@ -62,10 +62,10 @@ def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, 
         kept(self, state, *others)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Kept, "keep", interrupted)
+        patched.setattr(TrainingCheckpoints, "save_state", interrupted)
         result = cli(*arguments)
     assert result.code == 130
-    assert f"{out} has the best head so far, and the same command goes on" in " ".join(result.err.split())
+    assert f"{out} has the best result so far, and the same run resumes" in " ".join(result.err.split())
     assert (out / "model.safetensors").exists()
     assert cli(*arguments).code == 0
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
@@ -86,27 +86,27 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     steps = lambda folder: list(map(json.loads, (folder / "history.jsonl").read_text().splitlines()))
     start, first_step = steps(tuned)[:2]
     assert (start["step"], start["loss"], start["served"]) == (0, None, steps(out)[-1]["served"])
-    assert "what it begins with" in result.err
-    assert "nothing served more than what it begins with" in " ".join(result.err.split())
-    assert "nothing served more" not in " ".join(first.err.split())
+    assert "at the start" in result.err
+    assert "no step improved the start, which is kept" in " ".join(result.err.split())
+    assert "no step improved" not in " ".join(first.err.split())
     assert first_step["loss"] < steps(tmp_path / "new")[0]["loss"], "a new head knows less"
     for arguments, words in (
         (("--method", "eagle3"), "--draft is a head of medusa, not of --method eagle3"),
-        (("--start", "random"), "--start is of a new head, and --draft is one already"),
-        (("--layers", "0"), "--layers is not of --method medusa"),
+        (("--start", "random"), "--start is for a new head, and --draft is one already"),
+        (("--layers", "0"), "--layers does not fit --method medusa"),
     ):
         refused = cli(*rest, "--out", tuned, *arguments)
         assert refused.code == 2 and words in " ".join(refused.err.split())
     begun = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", tmp_path / "begun",
                 "--learning-rate", 1e-30)  # fmt: skip
     assert json.loads(begun.out)["served"] == before["served"], "all of a head of the same kind fits"
-    assert f"of {out} it begins with 100% of its parameters" in " ".join(begun.err.split())
+    assert "100% of the parameters are copied from the head to start from" in " ".join(begun.err.split())
     refused = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", out)
-    assert refused.code == 2 and "is what --start names" in " ".join(refused.err.split())
+    assert refused.code == 2 and "is the folder of --start" in " ".join(refused.err.split())
     refused = cli("train", "--method", "eagle3", "--start", out, "--prompts", prompts, "--out", tmp_path / "other")
-    assert refused.code == 2 and f"--start {out}: no matrix of the head" in " ".join(refused.err.split())
+    assert refused.code == 2 and "--start: the head to start from has no matrix" in " ".join(refused.err.split())
     refused = cli(*rest, "--out", out)
-    assert refused.code == 2 and "is what --draft names" in " ".join(refused.err.split())
+    assert refused.code == 2 and "is the folder of --draft" in " ".join(refused.err.split())
 
 
 @pytest.mark.exhaustive
@@ -117,16 +117,16 @@ def test_budgets_give_a_law(cli, prompts, tmp_path):
     assert [run["tokens"] for run in card["law"]["runs"]] == [8, 16, 32]
     assert [one["tokens"] for one in card["law"]["predicted"]] == [64, 128, 512]
     assert card["answers"] == 4
-    assert "the answers have 32 tokens, fewer than 99" in cli(*arguments, "--budgets", "8,16,99").err
+    assert "the responses have 32 tokens, fewer than 99" in cli(*arguments, "--budgets", "8,16,99").err
 
 
 def test_states_that_cannot_be_kept_are_refused_before_anything_is_answered(refused, prompts, tmp_path):
     out = tmp_path / "head"
     flags = ("train", "--prompts", prompts, "--out", out, "--keep-states", 1, *SMALL)
-    assert "kangaroo learns is not a function of the target's states" in refused(*flags, "--method", "kangaroo")
-    (tmp_path / "readings.json").write_text('{"target": "another"}')
-    assert "holds states with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
-    assert "cannot hold the states" in refused(*flags, "--method", "medusa", "--states", prompts / "below")
+    assert "the loss of kangaroo is not a function of the target's activations" in refused(*flags, "--method", "kangaroo")
+    (tmp_path / "activations.json").write_text('{"target": "another"}')
+    assert "holds activations with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
+    assert "cannot hold the activations" in refused(*flags, "--method", "medusa", "--states", prompts / "below")
     assert not list(out.glob("answers*"))
 
 
@@ -150,13 +150,13 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--prompts", prompts), "--out FOLDER is missing"),
         (("--out", out), "give --prompts FILE, or --own-prompts N"),
         (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be two_model or one of .*not "two"'),
-        (("--out", out, "--prompts", prompts, "--freeze", "heads"), 'no parameter is named "heads", or below it'),
+        (("--out", out, "--prompts", prompts, "--freeze", "heads"), 'no parameter or module is named "heads"'),
         (("--out", out, "--prompts", prompts, "--learning-rate", "inf"), "learning rate must be a number above 0"),
         (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
         (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),
-        (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps are streams of the target, 0"),
-        (("--out", out, "--prompts", prompts, "--states", out), "--states is where --keep-states GIB keeps them"),
+        (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps must be rising streams of the target from 0"),
+        (("--out", out, "--prompts", prompts, "--states", out), "--states needs --keep-states GIB"),
         (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'mlp_width, head_rank, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
         (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target, random or a head"),
@@ -170,15 +170,15 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--data", 3), "--rows 4 cannot be split over --data 3; make it"),
         (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--data, --model: .* 16 devices, but there"),
         (("--out", out, "--prompts", prompts, "--method", "two_model", "--layers", "0", "--recipe", "fastdraft",
-          "--keep-states", 1), "a draft model by the loss ce or --on-policy learns nothing of it; leave it out"),
-        (("--report", "v5e:2x4", "--method", "two_model"), "--report is of heads, not of --method two_model"),
+          "--keep-states", 1), "a draft model with the loss ce or --on-policy reads none; leave it out"),
+        (("--report", "v5e:2x4", "--method", "two_model"), "--report is about heads, not --method two_model"),
         (("--report", "v5e:9"), '--report: "v5e:9" is not a slice of chips'),
         (("--out", out, "--prompts", prompts, "--draft", "nothing"), "--draft nothing is no head; for a draft model"),
         (("--out", out, "--prompts", prompts, "--draft-vocab", 999), "--draft-vocab 999 is more than the 259 tokens"),
         (("--out", out, "--prompts", prompts, "--method", "medusa", "--num-draft-tokens", 9),
          "--num-draft-tokens 9 is more than the 4 that medusa drafts; lower it, or leave it out"),
         (("--out", out, "--prompts", prompts, "--method", "ppd", "--freeze", "prompts"), "all parameters are frozen"),
-        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is of answers"),
+        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is for responses"),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
@@ -209,7 +209,7 @@ def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monk
 
     def run(folder, most=None):
         written.clear()
-        add = Answers.add
+        add = ResponseStore.add
 
         def counted(self, answer):
             if len(written) == most:
@@ -220,7 +220,7 @@ def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monk
         with monkeypatch.context() as patched:
             patched.setattr(tokenizer, "chat_template", "", raising=False)
             patched.setattr(tokenizer, "eos", tuple(range(100, 259)))  # so that some texts have an end
-            patched.setattr(Answers, "add", counted)
+            patched.setattr(ResponseStore, "add", counted)
             cli(
                 "train",
                 "--method",

@@ -11,7 +11,7 @@ import toy
 
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS, init_head
-from specjax.training.loop.head_init import new_head, share_of
+from specjax.training.loop.head_init import matching_share, new_head
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +52,7 @@ def test_what_another_head_drafts_goes_with_its_output():
     jax.tree.map(np.testing.assert_array_equal, begun["first"], other["first"])
     apart = sum(x.size for name in ("head", "vocabulary") for x in jax.tree.leaves(mine[name]))
     whole = sum(x.size for x in jax.tree.leaves(mine))
-    assert share_of(mine, other) == (whole - apart) / whole, "what is said is what is done"
+    assert matching_share(mine, other) == (whole - apart) / whole, "what is said is what is done"
 
 
 @pytest.mark.parametrize("ids", [None, np.arange(4, 12)])
@@ -72,7 +72,7 @@ def test_a_head_of_which_nothing_fits_is_refused():
     target, config, _ = of_head("eagle3")
     _, _, other = of_head("dflash")
     other = {"norm": other["norm"]}  # which has one width in all
-    with pytest.raises(UsageError, match="no matrix of the head that it is to begin with"):
+    with pytest.raises(UsageError, match="the head to start from has no matrix with a name and shape of the new head"):
         new_head("eagle3", config, target, jax.random.key(1), other=other)
 
 

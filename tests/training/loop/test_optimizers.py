@@ -9,7 +9,7 @@ import pytest
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.heads.kinds import KINDS, abstract_head
-from specjax.training.loop.optimizers import is_table, optimizer_of, schedule_of
+from specjax.training.loop.optimizers import is_table, make_learning_rate, make_optimizer
 from specjax.training.objectives.recipes import recipe_of
 
 LAYERS = 2
@@ -30,7 +30,7 @@ def stacked(params: dict) -> dict:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_of_stacked_layers_each_is_on_its_own(name):
-    optimizer = optimizer_of(recipe_of("distillspec", optimizer=name, learning_rate=0.1, weight_decay=0.5), 10)
+    optimizer = make_optimizer(recipe_of("distillspec", optimizer=name, learning_rate=0.1, weight_decay=0.5), 10)
 
     @jax.jit
     def change(params, gradient):
@@ -57,9 +57,9 @@ def test_another_optimizer_has_its_own_learning_rate():
     [
         ({"losses": ()}, "losses with shares above 0"), ({"losses": (("ce", -1.0),)}, "losses with shares above 0"),
         ({"decay": float("nan")}, "decay must be from 0 to 1"), ({"warmup": 2.0}, "warmup must be from 0 to 1"),
-        ({"betas": (2, 0.9)}, "beta_1 must be from 0 to 1"),
-        ({"betas": (0.9, 1.0)}, "beta_2 must be from 0 to 1, and below it"), ({"clip": -1.0}, "clip must be above 0"),
-        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"), ({"depths": 0}, "drafts at least 1 token"),
+        ({"betas": (2, 0.9)}, "beta_1 must be at least 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, "beta_2 must be at least 0 and below 1"), ({"clip": -1.0}, "clip must be above 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"), ({"depths": 0}, "depths must be at least 1"),
     ],
 )  # fmt: skip
 def test_recipes_that_nobody_can_follow_are_refused(changes, words):
@@ -70,7 +70,7 @@ def test_recipes_that_nobody_can_follow_are_refused(changes, words):
 def test_tables_beside_muon_have_a_share_of_its_rate():
     """They get what Adam (Nesterov's) alone would do, of a share of the rate."""
     recipe = recipe_of("distillspec", optimizer="muon", learning_rate=0.1, weight_decay=0.0, clip=1e9)
-    rate = schedule_of(recipe, 10)
+    rate = make_learning_rate(recipe, 10)
     params, gradient = draw(0), draw(1)
 
     def second(optimizer):  # the first step is that of a warm-up from its start
@@ -80,7 +80,7 @@ def test_tables_beside_muon_have_a_share_of_its_rate():
         return updates["embed"]["weight"]
 
     alone = optax.nadam(lambda step: recipe.tables * rate(step), *recipe.betas)
-    np.testing.assert_allclose(second(optimizer_of(recipe, 10)), second(alone), rtol=1e-4)
+    np.testing.assert_allclose(second(make_optimizer(recipe, 10)), second(alone), rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,25 +15,27 @@ from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
-from specjax.training.data.packing import Text, numbered, pack
-from specjax.training.loop.target_activations import ABOUT, INDEX, KEPT, Shelf
+from specjax.training.data.packing import TrainingText, number_tokens, pack
+from specjax.training.loop.target_activations import ABOUT, INDEX, VALUES, ActivationCache
 from specjax.training.loop.trainer import train
 from specjax.training.objectives import draft_models, head_objective, trainables
 from specjax.training.objectives.recipes import recipe_of
-from specjax.training.objectives.trainables import learner_of
-from specjax.training.objectives.unroll import Depth, read
+from specjax.training.objectives.trainables import build_objective
+from specjax.training.objectives.unroll import DepthOutput, run_target
 from specjax.types import Context
 
 
 def test_a_lesson_finds_what_the_target_says_of_it_wherever_its_texts_are(tmp_path):
     head, told = head_of("eagle3"), []
-    stored = Shelf(tmp_path, 1, lambda *args: told.append(args)).read(target(), learner_of(head), texts(), 1, 64)
+    stored = ActivationCache(tmp_path, 1, lambda *args: told.append(args)).read(
+        target(), build_objective(head), texts(), 1, 64
+    )
     turned = [texts()[i] for i in (2, 0, 3, 1)]
-    columns = pack([numbered(texts())[i] for i in (2, 0, 3, 1)], 2, 64)
-    for lesson, where in zip(pack(turned, 2, 64), columns, strict=True):
+    columns = pack([number_tokens(texts())[i] for i in (2, 0, 3, 1)], 2, 64)
+    for packed, where in zip(pack(turned, 2, 64), columns, strict=True):
         there = np.asarray(where.tokens) > 0
         assert there.sum() == sum(len(text.tokens) for text in turned)
-        now, kept = read(target(), head.head, lesson), stored.of(where.tokens)
+        now, kept = run_target(target(), head.head, packed), stored.lookup(where.tokens)
         for one, other in ((kept.features, now.features), (kept.hidden, now.hidden)):
             np.testing.assert_allclose(one[there], other[there], rtol=2**-7, atol=2**-7 * np.abs(other).max())
     assert told[-1] == (120, 120)
@@ -42,15 +44,15 @@ def test_a_lesson_finds_what_the_target_says_of_it_wherever_its_texts_are(tmp_pa
 def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monkeypatch):
     fit = lambda target, **more: train(
         target, head_of("eagle3"), texts(), recipe=recipe(losses=(("soft_ce", 1.0),)), epochs=2, rows=2, length=64,
-        listen=lambda progress: losses.append(progress.loss), **more,
+        on_progress=lambda progress: losses.append(progress.loss), **more,
     )  # fmt: skip
     losses = []
     fit(target())
-    fit(target(), readings=Shelf(tmp_path, 1))
+    fit(target(), activation_cache=ActivationCache(tmp_path, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(Shelf, "_add", None)
-        patched.setattr(trainables, "read", None)
-        fit(target(), readings=Shelf(tmp_path, 1))
+        patched.setattr(ActivationCache, "_add", None)
+        patched.setattr(trainables, "run_target", None)
+        fit(target(), activation_cache=ActivationCache(tmp_path, 1))
     run, kept, again = np.reshape(losses, (3, -1))
     np.testing.assert_allclose(kept, run, rtol=1e-2)  # bfloat16
     np.testing.assert_array_equal(again, kept)
@@ -59,11 +61,11 @@ def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monke
 def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
     """In any order; of texts that are cut too; a reading that was ended goes on, also in the middle of a line."""
     length, told = 24, []
-    some, listen = texts(), lambda *args: told.append(args)
+    some, on_progress = texts(), lambda *args: told.append(args)
     read_all = lambda shelf, kind="eagle3", which=some: shelf.read(
-        target(), learner_of(head_of(kind)), which, 1, length
+        target(), build_objective(head_of(kind)), which, 1, length
     )
-    whole = read_all(Shelf(tmp_path / "whole", 1))
+    whole = read_all(ActivationCache(tmp_path / "whole", 1))
 
     class Ended(Exception):
         pass
@@ -73,25 +75,25 @@ def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
             raise Ended
 
     with pytest.raises(Ended):
-        read_all(Shelf(tmp_path / "parts", 1, ended), which=some[2:])
+        read_all(ActivationCache(tmp_path / "parts", 1, ended), which=some[2:])
     with (tmp_path / "parts" / INDEX).open("a") as index:
         index.write('{"text": "')
     with pytest.raises(Ended):
-        read_all(Shelf(tmp_path / "parts", 1, ended))
-    parts = read_all(Shelf(tmp_path / "parts", 1, listen))
-    assert len(told) < 4, "what was read before is not read again"
-    np.testing.assert_array_equal(parts.values[parts.places], whole.values[whole.places])
+        read_all(ActivationCache(tmp_path / "parts", 1, ended))
+    parts = read_all(ActivationCache(tmp_path / "parts", 1, on_progress))
+    assert len(told) < 4, "texts that are stored do not run through the target again"
+    np.testing.assert_array_equal(parts.values[parts.rows], whole.values[whole.rows])
     told.clear()
-    same = read_all(Shelf(tmp_path / "parts", 1, listen), kind="p_eagle", which=some[1:3])
+    same = read_all(ActivationCache(tmp_path / "parts", 1, on_progress), kind="p_eagle", which=some[1:3])
     assert len(told) == 1 and told[0][0] == told[0][1]
     at = 1 + len(some[0].tokens)
-    np.testing.assert_array_equal(
-        same.values[same.places[1:]], whole.values[whole.places[at : at + len(same.places) - 1]]
+    np.testing.assert_array_equal(same.values[same.rows[1:]], whole.values[whole.rows[at : at + len(same.rows) - 1]])
+
+
+def read_some(folder, which=slice(None), gib=1, on_progress=lambda *args: None):
+    return ActivationCache(folder, gib, on_progress).read(
+        target(), build_objective(head_of("eagle3")), texts()[which], 1, 64
     )
-
-
-def read_some(folder, which=slice(None), gib=1, listen=lambda *args: None):
-    return Shelf(folder, gib, listen).read(target(), learner_of(head_of("eagle3")), texts()[which], 1, 64)
 
 
 @pytest.mark.parametrize("left", [None, 0, 0.5, 0.99])
@@ -99,12 +101,12 @@ def test_what_the_large_file_has_lost_is_read_again(tmp_path, left):
     """Deleted, emptied, or cut off: nothing is taken for states that is none."""
     whole = read_some(tmp_path / "whole")
     read_some(tmp_path / "part", slice(0, 3))
-    path = tmp_path / "part" / KEPT
+    path = tmp_path / "part" / VALUES
     path.unlink() if left is None else os.truncate(path, int(left * path.stat().st_size))
     part = read_some(tmp_path / "part")
-    found, wanted = (np.asarray(one.values[one.places], np.float32) for one in (part, whole))
+    found, wanted = (np.asarray(one.values[one.rows], np.float32) for one in (part, whole))
     np.testing.assert_allclose(found, wanted, atol=0.02)  # in another place of a row
-    assert np.any(part.values[part.places[1:]] != 0, axis=-1).all()
+    assert np.any(part.values[part.rows[1:]] != 0, axis=-1).all()
 
 
 def test_runs_at_once_wait_for_one_another(tmp_path):
@@ -115,8 +117,8 @@ def test_runs_at_once_wait_for_one_another(tmp_path):
     for found, part in ((first, parts[0]), (second, parts[1])):
         whole = read_some(tmp_path / "whole", part)
         np.testing.assert_allclose(
-            np.asarray(found.values[found.places], np.float32),
-            np.asarray(whole.values[whole.places], np.float32),
+            np.asarray(found.values[found.rows], np.float32),
+            np.asarray(whole.values[whole.rows], np.float32),
             atol=0.1,
         )
     assert len((tmp_path / INDEX).read_text().splitlines()) == 4
@@ -125,27 +127,33 @@ def test_runs_at_once_wait_for_one_another(tmp_path):
 def test_a_shelf_with_all_texts_may_be_larger_than_what_is_given(tmp_path):
     read_some(tmp_path)
     read_some(tmp_path, slice(1, 2), gib=1e-9)
-    nothing = Shelf(tmp_path, 1).read(target(), learner_of(head_of("eagle3")), [*texts()[:1], Text((), 0)], 1, 64)
-    assert len(nothing.places) == 1 + len(texts()[0].tokens)
+    nothing = ActivationCache(tmp_path, 1).read(
+        target(), build_objective(head_of("eagle3")), [*texts()[:1], TrainingText((), 0)], 1, 64
+    )
+    assert len(nothing.rows) == 1 + len(texts()[0].tokens)
     with pytest.raises(UsageError) as refused:
-        Shelf(tmp_path, 1e-6).read(target(), learner_of(head_of("eagle3")), [Text((1, 2, 3, 4), 1)], 1, 64)
-    assert str(refused.value).startswith("the states of 4 tokens, with the 120 that are there, are 0.00 GiB, more than")
+        ActivationCache(tmp_path, 1e-6).read(
+            target(), build_objective(head_of("eagle3")), [TrainingText((1, 2, 3, 4), 1)], 1, 64
+        )
+    assert str(refused.value).startswith(
+        "the activations of 4 tokens, with the 120 stored ones, take 0.00 GiB, more than"
+    )
 
 
 @pytest.mark.parametrize(("name", "content"), [(ABOUT, ""), (ABOUT, "[]"), (INDEX, '{"text": 3}\n')])
 def test_files_that_were_spoilt(tmp_path, name, content):
     """Whose states they are must be known; what the index does not say is read again."""
     whole = read_some(tmp_path)
-    kept = np.array(whole.values[whole.places])
+    kept = np.array(whole.values[whole.rows])
     (tmp_path / name).write_text(content)
     if name == ABOUT:
         with pytest.raises(
-            UsageError, match=r"holds states with another readings\.json; give another folder, or delete"
+            UsageError, match=r"holds activations with another activations\.json; give another folder, or delete"
         ):
             read_some(tmp_path)
     else:
         again = read_some(tmp_path)
-        np.testing.assert_array_equal(again.values[again.places], kept)
+        np.testing.assert_array_equal(again.values[again.rows], kept)
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
@@ -155,42 +163,57 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     read_some(tmp_path, slice(0, 2))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
-        with pytest.raises(UsageError, match=r"cannot hold the states of these texts .*No space left.*; make room"):
+        with pytest.raises(
+            UsageError, match=r"cannot hold the activations of these texts .*No space left.*; make room"
+        ):
             read_some(tmp_path)
     read_some(tmp_path)
 
 
 def test_states_of_another_target_or_of_other_taps_are_refused(tmp_path):
     fit = lambda target, kind="eagle3": train(
-        target, head_of(kind), texts(), recipe=recipe(kind), rows=2, length=64, readings=Shelf(tmp_path, 1)
+        target,
+        head_of(kind),
+        texts(),
+        recipe=recipe(kind),
+        rows=2,
+        length=64,
+        activation_cache=ActivationCache(tmp_path, 1),
     )
     fit(target())
     other = jax.tree.map(lambda x: x * 2, target().params["layers"])
     with pytest.raises(
-        UsageError, match=r"^[^(]* holds states with another target; give another folder, or delete it$"
+        UsageError, match=r"^[^(]* holds activations with another target; give another folder, or delete it$"
     ):
         fit(dataclasses.replace(target(), params=target().params | {"layers": other}))
-    with pytest.raises(UsageError, match="holds states with another taps"):
+    with pytest.raises(UsageError, match="holds activations with another taps"):
         fit(target(), "medusa")
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path):
     fit = lambda kind, gib, **more: train(
         target(), head_of(kind), texts(), recipe=recipe(kind), epochs=1, rows=2, length=64,
-        readings=Shelf(tmp_path, gib), **more,
+        activation_cache=ActivationCache(tmp_path, gib), **more,
     )  # fmt: skip
     with pytest.raises(
         UsageError,
-        match=r"^the states of 120 tokens are .* GiB, more than --keep-states 1e-06; give more, or fewer texts$",
+        match=r"^the activations of 120 tokens take .* GiB, more than the limit of 1e-06 GiB; raise it, or give fewer",
     ):
         fit("eagle3", 1e-6)
-    with pytest.raises(UsageError, match="kangaroo learns is not a function of the target's states alone"):
+    with pytest.raises(UsageError, match="the loss of kangaroo is not a function of the target's activations alone"):
         fit("kangaroo", 1)
-    with pytest.raises(UsageError, match="texts that stay as they are"):
+    with pytest.raises(UsageError, match="cached activations need fixed texts"):
         fit("eagle3", 1, data=lambda *args: None)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="make room"):
-        train(target(), head_of("eagle3"), texts(), recipe=recipe(), length=64, readings=Shelf(tmp_path / "file", 1))
+        train(
+            target(),
+            head_of("eagle3"),
+            texts(),
+            recipe=recipe(),
+            length=64,
+            activation_cache=ActivationCache(tmp_path / "file", 1),
+        )
 
 
 def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
@@ -199,19 +222,19 @@ def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
     ids[drafted] = np.arange(3)
     hidden = jax.random.normal(jax.random.key(0), (5, target().model.config.width))
     label = jnp.zeros(5, jnp.int32)
-    depth = Depth(jnp.zeros((5, 3)), label, hidden, jnp.ones(5), None, None)
+    depth = DepthOutput(jnp.zeros((5, 3)), label, hidden, jnp.ones(5), None, None)
     whole = unembed(hidden, Context(label[:, None], label, target=target()))
-    few = head_objective._teacher(target(), depth, jnp.asarray(ids))
+    few = head_objective._teacher_logits(target(), depth, jnp.asarray(ids))
     np.testing.assert_allclose(few, whole[:, drafted], rtol=1e-5, atol=1e-6)
-    assert head_objective._with_outputs(target(), jnp.asarray(drafted)) is not None
+    assert head_objective._restrict_outputs(target(), jnp.asarray(drafted)) is not None
 
 
 def test_of_what_a_head_cannot_draft_nothing_is_accepted():
     """As sure of a token that it has not as of one that it has, it is right of the one and not of the other."""
     logits = jax.random.normal(jax.random.key(0), (2, 3))
     label = jnp.array([1, 3])  # of three tokens: the second has no place among them
-    depth = Depth(logits, label, jnp.zeros((2, 4)), jnp.ones(2), jnp.array([0.9, 0.9]), None)
-    found = head_objective._confidence([depth], [logits], jnp.zeros((1, 2), bool), (label < 3)[None])
+    depth = DepthOutput(logits, label, jnp.zeros((2, 4)), jnp.ones(2), jnp.array([0.9, 0.9]), None)
+    found = head_objective._confidence_loss([depth], [logits], jnp.zeros((1, 2), bool), (label < 3)[None])
     np.testing.assert_allclose(found[0], -np.log([0.9, 0.1]), rtol=1e-5)
 
 
@@ -220,12 +243,12 @@ def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, 
     losses, passes = [], []
     fit = lambda **more: train(
         target(), alike(target(), 0.1), texts(), recipe=recipe_of("direct_alignment"), epochs=2, rows=2, length=64,
-        listen=lambda progress: losses.append(progress.loss), **more,
+        on_progress=lambda progress: losses.append(progress.loss), **more,
     )  # fmt: skip
     fit()
-    one_pass = draft_models.one_pass
-    monkeypatch.setattr(draft_models, "one_pass", lambda *args: passes.append(args) or one_pass(*args))
-    fit(readings=Shelf(tmp_path, 1))
+    forward_packed = draft_models.forward_packed
+    monkeypatch.setattr(draft_models, "forward_packed", lambda *args: passes.append(args) or forward_packed(*args))
+    fit(activation_cache=ActivationCache(tmp_path, 1))
     assert len(passes) == 1, "of the step that was compiled"
     run, kept = np.reshape(losses, (2, -1))
     np.testing.assert_allclose(kept, run, rtol=1e-2, atol=1e-3)  # bfloat16

@@ -1,4 +1,4 @@
-"""Training a head: what is fitted is served whole, as was said before it was served; runs go on to the same bits."""
+"""Training of a head: measured tokens per pass are those of decoding, and an interrupted run resumes bit for bit."""
 
 import functools
 
@@ -12,21 +12,23 @@ from training_runs import DEPTHS, NEW, head_of, recipe, target, texts
 import specjax
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS
-from specjax.training.data.packing import Text
+from specjax.training.data.packing import TrainingText
 from specjax.training.loop.head_init import new_head
-from specjax.training.loop.trainer import Plan, begin, scheduled, train, train_step
-from specjax.training.measure.acceptance_eval import served
-from specjax.training.objectives.trainables import learner_of
+from specjax.training.loop.schedule import ScheduleOptions, make_schedule
+from specjax.training.loop.step import TrainingPlan, init_state, train_step
+from specjax.training.loop.trainer import train
+from specjax.training.measure.acceptance_eval import measure_acceptance
+from specjax.training.objectives.trainables import build_objective
 
 
 @pytest.mark.parametrize("kind", ["eagle3", exhaustive("medusa"), exhaustive("dflash"), exhaustive("hydra")])
 def test_fitted_to_four_texts_it_serves_all_that_it_drafts(kind):
     fitted = train(target(), head_of(kind), texts(), recipe=recipe(kind), epochs=100, rows=2, length=64)
-    said = served(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
+    said = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
     drafter = specjax.make_drafter(kind, target(), fitted, num_tokens=DEPTHS)
-    prompts = [list(text.tokens[: text.answer]) for text in texts()]
+    prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), drafter, prompts, key=0, max_new_tokens=NEW)
-    assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.answer :] for text in texts()]
+    assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.prompt_length :] for text in texts()]
     assert said.passes == int(np.sum(result.stats.target_passes)) == len(texts()) * NEW // (DEPTHS + 1)
     assert said.tokens == len(texts()) * NEW
 
@@ -38,9 +40,9 @@ def half_trained():
 
 def test_of_a_head_that_errs_the_rounds_are_those_of_the_decoder():
     fitted = half_trained()
-    said = served(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
+    said = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
     drafter = specjax.make_drafter("eagle3", target(), fitted, num_tokens=DEPTHS)
-    prompts = [list(text.tokens[: text.answer]) for text in texts()]
+    prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), drafter, prompts, key=0, max_new_tokens=NEW)
     passes = int(np.sum(result.stats.target_passes))
     assert said.passes == passes
@@ -52,10 +54,10 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
     class Ended(Exception):
         pass
 
-    def run(folder, listen=lambda progress: None):
+    def run(folder, on_progress=lambda progress: None):
         return train(
             target(), head_of("eagle3"), texts(), recipe=recipe(optimizer=optimizer), held_out=texts()[:1], epochs=6,
-            rows=2, length=64, evaluate_every=2, folder=folder, listen=listen,
+            rows=2, length=64, evaluate_every=2, folder=folder, on_progress=on_progress,
         )  # fmt: skip
 
     def end(progress):
@@ -68,7 +70,13 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
         run(tmp_path / "ended", end)
     (tmp_path / "ended" / "step-9.orbax-checkpoint-tmp-1").mkdir()  # as of a write that was killed
     jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended", again.append).params, whole.params)
-    said = lambda progress: (progress.step, progress.tokens, progress.loss, progress.served, progress.best is not None)
+    said = lambda progress: (
+        progress.step,
+        progress.tokens,
+        progress.loss,
+        progress.measured,
+        progress.best is not None,
+    )
     assert list(map(said, again)) == list(map(said, told))[4:]
     assert sorted(path.name for path in (tmp_path / "ended").iterdir()) == sorted(
         path.name for path in (tmp_path / "whole").iterdir()
@@ -80,13 +88,13 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
 
 def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():
     broken = head_of("eagle3")
-    plan = Plan(recipe(), learner_of(broken), 4)
-    schedule = scheduled(texts(), epochs=1, rows=2, length=64, places=None, seed=0)
-    _, lesson, places, _ = next(schedule.after(0, 0))
+    plan = TrainingPlan(recipe(), build_objective(broken), 4)
+    schedule = make_schedule(texts(), ScheduleOptions(epochs=1, rows=2, length=64, seed=0))
+    _, packed, places, _ = next(schedule.iterate_from(0, 0))
     nan = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, broken.params)
-    state, rest = begin(plan, nan)
+    state, rest = init_state(plan, nan)
     before = jax.tree.map(np.asarray, state)
-    state, outcome = train_step(plan, state, rest, target(), lesson, places, jax.random.key(0))
+    state, outcome = train_step(plan, state, rest, target(), packed, places, jax.random.key(0))
     assert not outcome.finite
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
     with pytest.raises(UsageError, match="at step 1"):
@@ -111,7 +119,8 @@ def test_it_ends_after_measurements_that_are_no_better_also_when_it_goes_on(tmp_
         told = []
         fitted = train(
             target(), head_of("medusa"), texts(), recipe=recipe("medusa", learning_rate=1e-9), held_out=texts()[:1],
-            epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, listen=told.append, **options,
+            epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, on_progress=told.append,
+            **options,
         )  # fmt: skip
         assert jax.tree.map(np.asarray, fitted.params), "the best is there, whatever came behind it"
         return [progress.step for progress in told]
@@ -129,29 +138,29 @@ def test_a_head_that_serves_already_stays_if_nothing_serves_more(tmp_path):
     """At a rate that ruins it; also when the run is asked for again."""
     options = {"rows": 2, "length": 64, "recipe": recipe("medusa")}
     head = train(target(), head_of("medusa"), texts(), epochs=20, **options)
-    begin = served(target(), head, texts(), depths=3, rows=2, length=64)
+    begin = measure_acceptance(target(), head, texts(), depths=3, rows=2, length=64)
     for _ in range(2):
         told = []
         options["recipe"] = recipe("medusa", learning_rate=10.0)
         stays = train(
             target(), head, texts(), held_out=texts(), evaluate_first=True, evaluate_every=1, folder=tmp_path,
-            listen=told.append, **options,
+            on_progress=told.append, **options,
         )  # fmt: skip
         jax.tree.map(np.testing.assert_array_equal, stays.params, head.params)
     assert begin.per_pass > 1.5 and not told, "it had ended"
 
 
 def test_what_cannot_be_measured_or_trained_is_refused():
-    with pytest.raises(UsageError, match="no text held out has an answer of two tokens in its first 64"):
-        train(target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=[Text((1, 2), 2)], length=64)
+    with pytest.raises(UsageError, match="no held-out text has a response of two tokens in its first 64"):
+        train(target(), head_of("eagle3"), texts(), recipe=recipe(), held_out=[TrainingText((1, 2), 2)], length=64)
     with pytest.raises(UsageError, match="all parameters are frozen"):
         train(target(), head_of("ppd"), texts(), recipe=recipe("ppd", frozen=("prompts",)), rows=2, length=64)
-    for name in ("rows", "length", "epochs", "places", "chunk", "num_tokens", "evaluate_every"):
+    for name in ("rows", "length", "epochs", "starts_per_row", "chunk", "num_tokens", "evaluate_every"):
         with pytest.raises(UsageError, match=f"{name} must be a whole number of at least 1, not 0"):
             train(target(), head_of("eagle3"), texts(), recipe=recipe(), **{"rows": 2, "length": 64, name: 0})
-    deepest = learner_of(head_of("medusa")).deepest
-    with pytest.raises(UsageError, match=f"a chain of {deepest + 1} tokens is more than the {deepest} that medusa"):
-        train(target(), head_of("medusa"), texts(), rows=2, length=64, num_tokens=deepest + 1)
+    max_depth = build_objective(head_of("medusa")).max_depth
+    with pytest.raises(UsageError, match=f"a chain of {max_depth + 1} tokens is more than the {max_depth} that medusa"):
+        train(target(), head_of("medusa"), texts(), rows=2, length=64, num_tokens=max_depth + 1)
 
 
 def once(folder, **options):
@@ -170,15 +179,19 @@ def test_a_run_with_another_vocabulary_is_another_run(tmp_path):
 
 def test_a_run_is_known_by_values_that_a_file_can_hold(tmp_path):
     """Functions by their names, numbers of NumPy as numbers, and tuples as lists."""
-    same = lambda: lambda step, steps, lesson, pupil: lesson
-    options = {"seed": np.int64(1), "epochs": np.int32(1), "about": {"ids": (1, np.int64(2)), "rate": np.float32(0.5)}}
-    first = once(tmp_path, data=same(), **options)
-    again = once(tmp_path, data=same(), **options, listen=lambda progress: pytest.fail("it had ended"))
+    same = lambda: lambda step, steps, packed, trainable: packed
+    options = {
+        "seed": np.int64(1),
+        "epochs": np.int32(1),
+        "identity": {"ids": (1, np.int64(2)), "rate": np.float32(0.5)},
+    }
+    first = once(tmp_path, replace_batch=same(), **options)
+    again = once(tmp_path, replace_batch=same(), **options, on_progress=lambda progress: pytest.fail("it had ended"))
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
-    with pytest.raises(UsageError, match="holds a run with other data"):
-        once(tmp_path, data=lambda step, steps, lesson, pupil: lesson, **options)
+    with pytest.raises(UsageError, match="holds a run with other replace_batch"):
+        once(tmp_path, replace_batch=lambda step, steps, packed, trainable: packed, **options)
     with pytest.raises(UsageError, match="must be plain values"):
-        once(tmp_path / "other", about={"rate": float("nan")})
+        once(tmp_path / "other", identity={"rate": float("nan")})
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
@@ -189,16 +202,16 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             once(None, **options)
-    with pytest.raises(UsageError, match='no parameter is named "headz"'):
+    with pytest.raises(UsageError, match='no parameter or module is named "headz"'):
         train(target(), head_of("eagle3"), texts(), recipe=recipe(frozen=("headz",)), rows=2, length=64)
     count = target().model.vocab_size
     for token in (-1, count):
         with pytest.raises(UsageError, match=f"whose ids are from 0 to {count - 1}"):
-            train(target(), head_of("eagle3"), [Text((1, token, 3), 1)], recipe=recipe(), rows=2, length=64)
+            train(target(), head_of("eagle3"), [TrainingText((1, token, 3), 1)], recipe=recipe(), rows=2, length=64)
 
 
 def test_texts_without_answers_are_refused():
-    with pytest.raises(UsageError, match="no text of 64 tokens has an answer"):
-        train(target(), head_of("eagle3"), [Text((1, 2, 3), 3)], recipe=recipe(), rows=2, length=64)
+    with pytest.raises(UsageError, match="no text has a response within 64 tokens"):
+        train(target(), head_of("eagle3"), [TrainingText((1, 2, 3), 3)], recipe=recipe(), rows=2, length=64)
     with pytest.raises(UsageError, match='no loss "mse"'):
         recipe(losses=(("mse", 1.0),))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specjax import UsageError
-from specjax.training.measure.scaling import before_saturation, choose, fit, fit_joint
+from specjax.training.measure.scaling import choose_draft_size, drop_saturated, fit, fit_joint
 
 BUDGETS = 1e5 * 2.0 ** np.arange(5)
 
@@ -55,13 +55,13 @@ def test_what_lies_beyond_the_knee_is_left_out():
     x = 1e5 * 2.0 ** np.arange(9)
     rising = 0.3 * np.log(x) - 2
     flat = np.minimum(rising, rising[5])
-    kept, values = before_saturation(x, flat)
+    kept, values = drop_saturated(x, flat)
     np.testing.assert_array_equal(kept, x[:6])
     assert fit(kept, values).slope == pytest.approx(0.3) and fit(x, flat, form="log-linear").slope < 0.27
-    np.testing.assert_array_equal(before_saturation(x, rising)[0], x)
+    np.testing.assert_array_equal(drop_saturated(x, rising)[0], x)
     one_bad = rising.copy()
     one_bad[6] *= 0.9  # a run that failed is no knee
-    np.testing.assert_array_equal(before_saturation(x, one_bad)[0], x)
+    np.testing.assert_array_equal(drop_saturated(x, one_bad)[0], x)
 
 
 @pytest.mark.parametrize("interaction", [False, True])
@@ -73,7 +73,7 @@ def test_a_joint_law_is_found_again(interaction):
     np.testing.assert_allclose(law(d, n), y, rtol=2e-3)
     if not interaction:
         np.testing.assert_allclose(law.weights, [20, 0.3, -0.1, 0], atol=1e-6)
-    with pytest.raises(UsageError, match="rise together"):
+    with pytest.raises(UsageError, match="grow together"):
         fit_joint(BUDGETS, 3 * BUDGETS, np.arange(1, 6))
 
 
@@ -82,7 +82,7 @@ def test_the_best_of_a_budget_is_that_of_the_grid():
     law = lambda tokens, parameters: 0.2 * np.log(tokens) + 0.15 * np.log(parameters) - 4.5
     draft = lambda parameters: parameters / 1e8
     sizes = np.geomspace(1e6, 3e8, 60)
-    chosen = choose(law, sizes, 6e15, verify=1.0, draft=draft, depth=4, batch=8)
+    chosen = choose_draft_size(law, sizes, 6e15, verify=1.0, draft=draft, depth=4, batch=8)
     speeds = [8 * min(max(law(1e15 / size, size), 1), 5) / (1.0 + 4 * draft(size)) for size in sizes]
     assert chosen.parameters == sizes[np.argmax(speeds)] and chosen.speed == pytest.approx(max(speeds))
     assert chosen.tokens == pytest.approx(1e15 / chosen.parameters)
@@ -110,4 +110,4 @@ def test_settings_that_mean_nothing_are_refused():
         with pytest.raises(UsageError, match=words):
             fit([1, 2, 3], [1, 2, 3], **options)
     with pytest.raises(UsageError, match="give sizes of drafts"):
-        choose(lambda tokens, size: 2.0, [0], 1e9, verify=1.0, draft=lambda size: 0.1, depth=3)
+        choose_draft_size(lambda tokens, size: 2.0, [0], 1e9, verify=1.0, draft=lambda size: 0.1, depth=3)

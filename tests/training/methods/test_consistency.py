@@ -13,14 +13,14 @@ from toy import tiny_llama
 
 from specjax import UsageError
 from specjax.decoders import ceed_vla
-from specjax.training.methods.consistency import losses, mixed_labels, train_consistency, trajectories
+from specjax.training.methods.consistency import collect_trajectories, compute_losses, mixed_labels, train_consistency
 
 BLOCK, NEW = 5, 15
 
 
 @functools.cache
 def found():
-    return trajectories(tiny_llama(), depths.PROMPTS, key=jax.random.key(0), max_new_tokens=NEW, block=BLOCK)
+    return collect_trajectories(tiny_llama(), depths.PROMPTS, key=jax.random.key(0), max_new_tokens=NEW, block=BLOCK)
 
 
 @functools.cache
@@ -44,7 +44,9 @@ def test_trajectories_end_in_the_greedy_text():
 def test_losses_by_hand():
     """Of two blocks."""
     some = jax.tree.map(lambda x: x[::5], found())
-    of_states = functools.partial(jax.jit(losses, static_argnums=0), tiny_llama().model, tiny_llama().params, some)
+    of_states = functools.partial(
+        jax.jit(compute_losses, static_argnums=0), tiny_llama().model, tiny_llama().params, some
+    )
     assert of_states(jnp.full(2, BLOCK)).consistency == 0  # at the fixed point nothing is wrong
     first, labels = of_states(jnp.zeros(2, jnp.int32))
     soft, count, surprise = 0.0, 0, []
@@ -74,10 +76,12 @@ def test_losses_by_hand():
 def test_what_the_target_says_at_the_fixed_point_is_constant():
     """No derivative but through what it says of the guess."""
     model, params, which = tiny_llama().model, tiny_llama().params, jnp.zeros(len(found().start), jnp.int32)
-    head = lambda params: losses(model, params, found(), which).consistency
+    head = lambda params: compute_losses(model, params, found(), which).consistency
     gradient = jax.jit(jax.grad(head))(params)
     assert np.abs(gradient["head"]["weight"]).max() > 0
-    at_best = jax.jit(jax.grad(lambda params: losses(model, params, found(), which + BLOCK).consistency))(params)
+    at_best = jax.jit(jax.grad(lambda params: compute_losses(model, params, found(), which + BLOCK).consistency))(
+        params
+    )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(at_best))
 
 
@@ -114,14 +118,14 @@ def test_a_distilled_model_converges_in_fewer_passes(is_mixed):
 
 def test_blocks_that_no_answer_has():
     with pytest.raises(UsageError, match="max_new_tokens must be at least block, 5, not 4"):
-        trajectories(tiny_llama(), depths.PROMPTS, key=jax.random.key(0), max_new_tokens=4, block=BLOCK)
+        collect_trajectories(tiny_llama(), depths.PROMPTS, key=jax.random.key(0), max_new_tokens=4, block=BLOCK)
 
 
 def test_a_seed_will_do_and_labels_of_another_shape_do_not():
-    ours = trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=BLOCK)
+    ours = collect_trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=BLOCK)
     np.testing.assert_array_equal(ours.states, found().states)
     for labels in (ours.states, ours.states[0, -1], ours.states[:, -1, :1]):
         with pytest.raises(UsageError, match="labels must be one per token of each block"):
             train_consistency(tiny_llama(), ours, key=0, labels=labels)
     with pytest.raises(UsageError, match="block must be a whole number of at least 1, not 0"):
-        trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=0)
+        collect_trajectories(tiny_llama(), depths.PROMPTS, key=0, max_new_tokens=NEW, block=0)

@@ -8,7 +8,15 @@ import toy
 
 from specjax import UsageError
 from specjax.models.loading.decision_heads import read_judge, save_judge
-from specjax.training.methods.judge_head import Judged, Text, examples, fit_judge, labels_of, loss_of, threshold_for
+from specjax.training.methods.judge_head import (
+    JudgedResponse,
+    TrainingText,
+    compute_loss,
+    fit_judge,
+    label_tokens,
+    make_examples,
+    threshold_for,
+)
 from specjax.verifiers.lossy.judge import log_odds_of
 
 
@@ -22,13 +30,13 @@ def separable(count=200, width=6, seed=0):
 
 
 def test_labels_end_at_the_first_wrong_token():
-    text = Text((5, 6, 7, 8, 9, 10), 2)
-    assert labels_of(Judged(text)).tolist() == [-1, -1, 1, 1, 1, 1]
-    assert labels_of(Judged(text, 3)).tolist() == [-1, -1, 1, 0, -1, -1]
-    assert labels_of(Judged(text, 3), after="wrong").tolist() == [-1, -1, 1, 0, 0, 0]
+    text = TrainingText((5, 6, 7, 8, 9, 10), 2)
+    assert label_tokens(JudgedResponse(text)).tolist() == [-1, -1, 1, 1, 1, 1]
+    assert label_tokens(JudgedResponse(text, 3)).tolist() == [-1, -1, 1, 0, -1, -1]
+    assert label_tokens(JudgedResponse(text, 3), after="wrong").tolist() == [-1, -1, 1, 0, 0, 0]
     for outside in (1, 6):
         with pytest.raises(UsageError, match=f"2 to 5, not {outside}"):
-            labels_of(Judged(text, outside))
+            label_tokens(JudgedResponse(text, outside))
 
 
 def test_what_a_plane_tells_apart_is_told_apart():
@@ -45,9 +53,9 @@ def test_a_class_weighs_as_much_as_the_other_however_many_it_has():
     rng = np.random.default_rng(0)
     features = np.concatenate([rng.normal(-0.5, 1, (100, 3)), rng.normal(0.5, 1, (100, 3))]).astype(np.float32)
     labels = np.repeat([0, 1], 100).astype(np.int8)
-    loss = lambda share: jax.jit(jax.grad(loss_of))((jnp.ones(3), jnp.zeros(())), features, labels, share, 0.0)
+    loss = lambda share: jax.jit(jax.grad(compute_loss))((jnp.ones(3), jnp.zeros(())), features, labels, share, 0.0)
     twice = np.concatenate([features[:100], features]), np.concatenate([labels[:100], labels])
-    doubled = jax.grad(loss_of)((jnp.ones(3), jnp.zeros(())), *twice, np.ones(300), 0.0)
+    doubled = jax.grad(compute_loss)((jnp.ones(3), jnp.zeros(())), *twice, np.ones(300), 0.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), doubled, loss(np.where(labels, 1.0, 2.0)))
     few = np.append(np.arange(100, 200), np.arange(20))
     assert np.mean(fit_judge(features[few], labels[few])(features[:100]) < 0) > 0.6  # not all held to be right
@@ -56,7 +64,7 @@ def test_a_class_weighs_as_much_as_the_other_however_many_it_has():
 def test_the_gradient_is_that_of_the_card():
     """T8 (g): c (sigma - y) f."""
     f, y = jnp.array([[0.5, -1.0]]), jnp.array([1.0])
-    weight, bias = jax.grad(loss_of)((jnp.array([0.3, 0.2]), jnp.float32(0.1)), f, y, jnp.array([3.0]), 0.0)
+    weight, bias = jax.grad(compute_loss)((jnp.array([0.3, 0.2]), jnp.float32(0.1)), f, y, jnp.array([3.0]), 0.0)
     sigma = 1 / (1 + np.exp(-(0.5 * 0.3 - 0.2 + 0.1)))
     np.testing.assert_allclose(weight, (sigma - 1) * f[0], rtol=1e-5)
     assert float(bias) == pytest.approx(sigma - 1, rel=1e-5)
@@ -67,13 +75,14 @@ def test_features_are_those_behind_the_token_itself():
     target = toy.tiny_llama()
     rng = np.random.default_rng(0)
     judged = [
-        Judged(Text(tuple(rng.integers(0, 64, n).tolist()), 3), wrong) for n, wrong in ((9, None), (7, 5), (8, 3))
+        JudgedResponse(TrainingText(tuple(rng.integers(0, 64, n).tolist()), 3), wrong)
+        for n, wrong in ((9, None), (7, 5), (8, 3))
     ]
-    features, labels = examples(target, judged, rows=2, length=10)
+    features, labels = make_examples(target, judged, rows=2, length=10)
     assert features.shape == (6 + 3 + 1, 32) and labels.tolist() == [1] * 6 + [1, 1, 0] + [0]
     tokens = list(judged[0].text.tokens)
     tokens[5] = (tokens[5] + 1) % 64
-    changed, _ = examples(target, [Judged(Text(tuple(tokens), 3)), *judged[1:]], rows=2, length=10)
+    changed, _ = make_examples(target, [JudgedResponse(TrainingText(tuple(tokens), 3)), *judged[1:]], rows=2, length=10)
     moved = abs(changed - features).max(-1) > 1e-6
     assert moved.tolist() == [False, False, True, True, True, True] + [False] * 4
 
@@ -112,11 +121,11 @@ def test_no_more_wrong_tokens_pass_the_rule_than_were_allowed():
 
 def test_labels_that_are_none_are_refused():
     features, labels = separable()
-    with pytest.raises(UsageError, match="labels are 1 of right tokens and 0 of wrong ones"):
+    with pytest.raises(UsageError, match="labels must be 1 for correct tokens and 0 for wrong ones"):
         fit_judge(features, np.where(labels == 0, -1, labels))
     np.testing.assert_array_equal(fit_judge(features, labels == 1).weight, fit_judge(features, labels.tolist()).weight)
     with pytest.raises(UsageError, match="there are none"):
-        examples(None, [], rows=2, length=10)
+        make_examples(None, [], rows=2, length=10)
 
 
 def test_it_is_read_back_by_what_serves_it(tmp_path):
@@ -125,5 +134,5 @@ def test_it_is_read_back_by_what_serves_it(tmp_path):
     save_judge(tmp_path / "judge.safetensors", head.weight, head.bias, threshold_for(head(features), labels))
     read = read_judge(tmp_path / "judge.safetensors")
     np.testing.assert_allclose(features @ read.weight + read.bias, head(features), rtol=1e-3, atol=1e-3)
-    with pytest.raises(UsageError, match="right and wrong tokens, and these are 0 and 4"):
+    with pytest.raises(UsageError, match="correct and wrong tokens, and there are 0 and 4"):
         fit_judge(features[:4], np.zeros(4, np.int8))

@@ -15,19 +15,26 @@ from specjax import UsageError
 from specjax.drafters import autoregressive, two_model
 from specjax.models.heads.kinds import init_head
 from specjax.serving.requests import Request
-from specjax.training.data.packing import Lesson
-from specjax.training.loop import trainer
-from specjax.training.methods.online import Watch, empty, places_of, plan_of, sent, update
-from specjax.training.objectives.unroll import one_pass
+from specjax.training.data.packing import PackedBatch
+from specjax.training.loop.step import export_trainable, init_state
+from specjax.training.methods.online import (
+    RejectionRecorder,
+    empty_record,
+    find_positions,
+    plan_updates,
+    send_params,
+    update,
+)
+from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Capabilities, Output, Target
 
 
 def record_of(*steps, prompt=(1, 2, 3), size=12):
-    watch = Watch(1, size)
+    watch = RejectionRecorder(1, size)
     for i, (tokens, accepted, drafted) in enumerate(steps):
-        watch.see("text", prompt, tokens, accepted, drafted, i + 1 == len(steps))
-    assert watch.full
-    return watch.take()
+        watch.add_step("text", prompt, tokens, accepted, drafted, i + 1 == len(steps))
+    assert watch.is_full
+    return watch.take_record()
 
 
 def marks(row):
@@ -39,9 +46,9 @@ def test_what_took_the_place_of_a_rejected_draft_is_recorded():
     record = record_of(([10, 20], 1, 3))
     assert marks(record.rejected[0]) == [4] and marks(record.roots[0]) == [2]
     assert record.tokens[0].tolist() == [1, 2, 3, 10, 20] + [0] * 7 and record.length.tolist() == [5]
-    assert places_of(record, whole_rounds=False)[0, 0] + 1 == 3  # the place whose logits are judged
-    assert places_of(record, whole_rounds=True)[0, 0] + 1 == 2  # the root of that round
-    assert (places_of(record, False)[0, 1:] == -1).all() and places_of(record, False, 1).shape == (1, 1)
+    assert find_positions(record, whole_rounds=False)[0, 0] + 1 == 3  # the place whose logits are judged
+    assert find_positions(record, whole_rounds=True)[0, 0] + 1 == 2  # the root of that round
+    assert (find_positions(record, False)[0, 1:] == -1).all() and find_positions(record, False, 1).shape == (1, 1)
 
 
 def test_rounds_without_a_rejection_leave_nothing():
@@ -53,11 +60,11 @@ def test_rounds_without_a_rejection_leave_nothing():
 def test_what_does_not_fit_is_left_out_and_the_oldest_goes():
     record = record_of(([10, 20], 0, 2), ([30], 0, 2), size=4)
     assert record.tokens.tolist() == [[1, 2, 3, 10]] and marks(record.rejected[0]) == [3]
-    watch = Watch(2, 4)
+    watch = RejectionRecorder(2, 4)
     for name in range(3):
-        watch.see(name, [name], [5], 0, 1, "eos")
-    assert watch.full and watch.record.tokens[:, 0].tolist() == [2, 1]
-    assert int(watch.take().seen) == 3 and not watch.full and int(watch.record.seen) == 0
+        watch.add_step(name, [name], [5], 0, 1, "eos")
+    assert watch.is_full and watch.record.tokens[:, 0].tolist() == [2, 1]
+    assert int(watch.take_record().count) == 3 and not watch.is_full and int(watch.record.count) == 0
 
 
 @functools.cache
@@ -87,14 +94,14 @@ def draft():
 def test_a_step_learns_from_the_recorded_places_alone():
     """T4 (c): the loss of a record is the mean over its rejections, gathered by hand."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 16)).astype(np.int32)
-    record = empty(2, 16)._replace(
+    record = empty_record(2, 16)._replace(
         tokens=tokens, length=jnp.array([16, 12]),
         rejected=jnp.zeros((2, 16), bool).at[0, jnp.array([5, 9])].set(True).at[1, 7].set(True),
     )  # fmt: skip
-    plan = plan_of(draft())
-    state, rest = trainer.begin(plan, draft().params)
+    plan = plan_updates(draft())
+    state, rest = init_state(plan, draft().params)
     new, outcome = update(plan, state, rest, target(), record)
-    whole = Lesson(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
+    whole = PackedBatch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
     logits = jax.jit(lambda model: model.model.unembed(model.params, hidden_of(model, whole)))
     p, log_q = jax.nn.softmax(logits(target())), jax.nn.log_softmax(logits(draft()))
     each = -jnp.sum(p * log_q, -1)
@@ -104,8 +111,8 @@ def test_a_step_learns_from_the_recorded_places_alone():
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
-def hidden_of(model, lesson):
-    return one_pass(model.model, model.params, lesson)[0].hidden
+def hidden_of(model, packed):
+    return forward_packed(model.model, model.params, packed)[0].hidden
 
 
 def serving(prompts):
@@ -117,23 +124,25 @@ def test_text_is_the_targets_while_the_drafter_learns_and_it_drafts_better():
     """T4 (e), in `serve`, whose drafter gets its new parameters between two steps."""
     prompts = np.random.default_rng(0).integers(0, VOCAB, (16, 4)).tolist()
     plain = specjax.decode(target(), autoregressive(), prompts, key=0, max_new_tokens=20).to_lists()
-    plan = plan_of(draft(), learning_rate=0.1)
+    plan = plan_updates(draft(), learning_rate=0.1)
 
     def served(learns):
         """(texts, rounds, updates)."""
-        state, rest = trainer.begin(plan, draft().params)
-        watch, texts, rounds, updates = Watch(4, 24), {}, 0, 0
+        state, rest = init_state(plan, draft().params)
+        watch, texts, rounds, updates = RejectionRecorder(4, 24), {}, 0, 0
         steps = serving(prompts)
         step = next(steps, None)
         while step is not None:
-            watch.see(step.request, prompts[step.request], step.tokens, step.accepted, step.drafted, step.finish_reason)
+            watch.add_step(
+                step.request, prompts[step.request], step.tokens, step.accepted, step.drafted, step.finish_reason
+            )
             texts.setdefault(step.request, []).extend(step.tokens)
             rounds += 1
             learnt = None
-            if watch.full and learns:
-                state, _ = update(plan, state, rest, target(), watch.take())
-                learnt, updates = trainer.as_served(draft(), state, rest).params, updates + 1
-            step = sent(steps, learnt)
+            if watch.is_full and learns:
+                state, _ = update(plan, state, rest, target(), watch.take_record())
+                learnt, updates = export_trainable(draft(), state, rest).params, updates + 1
+            step = send_params(steps, learnt)
         return [texts[i] for i in range(len(prompts))], rounds, updates
 
     (texts, rounds, updates), (same, frozen, none) = served(True), served(False)
@@ -142,19 +151,19 @@ def test_text_is_the_targets_while_the_drafter_learns_and_it_drafts_better():
     steps = serving(prompts)
     next(steps)
     with pytest.raises(UsageError, match="shapes and dtypes"):
-        sent(steps, {"table": jnp.zeros((2, 2))})
+        send_params(steps, {"table": jnp.zeros((2, 2))})
 
 
 def test_a_head_learns_of_the_round_in_which_it_was_rejected():
     """The second draft of a round from root 4 was: of that round alone, at its second depth."""
     target = toy.tiny_llama()
     head = init_head("medusa", heads.config_of("medusa", target), jax.random.key(0))
-    record = empty(1, 16)._replace(
+    record = empty_record(1, 16)._replace(
         tokens=jnp.arange(16)[None] % 7, length=jnp.array([16]), rejected=jnp.zeros((1, 16), bool).at[0, 6].set(True),
         roots=jnp.zeros((1, 16), bool).at[0, 4].set(True),
     )  # fmt: skip
-    plan = plan_of(head, depths=3)
-    state, rest = trainer.begin(plan, head.params)
+    plan = plan_updates(head, depths=3)
+    state, rest = init_state(plan, head.params)
     _, outcome = update(plan, state, rest, target, record)
     assert marks(outcome.report.loss) == [1] and outcome.finite
 
@@ -166,16 +175,16 @@ def test_acceptance_falls_when_the_target_changes_and_comes_back():
     rows = np.log(rows / rows.sum(1, keepdims=True)).astype(np.float32)
     other = rows[rng.permutation(vocab)][:, rng.permutation(vocab)]
     model = table_model(vocab)
-    pupil = Target(model, {"table": jnp.zeros((vocab, vocab))})
-    plan = plan_of(pupil, learning_rate=0.2)
-    state, rest = trainer.begin(plan, pupil.params)
+    trainable = Target(model, {"table": jnp.zeros((vocab, vocab))})
+    plan = plan_updates(trainable, learning_rate=0.2)
+    state, rest = init_state(plan, trainable.params)
     prompts = rng.integers(0, vocab, (8, 2)).tolist()
     accepted, frozen = [], None
     for batch, truth in enumerate([rows] * 12 + [other] * 12):
-        target, watch = Target(model, {"table": jnp.asarray(truth)}), Watch(8, 40)
+        target, watch = Target(model, {"table": jnp.asarray(truth)}), RejectionRecorder(8, 40)
         if batch == 12:
             frozen = state
-        drafter = two_model(trainer.as_served(pupil, state, rest), 2)
+        drafter = two_model(export_trainable(trainable, state, rest), 2)
         took = np.zeros(2)
         for step in specjax.stream(target, drafter, prompts, key=batch, max_new_tokens=32, temperature=1.0):
             info = step.info
@@ -183,11 +192,11 @@ def test_acceptance_falls_when_the_target_changes_and_comes_back():
             ended = info.hit_eos | ~info.active
             for row, tokens in enumerate(step.tokens):
                 if info.active[row]:
-                    watch.see(row, prompts[row], tokens, info.accepted[row], info.drafted_depth[row], ended[row])
+                    watch.add_step(row, prompts[row], tokens, info.accepted[row], info.drafted_depth[row], ended[row])
         for row in range(8):
-            watch.end(row)
+            watch.end_text(row)
         accepted.append(took[0] / took[1])
-        state, _ = update(plan, state, rest, target, watch.take())
+        state, _ = update(plan, state, rest, target, watch.take_record())
     before, after, back = accepted[11], accepted[12], accepted[-1]
     assert before > accepted[0] + 0.2 and after < before - 0.2 and back > after + 0.15
     overlap = lambda state: float(

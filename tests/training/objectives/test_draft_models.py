@@ -1,4 +1,4 @@
-"""Draft models: losses on aligned places, data of their own, and tokens per pass said before they are served."""
+"""Draft models: losses at aligned positions, on-policy data, and tokens per pass that are measured without decoding."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from specjax.models import narrow_mlps, prune_layers
 from specjax.models.vocabulary import resize_vocabulary
 from specjax.training.data.packing import TrainingText, choose_round_starts, pack
 from specjax.training.loop.trainer import train
-from specjax.training.measure.acceptance_eval import served
+from specjax.training.measure.acceptance_eval import measure_acceptance
 from specjax.training.objectives import losses
-from specjax.training.objectives.draft_models import OnPolicy, answered_by, leading_hits, loss_of
+from specjax.training.objectives.draft_models import OnPolicy, compute_loss, count_leading_hits, resample_responses
 from specjax.training.objectives.recipes import recipe_of
 from specjax.types import Target
 
@@ -43,19 +43,21 @@ def texts() -> list[TrainingText]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 60, n).tolist() for n in (6, 3, 9, 5)]
     result = specjax.decode(target(), autoregressive(), prompts, key=0, max_new_tokens=NEW)
-    return [TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)]
+    return [
+        TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "chunk"))
 def loss_and_gradient(recipe, draft, target, packed, places, chunk=None):
     def loss(params):
-        return loss_of(recipe, draft.model, params, target, packed, places, chunk)
+        return compute_loss(recipe, draft.model, params, target, packed, places, chunk)
 
     (value, report), gradient = jax.value_and_grad(loss, has_aux=True)(draft.params)
     return value, report, gradient
 
 
-compiled_loss = jax.jit(loss_of, static_argnames=("recipe", "model", "chunk"))
+compiled_loss = jax.jit(compute_loss, static_argnames=("recipe", "model", "chunk"))
 
 
 def logits_of(model: Target, tokens):
@@ -83,7 +85,9 @@ def test_a_packed_lesson_is_the_mean_over_the_answers_of_its_texts():
     parts = []
     for text in texts():
         p, q = (jax.nn.log_softmax(logits_of(model, text.tokens)) for model in (target(), draft()))
-        parts.append(jnp.sum(jnp.exp(p) * (p - q), -1)[text.answer - 1 : -1])  # of position t, which says x_{t+1}
+        parts.append(
+            jnp.sum(jnp.exp(p) * (p - q), -1)[text.prompt_length - 1 : -1]
+        )  # of position t, which says x_{t+1}
     assert report.tokens == sum(map(len, parts)) == 4 * NEW
     assert float(value) == pytest.approx(float(jnp.concatenate(parts).mean()), rel=1e-4)
     assert float(value) != pytest.approx(float(jnp.concatenate([part[1:] for part in parts]).mean()), rel=1e-4)
@@ -99,16 +103,17 @@ def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
     assert float(with_it) == pytest.approx(float(without), rel=1e-6)
     said = [jax.nn.log_softmax(logits_of(draft(), text.tokens)) for text in texts()[:2]]
     each = [
-        q[np.arange(len(q) - 1), text.tokens[1:]][text.answer - 1 :] for q, text in zip(said, texts(), strict=False)
+        q[np.arange(len(q) - 1), text.tokens[1:]][text.prompt_length - 1 :]
+        for q, text in zip(said, texts(), strict=False)
     ]
     assert float(without) == pytest.approx(-float(jnp.concatenate(each).mean()), rel=1e-4)
     everywhere = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))  # prompts do not count, wherever drafts begin
     whole, report = compiled_loss(recipe, draft().model, draft().params, None, packed, everywhere)
     assert report.tokens == 2 * NEW and float(whole) == pytest.approx(float(without), rel=1e-5)
-    with pytest.raises(UsageError, match="only the loss ce can do without a target"):
-        loss_of(recipe_of("direct_alignment"), draft().model, draft().params, None, packed, places)
-    with pytest.raises(UsageError, match="24 places of a row, and 7 does not"):
-        loss_of(recipe, draft().model, draft().params, target(), packed, places, 7)
+    with pytest.raises(UsageError, match="only the loss ce needs no target"):
+        compute_loss(recipe_of("direct_alignment"), draft().model, draft().params, None, packed, places)
+    with pytest.raises(UsageError, match="24 positions of a row, and 7 does not"):
+        compute_loss(recipe, draft().model, draft().params, target(), packed, places, 7)
 
 
 def test_models_of_other_vocabularies_meet_in_the_ids_that_both_have():
@@ -118,23 +123,27 @@ def test_models_of_other_vocabularies_meet_in_the_ids_that_both_have():
     value, report, gradient = loss_and_gradient(recipe_of("distillspec"), small, target(), packed, places)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, gradient)))
     assert (
-        int(report.tokens) == sum((np.array(text.tokens[text.answer :]) < 50).sum() for text in texts()[:2]) < 2 * NEW
+        int(report.tokens)
+        == sum((np.array(text.tokens[text.prompt_length :]) < 50).sum() for text in texts()[:2])
+        < 2 * NEW
     )
     tokens = packed._replace(tokens=np.minimum(packed.tokens, 49))
-    loss = jax.jit(lambda: loss_of(recipe_of("distillspec"), target().model, target().params, small, tokens, places))()
+    loss = jax.jit(
+        lambda: compute_loss(recipe_of("distillspec"), target().model, target().params, small, tokens, places)
+    )()
     assert np.isfinite(loss[0]) and int(loss[1].tokens) == 2 * NEW
     same = resize_vocabulary(small.model, 64)
-    hits = leading_hits(small.model, small.params, target(), packed, DEPTHS)
-    np.testing.assert_array_equal(hits, leading_hits(same, small.params, target(), packed, DEPTHS))
+    hits = count_leading_hits(small.model, small.params, target(), packed, DEPTHS)
+    np.testing.assert_array_equal(hits, count_leading_hits(same, small.params, target(), packed, DEPTHS))
 
 
 @pytest.mark.parametrize("depths", those([4], [1, 4]))
 def test_predicted_is_served(depths):
     """Every pass of the decoder, for a draft model that errs now and then."""
-    said = served(target(), draft(), texts(), depths=depths, rows=2, length=2 * LENGTH)
-    prompts = [list(text.tokens[: text.answer]) for text in texts()]
+    said = measure_acceptance(target(), draft(), texts(), depths=depths, rows=2, length=2 * LENGTH)
+    prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), two_model(draft(), depths), prompts, key=0, max_new_tokens=NEW)
-    assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.answer :] for text in texts()]
+    assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.prompt_length :] for text in texts()]
     assert said.tokens == 4 * NEW and said.passes == int(np.sum(result.stats.target_passes))
     assert 1.1 < said.per_pass < depths + 0.9, "neither all nor nothing"
 
@@ -156,37 +165,37 @@ def test_pruned_layers_are_those_of_the_target():
     assert not np.allclose(logits_of(few, tokens), logits_of(prune_layers(target(), [2, 0]), tokens))
     spread = specjax.shard(target(), specjax.parallel.mesh(1, 2), over=())
     assert prune_layers(spread, [0, 2]).model.over == narrow_mlps(spread, 8).model.over == ()
-    with pytest.raises(UsageError, match="layers 0 to 2; keep one or more of these"):
+    with pytest.raises(UsageError, match="layers 0 to 2; choose one or more of these"):
         prune_layers(target(), [3])
-    with pytest.raises(UsageError, match="has no layers by number"):
+    with pytest.raises(UsageError, match="has no numbered layers"):
         prune_layers(toy.markov(), [0])
 
 
 def test_the_draft_models_own_answers_take_the_place_of_the_targets():
-    (packed,) = pack(texts()[:3], 4, LENGTH, alone=True)
-    own = answered_by(draft(), packed, jax.random.key(3), eos=(), temperature=0.0)
-    prompts = [text.tokens[: text.answer] for text in texts()[:3]]
+    (packed,) = pack(texts()[:3], 4, LENGTH, one_per_row=True)
+    own = resample_responses(draft(), packed, jax.random.key(3), eos=(), temperature=0.0)
+    prompts = [text.tokens[: text.prompt_length] for text in texts()[:3]]
     said = specjax.decode(draft(), autoregressive(), prompts, key=0, max_new_tokens=LENGTH).to_lists()
     for row, text in enumerate(texts()[:3]):
         np.testing.assert_array_equal(own.tokens[row], [*prompts[row], *said[row]][:LENGTH])
-        np.testing.assert_array_equal(own.counts[row], np.arange(LENGTH) >= text.answer)
+        np.testing.assert_array_equal(own.counts[row], np.arange(LENGTH) >= text.prompt_length)
     assert not own.counts[3].any()
     eos = int(own.tokens[0, texts()[0].answer + 4])
-    ended = answered_by(draft(), packed, jax.random.key(3), eos=(eos,), temperature=0.0)
+    ended = resample_responses(draft(), packed, jax.random.key(3), eos=(eos,), temperature=0.0)
     end = texts()[0].answer + int(np.argmax(own.tokens[0, texts()[0].answer :] == eos)) + 1
     assert ended.counts[0].sum() == end - texts()[0].answer and (ended.first[0, end:] == end).all()
     short = dataclasses.replace(draft(), model=draft().model._replace(max_positions=LENGTH))
     long = [TrainingText((1,) * LENGTH, LENGTH - 3), texts()[1]]
-    (packed,) = pack(long, 2, LENGTH, alone=True)
-    few = answered_by(short, packed, jax.random.key(3), eos=(), temperature=0.0)
-    assert few.counts.sum(1).tolist() == [3, 3], "as many as the longest prompt leaves places for"
+    (packed,) = pack(long, 2, LENGTH, one_per_row=True)
+    few = resample_responses(short, packed, jax.random.key(3), eos=(), temperature=0.0)
+    assert few.loss_mask.sum(1).tolist() == [3, 3], "as many as the longest prompt leaves places for"
     (packed,) = pack(texts(), 2, 2 * LENGTH)
-    with pytest.raises(UsageError, match="pack one to a row"):
-        answered_by(draft(), packed, jax.random.key(0), eos=())
+    with pytest.raises(UsageError, match="pack one per row"):
+        resample_responses(draft(), packed, jax.random.key(0), eos=())
 
 
 def test_a_share_of_the_steps_after_the_first_is_on_policy():
-    (packed,) = pack(texts()[:2], 2, LENGTH, alone=True)
+    (packed,) = pack(texts()[:2], 2, LENGTH, one_per_row=True)
     none, some, every = (OnPolicy((), share, warmup=0.2) for share in (0.0, 0.5, 1.0))
     asked = lambda policy: [policy(step, 10, packed, draft()) is not packed for step in range(10)]
     assert asked(none) == [False] * 10 and asked(every) == [False] * 2 + [True] * 8
@@ -199,8 +208,12 @@ def test_training_brings_a_pruned_target_back(name):
     start = prune_layers(target(), [0, 2])
     needed, data = (None, None) if name == "fastdraft" else (target(), OnPolicy((), 0.3))
     recipe = recipe_of(name, learning_rate=3e-3)
-    fitted = train(needed, start, texts(), recipe=recipe, data=data, rows=4, length=LENGTH, epochs=30, chunk=20)
-    rate = lambda trainable: served(target(), trainable, texts(), depths=DEPTHS, rows=2, length=2 * LENGTH).per_pass
+    fitted = train(
+        needed, start, texts(), recipe=recipe, replace_batch=data, rows=4, length=LENGTH, epochs=30, chunk=20
+    )
+    rate = lambda trainable: (
+        measure_acceptance(target(), trainable, texts(), depths=DEPTHS, rows=2, length=2 * LENGTH).per_pass
+    )
     assert rate(start) + 0.2 < rate(fitted)
 
 
@@ -228,8 +241,8 @@ def test_answers_by_the_target_make_cross_entropy_the_divergence():
 def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_path):
     """R6, with the draft model's samples as data."""
     settings = dict(
-        recipe=recipe_of("distillspec"), data=OnPolicy((), 0.7, warmup=0.0), rows=2, length=LENGTH, epochs=3, chunk=20,
-        evaluate_every=1,
+        recipe=recipe_of("distillspec"), replace_batch=OnPolicy((), 0.7, warmup=0.0), rows=2, length=LENGTH, epochs=3,
+        chunk=20, evaluate_every=1,
     )  # fmt: skip
     start = prune_layers(target(), [1])
     whole = train(target(), start, texts(), **settings)

@@ -12,31 +12,35 @@ from tiers import exhaustive
 import specjax
 from specjax import UsageError
 from specjax.diffusion import forward, methods
-from specjax.training import Lesson, Text, recipe_of, train
+from specjax.training import PackedBatch, TrainingText, recipe_of, train
 from specjax.training.data.packing import pack
 from specjax.training.methods import certainty_forcing, denoisers
 from specjax.training.objectives import masked
 
-TEXTS = [Text(tuple(range(1, 12)), 3), Text((20, 21, 22, 23, 24), 2), Text(tuple(range(30, 42)), 4)]
+TEXTS = [
+    TrainingText(tuple(range(1, 12)), 3),
+    TrainingText((20, 21, 22, 23, 24), 2),
+    TrainingText(tuple(range(30, 42)), 4),
+]
 DENOISERS = [toys.full(), toys.full("shifted"), toys.causal(), toys.causal(4, "seed_and_mask")]
 
 
-def lesson(rows: int = 2, length: int = 16) -> Lesson:
+def packed_batch(rows: int = 2, length: int = 16) -> PackedBatch:
     (packed,) = pack(TEXTS, rows, length)
     return packed
 
 
 @functools.partial(jax.jit, static_argnames="views")
-def loss(denoiser, lesson, key, views: int = 2):
-    view = masked.noised(denoiser, lesson, key)
-    return masked.loss_of(denoiser, lesson, (view, masked.complement(lesson, view))[:views])
+def loss(denoiser, packed, key, views: int = 2):
+    view = masked.mask_randomly(denoiser, packed, key)
+    return masked.compute_loss(denoiser, packed, (view, masked.complement(packed, view))[:views])
 
 
 @pytest.mark.parametrize("denoiser", [DENOISERS[2], *map(exhaustive, (*DENOISERS[:2], DENOISERS[3]))])
 def test_a_view_is_what_the_decoder_sees(denoiser):
     """Two texts share a row; of the first, the window's logits in decoding against those of a view of the lesson."""
-    packed, prompt, block = lesson(), 4, 4
-    assert packed.first[0].tolist() == [0] * 11 + [11] * 5
+    packed, prompt, block = packed_batch(), 4, 4
+    assert packed.text_start[0].tolist() == [0] * 11 + [11] * 5
     size = block if denoiser.is_causal else 7
     hide = jnp.zeros((2, 1, 16), bool).at[0, 0, prompt : prompt + size].set(True)
     said = jax.jit(
@@ -54,11 +58,11 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
 
 
 def test_complementary_views_hide_every_column_once_and_rates_belong_to_texts_or_blocks():
-    packed = lesson()
+    packed = packed_batch()
     for denoiser in (toys.full(), toys.causal()):
-        view = masked.noised(denoiser, packed, jax.random.key(0))
+        view = masked.mask_randomly(denoiser, packed, jax.random.key(0))
         other = masked.complement(packed, view)
-        assert jnp.array_equal(view.masked ^ other.masked, packed.counts)
+        assert jnp.array_equal(view.masked ^ other.masked, packed.loss_mask)
         unit = np.asarray(masked.units(denoiser, packed))
         rate = np.asarray(view.rate)
         pairs = {(row, place): rate[row][unit[row] == place] for row in range(2) for place in set(unit[row].tolist())}
@@ -69,7 +73,7 @@ def test_complementary_views_hide_every_column_once_and_rates_belong_to_texts_or
 def test_the_loss_is_the_bound_that_masking_all_orders_gives():
     """Of a model that says the same whatever it sees, every rate and mask estimates its cross entropy."""
     denoiser = toys.frozen([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
-    (packed,) = pack([Text((0, 1, 2, 3, 9, 9, 6, 7), 2)], 1, 8)
+    (packed,) = pack([TrainingText((0, 1, 2, 3, 9, 9, 6, 7), 2)], 1, 8)
     said = jax.vmap(lambda key: loss(denoiser, packed, key, 1)[0])(jax.random.split(jax.random.key(0), 4000))
     wrong = np.log(np.array([0.5, 0.6]) / 10)  # the rest is spread over ten tokens
     exact = -np.mean([*np.log([0.7, 0.6, 0.3, 0.2]), *wrong])
@@ -78,7 +82,7 @@ def test_the_loss_is_the_bound_that_masking_all_orders_gives():
 
 @pytest.mark.parametrize("denoiser", [toys.causal(), exhaustive(toys.full("shifted"))])
 def test_derivatives_are_those_of_differences(denoiser):
-    packed, key = lesson(), jax.random.key(4)
+    packed, key = packed_batch(), jax.random.key(4)
     of = jax.jit(lambda params: loss(denoiser.replace(params=params), packed, key)[0])
     gradient = jax.grad(of)(denoiser.params)
     rng = np.random.default_rng(0)
@@ -92,31 +96,31 @@ def test_derivatives_are_those_of_differences(denoiser):
 
 def test_chunks_change_nothing():
     denoiser = toys.frozen(np.linspace(0.9, 0.2, 16))
-    packed, view = lesson(), masked.noised(denoiser, lesson(), jax.random.key(1))
+    packed, view = packed_batch(), masked.mask_randomly(denoiser, packed_batch(), jax.random.key(1))
     packed = packed._replace(tokens=packed.tokens % 11)
-    whole, parts = (masked.loss_of(denoiser, packed, (view,), chunk=chunk)[0] for chunk in (None, 4))
+    whole, parts = (masked.compute_loss(denoiser, packed, (view,), chunk=chunk)[0] for chunk in (None, 4))
     assert float(whole) == pytest.approx(float(parts), rel=1e-6)
 
 
 def test_a_text_is_learned_and_kept_in_a_file(tmp_path):
     base = toys.causal()
     recipe = recipe_of("masked_diffusion", learning_rate=5e-3)
-    fitted = train(None, base, TEXTS[:1], recipe=recipe, epochs=60, rows=1, length=12, places=1)
+    fitted = train(None, base, TEXTS[:1], recipe=recipe, epochs=60, rows=1, length=12, starts_per_row=1)
     text = TEXTS[0]
     prompt, answer = [list(text.tokens[:3])], list(text.tokens[3:])
     assert specjax.denoise(fitted, "sdar", prompt, key=0, max_new_tokens=8).to_lists() == [answer]
-    denoisers.save(tmp_path / "fitted.safetensors", fitted, "float32")
-    again = denoisers.load(tmp_path / "fitted.safetensors")
+    denoisers.save_denoiser(tmp_path / "fitted.safetensors", fitted, "float32")
+    again = denoisers.load_denoiser(tmp_path / "fitted.safetensors")
     assert again.model.config == fitted.model.config  # not the models: their functions may have been made again since
     assert again.replace(params=(), model=fitted.model) == fitted.replace(params=())
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), again.params, fitted.params))
-    with pytest.raises(UsageError, match="learns from texts alone"):
-        train(None, base, TEXTS[:1], recipe=recipe_of("eagle3"), rows=1, length=12, places=1)
+    with pytest.raises(UsageError, match="is trained on texts alone"):
+        train(None, base, TEXTS[:1], recipe=recipe_of("eagle3"), rows=1, length=12, starts_per_row=1)
 
 
 def test_two_views_of_a_block_hide_it_in_two_parts():
-    packed = lesson()
-    hidden, judged = certainty_forcing.corrupted(packed, 4, jax.random.key(3))
+    packed = packed_batch()
+    hidden, judged = certainty_forcing.mask_block(packed, 4, jax.random.key(3))
     assert not bool(jnp.any(judged[:, 0] & judged[:, 1])) and bool(jnp.all(judged <= hidden))
     here = np.asarray(judged[:, 0] | judged[:, 1])
     for row, begin, answer, end in ((0, 0, 3, 11), (0, 11, 13, 16), (1, 0, 4, 12)):
@@ -131,17 +135,17 @@ def test_two_views_of_a_block_hide_it_in_two_parts():
 def test_certainty_is_forced_only_where_the_model_is_right():
     """By hand: two columns, of which the second is wrong and sure of it."""
     denoiser = toys.frozen([0.5, 0.5, 0.6, 0.9], best=[0, 1, 2, 5])
-    (packed,) = pack([Text((0, 1, 2, 3), 2)], 1, 4)
+    (packed,) = pack([TrainingText((0, 1, 2, 3), 2)], 1, 4)
     hide = jnp.zeros((1, 2, 4), bool).at[0, 0, 2:].set(True)
     best, sure = denoiser.params
-    view = masked.View(hide[:, 0], jnp.ones((1, 4)))
+    view = masked.MaskedView(hide[:, 0], jnp.ones((1, 4)))
 
     @jax.jit
     def of(sure, beta):
-        return certainty_forcing.loss_of(denoiser.replace(params=(best, sure)), packed, hide, hide, beta=beta)
+        return certainty_forcing.compute_loss(denoiser.replace(params=(best, sure)), packed, hide, hide, beta=beta)
 
     def of_masked(sure):
-        return masked.loss_of(denoiser.replace(params=(best, sure)), packed, (view,), by_rate=False)[0]
+        return masked.compute_loss(denoiser.replace(params=(best, sure)), packed, (view,), by_rate=False)[0]
 
     slope = jax.jit(jax.grad(of))
     plain, forced = slope(sure, 0.0), slope(sure, 2.0)

@@ -10,12 +10,19 @@ import toy
 from toy_models import alike
 
 from specjax import UsageError
-from specjax.models.heads.acceptance import AcceptanceHead, Linear, init_acceptance
-from specjax.training.data.packing import Lesson, Text, pack
+from specjax.models.heads.acceptance import AcceptanceHead, AcceptanceLayer, init_acceptance
+from specjax.training.data.packing import PackedBatch, TrainingText, pack
 from specjax.training.loop.trainer import train
 from specjax.training.objectives import losses
 from specjax.training.objectives.recipes import recipe_of
-from specjax.training.objectives.stopping import Examples, calibrated, examples, loss_of, proposals, stopping
+from specjax.training.objectives.stopping import (
+    StoppingExamples,
+    calibrate,
+    compute_loss,
+    init_stopping,
+    make_examples,
+    sample_proposals,
+)
 
 
 @functools.cache
@@ -29,29 +36,29 @@ def draft():
 
 
 @functools.cache
-def texts() -> list[Text]:
+def texts() -> list[TrainingText]:
     rng = np.random.default_rng(0)
-    return [Text(tuple(rng.integers(0, 64, 30).tolist()), 4) for _ in range(8)]
+    return [TrainingText(tuple(rng.integers(0, 64, 30).tolist()), 4) for _ in range(8)]
 
 
-def constant(accepted, weight=None) -> Examples:
+def constant(accepted, weight=None) -> StoppingExamples:
     """Features that say nothing."""
     accepted = jnp.asarray(accepted)[None]
     weight = jnp.ones_like(accepted) if weight is None else jnp.asarray(weight)[None]
-    return Examples(jnp.zeros((*accepted.shape, 4)), accepted, weight)
+    return StoppingExamples(jnp.zeros((*accepted.shape, 4)), accepted, weight)
 
 
 def says(log_odds: float) -> AcceptanceHead:
-    return AcceptanceHead((), Linear(jnp.zeros((2, 4)), jnp.array([0.0, log_odds])))
+    return AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), jnp.array([0.0, log_odds])))
 
 
 def test_an_untrained_head_has_even_odds():
-    assert float(init_acceptance(4).accepted(jnp.ones(4))) == 0.5
+    assert float(init_acceptance(4).acceptance(jnp.ones(4))) == 0.5
 
 
 def test_hard_labels_of_weight_one_are_cross_entropy():
     """T9 (c)."""
-    value, report = loss_of(says(np.log(4.0)), constant([1.0, 0.0, 1.0]), rejections=1.0)
+    value, report = compute_loss(says(np.log(4.0)), constant([1.0, 0.0, 1.0]), rejection_weight=1.0)
     assert float(value) == pytest.approx(-(2 * np.log(0.8) + np.log(0.2)) / 3, rel=1e-5)
     assert float(report.accuracy[0]) == pytest.approx(2 / 3) and report.tokens == 3
 
@@ -59,26 +66,26 @@ def test_hard_labels_of_weight_one_are_cross_entropy():
 def test_the_best_constant_is_that_of_the_closed_form_and_calibration_undoes_the_weight():
     """T9 (e): mean acceptance .8 and w = 6: 0.8 / (0.8 + 6 * 0.2) = .4."""
     found = constant([1.0, 0.9, 0.5, 0.8, 0.8])
-    slope = jax.grad(lambda odds: loss_of(AcceptanceHead((), Linear(jnp.zeros((2, 4)), odds)), found)[0])
+    slope = jax.grad(lambda odds: compute_loss(AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds)), found)[0])
     odds = lambda chance: jnp.log(jnp.array([1 - chance, chance]))
     np.testing.assert_allclose(slope(odds(0.4)), 0, atol=1e-6)
     assert abs(slope(odds(0.45))[1]) > 1e-3
-    best = AcceptanceHead((), Linear(jnp.zeros((2, 4)), odds(0.4)))
-    assert float(calibrated(best).accepted(jnp.zeros(4))) == pytest.approx(0.8, rel=1e-5)
+    best = AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds(0.4)))
+    assert float(calibrate(best).acceptance(jnp.zeros(4))) == pytest.approx(0.8, rel=1e-5)
 
 
 @jax.jit
-def found_of(tokens, kept) -> Examples:
-    lesson = pack(texts()[:2], 2, 30)[0]._replace(tokens=tokens)
-    return examples(draft().model, draft().params, target(), lesson, jax.random.key(1), kept)
+def found_of(tokens, kept) -> StoppingExamples:
+    packed = pack(texts()[:2], 2, 30)[0]._replace(tokens=tokens)
+    return make_examples(draft().model, draft().params, target(), packed, jax.random.key(1), kept)
 
 
 def test_what_was_not_proposed_has_no_gradient():
     """T9 (f)."""
     found = found_of(pack(texts()[:2], 2, 30)[0].tokens, 0.5)
     weight = jnp.ones((2, 32)) * jnp.array([[0.1], [0.3]])
-    head = AcceptanceHead((), Linear(weight, jnp.zeros(2)))
-    slope = jax.jit(jax.grad(lambda features: loss_of(head, found._replace(features=features))[0]))
+    head = AcceptanceHead((), AcceptanceLayer(weight, jnp.zeros(2)))
+    slope = jax.jit(jax.grad(lambda features: compute_loss(head, found._replace(features=features))[0]))
     moved = np.abs(np.asarray(slope(found.features))).sum(-1) > 0
     np.testing.assert_array_equal(moved, np.asarray(found.weight) > 0)
     inside = np.arange(30) >= 4
@@ -90,8 +97,8 @@ def test_proposals_are_drawn_from_the_draft_and_accepted_by_the_ratio():
     p, q = (toy.markov(rows) for rows in (toy.TARGET_ROWS, toy.DRAFT_ROWS))
     vocab = len(toy.TARGET_ROWS)
     tokens = np.random.default_rng(0).integers(0, vocab, (40, 100)).astype(np.int32)
-    lesson = Lesson(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
-    run = jax.jit(lambda key: proposals(q.model, q.params, p, lesson, key))
+    packed = PackedBatch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
+    run = jax.jit(lambda key: sample_proposals(q.model, q.params, p, packed, key))
     token, accepted = map(np.asarray, run(jax.random.key(0)))
     before, drawn = tokens[:, :-1].ravel(), token[:, 1:].ravel()
     expected = np.minimum(toy.TARGET_ROWS[before, drawn] / toy.DRAFT_ROWS[before, drawn], 1)
@@ -117,16 +124,16 @@ def test_it_learns_what_the_draft_proposes_too_often_and_the_draft_stays():
     rows = np.tile([0.5, *[0.5 / 7] * 7], (8, 1)) * rng.uniform(0.8, 1.2, (8, 8))
     rows = (rows / rows.sum(1, keepdims=True)).astype(np.float32)
     own, truth = toy.markov(rows), toy.markov(np.full((8, 8), 1 / 8, np.float32))
-    some = [Text(tuple(rng.integers(0, 8, 40).tolist()), 4) for _ in range(16)]
-    start, recipe = stopping(own, 1), recipe_of("specdec++", learning_rate=3e-2)
+    some = [TrainingText(tuple(rng.integers(0, 8, 40).tolist()), 4) for _ in range(16)]
+    start, recipe = init_stopping(own, 1), recipe_of("specdec++", learning_rate=3e-2)
     fitted = train(truth, start, some[:8], recipe=recipe, rows=8, length=40, epochs=40)
     np.testing.assert_array_equal(fitted.params["draft"], own.params)
-    found = examples(own.model, own.params, truth, pack(some[8:], 8, 40)[0], jax.random.key(2))
+    found = make_examples(own.model, own.params, truth, pack(some[8:], 8, 40)[0], jax.random.key(2))
     proposed = np.asarray(found.weight) > 0
-    said, accepted = np.asarray(calibrated(fitted.head).accepted(found.features))[proposed], found.accepted[proposed]
+    said, accepted = np.asarray(calibrate(fitted.head).acceptance(found.features))[proposed], found.accepted[proposed]
     assert np.corrcoef(said, accepted)[0, 1] > 0.9
     assert float(np.mean(said)) == pytest.approx(float(np.mean(accepted)), abs=0.1)
-    with pytest.raises(UsageError, match="hold no texts out"):
+    with pytest.raises(UsageError, match="leave held_out empty"):
         train(truth, start, some, held_out=some, rows=16, length=40)
 
 

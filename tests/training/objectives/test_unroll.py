@@ -16,7 +16,7 @@ from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.kinds import KINDS
 from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
 from specjax.training.data.packing import PackedBatch
-from specjax.training.objectives.unroll import read, unroll_rounds
+from specjax.training.objectives.unroll import Rounds, run_target, unroll_rounds
 from specjax.types import Context
 
 DEPTHS = 3
@@ -31,7 +31,7 @@ def target():
     return toy.tiny_llama(layers=3)
 
 
-def packed(packed: bool = True) -> PackedBatch:
+def packed_batch(packed: bool = True) -> PackedBatch:
     tokens = np.random.default_rng(1).integers(0, 64, (2, ROW)).astype(np.int32)
     first = np.zeros((2, ROW), np.int32)
     if packed:
@@ -42,8 +42,8 @@ def packed(packed: bool = True) -> PackedBatch:
 @functools.partial(jax.jit, static_argnums=0)
 def _said(head, params, target, packed):
     stack = lambda depths: jnp.stack([depth.logits for depth in depths], 1)
-    activations = read(target, head, packed)
-    return unroll_rounds(head, params, target, packed, activations, jnp.asarray(PLACES), DEPTHS, None, stack)
+    activations = run_target(target, head, packed)
+    return unroll_rounds(head, params, target, Rounds(packed, activations, jnp.asarray(PLACES)), DEPTHS, stack)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -70,11 +70,11 @@ def _alone(head, params, target, tokens, path):
 def test_a_round_is_what_the_head_drafts_from_there(kind):
     config = heads.config_of(kind, target())
     head, params = KINDS[kind].head(config), random_params(kind, config)
-    given = packed(kind not in CANNOT_BE_PACKED)
+    given = packed_batch(kind not in CANNOT_BE_PACKED)
     said = np.asarray(_said(head, params, target(), given)).reshape(*PLACES.shape, DEPTHS, -1)
     for row, column in np.argwhere(PLACES >= 0):
         t = PLACES[row, column]
-        if t > SECOND and not given.first[row, t]:
+        if t > SECOND and not given.text_start[row, t]:
             continue
         text, path = given.tokens[None, row, t - 1 : t + 2], given.tokens[None, row, t + 2 : t + 1 + DEPTHS]
         expected = np.asarray(_alone(head, params, target(), text, path))[0]

@@ -1,0 +1,73 @@
+"""The history of a training run, as a JSON Lines file with one line per step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import UsageError
+from specjax.training.loop.trainer import TrainingProgress
+from specjax.training.measure.acceptance_eval import MeasuredAcceptance
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """Return the steps in a file, up to the first incomplete line."""
+    history: list[dict[str, Any]] = []
+    if not path.exists():
+        return history
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            history.append(entry | {"step": int(entry["step"])})
+        except (ValueError, KeyError, TypeError):
+            break
+    return history
+
+
+def to_entry(progress: TrainingProgress) -> dict[str, Any]:
+    """Return a step as plain values."""
+    entry = progress._asdict()
+    measured = entry.pop("measured")
+    entry["served"] = None if measured is None else {"tokens_per_pass": measured.per_pass, **measured._asdict()}
+    entry["best"] = progress.best is not None
+    return entry
+
+
+class TrainingHistory:
+    """A history in memory and in a file. A resumed run replaces the steps that it runs again."""
+
+    def __init__(self, path: Path, writes: bool = True):
+        """Read the file, if it exists. Args: writes: store new steps, which only one of several hosts does."""
+        self.path, self.writes = path, writes
+        self.entries = read_history(path)
+
+    def add(self, progress: TrainingProgress) -> None:
+        """Add a step."""
+        entry = to_entry(progress)
+        is_repeated = bool(self.entries) and self.entries[-1]["step"] >= entry["step"]
+        if is_repeated:
+            self.entries = [old for old in self.entries if old["step"] < entry["step"]]
+        self.entries.append(entry)
+        if not self.writes:
+            return
+        lines = self.entries if is_repeated else [entry]
+        try:
+            with self.path.open("w" if is_repeated else "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} cannot be written ({error.strerror}); make room, and run it again"
+            ) from error
+
+    @property
+    def has_best(self) -> bool:
+        """Return True if a best head or model was stored."""
+        return any(entry["best"] for entry in self.entries)
+
+    def last_best(self) -> MeasuredAcceptance | None:
+        """Return the measurement of the best head or model, or None."""
+        for entry in reversed(self.entries):
+            if entry.get("best") and isinstance(entry.get("served"), dict):
+                return MeasuredAcceptance(*(entry["served"][name] for name in MeasuredAcceptance._fields))
+        return None

@@ -1,0 +1,97 @@
+"""A training step, as a pure function of its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.training.data.packing import PackedBatch
+from specjax.training.loop.optimizers import make_optimizer, merge_params, split_params
+from specjax.training.objectives.head_objective import StepReport
+from specjax.training.objectives.recipes import Recipe
+from specjax.training.objectives.trainables import Trainable, TrainingObjective
+from specjax.training.objectives.unroll import TargetActivations
+from specjax.types import Array, PyTree, Target
+
+
+class TrainingPlan(NamedTuple):
+    """The static part of a run, equal in all steps. Hashable."""
+
+    recipe: Recipe
+    objective: TrainingObjective
+    steps: int
+    chunk: int | None = None  # positions of a row whose logits are computed at a time
+    dtype: str = "float32"  # of matrix products; trained parameters are float32
+
+
+class State(NamedTuple):
+    """The part of a run that a step changes."""
+
+    trained: PyTree  # float32 parameters, None in place of frozen ones
+    optimizer: PyTree
+    step: Array  # int32[]
+
+
+class StepOutcome(NamedTuple):
+    """Results of a step."""
+
+    loss: Array  # float32[]
+    report: StepReport
+    finite: Array  # bool[]; a step with a loss or gradient that is not finite changes nothing
+
+
+def init_state(plan: TrainingPlan, params: PyTree) -> tuple[State, PyTree]:
+    """Return (initial state, frozen parameters)."""
+    trained, frozen = split_params(params, plan.recipe.frozen)
+    trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
+    return State(trained, make_optimizer(plan.recipe, plan.steps).init(trained), jnp.int32(0)), frozen
+
+
+def compute_step(
+    plan: TrainingPlan, state: State, frozen: PyTree, target: Target | None, packed: PackedBatch, positions: Array,
+    key: Array, activations: TargetActivations | None = None,
+) -> tuple[State, StepOutcome]:  # fmt: skip
+    """Take one optimizer step on a packed batch. Pure; the target and the frozen parameters get no gradient.
+
+    Args:
+      frozen: from `init_state`. positions: int32[B, R], where rounds begin; -1: no round.
+      key: for the noise on features, if the recipe has some.
+      activations: the target's on this batch, if they are cached; None: the target runs.
+    """
+    import optax
+
+    cached = {} if activations is None else {"activations": activations}
+
+    def loss_of(trained: PyTree) -> tuple[Array, StepReport]:
+        params = merge_params(jax.tree.map(lambda x: x.astype(plan.dtype), trained), frozen)
+        return plan.objective.loss(plan.recipe, params, target, packed, positions, key, plan.chunk, **cached)
+
+    (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
+    finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
+    updates, optimizer = make_optimizer(plan.recipe, plan.steps).update(gradient, state.optimizer, state.trained)
+    updated = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    return state, StepOutcome(loss, report, finite)
+
+
+train_step = jax.jit(compute_step, static_argnames="plan", donate_argnames="state")
+"""`compute_step`, compiled. The state is donated and cannot be used again."""
+
+
+def main_dtype(params: PyTree) -> str:
+    """Return the most frequent floating-point dtype of parameters."""
+    floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return str(max(floats, key=floats.count))
+
+
+def export_trainable(trainable: Trainable, state: State, frozen: PyTree) -> Any:
+    """Return the trainable with the parameters of the state, in its own dtypes.
+
+    The result stays valid when a step donates the state.
+    """
+    merged = merge_params(jax.tree.map(jnp.copy, state.trained), frozen)
+    params = jax.tree.map(lambda x, old: x.astype(old.dtype), merged, trainable.params)
+    return dataclasses.replace(trainable, params=params)

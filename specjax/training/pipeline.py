@@ -1,0 +1,409 @@
+"""From a target to a served draft head or draft model, in one call.
+
+    settings = TrainingSettings(epochs=3, max_new_tokens=128)
+    train_drafter(target, tokenizer, "eagle3", prompts, folder="head", settings=settings)
+    drafter = specjax.make_drafter("eagle3", target, specjax.load_head("head", target))
+    specjax.decode(target, drafter, prompts, key=0, max_new_tokens=128)
+
+The steps are: responses of the target to the prompts, packing, cached activations, initialisation, training with
+evaluation on held-out prompts, and writing the best head. `specjax train` parses flags for this function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models import prune_layers
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import KINDS
+from specjax.parallel import check_same, gather
+from specjax.persistence.fingerprint import digest_model
+from specjax.training.data.corpus import Corpus, CorpusBuilder, CorpusSettings, TextSource
+from specjax.training.data.packing import TrainingText
+from specjax.training.loop.checkpoints import read_position
+from specjax.training.loop.history import TrainingHistory
+from specjax.training.loop.target_activations import ActivationCache
+from specjax.training.loop.trainer import LoopSettings, TrainingProgress, run_identity, train
+from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
+from specjax.training.measure.scaling import MIN_BUDGETS, ScalingLaw, fit
+from specjax.training.objectives.recipes import Recipe, check_recipe, recipe_of
+from specjax.training.objectives.trainables import TrainingObjective
+from specjax.training.observer import TrainingObserver
+from specjax.training.starting_points import DraftModel, NewHead, StartingPoint, TrainedHead
+from specjax.types import Target
+
+DRAFT_MODEL = "two_model"
+"""The kind of a draft model. Other kinds are heads, the keys of `models.heads.kinds.KINDS`."""
+
+CHAIN_LENGTH = 3
+"""Default length of the measured chain, if the head drafts as many tokens."""
+
+MINIMA = {
+    "held_out": 1, "max_new_tokens": 2, "generated_prompts": 0, "batch_size": 1, "epochs": 1, "rows": 1, "length": 8,
+    "chunk": 1, "evaluate_every": 1, "patience": 0, "num_draft_tokens": 1, "seed": 0, "temperature": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """The numbers of `train_drafter`. The command line has a flag for each, with the same default."""
+
+    held_out: int = 16  # prompts that are measured and not trained on
+    max_new_tokens: int = 256  # limit of a response
+    temperature: float = 0.0  # of the responses; those to held-out prompts are greedy
+    generated_prompts: int = 0  # prompts that the target writes itself
+    batch_size: int = 16  # prompts that are answered together
+    epochs: int = 1
+    rows: int = 4  # of a training batch
+    length: int = 512  # tokens per row
+    chunk: int | None = None  # positions of a row whose logits are computed at a time; None: all
+    evaluate_every: int = 50  # steps between evaluations
+    patience: int | None = None  # evaluations in a row without improvement before training stops; None: unlimited
+    num_draft_tokens: int | None = None  # length of the measured chain; None: 3, or the limit of the head
+    budgets: tuple[int, ...] = ()  # response tokens of several runs, to which a scaling law is fitted; (): one run
+    cache_gib: float | None = None  # size limit of cached activations; None: the target runs in every epoch
+    seed: int = 0
+
+    replace = replace
+
+    def check(self) -> None:
+        """Raise a UsageError for numbers out of range."""
+        for name, minimum in MINIMA.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise UsageError(f"`{name}` must be at least {minimum}, not {value}")
+        if self.cache_gib is not None and not self.cache_gib > 0:
+            raise UsageError(f"`cache_gib` must be above 0, not {self.cache_gib}")
+        if self.budgets and (len(set(self.budgets)) < MIN_BUDGETS or min(self.budgets) < 1):
+            raise UsageError(
+                f"`budgets` needs at least {MIN_BUDGETS} different numbers above 0, such as 20000,40000,80000; it has "
+                f"{','.join(map(str, self.budgets))}"
+            )
+
+
+class BudgetRun(NamedTuple):
+    """The result of one budget."""
+
+    tokens: int  # of responses
+    per_pass: float
+
+
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """A trained draft head or draft model, as it was written to a folder."""
+
+    model: DraftHead | Target
+    kind: str
+    folder: Path
+    recipe: Recipe
+    num_draft_tokens: int  # length of the measured chain
+    measured: MeasuredAcceptance  # on the held-out responses
+    held_out: int  # responses that were measured
+    improved: bool  # False if no step improved a trained starting point, which is then returned
+    texts: int  # that were trained on
+    response_tokens: int  # of these texts
+    history: list[dict[str, Any]]  # one entry per step
+    runs: tuple[BudgetRun, ...] = ()  # by budget
+    law: ScalingLaw | None = None  # fitted to these runs
+
+
+def train_drafter(
+    target: Target,
+    tokenizer: Any,
+    kind: str | None,
+    prompts: Sequence[TextSource] = (),
+    *,
+    folder: str | Path,
+    texts: Sequence[TextSource] = (),
+    draft: DraftHead | Target | None = None,
+    layers: Sequence[int] = (),
+    start: str | DraftHead = "target",
+    head_options: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
+    on_policy: float = 0.0,
+    settings: TrainingSettings | None = None,
+    responses: str | Path | None = None,
+    activations: str | Path | None = None,
+    saved_tokenizer: Any = None,
+    observer: TrainingObserver | None = None,
+) -> TrainedDrafter:
+    """Train a draft head or draft model on responses of the target, and write the best one to a folder.
+
+    Repeat an interrupted call with the same folder to resume it from its last evaluation, bit for bit.
+
+    Args:
+      kind: a kind of head, such as "eagle3", or "two_model" for a draft model. None: the kind of `draft`, or "eagle3".
+      prompts: user messages, or the token ids of whole prompts. Some are held out.
+      folder: gets the head or model, `history.jsonl`, `run/` with the state, `answers/` and `states/`.
+      texts: texts, or token ids, to train on instead of responses. The prompts are then only measured.
+      draft: a head or draft model to continue from. layers: or the target's layers that a draft model starts with.
+      start: a new head copies parameters of the "target" or of another head, or is "random".
+      head_options: changes of the head's config, such as draft_vocab_size.
+      recipe: default: that of the kind; see `recipe_of`.
+      on_policy: share of the steps in which a draft model trains on its own responses (DistillSpec).
+      settings: default: `TrainingSettings()`.
+      responses: folder of responses that runs share; default: `folder/answers`.
+      activations: folder of cached activations that runs share, if `settings.cache_gib` is set; default:
+        `folder/states`.
+      saved_tokenizer: a tokenizer or model folder, written beside a draft model; default: `tokenizer`.
+      observer: receives progress.
+
+    Raises: UsageError for everything that can be wrong. Most of it is checked before responses are generated.
+    """
+    kind = resolve_kind(kind, draft, layers)
+    recipe = recipe or recipe_of("distillspec" if kind == DRAFT_MODEL else kind)
+    check_recipe(recipe)
+    settings = settings or TrainingSettings()
+    settings.check()
+    options = _StartOptions(kind, draft, tuple(layers), start, head_options or {}, on_policy, settings.seed)
+    saved = tokenizer if saved_tokenizer is None else saved_tokenizer
+    folder = Path(folder)
+    job = _Job(
+        target, tokenizer, _find_start(target, tokenizer, options, saved), recipe, settings, folder,
+        Path(responses or folder / "answers"), Path(activations or folder / "states"), observer or TrainingObserver(),
+    )  # fmt: skip
+    job.check()
+    corpus = job.build_corpus(prompts, texts)
+    return job.train_budgets(corpus) if settings.budgets else job.train_once(corpus)
+
+
+def resolve_kind(kind: str | None, draft: DraftHead | Target | None, layers: Sequence[int] = ()) -> str:
+    """Return the kind to train. Raises: UsageError for an unknown kind, or one that does not fit `draft`."""
+    implied = "eagle3"
+    if isinstance(draft, DraftHead):
+        implied = draft.head.kind
+    elif draft is not None or layers:
+        implied = DRAFT_MODEL
+    kind = kind or implied
+    if kind not in KINDS and kind != DRAFT_MODEL:
+        raise UsageError(f'kind must be {DRAFT_MODEL} or one of {", ".join(KINDS)}, not "{kind}"')
+    if isinstance(draft, DraftHead | Target) and kind != implied:
+        raise UsageError(f"`draft` is of kind {implied}, not {kind}; leave one of the two out")
+    return kind
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create the folder of a run. Raises: UsageError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "history.jsonl").touch()
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
+
+
+class _StartOptions(NamedTuple):
+    """The arguments of `train_drafter` that describe its starting point."""
+
+    kind: str
+    draft: DraftHead | Target | None
+    layers: tuple[int, ...]
+    source: str | DraftHead
+    head_options: Mapping[str, Any]
+    on_policy: float
+    seed: int
+
+
+def _find_start(target: Target, tokenizer: Any, options: _StartOptions, saved_tokenizer: Any) -> StartingPoint:
+    """Return the starting point. Raises: UsageError for arguments that do not fit together."""
+    draft, layers, kind, eos = options.draft, options.layers, options.kind, tuple(tokenizer.eos)
+    if kind != DRAFT_MODEL:
+        if layers or options.on_policy:
+            raise UsageError(f"`layers` and `on_policy` are for draft models, and {kind} is a head; leave them out")
+        if isinstance(draft, DraftHead):
+            return TrainedHead(target, draft)
+        return NewHead(target, eos, kind, options.head_options, options.source)
+    if (draft is None) == (not layers):
+        raise UsageError("a draft model starts from `draft`, or from `layers` of the target; give one of the two")
+    if isinstance(draft, Target):
+        model = draft
+    else:
+        try:
+            model = prune_layers(target, layers)
+        except UsageError as error:
+            raise UsageError(f"`layers`: {error}") from None
+    return DraftModel(model, eos, layers, options.on_policy, options.seed, saved_tokenizer)
+
+
+@dataclass
+class _Job:
+    """The steps of `train_drafter`."""
+
+    target: Target
+    tokenizer: Any
+    start: StartingPoint
+    recipe: Recipe
+    settings: TrainingSettings
+    folder: Path
+    responses: Path
+    activations: Path
+    observer: TrainingObserver
+    writes: bool = field(default_factory=lambda: not jax.process_index())  # one of several hosts writes the results
+
+    def check(self) -> None:
+        """Raise a UsageError for everything that can be checked before responses are generated."""
+        prepare_folder(self.folder)
+        if jax.process_count() > 1:
+            others = [digest_model(self.start.build((), 0))] if self.start.is_trained else []
+            check_same([digest_model(self.target), *others], "models")
+        self._check_sizes()
+        objective = self.start.objective()
+        self._check_chain(objective)
+        remark = self.start.check(self.num_draft_tokens)
+        params = self.start.abstract_params()
+        identity = run_identity(
+            self.target, objective, params, self.recipe, self._loop_settings(), self.settings.cache_gib is not None,
+            self.start.identity,
+        )  # fmt: skip
+        for name in self._run_names():
+            read_position(self.folder / f"run{name}", identity)
+        if self.settings.cache_gib is not None:
+            self._open_cache().check(self.target, objective)
+        if remark:
+            self.observer.on_note(remark)
+
+    def _check_sizes(self) -> None:
+        """Raise a UsageError for rows that the mesh splits unevenly, or that are longer than a model allows."""
+        settings, mesh = self.settings, self.target.model.mesh
+        parts = 1 if mesh is None else mesh.shape.get("data", 1)
+        for name in ("rows", "batch_size"):
+            if getattr(settings, name) % parts:
+                raise UsageError(
+                    f'{name}={getattr(settings, name)} cannot be split over the {parts} devices of "data"; '
+                    "make it a multiple"
+                )
+        if settings.length > self.max_positions:
+            raise UsageError(
+                f"length={settings.length} is more than the {self.max_positions} tokens that the model takes; lower it"
+            )
+
+    @property
+    def max_positions(self) -> int:
+        """Return the limit of text lengths."""
+        limit, other = self.target.model.max_positions, self.start.max_positions
+        return limit if other is None else min(limit, other)
+
+    @functools.cached_property
+    def num_draft_tokens(self) -> int:
+        """Return the length of the measured chain."""
+        limit = self.start.objective().max_depth
+        return self.settings.num_draft_tokens or min(CHAIN_LENGTH, limit or CHAIN_LENGTH)
+
+    def _check_chain(self, objective: TrainingObjective) -> None:
+        """Raise a UsageError for a chain that is longer than the head drafts."""
+        limit = objective.max_depth
+        if limit and self.num_draft_tokens > limit:
+            raise UsageError(
+                f"num_draft_tokens={self.num_draft_tokens} is more than the {limit} that {objective.kind} drafts; "
+                "lower it, or leave it out"
+            )
+
+    def _loop_settings(self) -> LoopSettings:
+        """Return the settings of the training loop."""
+        names = ("epochs", "rows", "length", "chunk", "evaluate_every", "patience", "seed")
+        return LoopSettings(**{name: getattr(self.settings, name) for name in names}, num_tokens=self.num_draft_tokens)
+
+    def _run_names(self) -> list[str]:
+        """Return the names of the runs, as parts of file names."""
+        return [f"-{budget}" for budget in self.settings.budgets] or [""]
+
+    def _open_cache(self) -> ActivationCache:
+        assert self.settings.cache_gib is not None
+        return ActivationCache(self.activations, self.settings.cache_gib, self.observer.on_activations)
+
+    def build_corpus(self, prompts: Sequence[TextSource], texts: Sequence[TextSource]) -> Corpus:
+        """Return the texts to train on and to measure, after generating missing responses."""
+        settings = self.settings
+        corpus_settings = CorpusSettings(
+            settings.held_out, settings.max_new_tokens, settings.temperature, settings.generated_prompts,
+            settings.batch_size, settings.length, settings.seed, self.max_positions,
+        )  # fmt: skip
+        builder = CorpusBuilder(
+            self.target, self.tokenizer, corpus_settings, self.responses, self.folder / "held_out", self.observer,
+            self.writes,
+        )  # fmt: skip
+        return builder.build(prompts, texts)
+
+    def train_once(self, corpus: Corpus) -> TrainedDrafter:
+        """Train on all texts, and write the result."""
+        model, history = self._train(corpus)
+        return self._finish(model, history, corpus)
+
+    def train_budgets(self, corpus: Corpus) -> TrainedDrafter:
+        """Train once per budget, fit a scaling law, and write the result of the largest budget."""
+        total = sum(text.response_length for text in corpus.texts)
+        budgets = self.settings.budgets
+        if budgets[-1] > total:
+            raise UsageError(
+                f"`budgets`: the responses have {total} tokens, fewer than {budgets[-1]}; give more prompts, or "
+                "smaller budgets"
+            )
+        runs = []
+        for budget, name in zip(budgets, self._run_names(), strict=True):
+            part = corpus._replace(texts=_take_tokens(corpus.texts, budget))
+            self.observer.on_note(f"a budget of {budget} tokens: {len(part.texts)} responses")
+            model, history = self._train(part, name)
+            runs.append(BudgetRun(budget, self._measure(model, history, part).per_pass))
+        law = fit(budgets, [run.per_pass for run in runs])
+        return replace(self._finish(model, history, part), runs=tuple(runs), law=law)
+
+    def _train(self, corpus: Corpus, name: str = "") -> tuple[Any, TrainingHistory]:
+        """Run the training loop. Args: name: of one of several runs."""
+        model = self.start.build(corpus.texts, self.settings.seed)
+        history = TrainingHistory(self.folder / f"history{name}.jsonl", self.writes)
+
+        def on_progress(progress: TrainingProgress) -> None:
+            history.add(progress)
+            if progress.best is not None:  # so that an interrupted run leaves the best head or model
+                self._save(progress.best)
+            self.observer.on_step(progress)
+
+        self.observer.on_run(name)
+        cache = None if self.settings.cache_gib is None else self._open_cache()
+        try:
+            trained = train(
+                self.target, model, corpus.texts, recipe=self.recipe, held_out=corpus.held_out,
+                evaluate_first=self.start.is_trained, folder=self.folder / f"run{name}", activation_cache=cache,
+                identity=self.start.identity, replace_batch=self.start.replace_batch, on_progress=on_progress,
+                **self._loop_settings()._asdict(),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            stored = f"{self.folder} has the best result so far, and the" if history.has_best else "the"
+            raise KeyboardInterrupt(f"{stored} same run resumes from its last evaluation") from None
+        return trained, history
+
+    def _measure(self, model: Any, history: TrainingHistory, corpus: Corpus) -> MeasuredAcceptance:
+        """Return the measurement of the best result, from its history if it is there."""
+        settings = self.settings
+        return history.last_best() or measure_acceptance(
+            self.target, model, corpus.held_out, depths=self.num_draft_tokens, rows=settings.rows,
+            length=settings.length,
+        )  # fmt: skip
+
+    def _save(self, model: Any) -> None:
+        whole = replace(model, params=gather(model.params))
+        if self.writes:
+            self.start.save(self.folder, whole, self.num_draft_tokens)
+
+    def _finish(self, model: Any, history: TrainingHistory, corpus: Corpus) -> TrainedDrafter:
+        """Write the result."""
+        measured = self._measure(model, history, corpus)
+        self._save(model)
+        improved = not self.start.is_trained or any(entry["best"] and entry["step"] for entry in history.entries)
+        return TrainedDrafter(
+            model, self.start.kind, self.folder, self.recipe, self.num_draft_tokens, measured, len(corpus.held_out),
+            improved, len(corpus.texts), sum(text.response_length for text in corpus.texts), history.entries,
+        )  # fmt: skip
+
+
+def _take_tokens(texts: Sequence[TrainingText], budget: int) -> list[TrainingText]:
+    """Return the first texts whose responses have at least `budget` tokens together."""
+    preceding = np.cumsum([0, *(text.response_length for text in texts)])
+    return [text for text, count in zip(texts, preceding, strict=False) if count < budget]
