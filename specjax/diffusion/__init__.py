@@ -1,46 +1,47 @@
 """Diffusion language models: masked and block diffusion under the contracts of `specjax.diffusion.types`.
 
-`specjax.denoise` decodes with them; `specjax.diffusion.methods` has one file per published method."""
+`specjax.denoise` decodes with them, and `specjax.diffusion.methods` has one file per published method.
+"""
 
 from specjax.diffusion.drafting import as_drafter
 from specjax.diffusion.hex import hex_vote
 from specjax.diffusion.loop import Denoised
 from specjax.diffusion.types import (
-    Act,
     Canvas,
+    CanvasCache,
+    CanvasOutput,
+    ColumnRule,
     Control,
+    ControlAction,
     Denoiser,
-    Memory,
     Procedure,
     Proposal,
-    Rule,
     Schedule,
     Score,
-    Seen,
     Verify,
     View,
-    Wide,
     Window,
+    WindowOutput,
     autoregressive,
 )
 
 __all__ = [
-    "Act",
     "Canvas",
+    "CanvasCache",
+    "CanvasOutput",
+    "ColumnRule",
     "Control",
+    "ControlAction",
     "Denoised",
     "Denoiser",
-    "Memory",
     "Procedure",
     "Proposal",
-    "Rule",
     "Schedule",
     "Score",
-    "Seen",
     "Verify",
     "View",
-    "Wide",
     "Window",
+    "WindowOutput",
     "as_drafter",
     "autoregressive",
     "hex_vote",

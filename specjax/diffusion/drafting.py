@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.diffusion import forward
 from specjax.diffusion.rules.quota import quota
-from specjax.diffusion.types import Canvas, Denoiser, Proposal, Rule, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Proposal, View
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, warp
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Traits, TreeSize
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     columns: Array  # int32[B], that it holds
 
 
-def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: Rule | None = None) -> Drafter:
+def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnRule | None = None) -> Drafter:
     """A drafter of chains of `width` tokens.
 
     Args:
@@ -82,7 +82,7 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
         )
     if not denoiser.is_causal:
         return Kept(denoiser.model.init_cache(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
-    room = size + 2 * _columns(denoiser, width) + forward.more_than_chunk(denoiser)
+    room = size + 2 * _columns(denoiser, width) + forward.extra_slots(denoiser)
     cache = denoiser.model.init_cache(denoiser.params, None, batch, room)
     count = _finished(denoiser, context.length)
     return Kept(forward.read_blocks(denoiser, cache, context.tokens, count), count)
@@ -95,7 +95,7 @@ def _finished(denoiser: Denoiser, length: Array) -> Array:
 
 
 def _propose(
-    params: tuple[Denoiser, Rule], keys: Array, state: Kept, context: Context, limit: Array, *, width: int, rounds: int
+    params: tuple[Denoiser, ColumnRule], keys: Array, state: Kept, context: Context, limit: Array, *, width: int, rounds: int
 ) -> tuple[TokenTree, Kept]:
     denoiser, rule = params
     batch = len(context.tokens)
@@ -105,11 +105,11 @@ def _propose(
     pending, logits = None, jnp.zeros(())
     for number in range(rounds):
         hidden, pending = look(denoiser, state, canvas, width)
-        logits = forward.logits_of(denoiser, hidden)
+        logits = forward.compute_logits(denoiser, hidden)
         if rounds == 1:
             break
         take, token, chosen = _decided(denoiser, rule, chosen, canvas, drafted, logits, keys, width, rounds, number)
-        canvas = forward.put(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
+        canvas = forward.decide_columns(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
     if rounds == 1:
         rows = warp(logits, context.sampling)
         if context.noise is None:
@@ -155,22 +155,22 @@ def keep(denoiser: Denoiser, state: Kept, context: Context, pending: PyTree, wid
 def look(denoiser: Denoiser, state: Kept, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
     """(hidden [B, W, D] that predict the columns behind the text, what is pending)."""
     if denoiser.block is None:
-        hidden, pending = forward.over_canvas(denoiser, state.cache, canvas)
-        return forward.aligned(denoiser, hidden, canvas.start, width), pending
+        hidden, pending = forward.forward_canvas(denoiser, state.cache, canvas)
+        return forward.align_rows(denoiser, hidden, canvas.start, width), pending
     count = _columns(denoiser, width)
     offset = jnp.arange(count)
     columns = state.columns[:, None] + offset
     block = offset // denoiser.block
     mask = jnp.broadcast_to(block[None, :] <= block[:, None], (len(columns), count, count))
-    shown = forward.shown(denoiser, canvas, columns)
+    shown = forward.input_tokens(denoiser, canvas, columns)
     # Behind the canvas there is nothing but open columns.
     shown = jnp.where(columns < canvas.tokens.shape[1], shown, denoiser.blank)
     hidden, pending = forward.forward(denoiser, state.cache, shown, columns, mask)
-    return forward.aligned(denoiser, hidden, canvas.start - state.columns, width), pending
+    return forward.align_rows(denoiser, hidden, canvas.start - state.columns, width), pending
 
 
 def _decided(
-    denoiser: Denoiser, rule: Rule, chosen: PyTree, canvas: Canvas, drafted: Array, logits: Array, keys: Array,
+    denoiser: Denoiser, rule: ColumnRule, chosen: PyTree, canvas: Canvas, drafted: Array, logits: Array, keys: Array,
     width: int, rounds: int, number: int,
 ) -> tuple[Array, Array, PyTree]:  # fmt: skip
     """(take, token, state) of a round, all that is left in the last."""
@@ -180,7 +180,7 @@ def _decided(
     view = View(
         start=canvas.start,
         columns=drafted,
-        tokens=forward.shown(denoiser, canvas, drafted),
+        tokens=forward.input_tokens(denoiser, canvas, drafted),
         exists=jnp.ones_like(opened),
         open=opened,
         eligible=opened,

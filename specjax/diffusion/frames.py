@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax.diffusion.loop import Progress
+from specjax.diffusion.loop import DenoisingState
 from specjax.engine.job import Job
 from specjax.engine.run import start, step
 from specjax.types import DecodeState
@@ -49,7 +49,7 @@ def frames(job: Job) -> Generator[Frame, None, None]:
 
 
 def _seen(state: DecodeState) -> dict:
-    own: Progress = state.draft
+    own: DenoisingState = state.draft
     return {
         "tokens": state.tokens, "open": own.open, "decided_at": own.decided_at, "start": own.start, "stop": state.stop,
         "length": state.length, "passes": own.passes, "columns": own.columns, "done": state.done,

@@ -1,7 +1,7 @@
-"""The denoising loop: place a window, look at it, decide columns. What drives it is `specjax.engine`.
+"""The denoising loop: place a window, run the model on it, decide columns. `specjax.engine` drives it.
 
-A row's tokens are *final* when no column before them is open, and only those are handed out; it ends when its text is
-final up to its last column or to a token that ends it.
+A token is *final* if no earlier column of its row is open. Only final tokens are emitted. A row ends when its text is
+final up to its last column or up to an eos token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from specjax.arrays import batch_axes
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.diffusion import forward
 from specjax.diffusion.measures import gap, log_probability
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Seen, View, Wide, Window, is_eos
+from specjax.diffusion.types import (
+    Canvas,
+    CanvasCache,
+    CanvasOutput,
+    Denoiser,
+    Procedure,
+    Proposal,
+    View,
+    Window,
+    WindowOutput,
+    is_eos,
+)
 from specjax.engine.job import Keep, Loop
 from specjax.engine.results import DecodeResult
 from specjax.engine.step import on_mesh
@@ -25,23 +36,23 @@ from specjax.numerics.sampling import noise, warp
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target, TreeSize
 
 
-def _drafts_nothing(*_: Any) -> Any:
+def _no_draft(*_: Any) -> Any:
     raise AssertionError("a denoising loop drafts nothing")
 
 
-NO_DRAFTER = Drafter(_drafts_nothing, size=TreeSize(1, 0))
+NO_DRAFTER = Drafter(_no_draft, size=TreeSize(1, 0))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Denoising:
-    """The parts of a denoising loop, as `specjax.engine.job.Parts` are those of the other one."""
+class DenoisingParts:
+    """The parts of a denoising loop, the counterpart of `specjax.engine.job.Parts`."""
 
     denoiser: Denoiser
     procedure: Procedure
     sampling: Sampling
     eos: Array  # int32[E], or per row int32[B, E]
-    memory: Memory
+    memory: CanvasCache
     width: int = field(metadata={"static": True})  # W
     keep: Keep = field(default=Keep(), metadata={"static": True})
     loop: Loop = field(kw_only=True, metadata={"static": True})
@@ -55,7 +66,7 @@ class Denoising:
         return self.denoiser.target
 
 
-class Slots(NamedTuple):
+class PartStates(NamedTuple):
     """The states of a procedure's parts."""
 
     schedule: PyTree
@@ -65,8 +76,10 @@ class Slots(NamedTuple):
     verify: PyTree
 
 
-class Progress(NamedTuple):
-    """What a denoising loop keeps in `DecodeState.draft`: all of the canvas but its tokens, and its parts' states."""
+class DenoisingState(NamedTuple):
+    """The part of a denoising loop's state in `DecodeState.draft`: the canvas without its tokens, and the parts'
+    states.
+    """
 
     open: Array  # bool[B, N]
     start: Array  # int32[B]
@@ -78,40 +91,40 @@ class Progress(NamedTuple):
     settled: Array  # bool[B], whether it may move on
     columns: Array  # int32[B], computed so far
     logprobs: Array | None  # float32[B, N], of decided columns
-    slots: Slots
+    slots: PartStates
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Denoised(DecodeResult):
-    """What `denoise` gives back: as `decode`, and in which order the text came to be."""
+    """The result of `denoise`: that of `decode`, and the order in which columns were decided."""
 
     decided_at: Array  # int32[B, max_new_tokens], the row's pass that decided each, from 0; -1 behind the end
     columns: Array  # int32[B], columns that were computed: what the passes cost, where tokens per pass is no speed
 
     def cut(self, max_new_tokens: int) -> Self:
-        """With arrays of so many tokens, which all rows fit into."""
+        """Return a copy with arrays of `max_new_tokens` tokens, which must fit all rows."""
         shorter = super().cut(max_new_tokens)
         return replace(shorter, decided_at=self.decided_at[:, :max_new_tokens])
 
     @property
     def columns_per_token(self) -> Array:
-        """float32[B]."""
+        """float32[B]: computed columns per token."""
         return self.columns / jnp.maximum(self.lengths, 1)
 
 
-def canvas_of(state: DecodeState) -> Canvas:
-    """The canvas of a state."""
-    own: Progress = state.draft
+def get_canvas(state: DecodeState) -> Canvas:
+    """Return the canvas of a state."""
+    own: DenoisingState = state.draft
     return Canvas(state.tokens, own.open, own.start, own.end, own.origin, own.decided_at, own.passes)
 
 
 @on_mesh
 def init(
-    parts: Denoising, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None,
+    parts: DenoisingParts, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None,
     beside: DecodeState | None = None,
 ) -> DecodeState:  # fmt: skip
-    """The state after reading prompts, as `specjax.engine.step.init` has it."""
+    """Return the state after prefill, as `specjax.engine.step.init` does."""
     batch, size = tokens.shape
     denoiser, procedure, vocab = parts.denoiser, parts.procedure, parts.denoiser.model.vocab_size
     block = denoiser.block or 1
@@ -124,7 +137,7 @@ def init(
     origin = nothing if denoiser.is_causal else length
     canvas = Canvas(tokens, opened, length, end, origin, decided_at, nothing)
     schedule, score, rule, control = procedure.schedule, procedure.score, procedure.rule, procedure.control
-    slots = Slots(
+    slots = PartStates(
         schedule.init(schedule.params, canvas, parts.width),
         rule.init(rule.params, canvas, parts.width, vocab),
         () if score is None else score.init(score.params, canvas, parts.width, vocab),
@@ -132,7 +145,7 @@ def init(
         () if procedure.verify is None else procedure.verify.init(parts, canvas),
     )
     cache = parts.memory.init(denoiser, canvas, parts.width)
-    progress = Progress(
+    progress = DenoisingState(
         opened, length, end, origin, decided_at, nothing, nothing - 1, jnp.ones((batch,), bool), nothing,
         jnp.zeros((batch, size)) if parts.keep.logprobs else None, slots,
     )  # fmt: skip
@@ -146,12 +159,12 @@ def init(
     return state
 
 
-class Decided(NamedTuple):
-    """What a step decided."""
+class StepOutcome(NamedTuple):
+    """The outcome of a step."""
 
     canvas: Canvas
     memory: PyTree
-    slots: Slots
+    slots: PartStates
     columns: Array  # int32[B], computed
     finite: Array  # bool[B]
     passes: Array  # int32[B] of the model, in this step
@@ -160,54 +173,54 @@ class Decided(NamedTuple):
 
 
 @on_mesh
-def step(parts: Denoising, state: DecodeState) -> tuple[DecodeState, Info]:
-    """One pass over the window of each row, and what became final."""
-    own: Progress = state.draft
+def step(parts: DenoisingParts, state: DecodeState) -> tuple[DecodeState, Info]:
+    """Run one pass over the window of each row, and emit the tokens that became final."""
+    own: DenoisingState = state.draft
     procedure, schedule = parts.procedure, parts.procedure.schedule
-    canvas, active = canvas_of(state), ~state.done
+    canvas, active = get_canvas(state), ~state.done
     start, placed = schedule.place(own.slots.schedule, canvas)
     start = jnp.where(own.settled, start, own.window)
     window = Window(start, start != own.window, active, parts.width)
     slots = own.slots._replace(schedule=placed)
     function = decide if procedure.verify is None else procedure.verify.decide
     decided = function(parts, state, canvas, window, slots)
-    return settle(parts, state, window, decided)
+    return finish_step(parts, state, window, decided)
 
 
-def decide(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots) -> Decided:
-    """One look of the model, and what the rule decides by it."""
+def decide(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates) -> StepOutcome:
+    """Run the model once and apply the rule."""
     seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    return judge(parts, state._replace(cache=memory), canvas, window, seen, slots)
+    return decide_window(parts, state._replace(cache=memory), canvas, window, seen, slots)
 
 
-def judge(
-    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, seen: Seen, slots: Slots,
+def decide_window(
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, seen: WindowOutput, slots: PartStates,
     logits: Array | None = None,
-) -> Decided:  # fmt: skip
-    """What the rule decides by what was seen. logits: those of it, where they are there already."""
-    logits = forward.said(parts.denoiser, seen) if logits is None else logits
-    view = view_of(parts, state, canvas, window, seen)
+) -> StepOutcome:  # fmt: skip
+    """Apply score, rule and control to the model's output. `logits` are those of `seen`, if already computed."""
+    logits = forward.window_logits(parts.denoiser, seen) if logits is None else logits
+    view = make_view(parts, state, canvas, window, seen)
     proposal, slots = propose(parts, view, logits, slots)
-    view, quota, slots = bounded(parts, canvas, proposal, view, slots)
+    view, quota, slots = apply_bound(parts, canvas, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, quota, slots)
-    after = forward.put(canvas, view.columns, take, token)
-    logprobs = logged(parts, state, view, take, token, proposal)
-    after, logprobs, slots = controlled(parts, canvas, after, logprobs, proposal, view, seen, slots)
+    after = forward.decide_columns(canvas, view.columns, take, token)
+    logprobs = store_logprobs(parts, state, view, take, token, proposal)
+    after, logprobs, slots = apply_control(parts, canvas, after, logprobs, proposal, view, seen, slots)
     rule = parts.procedure.rule
-    return Decided(
+    return StepOutcome(
         canvas=after,
         memory=state.cache,
         slots=slots,
         columns=seen.columns,
-        finite=finite_of(proposal, view),
+        finite=is_finite(proposal, view),
         passes=window.active.astype(jnp.int32),
         logprobs=logprobs,
         settled=None if rule.settled is None else rule.settled(rule.params, slots.rule),
     )
 
 
-def view_of(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, seen: Seen) -> View:
-    """What the parts see of a window, before it is bounded."""
+def make_view(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, seen: WindowOutput) -> View:
+    """Return the window for the parts of a procedure, before the schedule bounds it."""
     columns = window.start[:, None] + jnp.arange(window.width)
     exists = columns < canvas.end[:, None]
     inside = jnp.clip(columns, 0, canvas.tokens.shape[1] - 1)
@@ -216,7 +229,7 @@ def view_of(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window
     return View(
         start=window.start,
         columns=columns,
-        tokens=forward.shown(parts.denoiser, canvas, columns),
+        tokens=forward.input_tokens(parts.denoiser, canvas, columns),
         exists=exists,
         open=opened,
         eligible=opened & seen.predicted & active,
@@ -230,39 +243,39 @@ def view_of(parts: Denoising, state: DecodeState, canvas: Canvas, window: Window
     )
 
 
-def propose(parts: Denoising, view: View, logits: Array, slots: Slots) -> tuple[Proposal, Slots]:
-    """What the model proposes, after the score."""
+def propose(parts: DenoisingParts, view: View, logits: Array, slots: PartStates) -> tuple[Proposal, PartStates]:
+    """Return the model's proposal after the score."""
     score = parts.procedure.score
     if score is not None and score.transform is not None:
         logits, changed = score.transform(score.params, slots.score, logits, view)
         slots = slots._replace(score=changed)
     warped = warp(logits, parts.sampling)
-    token = drawn(parts, view.keys, warped)
+    token = draw_tokens(parts, view.keys, warped)
     proposal = Proposal(token, logits, warped)
     if score is not None and score.weigh is not None:
         proposal = proposal._replace(weight=score.weigh(score.params, slots.score, proposal, view))
     return proposal, slots
 
 
-def drawn(parts: Denoising, keys: Array, warped: Array) -> Array:
-    """int32[B, W]: one token of each column's warped logits, the largest where the program is greedy."""
+def draw_tokens(parts: DenoisingParts, keys: Array, warped: Array) -> Array:
+    """Draw one token per column of the warped logits: int32[B, W]. A greedy program takes the largest."""
     if parts.sampling.temperature is not None:
         warped = warped + noise(keys, warped.shape[-1])
     return first_largest(warped)
 
 
-def bounded(
-    parts: Denoising, canvas: Canvas, proposal: Proposal, view: View, slots: Slots
-) -> tuple[View, Array, Slots]:
-    """(the view of what may be decided now, quota, slots)."""
+def apply_bound(
+    parts: DenoisingParts, canvas: Canvas, proposal: Proposal, view: View, slots: PartStates
+) -> tuple[View, Array, PartStates]:
+    """Return (the view with the columns that may be decided now, quota, slots)."""
     end, quota, bound = parts.procedure.schedule.bound(slots.schedule, canvas, proposal, view)
     within = view.columns < end[:, None]
     view = view._replace(eligible=view.eligible & within, revisable=view.revisable & within)
     return view, quota, slots._replace(schedule=bound)
 
 
-def select(parts: Denoising, proposal: Proposal, view: View, quota: Array, slots: Slots) -> tuple[Array, Array, Slots]:
-    """(take bool[B, W], token int32[B, W], slots) by the rule."""
+def select(parts: DenoisingParts, proposal: Proposal, view: View, quota: Array, slots: PartStates) -> tuple[Array, Array, PartStates]:
+    """Return (take bool[B, W], token int32[B, W], slots) of the rule."""
     rule, score = parts.procedure.rule, parts.procedure.score
     take, token, chosen = rule.select(rule.params, slots.rule, proposal, view, quota)
     take &= view.eligible if rule.settled is None else view.eligible | view.revisable
@@ -272,19 +285,19 @@ def select(parts: Denoising, proposal: Proposal, view: View, quota: Array, slots
     return take, token, slots
 
 
-def controlled(
-    parts: Denoising, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View, seen: Seen,
-    slots: Slots,
-) -> tuple[Canvas, Array | None, Slots]:  # fmt: skip
-    """The canvas after the rule and its log-probabilities, as the control leaves them."""
+def apply_control(
+    parts: DenoisingParts, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View, seen: WindowOutput,
+    slots: PartStates,
+) -> tuple[Canvas, Array | None, PartStates]:  # fmt: skip
+    """Apply the control to the canvas after the rule and to its log-probabilities."""
     control = parts.procedure.control
     if control is None:
         return after, logprobs, slots
     wide = None
     if control.wide:
         assert seen.canvas is not None
-        logits = forward.logits_of(parts.denoiser, seen.canvas)
-        wide = Wide(first_largest(logits), gap(logits))
+        logits = forward.compute_logits(parts.denoiser, seen.canvas)
+        wide = CanvasOutput(first_largest(logits), gap(logits))
     act, changed = control.act(control.params, slots.control, after, proposal, view, wide)
     slots = slots._replace(control=changed)
     if act.fill is not None:
@@ -292,7 +305,7 @@ def controlled(
             raise UsageError("a control that fills a canvas must ask for what is likeliest there; say wide=True of it")
         columns = jnp.broadcast_to(jnp.arange(after.tokens.shape[1]), after.tokens.shape)
         fill = before.open & act.fill[:, None] & view.active[:, None]
-        after = forward.put(after, columns, fill, wide.best)
+        after = forward.decide_columns(after, columns, fill, wide.best)
         logprobs = None if logprobs is None else jnp.where(fill, 0.0, logprobs)  # there is no other choice
     if act.end is not None:
         end = jnp.where(view.active, jnp.minimum(act.end, after.end), after.end)
@@ -300,19 +313,19 @@ def controlled(
     return after, logprobs, slots
 
 
-def finite_of(proposal: Proposal, view: View) -> Array:
-    """bool[B]: whether all that the model said of open columns was a number (of the mask token nothing is asked)."""
+def is_finite(proposal: Proposal, view: View) -> Array:
+    """Return bool[B]: True if all logits of eligible columns are finite. The mask token does not count."""
     wrong = jnp.any(jnp.isnan(proposal.logits) | (proposal.logits == jnp.inf), -1) | (
         jnp.max(proposal.logits, -1) == -jnp.inf
     )
     return ~jnp.any(wrong & view.eligible, 1)
 
 
-def logged(
-    parts: Denoising, state: DecodeState, view: View, take: Array, token: Array, proposal: Proposal
+def store_logprobs(
+    parts: DenoisingParts, state: DecodeState, view: View, take: Array, token: Array, proposal: Proposal
 ) -> Array | None:
-    """The log-probabilities of decided columns, in the distributions that they were drawn from."""
-    own: Progress = state.draft
+    """Store the log-probabilities of decided columns, in the distributions that they were drawn from."""
+    own: DenoisingState = state.draft
     if own.logprobs is None:
         return None
     place = jnp.where(take, view.columns, own.logprobs.shape[1])
@@ -320,9 +333,9 @@ def logged(
     return own.logprobs.at[jnp.arange(len(place))[:, None], place].set(value, mode="drop")
 
 
-def settle(parts: Denoising, state: DecodeState, window: Window, decided: Decided) -> tuple[DecodeState, Info]:
-    """The next state, and what became final."""
-    own: Progress = state.draft
+def finish_step(parts: DenoisingParts, state: DecodeState, window: Window, decided: StepOutcome) -> tuple[DecodeState, Info]:
+    """Return the next state, and the tokens that became final."""
+    own: DenoisingState = state.draft
     active = ~state.done
     keep = lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     canvas = decided.canvas
@@ -354,7 +367,7 @@ def settle(parts: Denoising, state: DecodeState, window: Window, decided: Decide
         finite=finite,
         done=done,
     )  # fmt: skip
-    progress = Progress(
+    progress = DenoisingState(
         open=keep(canvas.open, own.open),
         start=own.start,
         end=canvas.end,
@@ -373,15 +386,15 @@ def settle(parts: Denoising, state: DecodeState, window: Window, decided: Decide
     ), info  # fmt: skip
 
 
-def axes(parts: Denoising, state: DecodeState) -> DecodeState:
-    """The place of the rows in the shape of each array of a state."""
+def axes(parts: DenoisingParts, state: DecodeState) -> DecodeState:
+    """Return the row axis of each array of a state."""
     places = batch_axes.rows_first(state)
     memory = parts.memory
     return places if memory.axes is None else places._replace(cache=memory.axes(parts.denoiser, state.cache))
 
 
 def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoised:
-    own: Progress = state.draft
+    own: DenoisingState = state.draft
     size = state.tokens.shape[1]
     index = jnp.arange(size)
     order = take_along(own.decided_at, jnp.minimum(lengths[:, None] + index, size - 1), 1)

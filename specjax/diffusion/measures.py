@@ -1,4 +1,4 @@
-"""How sure a model is of what it proposes, and the ranks that rules count by. All float32 or int32 [B, W]."""
+"""Confidence measures of proposals, and the ranks that rules use. All are float32 or int32 [B, W]."""
 
 from __future__ import annotations
 
@@ -12,56 +12,62 @@ from specjax.types import Array
 
 
 def confidence(proposal: Proposal) -> Array:
-    """Probability of the proposed token, at temperature 1 and without noise, times the score's weight."""
-    return weighed(proposal, probability(proposal.logits, proposal.token))
+    """Return the probability of the proposed token at temperature 1 without noise, times the score's weight."""
+    return apply_weight(proposal, probability(proposal.logits, proposal.token))
 
 
 def warped_confidence(proposal: Proposal) -> Array:
-    """Probability of the proposed token in the distribution that it was drawn from, times the score's weight."""
-    return weighed(proposal, probability(drawn_from(proposal), proposal.token))
+    """Return the probability of the proposed token in the distribution that it was drawn from, times the score's
+    weight.
+    """
+    return apply_weight(proposal, probability(sampling_logits(proposal), proposal.token))
 
 
-def drawn_from(proposal: Proposal) -> Array:
-    """float32[B, W, V]: the warped logits or, where these leave one token alone and say nothing of how sure the model
-    is (a temperature of 0), those before."""
+def sampling_logits(proposal: Proposal) -> Array:
+    """Return the warped logits float32[B, W, V], or the unwarped ones where warping leaves only one token.
+
+    At temperature 0 the warped logits carry no confidence.
+    """
     alone = jnp.sum(proposal.warped > -jnp.inf, -1, keepdims=True) < 2
     return jnp.where(alone, proposal.logits, proposal.warped)
 
 
-def weighed(proposal: Proposal, measure: Array) -> Array:
-    """A measure times the score's weight."""
+def apply_weight(proposal: Proposal, measure: Array) -> Array:
+    """Multiply a measure by the score's weight."""
     return measure if proposal.weight is None else measure * proposal.weight
 
 
 def probability(logits: Array, token: Array) -> Array:
-    """Of tokens int32[...] under logits [..., V]."""
+    """Return the probability of tokens int32[...] under logits [..., V]."""
     return jnp.exp(log_probability(logits, token))
 
 
 def log_probability(logits: Array, token: Array) -> Array:
-    """Its logarithm."""
+    """Return the log-probability of tokens int32[...] under logits [..., V]."""
     return take_along(logits, token[..., None], -1)[..., 0] - jax.nn.logsumexp(logits, -1)
 
 
 def entropy(logits: Array) -> Array:
-    """In nats, of logits [..., V]."""
+    """Return the entropy in nats of logits [..., V]."""
     return sampling.entropy(jax.nn.log_softmax(logits, -1))
 
 
 def margin(logits: Array) -> Array:
-    """The largest probability less the second, of logits [..., V]."""
+    """Return the difference of the two largest probabilities of logits [..., V]."""
     return gap(jax.nn.softmax(logits, -1))
 
 
 def gap(values: Array) -> Array:
-    """The largest less the second, of values [..., V]."""
+    """Return the difference of the two largest values of [..., V]."""
     largest = jax.lax.top_k(values, 2)[0]
     return largest[..., 0] - largest[..., 1]
 
 
 def rank(measure: Array, eligible: Array) -> Array:
-    """int32[B, W]: how many eligible columns come before each by a measure, the largest first and of equal ones the
-    lower column; columns that are not eligible come last."""
+    """Rank the eligible columns by a measure, largest first: int32[B, W]. Ties go to the lower column.
+
+    Columns that are not eligible come last.
+    """
     index = jnp.arange(measure.shape[1])
     value = jnp.where(eligible, measure, -jnp.inf)
     above = (value[:, None, :] > value[:, :, None]) | (
@@ -70,16 +76,16 @@ def rank(measure: Array, eligible: Array) -> Array:
     return jnp.sum(above & eligible[:, None, :], 2, dtype=jnp.int32) + jnp.where(eligible, 0, measure.shape[1])
 
 
-def surest(measure: Array, eligible: Array) -> Array:
-    """bool[B, W]: the eligible column of the largest measure."""
+def most_confident(measure: Array, eligible: Array) -> Array:
+    """Return bool[B, W]: the eligible column with the largest measure."""
     return top(measure, eligible, jnp.ones((len(measure),), jnp.int32))
 
 
 def top(measure: Array, eligible: Array, count: Array) -> Array:
-    """bool[B, W]: the `count` int32[B] eligible columns of the largest measure."""
+    """Return bool[B, W]: the `count` int32[B] eligible columns with the largest measures."""
     return eligible & (rank(measure, eligible) < count[:, None])
 
 
-def sorted_down(measure: Array, eligible: Array, behind: float) -> Array:
-    """float32[B, W]: the measure of the eligible columns from the largest on, then `behind`."""
+def sort_descending(measure: Array, eligible: Array, behind: float) -> Array:
+    """Return the measures of the eligible columns in descending order, then a fill value: float32[B, W]."""
     return -jnp.sort(-jnp.where(eligible, measure, behind), 1)

@@ -1,4 +1,4 @@
-"""From the arguments of `denoise` to a job: everything that can be wrong is found here, before anything compiles."""
+"""Preparation of a denoising job from the arguments of `denoise`. All validation is here, before anything compiles."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from specjax.arrays.x64 import without_x64
 from specjax.diffusion.caches import WHOLE, append
-from specjax.diffusion.loop import LOOP, Denoising
-from specjax.diffusion.types import Denoiser, Memory, Procedure
+from specjax.diffusion.loop import LOOP, DenoisingParts
+from specjax.diffusion.types import CanvasCache, Denoiser, Procedure
 from specjax.engine.job import Job, Keep
-from specjax.engine.packing import Prompts, new_tokens, pack
-from specjax.engine.prepare import Settings, checked_samples, repeated, sample_keys
+from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.engine.prepare import Settings, check_samples, repeat_per_sample, sample_keys
 from specjax.errors import UsageError
 from specjax.types import Array
 
 UNIT = 32
-"""Columns of a canvas that is computed as a whole are a multiple of these, and so are those of a window over it."""
+"""The columns of a canvas that is computed as a whole, and of a window over it, are a multiple of this."""
 
 
 @without_x64
@@ -29,12 +29,12 @@ def prepare(
     max_new_tokens: int,
     samples: int = 1,
 ) -> Job:
-    """Check the arguments of `denoise` against each other, and lay the canvases out.
+    """Check the arguments of `denoise` against each other, and lay out the canvases.
 
-    Raises: UsageError for prompts as `decode` has it, and for parts that do not fit the denoiser or each other.
+    Raises: UsageError for invalid prompts, and for parts that do not fit the denoiser or each other.
     """
-    memory = memory_of(denoiser, procedure)
-    check(denoiser, procedure, memory)
+    memory = select_cache(denoiser, procedure)
+    check_parts(denoiser, procedure, memory)
     for name in ("verifier", "controller", "processors", "debug"):
         if getattr(settings, name):
             raise UsageError(f"denoising has no {name}; leave it out, and choose a method or its parts instead")
@@ -43,21 +43,21 @@ def prepare(
             f'denoising has no sampling="{settings.sampling}"; leave it out: noise belongs to row, column and columns '
             "decided in any method"
         )
-    samples = checked_samples(samples)
-    count = new_tokens(max_new_tokens)
-    eos = settings.ends()
+    samples = check_samples(samples)
+    count = check_new_tokens(max_new_tokens)
+    eos = settings.eos_ids()
     if procedure.score is not None and procedure.score.check is not None:
         procedure.score.check(procedure.score.params, count, eos)
     capacity = settings.capacity or denoiser.model.max_positions
-    width = procedure.schedule.width or up(count)
+    width = procedure.schedule.width or round_up(count)
     tokens, lengths = pack(prompts, count, 2 * width, capacity, denoiser.model.vocab_size)
     settings.check_batch(len(tokens))
     if not denoiser.is_causal:
-        tokens = tokens[:, : up(longest(prompts) + count)]
-    parts = Denoising(
+        tokens = tokens[:, : round_up(longest_prompt(prompts) + count)]
+    parts = DenoisingParts(
         denoiser=denoiser,
         procedure=procedure,
-        sampling=repeated(settings.warping(), samples),
+        sampling=repeat_per_sample(settings.to_sampling(), samples),
         eos=eos,
         memory=memory,
         width=width,
@@ -65,16 +65,16 @@ def prepare(
         loop=LOOP,
     )
     keys = sample_keys(key, tokens.shape[0], samples)
-    return Job(parts, tokens, lengths, keys, repeated(lengths, samples) + count, samples=samples)
+    return Job(parts, tokens, lengths, keys, repeat_per_sample(lengths, samples) + count, samples=samples)
 
 
-def memory_of(denoiser: Denoiser, procedure: Procedure) -> Memory:
-    """The procedure's, or the exact one of the denoiser's attention."""
+def select_cache(denoiser: Denoiser, procedure: Procedure) -> CanvasCache:
+    """Return the procedure's cache, or the exact one of the denoiser's attention."""
     return procedure.memory or (append() if denoiser.is_causal else WHOLE)
 
 
-def check(denoiser: Denoiser, procedure: Procedure, memory: Memory) -> None:
-    """Raises: UsageError for parts that do not fit the denoiser or each other."""
+def check_parts(denoiser: Denoiser, procedure: Procedure, memory: CanvasCache) -> None:
+    """Raise a UsageError for parts that do not fit the denoiser or each other."""
     width, block = procedure.schedule.width, denoiser.block
     if memory.attention != denoiser.attention:
         raise UsageError(
@@ -106,13 +106,13 @@ def check(denoiser: Denoiser, procedure: Procedure, memory: Memory) -> None:
         verify.check(procedure)
 
 
-def up(count: int) -> int:
-    """The next multiple of UNIT."""
+def round_up(count: int) -> int:
+    """Round up to a multiple of UNIT."""
     return -(-count // UNIT) * UNIT
 
 
-def longest(prompts: Any) -> int:
-    """Tokens of the longest prompt, or columns of the array that they are given in."""
+def longest_prompt(prompts: Any) -> int:
+    """Return the length of the longest prompt, or the columns of an array of prompts."""
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         return prompts[0].shape[1]
     return max(len(row) for row in prompts)

@@ -1,17 +1,18 @@
-"""The contracts of diffusion decoding: a canvas that fills up, several columns per pass.
+"""Contracts of diffusion decoding: a canvas that is filled, several columns per pass.
 
-Shapes, besides those of `specjax.types`: N columns of the canvas (its tokens are `DecodeState.tokens`, L = N), W
+Shapes, besides those of `specjax.types`: N columns of the canvas (its tokens are `DecodeState.tokens`, L = N), and W
 columns of the window, the part of the canvas that a pass may decide. A *column* is a position of the text. A column is
-*open* until it is decided; what its token is meanwhile does not matter, the model is shown the mask token there.
+*open* until it is decided. The token of an open column does not matter, because the model reads the mask token there.
 
-One pass is: the schedule places the window, the memory has the model look at it, a score may change what it says, the
-schedule bounds what may be decided and says how much should be, the rule decides, and a control may end it early.
+One pass works as follows. The schedule places the window, and the cache runs the model over it. A score may change the
+logits. The schedule bounds the columns that may be decided and gives a quota, the rule decides, and a control may end
+the row early.
 
     canvas ─place→ window ─look→ logits ─transform→ Proposal ─bound→ (eligible, quota) ─select→ canvas ─act→
 
-Whatever the parts are, rows are independent: a row's text depends on its prompt, its key and the parts alone. Prompts
-are padded on the right, so columns count as they do for the row alone, and noise is drawn from (row key, column, how
-many columns are decided): neither the batch nor a memory nor another order of passes changes it.
+Rows are independent for all parts: a row's text depends on its prompt, its key and the parts alone. Prompts are padded
+on the right, so columns count as for the row alone. Noise is drawn from (row key, column, number of decided columns),
+so the batch, the cache and the order of passes do not change it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ RULE = 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Denoiser:
-    """A model read as a denoiser. A pytree: its parameters are the only leaves.
+    """A model used as a denoiser. It is a pytree whose only leaves are the parameters.
 
-    mask_token: what it is shown for an open column, and never proposes; None: it never meets one, with blocks of one.
-    attention: "full", every column sees all of the canvas; "block_causal", the columns of a block see each other and
-      the blocks before, so that a finished block's keys and values are final.
-    block: columns of such a block, counted from column 0; 1 is autoregression.
-    alignment: "same", the row of a column predicts it; "shifted", the row of the column before does, as in models made
-      from autoregressive ones.
-    seeding: "all_masked", a block begins without any token; "seed_and_mask", its first column is predicted by the pass
-      that reads the finished block before it.
+    mask_token: the token that the model reads at an open column, and never proposes. None: it never reads one, with
+    blocks of one column. attention: "full": every column attends to the whole canvas. "block_causal": the columns of a
+    block attend to each other and to earlier blocks, so that the keys and values of a finished block are final. block:
+    columns of such a block, counted from column 0. A block of 1 is autoregression. alignment: "same": the output row of
+    a column predicts that column. "shifted": the row of the previous column predicts it, as in models derived from
+    autoregressive ones. seeding: "all_masked": a block starts without tokens. "seed_and_mask": the pass that reads the
+    previous finished block predicts its first column.
     """
 
     model: Model = field(metadata=STATIC)
@@ -92,32 +92,32 @@ class Denoiser:
 
     @property
     def is_causal(self) -> bool:
-        """Whether finished blocks are final."""
+        """True if finished blocks are final."""
         return self.attention == "block_causal"
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the row before a column predicts it."""
+        """True if the output row before a column predicts it."""
         return self.alignment == "shifted"
 
     @property
     def blank(self) -> int:
-        """What an open column is shown as; of a model that never meets one, any token."""
+        """Token that stands for an open column. It is arbitrary for a model that never reads one."""
         return self.mask_token or 0
 
     @property
     def target(self) -> Target:
-        """The model as everything else knows it."""
+        """The model as a `Target`."""
         return Target(self.model, self.params)
 
 
 def autoregressive(target: Target) -> Denoiser:
-    """A causal model as a denoiser of blocks of one column."""
+    """Return a causal model as a denoiser with blocks of one column."""
     return Denoiser(target.model, target.params, None, "block_causal", 1, "shifted", "seed_and_mask")
 
 
 class Canvas(NamedTuple):
-    """The text of each row: prompt, decided and open columns, then columns that are no part of it."""
+    """The text of each row: prompt, decided columns, open columns, and columns past its end."""
 
     tokens: Array  # int32[B, N]
     open: Array  # bool[B, N], still to be decided
@@ -129,18 +129,18 @@ class Canvas(NamedTuple):
 
     @property
     def first_open(self) -> Array:
-        """int32[B]: columns before the first open one, which are final if the rule never revises."""
+        """int32[B]: number of columns before the first open one. They are final if the rule never revises."""
         columns = jnp.arange(self.tokens.shape[1])
         return jnp.min(jnp.where(self.open, columns, self.end[:, None]), 1)
 
     @property
     def decided(self) -> Array:
-        """int32[B]: columns decided so far behind the prompt."""
+        """int32[B]: number of decided columns after the prompt."""
         return jnp.sum(self.decided_at >= 0, 1, dtype=jnp.int32)
 
 
 class Window(NamedTuple):
-    """Where a pass looks."""
+    """The columns that a pass reads."""
 
     start: Array  # int32[B], its first column
     entered: Array  # bool[B], the first pass over this window
@@ -149,7 +149,7 @@ class Window(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the parts see of the window in a pass."""
+    """The window in one pass, as the parts of a procedure read it."""
 
     start: Array  # int32[B], its first column
     columns: Array  # int32[B, W]
@@ -166,23 +166,23 @@ class View(NamedTuple):
     canvas: Canvas | None = None  # that the window is part of, before this pass
 
     def ends(self, token: Array) -> Array:
-        """bool[B, T]: which of tokens [B, T] end a row."""
+        """Return bool[B, T]: which of tokens [B, T] end a row."""
         return jnp.zeros(token.shape, bool) if self.eos is None else is_eos(self.eos, token)
 
     @property
     def rule_keys(self) -> Array:
-        """key[B, W], for what rules draw: independent of the noise of the tokens."""
+        """key[B, W] for random draws of rules, independent of the noise of the tokens."""
         return fold_in(self.keys, RULE)
 
 
 def is_eos(eos: Array, token: Array) -> Array:
-    """bool[B, T]: which of tokens [B, T] are among eos [E], or per row [B, E]."""
+    """Return bool[B, T]: which of tokens [B, T] are among eos [E], or per row [B, E]."""
     ids = eos if eos.ndim > 1 else eos[None]
     return jnp.any(token[:, :, None] == ids[:, None, :], -1)
 
 
 class Proposal(NamedTuple):
-    """What the model proposes for each column of the window. `specjax.diffusion.measures` says how sure it is."""
+    """The model's proposal for each column of the window. `specjax.diffusion.measures` computes confidences."""
 
     token: Array  # int32[B, W], drawn from `warped`, or its largest
     logits: Array  # float32[B, W, V], by which confidence is measured: not warped, without noise, no mask token
@@ -190,15 +190,15 @@ class Proposal(NamedTuple):
     weight: Array | None = None  # float32[B, W], what confidences are multiplied by; None: 1
 
 
-class Wide(NamedTuple):
-    """What the model says of the whole canvas, for controls that ask for it."""
+class CanvasOutput(NamedTuple):
+    """The model's output for the whole canvas, for controls that need it."""
 
     best: Array  # int32[B, N], likeliest token
     gap: Array  # float32[B, N], between the two largest logits
 
 
-class Seen(NamedTuple):
-    """What a memory's look at the window gives."""
+class WindowOutput(NamedTuple):
+    """The output of the model for the window."""
 
     hidden: Array  # [B, W, D], row i predicts column i of the window, whatever the alignment
     predicted: Array  # bool[B, W], columns for which there is such a row
@@ -215,11 +215,11 @@ def _nothing(*_: Any) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """Where to decide, and how much.
+    """The position of the window, and the number of columns to decide.
 
-    `place(state, canvas) -> (start[B], state)`: the first column of the window, before the pass.
-    `bound(state, canvas, proposal, view) -> (end[B], quota[B], state)`, after it: the window's columns below `end` are
-    eligible, and a rule that counts should take `quota` of them. `view.eligible` is not bounded yet.
+    `place(state, canvas) -> (start[B], state)` returns the first column of the window, before the pass. `bound(state,
+    canvas, proposal, view) -> (end[B], quota[B], state)` runs after it. The window's columns below `end` are eligible,
+    and a counting rule should decide `quota` of them. `view.eligible` is not bounded yet.
     """
 
     width: int | None = field(metadata=STATIC)  # W; None: as long as the new text may become
@@ -231,39 +231,39 @@ class Schedule:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Memory:
-    """What of the canvas is computed in a pass, and what is read as it was computed before.
+class CanvasCache:
+    """The columns that a pass computes, and the cache of columns that earlier passes computed.
 
-    `init(denoiser, canvas, width) -> state` may read the prompts. `look(denoiser, state, canvas, window) -> (Seen,
-    state)`. `exact`: it says what a pass over the whole canvas without memory would say, so that a promise
-    made of that procedure holds with it.
+    `init(denoiser, canvas, width) -> state` may read the prompts. `look(denoiser, state, canvas, window) ->
+    (WindowOutput, state)` runs the model over the window. `exact` is True if the result equals that of a pass over the
+    whole canvas without a cache. A guarantee of that procedure then holds with the cache too.
 
-    `several(denoiser, state, canvases, window) -> (Seen, state)` looks in one pass at canvases [d, B, ...] that are
-    equal before the window: hidden, predicted and canvas have the leading d too. None: it cannot. The state is that
-    of `look`.
+    `several(denoiser, state, canvases, window) -> (WindowOutput, state)` processes in one pass canvases [d, B, ...]
+    that are equal before the window; hidden, predicted and canvas have the leading d too. None: not supported. The
+    state is that of `look`.
 
-    `check(procedure)` raises a UsageError for one that the memory is not made for.
+    `check(procedure)` raises a UsageError for a procedure that the cache does not support.
     """
 
-    look: Callable[..., tuple[Seen, PyTree]] = field(metadata=STATIC)
+    look: Callable[..., tuple[WindowOutput, PyTree]] = field(metadata=STATIC)
     attention: Attention = field(metadata=STATIC)
     exact: bool = field(metadata=STATIC)
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_nothing)
     name: str = field(metadata=STATIC, default="memory")
     axes: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)  # (denoiser, state); None: rows first
-    several: Callable[..., tuple[Seen, PyTree]] | None = field(metadata=STATIC, default=None)
+    several: Callable[..., tuple[WindowOutput, PyTree]] | None = field(metadata=STATIC, default=None)
     check: Callable[..., None] | None = field(metadata=STATIC, default=None)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Score:
-    """What changes the model's proposals before they are judged.
+    """A change of the model's proposals before the rule.
 
-    `transform(params, state, logits[B, W, V], view) -> (logits, state)`; `weigh(params, state, proposal, view) ->
-    float32[B, W]`, what confidences are multiplied by. Either may be None. `learn(params, state, view, take, token) ->
-    state` sees what was decided. `check(params, count, eos)` raises a UsageError where no text of `count` tokens can
-    be, or none that ends with one of `eos` int32[E].
+    `transform(params, state, logits[B, W, V], view) -> (logits, state)` changes logits. `weigh(params, state, proposal,
+    view) -> float32[B, W]` returns factors of the confidences. Either may be None. `learn(params, state, view, take,
+    token) -> state` receives the decided columns. `check(params, count, eos)` raises a UsageError if no text of `count`
+    tokens is possible, or none that ends with one of `eos` int32[E].
     """
 
     transform: Callable[..., tuple[Array, PyTree]] | None = field(metadata=STATIC, default=None)
@@ -278,13 +278,13 @@ class Score:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rule:
-    """Which of the eligible columns to decide.
+class ColumnRule:
+    """The choice of the eligible columns to decide.
 
-    `select(params, state, proposal, view, quota[B]) -> (take bool[B, W], token int32[B, W], state)`. It takes only
-    eligible columns, at least one in each row that has any. One that has `settled(params, state) -> bool[B]` may also
-    take columns of the window that it decided before (`view.revisable`), to change their token: the window stays where
-    it is, and nothing of it is final, until the rule says that it is settled.
+    `select(params, state, proposal, view, quota[B]) -> (take bool[B, W], token int32[B, W], state)` selects only
+    eligible columns, and at least one in each row that has any. A rule with `settled(params, state) -> bool[B]` may
+    also change the tokens of columns that it decided in this window (`view.revisable`). Until `settled` is true, the
+    window does not move and none of its columns is final.
     """
 
     select: Callable[..., tuple[Array, Array, PyTree]] = field(metadata=STATIC)
@@ -295,8 +295,8 @@ class Rule:
     replace = replace
 
 
-class Act(NamedTuple):
-    """What a control wants."""
+class ControlAction(NamedTuple):
+    """The action of a control."""
 
     fill: Array | None = None  # bool[B], decide all open columns now by what is likeliest there
     end: Array | None = None  # int32[B], columns that shall exist from now on
@@ -305,10 +305,14 @@ class Act(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Control:
-    """What ends a row early. `act(params, state, canvas, proposal, view, wide) -> (Act, state)`, after the rule;
-    `canvas` has what it decided. `wide`: it asks for `Wide`, which only a memory that computes the whole canvas has."""
+    """A condition that ends a row early.
 
-    act: Callable[..., tuple[Act, PyTree]] = field(metadata=STATIC)
+    `act(params, state, canvas, proposal, view, wide) -> (ControlAction, state)` runs after the rule, and `canvas`
+    includes its decisions. `wide` requests the `CanvasOutput` output, which only a cache that computes the whole canvas
+    provides.
+    """
+
+    act: Callable[..., tuple[ControlAction, PyTree]] = field(metadata=STATIC)
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_nothing)  # (params, canvas, width)
     wide: bool = field(metadata=STATIC, default=False)
     params: PyTree = ()
@@ -317,30 +321,30 @@ class Control:
 
 
 class Verify(NamedTuple):
-    """What decides with passes of its own, in place of `specjax.diffusion.loop.decide`, of whose pieces it is made.
+    """A decision with passes of its own, in place of `specjax.diffusion.loop.decide`. It is built from the same pieces.
 
-    `decide(parts, state, canvas, window, slots) -> loop.Decided`; its own state is `slots.verify`, at first
-    `init(parts, canvas)`. `exact_memory`: what it promises holds only if the memory is exact. `several`: it needs one
-    that looks at several canvases. `memory`: it works over no other than this one, whose state it knows.
-    `check(procedure)` raises a UsageError for parts that it would not ask.
+    `decide(parts, state, canvas, window, slots) -> loop.StepOutcome`. Its state is `slots.verify`, initially
+    `init(parts, canvas)`. `exact_memory`: its guarantee requires an exact cache. `several`: it requires a cache that
+    processes several canvases. `memory`: the only cache that it supports, because it reads its state.
+    `check(procedure)` raises a UsageError for parts that it would ignore.
     """
 
     decide: Callable[..., Any]
     init: Callable[..., PyTree] = _nothing
     exact_memory: bool = True
     several: bool = False
-    memory: Memory | None = None
+    memory: CanvasCache | None = None
     check: Callable[..., None] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Procedure:
-    """A way to decode: parts that are put together. `specjax.diffusion.denoise` takes one, or the name of a paper's."""
+    """A decoding procedure composed of parts. `specjax.denoise` takes one, or the name of a published method."""
 
     schedule: Schedule
-    rule: Rule
-    memory: Memory | None = None  # None: the exact one of the denoiser's attention
+    rule: ColumnRule
+    memory: CanvasCache | None = None  # None: the exact one of the denoiser's attention
     score: Score | None = None
     control: Control | None = None
     verify: Verify | None = field(metadata=STATIC, default=None)

@@ -2,7 +2,7 @@
 
 from specjax.costs.chips import CHIPS
 from specjax.planning.inputs.topologies import known_topologies, parse_topology
-from specjax.planning.records import Report
+from specjax.planning.records import PlanReport
 from specjax.planning.reports.decode import compile_report
 from specjax.planning.reports.training import TrainingReport, training_report
 from specjax.planning.tree.plan import Plan, plan
@@ -11,7 +11,7 @@ from specjax.planning.workload import Workload, make_workload
 __all__ = [
     "CHIPS",
     "Plan",
-    "Report",
+    "PlanReport",
     "TrainingReport",
     "Workload",
     "compile_report",

@@ -56,7 +56,7 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
         loop=LOOP,
         target=target,
         drafter=drafter,
-        verifier=settings.verifier_for(drafter),
+        verifier=settings.select_verifier(drafter),
         controller=fixed(),
         sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
         eos=everywhere(1, dtype=jnp.int32),
@@ -83,7 +83,7 @@ def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
         )
     if by_layer:
         return layer_parallel.abstract_draft(config, mesh)
-    return parallel.abstract_target(config, mesh, parallel.over_that_fits(config, mesh))
+    return parallel.abstract_target(config, mesh, parallel.largest_over(config, mesh))
 
 
 def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:

@@ -13,7 +13,7 @@ from specjax.costs.chips import gib
 from specjax.planning import denoising, drafting, hlo, programs, report_cache
 from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.programs import Program, Programs
-from specjax.planning.records import Memory, ProgramReport
+from specjax.planning.records import MemoryUse, ProgramReport
 from specjax.planning.traffic import must_bytes
 from specjax.planning.workload import Workload
 
@@ -80,7 +80,7 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
     module = hlo.parse(compiled.as_text())
     totals = hlo.totals(module, program.trips, program.taken)
     m = compiled.memory_analysis()
-    memory = Memory(
+    memory = MemoryUse(
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes
     )
     vocab = work.target.vocab_size

@@ -18,8 +18,8 @@ from specjax.arrays import batch_axes, scopes
 from specjax.arrays.batch_axes import SHARED
 from specjax.catalog import METHODS
 from specjax.diffusion.caches import append
-from specjax.diffusion.loop import LOOP, Denoising
-from specjax.diffusion.prepare import check, memory_of, up
+from specjax.diffusion.loop import LOOP, DenoisingParts
+from specjax.diffusion.prepare import check_parts, round_up, select_cache
 from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.engine.job import Job
@@ -48,7 +48,7 @@ def procedure(work: Workload, denoiser: Denoiser) -> Procedure:
     row, written = METHODS[work.method], dict(work.options)
     options = {option.name: option.parse(written[option.name]) for option in row.options if option.name in written}
     made = procedure_of(work.method, denoiser, **options)
-    check(denoiser, made, memory_of(denoiser, made))
+    check_parts(denoiser, made, select_cache(denoiser, made))
     return made
 
 
@@ -62,20 +62,20 @@ def shape(work: Workload) -> tuple[Denoiser, Procedure]:
 
 def window(work: Workload) -> int:
     """Columns that a pass looks at to decide."""
-    return shape(work)[1].schedule.width or up(work.max_new_tokens)
+    return shape(work)[1].schedule.width or round_up(work.max_new_tokens)
 
 
 def canvas_columns(work: Workload, width: int) -> int:
     """Of the token buffer: with slack behind the text where a cache needs it, of full attention what a pass reads."""
     size = buffer_size(work.context, work.max_new_tokens, 2 * width, work.target.max_positions)
     assert work.reading is not None
-    return size if work.reading.attention == "block_causal" else min(size, up(work.context + work.max_new_tokens))
+    return size if work.reading.attention == "block_causal" else min(size, round_up(work.context + work.max_new_tokens))
 
 
 def renewal(work: Workload) -> str | None:
     """What the pass is called that renews what is kept; None: there is none."""
     denoiser, made = shape(work)
-    memory = memory_of(denoiser, made)
+    memory = select_cache(denoiser, made)
     name = memory.name.partition(",")[0]  # of guided ones, two looks
     if name == "append":
         return None if denoiser.is_shifted or memory == append(fuse=False) else "fused pass"
@@ -98,13 +98,13 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
     made, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
     everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
     by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
-    width = made.schedule.width or up(work.max_new_tokens)
-    parts = Denoising(
+    width = made.schedule.width or round_up(work.max_new_tokens)
+    parts = DenoisingParts(
         denoiser=denoiser,
         procedure=made,
         sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
         eos=everywhere(1, dtype=jnp.int32),
-        memory=memory_of(denoiser, made),
+        memory=select_cache(denoiser, made),
         width=width,
         loop=LOOP,
     )

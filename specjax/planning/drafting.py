@@ -14,13 +14,13 @@ from specjax.costs.tokens import expected_tokens, rank_acceptance
 from specjax.drafters.heads.ppd import plan_trees
 from specjax.drafters.making import make_drafter
 from specjax.drafters.tables.token_recycling import best_paths
-from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.heads.ppd import ppd_head
 from specjax.planning.workload import Workload
+from specjax.trees.autoregressive import autoregressive
 from specjax.trees.operations import chain
 from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.shape_search.dynamic_sparse import evaluate

@@ -10,7 +10,7 @@ from specjax.costs.roofline import CLOCKS
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes of one device, as the compiler lays them out."""
 
     arguments: int
@@ -33,7 +33,7 @@ class ProgramReport:
     reason: str = ""  # why not, one sentence
     needed_bytes: int | None = None  # of HBM, where it did not fit
     compile_seconds: float = 0.0
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     flops: float = 0.0
     moved_bytes: float = 0.0  # to and from HBM, as compiled
     must_bytes: float = 0.0  # at least, by the shapes
@@ -47,7 +47,7 @@ class ProgramReport:
 
     @classmethod
     def from_json(cls, record: dict) -> ProgramReport:
-        memory = record["memory"] and Memory(**record["memory"])
+        memory = record["memory"] and MemoryUse(**record["memory"])
         lists = {name: tuple(record[name]) for name in ("collectives", "findings")}
         return cls(**{**record, **lists, "memory": memory})
 
@@ -82,7 +82,7 @@ class BlockRow:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """Everything about one target, draft and topology."""
 
     inputs: dict[str, Any]

@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
     prepare_environment()  # as it will be when something is compiled
     flags = os.environ.get("LIBTPU_INIT_ARGS")
-    key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.of_files()])
+    key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.digest_package()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

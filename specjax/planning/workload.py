@@ -18,10 +18,10 @@ from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
-from specjax.models.layout import axis_of_other_bits, fits_heads
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.layout import axis_that_changes_bits, fits_heads
+from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
-from specjax.planning.inputs.model_configs import load_config, load_reading, num_params, num_params_of_head
+from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
 
 
@@ -45,7 +45,7 @@ class Workload:
     model: int = 1
     layer: int = 1
     sequence: int = 1
-    reading: Reading | None = None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
+    reading: DenoiserSettings | None = None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
 
     @property
     def devices(self) -> int:
@@ -89,7 +89,7 @@ def make_workload(
     model: int | None = None,
     layer: int = 1,
     sequence: int = 1,
-    reading: Reading | None = None,
+    reading: DenoiserSettings | None = None,
     block: int | None = None,
 ) -> Workload:
     """Check what is asked for, before anything is compiled.
@@ -118,7 +118,7 @@ def make_workload(
         return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
 
     target_config = load(target, "--target")
-    reading = load_reading(target) if isinstance(target, str | Path) else reading
+    reading = load_denoiser_settings(target) if isinstance(target, str | Path) else reading
     if reading is None:
         check_autoregressive(target_config, method, block)
     else:
@@ -218,7 +218,7 @@ def _read_head(text: str, target: Any) -> Any:
     kind, _, rest = text.partition(":")
     changes: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
-        change = KINDS[kind].change(part)
+        change = KINDS[kind].parse_change(part)
         if change is None:
             forms = " or ".join(KINDS[kind].forms) or "nothing"
             raise UsageError(f'--head {text}: {kind} takes {forms}, and not "{part}"')
@@ -248,7 +248,7 @@ def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
     """Raises: UsageError for another dtype than bfloat16, or a mesh that splits rows or slots."""
     if config.dtype != "bfloat16":
         raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
-    axis = axis_of_other_bits(axes)
+    axis = axis_that_changes_bits(axes)
     if axis is not None:
         flag = f"--{axis} {axes[axis]}"
         raise UsageError(f"--same-bits is not promised where a mesh splits rows or slots; leave it or {flag} out")

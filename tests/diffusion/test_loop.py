@@ -11,9 +11,19 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Act, Control, Denoiser, Procedure, autoregressive, forward, methods, rules, schedules
+from specjax.diffusion import (
+    Control,
+    ControlAction,
+    Denoiser,
+    Procedure,
+    autoregressive,
+    forward,
+    methods,
+    rules,
+    schedules,
+)
 from specjax.diffusion.caches import append
-from specjax.diffusion.loop import canvas_of
+from specjax.diffusion.loop import get_canvas
 from specjax.diffusion.prepare import prepare
 from specjax.diffusion.types import Window
 from specjax.engine.prepare import Settings
@@ -62,13 +72,13 @@ def test_one_pass_over_everything_is_what_the_cache_of_blocks_says():
 @jax.jit
 def differences(parts, state):
     """Of the logits of the window, in rows that have not ended."""
-    denoiser, canvas = parts.denoiser, canvas_of(state)
+    denoiser, canvas = parts.denoiser, get_canvas(state)
     place, _ = parts.procedure.schedule.place(state.draft.slots.schedule, canvas)
     window = Window(place, place != state.draft.window, ~state.done, parts.width)
     seen, _ = parts.memory.look(denoiser, state.cache, canvas, window)
     plain = uncached(denoiser, canvas)[jnp.arange(len(place))[:, None], place[:, None] + jnp.arange(4)]
     counts = seen.predicted & window.active[:, None]
-    return jnp.where(counts[..., None], forward.logits_of(denoiser, seen.hidden) - plain, 0)
+    return jnp.where(counts[..., None], forward.compute_logits(denoiser, seen.hidden) - plain, 0)
 
 
 def uncached(denoiser, canvas):
@@ -76,8 +86,8 @@ def uncached(denoiser, canvas):
     columns = jnp.broadcast_to(jnp.arange(size), (batch, size))
     mask = columns[:, None, :] // denoiser.block <= columns[:, :, None] // denoiser.block
     cache = denoiser.model.init_cache(denoiser.params, None, batch, 1)
-    hidden, _ = forward.forward(denoiser, cache, forward.shown(denoiser, canvas, columns), columns, mask)
-    return forward.logits_of(denoiser, hidden)
+    hidden, _ = forward.forward(denoiser, cache, forward.input_tokens(denoiser, canvas, columns), columns, mask)
+    return forward.compute_logits(denoiser, hidden)
 
 
 def test_fused_clean_passes_change_no_text_and_spare_one_pass_a_block():
@@ -169,8 +179,8 @@ def no_compiles():
 
 
 def test_a_control_can_fill_and_end():
-    stop_at = Control(lambda params, state, canvas, proposal, view, wide: (Act(end=canvas.start + 5), state))
-    fill = Control(lambda params, state, canvas, proposal, view, wide: (Act(fill=canvas.passes == 2), state), wide=True)
+    stop_at = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(end=canvas.start + 5), state))
+    fill = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 2), state), wide=True)
     denoiser = toys.frozen(np.linspace(0.8, 0.4, 30))
     base = methods.llada(denoiser, block=None)
     ended = texts(denoiser, base.replace(control=stop_at), [[1, 2]], count=12)
@@ -182,7 +192,7 @@ def test_a_control_can_fill_and_end():
 
 def test_a_fill_has_no_other_choice_at_any_temperature():
     """The column that the rule drew in the pass of the fill is filled, too."""
-    fill = Control(lambda params, state, canvas, proposal, view, wide: (Act(fill=canvas.passes == 1), state), wide=True)
+    fill = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 1), state), wide=True)
     denoiser, method = toys.frozen(np.full(30, 0.5)), rules.quota("left_to_right")
     base = methods.llada(denoiser, block=None).replace(control=fill, rule=method)
     filled = texts(denoiser, base, [[1, 2]] * 8, count=12, temperature=1.0, logprobs=True)

@@ -9,7 +9,7 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Act, Control, Procedure, methods, rules, schedules
+from specjax.diffusion import Control, ControlAction, Procedure, methods, rules, schedules
 from specjax.diffusion.caches import TOKEN_CAUSAL, WHOLE, guided
 from specjax.diffusion.methods.constraint import Automaton
 from specjax.diffusion.methods.dimple import PREFILLED
@@ -17,7 +17,7 @@ from specjax.diffusion.prepare import prepare
 from specjax.engine.prepare import Settings
 from specjax.engine.run import start
 
-END_AT_ONCE = Control(lambda params, state, canvas, proposal, view, wide: (Act(end=canvas.start + 1), state))
+END_AT_ONCE = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(end=canvas.start + 1), state))
 PAIRS = Automaton(np.where(np.arange(64) < 60, [[1], [0]], -1), [True, False])  # an even number of tokens
 
 
@@ -113,5 +113,5 @@ def test_what_prompts_are_padded_with_is_not_read():
 
 def test_a_control_that_fills_asks_for_what_to_fill_with():
     denoiser = toys.frozen(np.full(40, 0.5))
-    fill = Control(lambda params, state, canvas, proposal, view, wide: (Act(fill=canvas.passes == 1), state))
+    fill = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 1), state))
     assert "say wide=True" in refused(denoiser, methods.llada(denoiser).replace(control=fill))

@@ -7,7 +7,7 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import Request
-from specjax.diffusion import Act, Control, methods
+from specjax.diffusion import Control, ControlAction, methods
 
 ASKED = [
     ([1, 2, 3, 4, 5], 7, {}), ([6, 7, 8], 14, {"temperature": 0.9}), ([9] * 9, 3, {"eos": 38}), ([3] * 8, 11, {}),
@@ -32,7 +32,7 @@ def test_texts_are_those_of_denoise(denoiser, method):
 
 def test_a_row_that_a_control_ends_makes_room_for_the_next():
     """Before it has all its tokens, and without an eos."""
-    short = Control(lambda params, state, canvas, proposal, view, wide: (Act(end=canvas.start + 3), state))
+    short = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(end=canvas.start + 3), state))
     denoiser = toys.frozen(np.linspace(0.8, 0.4, 40))
     method = methods.llada(denoiser, block=None).replace(control=short)
     requests = [Request([1, 2], seed, 8) for seed in range(3)]

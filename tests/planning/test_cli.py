@@ -141,13 +141,13 @@ def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
     from specjax.planning import report_cache
     from specjax.planning.inputs.model_configs import load_config
     from specjax.planning.inputs.topologies import parse_topology
-    from specjax.planning.records import Memory, ProgramReport
+    from specjax.planning.records import MemoryUse, ProgramReport
     from specjax.planning.workload import Workload
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     work = Workload(load_config("smollm2_135m", "bfloat16"), parse_topology("v5e:1x1"))
     report = ProgramReport(
-        "step", True, memory=Memory(1, 2, 3, 1, 9), seconds={"roofline": 1.0}, findings=({"kind": "copy"},)
+        "step", True, memory=MemoryUse(1, 2, 3, 1, 9), seconds={"roofline": 1.0}, findings=({"kind": "copy"},)
     )
     report_cache.save(work, "step", None, report)
     assert report_cache.load(work, "step", None) == report

@@ -16,7 +16,7 @@ from tiers import exhaustive
 from specjax import compile_report
 from specjax.cli import main
 from specjax.models import LlamaConfig
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.planning import compiler, denoising
 from specjax.planning.inputs import model_configs
 from specjax.planning.programs import compiler_of
@@ -27,8 +27,8 @@ TINY = LlamaConfig(
     vocab_size=2048, width=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, mlp_width=512,
     max_positions=4096, tied=False, dtype="bfloat16", stacked=True, name="tiny",
 )  # fmt: skip
-BLOCKS = Reading(2047, "block_causal", 16, "same", "all_masked")
-FULL = Reading(2047, "full", None, "shifted", "all_masked")
+BLOCKS = DenoiserSettings(2047, "block_causal", 16, "same", "all_masked")
+FULL = DenoiserSettings(2047, "full", None, "shifted", "all_masked")
 SHORT = {"context": 256, "max_new_tokens": 64}
 
 
@@ -42,7 +42,7 @@ def here(monkeypatch):
     """Programs for devices of this process, which know no cycles: the schedule is that of the collectives alone."""
     monkeypatch.setattr(compiler, "describe_devices", lambda topology: jax.devices()[: topology.num_devices])
     known = model_configs._modules() | {
-        name: SimpleNamespace(get_config=lambda dtype="float32": TINY, get_reading=lambda reading=reading: reading)
+        name: SimpleNamespace(get_config=lambda dtype="float32": TINY, get_denoiser_settings=lambda reading=reading: reading)
         for name, reading in (("tiny_blocks", BLOCKS), ("tiny_full", FULL))
     }
     monkeypatch.setattr(model_configs, "_modules", lambda: known)

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays import batch_axes, scopes
-from specjax.diffusion.forward import forward, more_than_chunk, read_blocks, shown
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.forward import extra_slots, forward, input_tokens, read_blocks
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.types import Array, PyTree
 
 
@@ -35,18 +35,18 @@ def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     """With all whole blocks of the prompts but the last one, which is the first clean pass where it is whole."""
     assert denoiser.block is not None
     batch, size = canvas.tokens.shape
-    cache = denoiser.model.init_cache(denoiser.params, None, batch, size + 2 * width + more_than_chunk(denoiser))
+    cache = denoiser.model.init_cache(denoiser.params, None, batch, size + 2 * width + extra_slots(denoiser))
     kept = (canvas.start - 1) // denoiser.block * denoiser.block
     return State(read_blocks(denoiser, cache, canvas.tokens, kept), kept)
 
 
-def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, fuse: bool) -> tuple[Seen, State]:
+def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, fuse: bool) -> tuple[WindowOutput, State]:
     alone = Canvas(*(x[None] for x in canvas))
     seen, kept = _several(denoiser, state, alone, window, fuse=fuse)
-    return Seen(seen.hidden[0], seen.predicted[0], seen.columns), kept
+    return WindowOutput(seen.hidden[0], seen.predicted[0], seen.columns), kept
 
 
-def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window, *, fuse: bool) -> tuple[Seen, State]:
+def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window, *, fuse: bool) -> tuple[WindowOutput, State]:
     """The windows of all canvases side by side, none of which sees another."""
     model, width = denoiser.model, window.width
     copies, batch, _ = canvases.tokens.shape
@@ -59,7 +59,7 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
     def windows(start: Array) -> tuple[Array, Array]:
         """(tokens, columns), int32[B, d W]."""
         columns = start[:, None] + offset
-        tokens = jax.vmap(lambda canvas: shown(denoiser, canvas, columns))(canvases)
+        tokens = jax.vmap(lambda canvas: input_tokens(denoiser, canvas, columns))(canvases)
         return jnp.moveaxis(tokens, 0, 1).reshape(batch, total), jnp.tile(columns, copies)
 
     def blocks(start: Array) -> tuple[Array, PyTree]:
@@ -74,7 +74,7 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
     def together() -> tuple[Array, PyTree]:
         clean = window.start[:, None] - width + offset
         tokens, columns = windows(window.start)
-        first = shown(denoiser, Canvas(*(x[0] for x in canvases)), clean)
+        first = input_tokens(denoiser, Canvas(*(x[0] for x in canvases)), clean)
         # each block sees itself, and the windows the first one where that is new
         before = jnp.broadcast_to(finished[:, None, None], (batch, total, width))
         sees = jnp.concatenate([before, jnp.broadcast_to(within, (batch, total, total))], 2)
@@ -106,7 +106,7 @@ def _several(denoiser: Denoiser, state: State, canvases: Canvas, window: Window,
     path = jnp.broadcast_to(offset, (batch, width))
     count = jnp.where(finished, width, 0)
     kept = State(model.commit(state.cache, pending, path, count), state.kept + count)
-    return Seen(hidden, jnp.broadcast_to(predicted, (copies, batch, width)), columns), kept
+    return WindowOutput(hidden, jnp.broadcast_to(predicted, (copies, batch, width)), columns), kept
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:
@@ -114,10 +114,10 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 
 @functools.cache
-def append(*, fuse: bool = True) -> Memory:
+def append(*, fuse: bool = True) -> CanvasCache:
     """The exact memory of a block-causal denoiser.
 
     fuse: let the clean pass of a block be part of the first pass over the next, where the model is not seeded.
     """
     look, several = (functools.partial(f, fuse=fuse) for f in (_look, _several))
-    return Memory(look, "block_causal", True, _init, "append", _axes, several)
+    return CanvasCache(look, "block_causal", True, _init, "append", _axes, several)

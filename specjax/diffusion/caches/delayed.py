@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.diffusion.caches import some
-from specjax.diffusion.forward import shown
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.forward import input_tokens
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.errors import UsageError
 from specjax.types import Array
 
@@ -53,8 +53,8 @@ def plan(
 
 def _look(
     denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, refresh: int | None, suffix: Suffix
-) -> tuple[Seen, State]:
-    tokens = shown(denoiser, canvas, jnp.broadcast_to(jnp.arange(canvas.tokens.shape[1]), canvas.tokens.shape))
+) -> tuple[WindowOutput, State]:
+    tokens = input_tokens(denoiser, canvas, jnp.broadcast_to(jnp.arange(canvas.tokens.shape[1]), canvas.tokens.shape))
     step = jnp.where(window.entered, 0, state.step)
     planned = plan(canvas, window, tokens, state.of, step, refresh, suffix)
     seen, left = some.look(denoiser, state.left, canvas, window, planned)
@@ -67,7 +67,7 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 
 @functools.cache
-def delayed(refresh: int | None = 8, suffix: Suffix = "frozen") -> Memory:
+def delayed(refresh: int | None = 8, suffix: Suffix = "frozen") -> CanvasCache:
     """refresh: passes over a window after which the whole canvas is computed again; None: never. suffix: what open
     columns behind the window are.
 
@@ -77,4 +77,4 @@ def delayed(refresh: int | None = 8, suffix: Suffix = "frozen") -> Memory:
     if suffix not in ("frozen", "fresh"):
         raise UsageError(f'suffix must be frozen or fresh, not "{suffix}"')
     look = functools.partial(_look, refresh=refresh, suffix=suffix)
-    return Memory(look, "full", False, _init, "delayed", _axes)
+    return CanvasCache(look, "full", False, _init, "delayed", _axes)

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays import scopes
-from specjax.diffusion.forward import forward, over_canvas, shown
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.forward import forward, forward_canvas, input_tokens
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
@@ -34,19 +34,19 @@ class State(NamedTuple):
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     cache = denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
-    shape = jax.eval_shape(lambda: over_canvas(denoiser, cache, canvas)[1])
+    shape = jax.eval_shape(lambda: forward_canvas(denoiser, cache, canvas)[1])
     return State(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 
 
 def _look(
     denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, refresh: int | None
-) -> tuple[Seen, State]:
+) -> tuple[WindowOutput, State]:
     batch, size = canvas.tokens.shape
     due = window.entered if refresh is None else window.entered | (canvas.passes % refresh == 0)
     due &= window.active
 
     def renewed() -> PyTree:
-        _, fresh = over_canvas(denoiser, state.cache, canvas)
+        _, fresh = forward_canvas(denoiser, state.cache, canvas)
 
         def choose(axis: int, new: Array, old: Array) -> Array:
             return jnp.where(due.reshape(*(1,) * axis, batch, *(1,) * (new.ndim - axis - 1)), new, old)
@@ -64,8 +64,8 @@ def _look(
     seen = jnp.concatenate([outside & (column < end), columns < end], 1)  # bool[B, N + C]
     itself = jnp.arange(size + count) == size + jnp.arange(count)[:, None]
     mask = seen[:, None] | itself
-    hidden, _ = forward(denoiser, state.cache, shown(denoiser, canvas, columns), columns, mask, left)
-    return Seen(
+    hidden, _ = forward(denoiser, state.cache, input_tokens(denoiser, canvas, columns), columns, mask, left)
+    return WindowOutput(
         hidden=hidden[:, : window.width],
         predicted=jnp.ones((batch, window.width), bool),
         columns=count + canvas.end * any_due,
@@ -77,11 +77,11 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 
 @functools.cache
-def dual(refresh: int | None = None) -> Memory:
+def dual(refresh: int | None = None) -> CanvasCache:
     """refresh: passes after which the whole canvas is computed again; None: only on entering a window.
 
     Raises: UsageError for less than one.
     """
     if refresh is not None and refresh < 1:
         raise UsageError(f"refresh must be at least 1, not {refresh}")
-    return Memory(functools.partial(_look, refresh=refresh), "full", False, _init, "dual", _axes)
+    return CanvasCache(functools.partial(_look, refresh=refresh), "full", False, _init, "dual", _axes)

@@ -17,13 +17,13 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.errors import UsageError
 from specjax.types import PyTree
 
 
 @functools.cache
-def guided(memory: Memory, weight: float) -> Memory:
+def guided(memory: CanvasCache, weight: float) -> CanvasCache:
     """A memory that is guided. weight: w."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> tuple[PyTree, PyTree]:
@@ -35,14 +35,14 @@ def guided(memory: Memory, weight: float) -> Memory:
         seen, first = memory.look(denoiser, state[0], canvas, window)
         blind, second = memory.look(denoiser, state[1], _without(denoiser, canvas), window)
         columns = seen.columns + blind.columns
-        return Seen(seen.hidden, seen.predicted, columns, against=blind.hidden, guidance=weight), (first, second)
+        return WindowOutput(seen.hidden, seen.predicted, columns, against=blind.hidden, guidance=weight), (first, second)
 
     def axes(denoiser: Denoiser, state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         assert memory.axes is not None
         return memory.axes(denoiser, state[0]), memory.axes(denoiser, state[1])
 
     name = f"{memory.name}, guided"
-    return Memory(look, memory.attention, False, init, name, None if memory.axes is None else axes, check=memory.check)
+    return CanvasCache(look, memory.attention, False, init, name, None if memory.axes is None else axes, check=memory.check)
 
 
 def _without(denoiser: Denoiser, canvas: Canvas) -> Canvas:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.diffusion.caches import some
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.errors import UsageError
 from specjax.types import Array
 
@@ -60,7 +60,7 @@ def plan(canvas: Canvas, phase: Phase, outer: int, inner: int, refresh: int) -> 
 
 def _look(
     denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, outer: int, inner: int, refresh: int
-) -> tuple[Seen, State]:
+) -> tuple[WindowOutput, State]:
     planned, phase = plan(canvas, state.phase, outer, inner, refresh)
     seen, left = some.look(denoiser, state.left, canvas, window, planned)
     active = window.active
@@ -75,7 +75,7 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 
 @functools.cache
-def phases(outer: int = 64, inner: int = 16, refresh: int = 32) -> Memory:
+def phases(outer: int = 64, inner: int = 16, refresh: int = 32) -> CanvasCache:
     """outer: open columns of the buffer. inner: those of them that every pass computes. refresh: passes of a phase.
 
     Raises: UsageError for numbers below 1, or an inner window that is the larger one.
@@ -84,4 +84,4 @@ def phases(outer: int = 64, inner: int = 16, refresh: int = 32) -> Memory:
     if not 1 <= inner <= outer:
         raise UsageError(f"the inner window must have from 1 to {outer} columns, those of the outer one, not {inner}")
     look = functools.partial(_look, outer=outer, inner=inner, refresh=refresh)
-    return Memory(look, "full", False, _init, "phases", _axes)
+    return CanvasCache(look, "full", False, _init, "phases", _axes)

@@ -16,7 +16,7 @@ import functools
 import jax.numpy as jnp
 
 from specjax.diffusion.caches import some
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.types import Array
 
 
@@ -29,17 +29,17 @@ def plan(canvas: Canvas, window: Window, due: Array) -> some.Plan:
 
 def _look(
     denoiser: Denoiser, left: some.Left, canvas: Canvas, window: Window, *, refresh: int | None
-) -> tuple[Seen, some.Left]:
+) -> tuple[WindowOutput, some.Left]:
     due = window.entered if refresh is None else window.entered | (canvas.passes % refresh == 0)
     return some.look(denoiser, left, canvas, window, plan(canvas, window, due))
 
 
 @functools.cache
-def prefix(refresh: int | None = None) -> Memory:
+def prefix(refresh: int | None = None) -> CanvasCache:
     """refresh: passes after which the whole canvas is computed again; None: only on entering a window.
 
     Raises: UsageError for less than one.
     """
     some.check_refresh(refresh)
     init = lambda denoiser, canvas, width: some.nothing(denoiser, canvas)
-    return Memory(functools.partial(_look, refresh=refresh), "full", False, init, "prefix", some.axes)
+    return CanvasCache(functools.partial(_look, refresh=refresh), "full", False, init, "prefix", some.axes)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from specjax.arrays import scopes
 from specjax.arrays.indexing import take_along
-from specjax.diffusion.forward import forward, over_canvas, shown
-from specjax.diffusion.types import Canvas, Denoiser, Seen, Window
+from specjax.diffusion.forward import forward, forward_canvas, input_tokens
+from specjax.diffusion.types import Canvas, Denoiser, Window, WindowOutput
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 def nothing(denoiser: Denoiser, canvas: Canvas) -> Left:
     """What no pass has left anything in."""
     cache = denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
-    shape = jax.eval_shape(lambda: over_canvas(denoiser, cache, canvas)[1])
+    shape = jax.eval_shape(lambda: forward_canvas(denoiser, cache, canvas)[1])
     return Left(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 
 
@@ -69,7 +69,7 @@ def check_refresh(refresh: int | None) -> None:
         raise UsageError(f"refresh must be at least 1, not {refresh}")
 
 
-def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: Plan) -> tuple[Seen, Left]:
+def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: Plan) -> tuple[WindowOutput, Left]:
     """The pass. Columns of the window that are not live are not predicted; of shifted models the columns before those
     that are live are computed, too.
 
@@ -92,7 +92,7 @@ def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: P
         real = take_along(live, columns, 1)
         sees = jnp.concatenate([plan.seen & ~live, real], 1)  # bool[B, N + C]
         itself = jnp.arange(size + width) == size + jnp.arange(width)[:, None]
-        tokens = shown(denoiser, canvas, columns)
+        tokens = input_tokens(denoiser, canvas, columns)
         hidden, fresh = forward(denoiser, left.cache, tokens, columns, sees[:, None] | itself, left.pending)
         place = take_along(jnp.cumsum(live, 1) - 1, inside, 1)
         kept = jnp.where(real & take_along(plan.kept, columns, 1), columns, size)
@@ -101,7 +101,7 @@ def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: P
 
     with jax.named_scope(scopes.RENEWAL):
         hidden, pending = jax.lax.switch(branch, [functools.partial(compute, width) for width in widths])
-    return Seen(
+    return WindowOutput(
         hidden=hidden,
         predicted=take_along(live, inside, 1) & (wanted >= 0) & (wanted < size),
         columns=jnp.minimum(jnp.array(widths)[branch], canvas.end),

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
-from specjax.diffusion.forward import forward, shown
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Seen, Window
+from specjax.diffusion.forward import forward, input_tokens
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Procedure, Window, WindowOutput
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -35,17 +35,17 @@ def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     return State(prefill(model, params, cache, canvas.tokens, kept), kept)
 
 
-def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[Seen, State]:
+def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[WindowOutput, State]:
     width = window.width
     columns = window.start[:, None] + jnp.arange(width + 1) - 1
-    tokens = jnp.where(columns < canvas.end[:, None], shown(denoiser, canvas, columns), denoiser.blank)
+    tokens = jnp.where(columns < canvas.end[:, None], input_tokens(denoiser, canvas, columns), denoiser.blank)
     index = jnp.arange(width + 1)
     mask = (index[:, None] > 0) | (index[None, :] == 0)  # the root sees itself, the window everything
     hidden, _ = forward(
         denoiser, state.cache, tokens, columns, jnp.broadcast_to(mask, (len(tokens), width + 1, width + 1))
     )
     batch = len(tokens)
-    return Seen(
+    return WindowOutput(
         hidden=hidden[:, :width] if denoiser.is_shifted else hidden[:, 1:],
         predicted=jnp.ones((batch, width), bool),
         columns=jnp.full((batch,), width + 1, jnp.int32),
@@ -89,4 +89,4 @@ def _check(procedure: Procedure) -> None:
         )
 
 
-TOKEN_CAUSAL = Memory(_look, "block_causal", False, _init, "token_causal", _axes, check=_check)
+TOKEN_CAUSAL = CanvasCache(_look, "block_causal", False, _init, "token_causal", _axes, check=_check)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion.forward import aligned, over_canvas
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Seen, Window
+from specjax.diffusion.forward import align_rows, forward_canvas
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
 from specjax.types import PyTree
 
 
@@ -17,18 +17,18 @@ def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
     return denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
 
 
-def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[Seen, PyTree]:
+def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
     batch, size = canvas.tokens.shape
-    hidden, _ = over_canvas(denoiser, cache, canvas)
-    return Seen(
-        hidden=aligned(denoiser, hidden, window.start, window.width),
+    hidden, _ = forward_canvas(denoiser, cache, canvas)
+    return WindowOutput(
+        hidden=align_rows(denoiser, hidden, window.start, window.width),
         predicted=jnp.ones((batch, window.width), bool),
         columns=canvas.end,
-        canvas=aligned(denoiser, hidden, jnp.zeros_like(window.start), size),
+        canvas=align_rows(denoiser, hidden, jnp.zeros_like(window.start), size),
     ), cache
 
 
-def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window) -> tuple[Seen, PyTree]:
+def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
     """The canvases are rows of one batch."""
     copies, batch, _ = canvases.tokens.shape
     flat = Canvas(*(x.reshape(copies * batch, *x.shape[2:]) for x in canvases))
@@ -43,4 +43,4 @@ def _axes(denoiser: Denoiser, cache: PyTree) -> PyTree:
     return denoiser.model.axes(cache)
 
 
-WHOLE = Memory(_look, "full", True, _init, "whole", _axes, _several)
+WHOLE = CanvasCache(_look, "full", True, _init, "whole", _axes, _several)

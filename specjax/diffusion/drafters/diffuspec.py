@@ -128,7 +128,7 @@ def _propose(
     most = jnp.minimum(state.length, width)
     canvas = drafting.followed(context, width)._replace(end=context.length + most)
     hidden, pending = drafting.look(denoiser, state.kept, canvas, width)
-    rows = jax.nn.log_softmax(forward.logits_of(denoiser, hidden), -1)
+    rows = jax.nn.log_softmax(forward.compute_logits(denoiser, hidden), -1)
     ends = is_eos(jnp.array(eos, jnp.int32), first_largest(rows)) & (jnp.arange(width) < most[:, None])
     first_end = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1), most)
     words = lattice(rows, mass, choices, eos)

@@ -75,9 +75,9 @@ def _propose(
         until = jnp.where(sure, jnp.minimum(count + chunk, most), count)
         asked = (offset >= count[:, None]) & (offset < until[:, None])
         hidden, pending = drafting.look(denoiser, state, canvas._replace(end=context.length + until), width)
-        logits = forward.logits_of(denoiser, hidden)
+        logits = forward.compute_logits(denoiser, hidden)
         token = first_largest(logits)
-        canvas = forward.put(canvas, drafted, asked, token)
+        canvas = forward.decide_columns(canvas, drafted, asked, token)
         good = jnp.all(~asked | (probability(logits, token) >= tau), 1)
         return canvas, until, sure & good & (until < most), pending
 

@@ -24,7 +24,7 @@ from specjax.arrays.indexing import first_largest
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -66,7 +66,7 @@ class State(NamedTuple):
 
 
 @functools.cache
-def coherent(candidates: int, warmup: int, dynamic: bool) -> Rule:
+def coherent(candidates: int, warmup: int, dynamic: bool) -> ColumnRule:
     """The rule. Raises: UsageError for numbers that are too small."""
     if candidates < 1 or warmup < 0:
         raise UsageError(f"candidates must be at least 1 and warmup at least 0, and they are {candidates} and {warmup}")
@@ -93,4 +93,4 @@ def coherent(candidates: int, warmup: int, dynamic: bool) -> Rule:
         take = jnp.where(known[:, None], again if dynamic else first, surest)
         return take, proposal.token, State(named, word, passes + jnp.any(eligible, 1), masks)
 
-    return Rule(select, init)
+    return ColumnRule(select, init)

@@ -27,10 +27,10 @@ import numpy as np
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, shared
 from specjax.diffusion import measures
-from specjax.diffusion.forward import put
+from specjax.diffusion.forward import decide_columns
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Score, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Procedure, Proposal, Score, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -120,7 +120,7 @@ def feasible() -> Score:
 
 
 @functools.cache
-def together(rule: Rule) -> Rule:
+def together(rule: ColumnRule) -> ColumnRule:
     """A rule that decides of what `rule` takes only what can stand together. Its parameters are (the rule's, a
     language)."""
 
@@ -129,7 +129,7 @@ def together(rule: Rule) -> Rule:
         canvas = view.canvas
         assert canvas is not None
         take, token, state = rule.select(own, state, proposal, view, quota)
-        fits = lambda some: _is_open_to(language, put(canvas, view.columns, some, token))
+        fits = lambda some: _is_open_to(language, decide_columns(canvas, view.columns, some, token))
         order = measures.rank(measures.confidence(proposal), take)
         at_once = fits(take)
         count = jnp.max(jnp.where(at_once, 0, jnp.sum(take, 1)))

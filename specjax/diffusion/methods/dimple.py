@@ -23,20 +23,20 @@ import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
-from specjax.diffusion.forward import forward, over_canvas, shown
+from specjax.diffusion.forward import forward, forward_canvas, input_tokens
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.schedules.timesteps import check_grid
 from specjax.diffusion.types import (
     Canvas,
+    CanvasCache,
+    ColumnRule,
     Denoiser,
-    Memory,
     Procedure,
     Proposal,
-    Rule,
     Schedule,
-    Seen,
     View,
     Window,
+    WindowOutput,
 )  # fmt: skip
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
@@ -68,7 +68,7 @@ def dimple(
 
 
 @functools.cache
-def confident(gamma: float) -> Rule:
+def confident(gamma: float) -> ColumnRule:
     """Every column that is sure enough; the quota where none is, or where it is all that is left."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
@@ -78,7 +78,7 @@ def confident(gamma: float) -> Rule:
         share = measures.top(sure, view.eligible, jnp.maximum(quota, 1))
         return jnp.where(enough[:, None], high, share), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)
 
 
 class State(NamedTuple):
@@ -112,18 +112,18 @@ def next_times(size: int | None = None, steps: int | None = None, eps: float = 1
 def _read_prompt(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
     batch, size = canvas.tokens.shape
     cache = denoiser.model.init_cache(denoiser.params, None, batch, size)
-    _, pending = over_canvas(denoiser, cache, canvas._replace(end=canvas.start))
+    _, pending = forward_canvas(denoiser, cache, canvas._replace(end=canvas.start))
     path = jnp.broadcast_to(jnp.arange(size), (batch, size))
     return denoiser.model.commit(cache, pending, path, canvas.start - 1)
 
 
-def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[Seen, PyTree]:
+def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
     """The last column of the prompt and the window, which is all that is new."""
     width = window.width + 1
     columns = canvas.start[:, None] - 1 + jnp.arange(width)
     mask = (columns < canvas.end[:, None])[:, None, :] | jnp.eye(width, dtype=bool)
-    hidden, _ = forward(denoiser, cache, shown(denoiser, canvas, columns), columns, mask)
-    return Seen(
+    hidden, _ = forward(denoiser, cache, input_tokens(denoiser, canvas, columns), columns, mask)
+    return WindowOutput(
         hidden=hidden[:, :-1] if denoiser.is_shifted else hidden[:, 1:],
         predicted=jnp.ones((len(columns), window.width), bool),
         columns=canvas.end - canvas.start + 1,
@@ -138,6 +138,6 @@ def _check(procedure: Procedure) -> None:
         )
 
 
-PREFILLED = Memory(
+PREFILLED = CanvasCache(
     _look, "full", False, _read_prompt, "prefilled", lambda denoiser, cache: denoiser.model.axes(cache), check=_check
 )

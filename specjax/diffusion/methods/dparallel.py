@@ -14,7 +14,7 @@ import functools
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
 
@@ -38,12 +38,12 @@ def dparallel(denoiser: Denoiser, *, block: int | None = 32, eta: float = 0.5) -
 
 
 @functools.cache
-def certain(eta: float) -> Rule:
+def certain(eta: float) -> ColumnRule:
     """Every column of an entropy up to `eta`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         entropy = measures.entropy(proposal.logits)
-        least = measures.surest(-entropy, view.eligible)
+        least = measures.most_confident(-entropy, view.eligible)
         return (view.eligible & (entropy <= eta)) | least, proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

@@ -24,7 +24,7 @@ from specjax.diffusion import measures
 from specjax.diffusion.rules.quota import MEASURES, quota
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.schedules.timesteps import check_grid, timesteps
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics import sampling
@@ -74,18 +74,18 @@ def dream(
 
 
 @functools.cache
-def by_chance(by: str, alg_temp: float) -> Rule:
+def by_chance(by: str, alg_temp: float) -> ColumnRule:
     """As many columns as the quota, drawn with weights exp(measure / alg_temp)."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         score = MEASURES[by](proposal, view) / alg_temp + sampling.noise(view.rule_keys, 1)[..., 0]
         return measures.top(score, view.eligible, jnp.maximum(quota, 1)), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)
 
 
 @functools.cache
-def at_their_times(steps: int | None = None, eps: float = 1e-3) -> Rule:
+def at_their_times(steps: int | None = None, eps: float = 1e-3) -> ColumnRule:
     """Every column in the step of the grid whose times hold its own; its state: the steps, int32[B, W]."""
     check_grid(steps, eps)
 
@@ -100,4 +100,4 @@ def at_their_times(steps: int | None = None, eps: float = 1e-3) -> Rule:
         now = jnp.min(jnp.where(view.eligible, step, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
         return view.eligible & (step == now), proposal.token, step
 
-    return Rule(select, init)
+    return ColumnRule(select, init)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
 
@@ -49,14 +49,14 @@ def entropy_bound(denoiser: Denoiser, *, block: int | None = 32, gamma: float = 
 
 
 @functools.cache
-def within(gamma: float, own: bool = True) -> Rule:
+def within(gamma: float, own: bool = True) -> ColumnRule:
     """Columns whose entropies have a sum within `gamma`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         certain = -measures.entropy(proposal.logits)
-        total = jnp.cumsum(-measures.sorted_down(certain, view.eligible, behind=-jnp.inf), 1)
+        total = jnp.cumsum(-measures.sort_descending(certain, view.eligible, behind=-jnp.inf), 1)
         fits = total < gamma if own else jnp.pad(total[:, :-1], ((0, 0), (1, 0))) <= gamma
         count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
         return measures.top(certain, view.eligible, count), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

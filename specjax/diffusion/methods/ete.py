@@ -28,19 +28,29 @@ from specjax.arrays.indexing import first_largest, take_along
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward, measures
 from specjax.diffusion.loop import (
-    Decided,
-    Denoising,
-    Slots,
-    bounded,
-    controlled,
-    finite_of,
-    logged,
+    DenoisingParts,
+    PartStates,
+    StepOutcome,
+    apply_bound,
+    apply_control,
+    is_finite,
+    make_view,
     propose,
     select,
-    view_of,
+    store_logprobs,
 )
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, Seen, Verify, View, Window
+from specjax.diffusion.types import (
+    Canvas,
+    ColumnRule,
+    Denoiser,
+    Procedure,
+    Proposal,
+    Verify,
+    View,
+    Window,
+    WindowOutput,
+)
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics.sampling import noise
@@ -96,7 +106,7 @@ def ete(
 
 
 @functools.cache
-def sure(tau: float, block: int) -> Rule:
+def sure(tau: float, block: int) -> ColumnRule:
     """Every column that is sure enough, and where the first `block` have none the surest of them."""
 
     def take_those(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
@@ -106,7 +116,7 @@ def sure(tau: float, block: int) -> Rule:
         forced = ~jnp.any(high & here, 1, keepdims=True) & measures.top(confidence, here, jnp.ones_like(quota))
         return high | forced, proposal.token, state
 
-    return Rule(take_those)
+    return ColumnRule(take_those)
 
 
 class Known(NamedTuple):
@@ -127,12 +137,12 @@ def _in_block(view: View, block: int) -> Array:
     return view.columns < view.start[:, None] + block
 
 
-def _init(parts: Denoising, canvas: Canvas) -> Known:
+def _init(parts: DenoisingParts, canvas: Canvas) -> Known:
     shape = jax.eval_shape(lambda canvas: _look(parts, parts.memory.init(parts.denoiser, canvas, 1), canvas), canvas)
     return Known(jnp.zeros(shape.shape, shape.dtype), jnp.zeros(canvas.start.shape, bool))
 
 
-def _look(parts: Denoising, memory: PyTree, canvas: Canvas) -> Array:
+def _look(parts: DenoisingParts, memory: PyTree, canvas: Canvas) -> Array:
     """[B, N, D], of the whole canvas."""
     nothing = jnp.zeros_like(canvas.start)
     seen, _ = parts.memory.look(parts.denoiser, memory, canvas, Window(nothing, nothing == 0, nothing == 0, 1))
@@ -141,9 +151,9 @@ def _look(parts: Denoising, memory: PyTree, canvas: Canvas) -> Array:
 
 
 def _decide(
-    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, tau: float, block: int,
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, tau: float, block: int,
     least: int, words: int, gain: float,
-) -> Decided:  # fmt: skip
+) -> StepOutcome:  # fmt: skip
     known: Known = slots.verify
     active, rows = window.active, jnp.arange(len(canvas.tokens))
     place = jnp.clip(window.start[:, None] + jnp.arange(window.width), 0, canvas.tokens.shape[1] - 1)
@@ -151,26 +161,26 @@ def _decide(
     looks = active & ~known.ready
     anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: known.hidden)
     hidden = jnp.where(looks[:, None, None], anew, known.hidden)
-    seen = Seen(take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden)
+    seen = WindowOutput(take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden)
 
     # The pass that decides a column is the one that the model said it in.
     here = canvas._replace(passes=canvas.passes - 1 + looks)
-    view = view_of(parts, state, here, window, seen)
-    proposal, slots = propose(parts, view, forward.said(parts.denoiser, seen), slots)
-    view, share, slots = bounded(parts, here, proposal, view, slots)
+    view = make_view(parts, state, here, window, seen)
+    proposal, slots = propose(parts, view, forward.window_logits(parts.denoiser, seen), slots)
+    view, share, slots = apply_bound(parts, here, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, share, slots)
     high = take & (measures.confidence(proposal) >= tau)
     left = view.open & ~high & _in_block(view, block)
     explores = active & (jnp.sum(high, 1) < least) & jnp.any(left, 1)
     take = jnp.where(explores[:, None], high, take)
-    after = forward.put(here, view.columns, take, token)
+    after = forward.decide_columns(here, view.columns, take, token)
 
     at = _column(proposal, left, after, place)
     tried, value = _words(parts, proposal, view, at, words)
     alone = explores & (jnp.sum(after.open, 1) == 1)
     branches = explores & ~alone
     column = take_along(view.columns, at[:, None], 1)
-    put = lambda word: forward.put(
+    put = lambda word: forward.decide_columns(
         after._replace(passes=here.passes + branches), column, explores[:, None], word[:, None]
     )
     canvases = jax.vmap(put, 1)(tried)  # [k, B, ...]
@@ -179,7 +189,7 @@ def _decide(
 
     def look() -> tuple[Array, Array]:
         seen, _ = several(parts.denoiser, state.cache, canvases, window)
-        logits = forward.logits_of(parts.denoiser, seen.hidden)
+        logits = forward.compute_logits(parts.denoiser, seen.hidden)
         confidence = jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
         opened = jax.vmap(lambda one: take_along(one.open, place, 1))(canvases) & view.eligible
         assert seen.canvas is not None
@@ -197,14 +207,14 @@ def _decide(
     )
     spot = explores[:, None] & (jnp.arange(window.width) == at[:, None])
     token = jnp.where(spot, tried[rows, best][:, None], token)
-    logprobs = logged(parts, state, view, take | spot, token, proposal)
-    after, logprobs, slots = controlled(parts, here, chosen, logprobs, proposal, view, seen, slots)
-    return Decided(
+    logprobs = store_logprobs(parts, state, view, take | spot, token, proposal)
+    after, logprobs, slots = apply_control(parts, here, chosen, logprobs, proposal, view, seen, slots)
+    return StepOutcome(
         canvas=after._replace(passes=canvas.passes),
         memory=state.cache,
         slots=slots,
         columns=canvas.end * (looks + words * branches),
-        finite=finite_of(proposal, view),
+        finite=is_finite(proposal, view),
         passes=looks.astype(jnp.int32) + branches,
         logprobs=logprobs,
     )
@@ -217,7 +227,7 @@ def _column(proposal: Proposal, left: Array, after: Canvas, place: Array) -> Arr
     return first_largest(jnp.where(left & beside, measures.entropy(proposal.logits), -jnp.inf))
 
 
-def _words(parts: Denoising, proposal: Proposal, view: View, at: Array, words: int) -> tuple[Array, Array]:
+def _words(parts: DenoisingParts, proposal: Proposal, view: View, at: Array, words: int) -> tuple[Array, Array]:
     """(int32[B, k], float32[B, k] log-probabilities) of a column's words; -inf: there are fewer."""
     warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (proposal.warped, proposal.logits))
     if parts.sampling.temperature is None:

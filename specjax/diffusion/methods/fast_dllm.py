@@ -25,7 +25,7 @@ from specjax.diffusion.caches.dual import dual
 from specjax.diffusion.caches.prefix import prefix
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Memory, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import CanvasCache, ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
 
@@ -45,7 +45,7 @@ METHOD = Method(
 )
 
 
-CACHES: dict[str, Callable[[], Memory]] = {"dual": dual, "prefix": prefix}
+CACHES: dict[str, Callable[[], CanvasCache]] = {"dual": dual, "prefix": prefix}
 
 
 @checked
@@ -65,14 +65,14 @@ def fast_dllm(
 
 
 @functools.cache
-def by_factor(factor: float) -> Rule:
+def by_factor(factor: float) -> ColumnRule:
     """The rule `factor`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
-        falling = measures.sorted_down(sure, view.eligible, behind=-1.0)
+        falling = measures.sort_descending(sure, view.eligible, behind=-1.0)
         fits = (jnp.arange(falling.shape[1]) + 2) * (1 - falling) < factor  # rising, so those that fit come first
         count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
         return measures.top(sure, view.eligible, count), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.types import Array
 
@@ -44,14 +44,14 @@ def fast_dllm_pp(denoiser: Denoiser, *, block: int | None = 32, delta: float = 0
 
 
 @functools.cache
-def frechet(delta: float) -> Rule:
+def frechet(delta: float) -> ColumnRule:
     """The columns whose gap between the bounds is above `delta`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
-        doubt = 1 - measures.sorted_down(sure, view.eligible, behind=0.0)
+        doubt = 1 - measures.sort_descending(sure, view.eligible, behind=0.0)
         least, other = jnp.maximum(0, 1 - jnp.cumsum(doubt, 1)), doubt
         count = jnp.maximum(jnp.sum(least - other > delta, 1, dtype=jnp.int32), 1)
         return measures.top(sure, view.eligible, count), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

@@ -21,7 +21,7 @@ from specjax.diffusion import measures
 from specjax.diffusion.caches.append import append
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics.sampling import warp
@@ -68,7 +68,7 @@ def fast_dllm_v2(
 
 
 @functools.cache
-def in_nucleus(rule: Rule, top_p: float) -> Rule:
+def in_nucleus(rule: ColumnRule, top_p: float) -> ColumnRule:
     """A rule for which only the nucleus of each column exists.
 
     Raises: UsageError for a top_p that is no mass.
@@ -77,7 +77,7 @@ def in_nucleus(rule: Rule, top_p: float) -> Rule:
         raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
-        nucleus = warp(measures.drawn_from(proposal), Sampling(temperature=jnp.float32(1), top_p=jnp.float32(top_p)))
+        nucleus = warp(measures.sampling_logits(proposal), Sampling(temperature=jnp.float32(1), top_p=jnp.float32(top_p)))
         return rule.select(params, state, proposal._replace(logits=nucleus), view, quota)
 
     return rule.replace(select=select)

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward
-from specjax.diffusion.loop import Decided, Denoising, Slots, judge
+from specjax.diffusion.loop import DenoisingParts, PartStates, StepOutcome, decide_window
 from specjax.diffusion.methods.llada import llada
 from specjax.diffusion.rules.quota import By
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Seen, Verify, Window
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Verify, Window, WindowOutput
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, DecodeState, PyTree
@@ -60,7 +60,7 @@ class Trail(NamedTuple):
     """Where the static steps of a pass have come to."""
 
     canvas: Canvas  # whose passes are the static ones
-    slots: Slots
+    slots: PartStates
     settled: Array  # bool[B]
     logprobs: Array | None
     finite: Array  # bool[B]
@@ -88,10 +88,10 @@ def ahead(drafts: int) -> Verify:
     return Verify(functools.partial(_decide, drafts=drafts), _init, several=True)
 
 
-def _init(parts: Denoising, canvas: Canvas) -> Last:
+def _init(parts: DenoisingParts, canvas: Canvas) -> Last:
     nothing = jnp.zeros_like(canvas.start)
 
-    def look(canvas: Canvas) -> Seen:
+    def look(canvas: Canvas) -> WindowOutput:
         window = Window(nothing, nothing == 0, nothing == 0, parts.width)
         memory = parts.memory.init(parts.denoiser, canvas, parts.width)
         return parts.memory.look(parts.denoiser, memory, canvas, window)[0]
@@ -101,15 +101,15 @@ def _init(parts: Denoising, canvas: Canvas) -> Last:
 
 
 def _decide(
-    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, drafts: int
-) -> Decided:
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, drafts: int
+) -> StepOutcome:
     own: Last = slots.verify
     here = jnp.ones_like(window.active)
     begin = Trail(canvas._replace(passes=own.steps), slots, here, state.draft.logprobs, here, here)
 
     blind = replace(parts, procedure=parts.procedure.replace(control=None))
-    older = Seen(own.hidden, own.predicted & ~window.entered[:, None], jnp.zeros_like(own.steps))
-    logits = forward.logits_of(parts.denoiser, own.hidden)
+    older = WindowOutput(own.hidden, own.predicted & ~window.entered[:, None], jnp.zeros_like(own.steps))
+    logits = forward.compute_logits(parts.denoiser, own.hidden)
 
     def draft(trail: Trail, step: Array) -> tuple[Trail, Canvas]:
         after = _step(blind, state, window, trail, older, step, trail.going, logits)
@@ -126,7 +126,7 @@ def _decide(
     if control is None or not control.wide:
         seen = seen._replace(canvas=None)
 
-    def verify(trail: Trail, one: tuple[Array, Canvas, Seen]) -> tuple[Trail, None]:
+    def verify(trail: Trail, one: tuple[Array, Canvas, WindowOutput]) -> tuple[Trail, None]:
         step, drafted, seen = one
         same = (drafted.tokens == trail.canvas.tokens) & (drafted.open == trail.canvas.open)
         after = _step(parts, state, window, trail, seen, step, trail.going & jnp.all(same, 1))
@@ -138,7 +138,7 @@ def _decide(
     end, _ = jax.lax.scan(verify, begin._replace(hidden=own.hidden, predicted=own.predicted), each)
     assert end.hidden is not None and end.predicted is not None
     new = canvas.open & ~end.canvas.open & (end.canvas.decided_at >= 0)
-    return Decided(
+    return StepOutcome(
         canvas=end.canvas._replace(
             decided_at=jnp.where(new, canvas.passes[:, None], end.canvas.decided_at), passes=canvas.passes
         ),
@@ -153,7 +153,7 @@ def _decide(
 
 
 def _step(
-    parts: Denoising, state: DecodeState, window: Window, trail: Trail, seen: Seen, step: Array, going: Array,
+    parts: DenoisingParts, state: DecodeState, window: Window, trail: Trail, seen: WindowOutput, step: Array, going: Array,
     logits: Array | None = None,
 ) -> Trail:  # fmt: skip
     """The static step in rows that are `going`, if it is one of this window. The first one was placed already."""
@@ -164,7 +164,7 @@ def _step(
     schedule = jax.tree.map(lambda new, old: jnp.where(first, old, new), placed, trail.slots.schedule)
     here = window._replace(entered=window.entered & first)
     state = state._replace(draft=state.draft._replace(logprobs=trail.logprobs))
-    decided = judge(parts, state, trail.canvas, here, seen, trail.slots._replace(schedule=schedule), logits)
+    decided = decide_window(parts, state, trail.canvas, here, seen, trail.slots._replace(schedule=schedule), logits)
     after = Trail(
         decided.canvas._replace(passes=trail.canvas.passes + 1), decided.slots,
         trail.settled if decided.settled is None else decided.settled,

@@ -24,7 +24,17 @@ from specjax.diffusion import forward
 from specjax.diffusion.caches import WHOLE
 from specjax.diffusion.rules.threshold import sure_enough
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Memory, Procedure, Proposal, Rule, Seen, View, Window
+from specjax.diffusion.types import (
+    Canvas,
+    CanvasCache,
+    ColumnRule,
+    Denoiser,
+    Procedure,
+    Proposal,
+    View,
+    Window,
+    WindowOutput,
+)
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, Mixture, PyTree
@@ -72,7 +82,7 @@ def iter_smooth(
 
 
 @functools.cache
-def falling(tau: float, step: float) -> Rule:
+def falling(tau: float, step: float) -> ColumnRule:
     """The threshold rule, whose threshold falls from pass to pass over a block."""
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
@@ -83,7 +93,7 @@ def falling(tau: float, step: float) -> Rule:
         fallen = jnp.maximum(1 - step * passed, tau)[:, None]
         return sure_enough(proposal, view, fallen, jnp.ones_like(quota)), proposal.token, passed + 1
 
-    return Rule(select, init)
+    return ColumnRule(select, init)
 
 
 class State(NamedTuple):
@@ -94,7 +104,7 @@ class State(NamedTuple):
 
 
 @functools.cache
-def smooth(first: float, step: float, most: float, words: int) -> Memory:
+def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
     """No memory, but of what was said in the pass before."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
@@ -102,21 +112,21 @@ def smooth(first: float, step: float, most: float, words: int) -> Memory:
         nothing = jnp.zeros_like(canvas.start)
         return State(WHOLE.init(denoiser, canvas, width), nothing, jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
-    def look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[Seen, State]:
+    def look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[WindowOutput, State]:
         passed = jnp.where(window.entered, 0, state.passed)
         weight = jnp.where(passed > 0, jnp.minimum(first + step * passed, most), 0.0)
         mixed = denoiser.replace(
             model=denoiser.model._replace(forward=_showing(denoiser, state, canvas, window, weight))
         )
         seen, cache = WHOLE.look(mixed, state.cache, canvas, window)
-        share, ids = jax.lax.top_k(jax.nn.softmax(forward.logits_of(denoiser, seen.hidden), -1), words)
+        share, ids = jax.lax.top_k(jax.nn.softmax(forward.compute_logits(denoiser, seen.hidden), -1), words)
         return seen, State(cache, passed + 1, ids, share)
 
     def axes(denoiser: Denoiser, state: State) -> State:
         assert WHOLE.axes is not None
         return State(WHOLE.axes(denoiser, state.cache), 0, 0, 0)  # type: ignore[arg-type]
 
-    return Memory(look, "full", False, init, "smooth", axes)
+    return CanvasCache(look, "full", False, init, "smooth", axes)
 
 
 def _showing(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, weight: Array) -> Any:

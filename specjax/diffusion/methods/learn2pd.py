@@ -23,7 +23,17 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, Rule, View, Wide
+from specjax.diffusion.types import (
+    Canvas,
+    CanvasOutput,
+    ColumnRule,
+    Control,
+    ControlAction,
+    Denoiser,
+    Procedure,
+    Proposal,
+    View,
+)
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -87,24 +97,24 @@ def learn2pd(
 
 
 @functools.cache
-def filtered(theta: float) -> Rule:
+def filtered(theta: float) -> ColumnRule:
     """The rule, whose parameters are a filter."""
 
     def select(params: Filter, state: PyTree, proposal: Proposal, view: View, quota: Array):
         largest = jnp.exp(jnp.max(proposal.logits, -1) - jax.nn.logsumexp(proposal.logits, -1))
         right = view.eligible & (jax.nn.sigmoid(params(jnp.where(view.exists, largest, 0.0))) > theta)
-        return right | measures.surest(measures.confidence(proposal), view.eligible), proposal.token, state
+        return right | measures.most_confident(measures.confidence(proposal), view.eligible), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)
 
 
 @functools.cache
 def ends_the_text() -> Control:
     """The control `eotp`."""
 
-    def act(params: PyTree, state: PyTree, canvas: Canvas, proposal: Proposal, view: View, wide: Wide | None):
+    def act(params: PyTree, state: PyTree, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput | None):
         columns = jnp.arange(canvas.tokens.shape[1])
         ends = (canvas.decided_at >= 0) & ~canvas.open & view.ends(canvas.tokens)
-        return Act(end=jnp.min(jnp.where(ends, columns + 1, canvas.end[:, None]), 1)), state
+        return ControlAction(end=jnp.min(jnp.where(ends, columns + 1, canvas.end[:, None]), 1)), state
 
     return Control(act)

@@ -22,7 +22,16 @@ from specjax.arrays.indexing import take_along
 from specjax.catalog import Method
 from specjax.diffusion import forward, rules, schedules
 from specjax.diffusion.caches import TOKEN_CAUSAL, token_causal
-from specjax.diffusion.loop import Decided, Denoising, Slots, drawn, finite_of, logged, propose, view_of
+from specjax.diffusion.loop import (
+    DenoisingParts,
+    PartStates,
+    StepOutcome,
+    draw_tokens,
+    is_finite,
+    make_view,
+    propose,
+    store_logprobs,
+)
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
@@ -74,33 +83,33 @@ def draft_keys(state: DecodeState, view: View) -> Array:
 
 
 def decide(
-    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, asked: bool = False
-) -> Decided:
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, asked: bool = False
+) -> StepOutcome:
     """A round. asked: the model's rows are those of a mask at each column, else of the column before."""
     seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    view = view_of(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, forward.logits_of(parts.denoiser, seen.hidden), slots)
-    drafts = drawn(parts, draft_keys(state, view), proposal.warped)
+    view = make_view(parts, state, canvas, window, seen)
+    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, seen.hidden), slots)
+    drafts = draw_tokens(parts, draft_keys(state, view), proposal.warped)
     root = take_along(canvas.tokens, window.start[:, None] - 1, 1)
     tokens = jnp.concatenate([root, drafts], 1)  # int32[B, 1 + W]
     masks = jnp.full_like(tokens, parts.denoiser.blank) if asked else None
     hidden, pending = token_causal.read(parts.denoiser, memory, tokens, masks)
-    logits = forward.logits_of(parts.denoiser, hidden)
+    logits = forward.compute_logits(parts.denoiser, hidden)
     after = judged(parts, state, canvas, view, tokens, proposal.warped, logits)
     kept = jnp.where(window.active, after.kept, 0)
-    return Decided(
+    return StepOutcome(
         canvas=after.canvas,
         memory=token_causal.keep(parts.denoiser, memory, pending, kept, tokens.shape[1]),
         slots=slots,
         columns=seen.columns + tokens.shape[1] * (1 + asked),
-        finite=finite_of(proposal, view) & after.finite,
+        finite=is_finite(proposal, view) & after.finite,
         passes=2 * window.active.astype(jnp.int32),
         logprobs=after.logprobs,
     )
 
 
 def judged(
-    parts: Denoising, state: DecodeState, canvas: Canvas, view: View, tokens: Array, drafted: Array, logits: Array
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, view: View, tokens: Array, drafted: Array, logits: Array
 ) -> Judged:
     """What stands of root and drafts, tokens [B, 1 + W], that were drawn from warped rows [B, W, V], by the model's own
     logits [B, 1 + W, V], and the token behind it."""
@@ -122,8 +131,8 @@ def judged(
     wide = view._replace(columns=columns, eligible=take)
     own = Proposal(token, logits, rows)
     return Judged(
-        forward.put(canvas, columns, take, token), verdict.num_nodes, finite_of(own, wide),
-        logged(parts, state, wide, take, token, own),
+        forward.decide_columns(canvas, columns, take, token), verdict.num_nodes, is_finite(own, wide),
+        store_logprobs(parts, state, wide, take, token, own),
     )  # fmt: skip
 
 

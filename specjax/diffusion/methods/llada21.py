@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -65,7 +65,7 @@ class State(NamedTuple):
 
 
 @functools.cache
-def edits(tau: float, edit_tau: float, post_steps: int) -> Rule:
+def edits(tau: float, edit_tau: float, post_steps: int) -> ColumnRule:
     """The rule. Raises: UsageError for a number of passes below 0."""
     if post_steps < 0:
         raise UsageError(f"post_steps must be at least 0, not {post_steps}")
@@ -77,7 +77,7 @@ def edits(tau: float, edit_tau: float, post_steps: int) -> Rule:
     def select(params: PyTree, state: State, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
         high = view.eligible & (sure > tau)
-        decided = high | measures.surest(sure, view.eligible)
+        decided = high | measures.most_confident(sure, view.eligible)
         changed = view.revisable & (sure > edit_tau) & (proposal.token != view.tokens) & (most > 0)
         found_full = ~jnp.any(view.open, 1)
         post = jnp.where(view.entered, 0, state.post) + found_full
@@ -86,4 +86,4 @@ def edits(tau: float, edit_tau: float, post_steps: int) -> Rule:
         settled = full & (still | (post >= most))
         return decided | changed, proposal.token, State(post, settled)
 
-    return Rule(select, init, lambda params, state: state.settled)
+    return ColumnRule(select, init, lambda params, state: state.settled)

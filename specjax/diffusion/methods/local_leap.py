@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array
@@ -49,7 +49,7 @@ def local_leap(
 
 
 @functools.cache
-def around_anchors(tau: float, near: float, radius: int) -> Rule:
+def around_anchors(tau: float, near: float, radius: int) -> ColumnRule:
     """Anchors, and what is sure enough around them.
 
     Raises: UsageError for a radius below 0.
@@ -63,6 +63,6 @@ def around_anchors(tau: float, near: float, radius: int) -> Rule:
         size = (1, 2 * radius + 1)
         around = jax.lax.reduce_window(anchors.astype(jnp.int32), 0, jax.lax.max, size, (1, 1), "SAME") > 0
         take = anchors | (view.eligible & around & (sure >= near))
-        return take | measures.surest(sure, view.eligible), proposal.token, state
+        return take | measures.most_confident(sure, view.eligible), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

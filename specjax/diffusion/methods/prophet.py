@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.diffusion.rules.quota import quota
 from specjax.diffusion.schedules.blocks import blocks, num_passes
-from specjax.diffusion.types import Act, Canvas, Control, Denoiser, Procedure, Proposal, View, Wide
+from specjax.diffusion.types import Canvas, CanvasOutput, Control, ControlAction, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -74,7 +74,7 @@ def sure_of_the_answer(early: float, middle: float, late: float, size: int | Non
     def init(params: PyTree, canvas: Canvas, width: int) -> Array:
         return num_passes(canvas, size, steps)
 
-    def act(params: PyTree, total: Array, canvas: Canvas, proposal: Proposal, view: View, wide: Wide):
+    def act(params: PyTree, total: Array, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput):
         before = canvas.open | (canvas.decided_at == canvas.passes[:, None])  # this pass's columns are judged, too
         new = canvas.decided_at >= -1
         ends = new & view.ends(jnp.where(before, wide.best, canvas.tokens))
@@ -83,6 +83,6 @@ def sure_of_the_answer(early: float, middle: float, late: float, size: int | Non
         gap = jnp.sum(jnp.where(answer, wide.gap, 0.0), 1) / jnp.maximum(jnp.sum(answer, 1), 1)
         share = canvas.passes / total
         enough = jnp.where(share < CUTS[0], early, jnp.where(share < CUTS[1], middle, late))
-        return Act(fill=jnp.any(answer, 1) & (gap >= enough)), total
+        return ControlAction(fill=jnp.any(answer, 1) & (gap >= enough)), total
 
     return Control(act, init, wide=True)

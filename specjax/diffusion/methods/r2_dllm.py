@@ -26,7 +26,7 @@ from specjax.catalog import Method, Option, shared
 from specjax.diffusion import measures
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Rule, View
+from specjax.diffusion.types import Canvas, ColumnRule, Denoiser, Procedure, Proposal, View
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.types import Array, PyTree
@@ -79,7 +79,7 @@ class State(NamedTuple):
 
 
 @functools.cache
-def redundant(tau: float, cluster: float, repeat: float, steady: float, times: int, over: Over = "last") -> Rule:
+def redundant(tau: float, cluster: float, repeat: float, steady: float, times: int, over: Over = "last") -> ColumnRule:
     """The threshold rule, then the three.
 
     Raises: UsageError for fewer than one pass, or another way to judge them.
@@ -96,7 +96,7 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
 
     def select(params, state: State, proposal: Proposal, view: View, quota: Array):
         best = first_largest(proposal.logits)
-        largest = measures.weighed(proposal, measures.probability(proposal.logits, best))
+        largest = measures.apply_weight(proposal, measures.probability(proposal.logits, best))
         take, token, _ = alone.select((), (), proposal, view, quota)
         left = view.eligible & ~take
         take |= left & _clustered(measures.confidence(proposal), left, view, cluster)
@@ -113,7 +113,7 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
         kept = State(jnp.where(seen, best, -1), jnp.where(seen, run, 0), jnp.where(seen, sure, 0.0))
         return take | again, jnp.where(again, best, token), kept
 
-    return Rule(select, init)
+    return ColumnRule(select, init)
 
 
 def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:

@@ -28,16 +28,16 @@ from specjax.catalog import Method, Option, shared
 from specjax.diffusion import forward, measures, routers
 from specjax.diffusion.caches import append
 from specjax.diffusion.loop import (
-    Decided,
-    Denoising,
-    Slots,
-    bounded,
-    drawn,
-    finite_of,
-    logged,
+    DenoisingParts,
+    PartStates,
+    StepOutcome,
+    apply_bound,
+    draw_tokens,
+    is_finite,
+    make_view,
     propose,
     select,
-    view_of,
+    store_logprobs,
 )
 from specjax.diffusion.methods.linear_spec import causal_block, draft_keys, judged
 from specjax.diffusion.routers import Asked, Chance, Router
@@ -121,14 +121,14 @@ def routed(router: Router, tau: float = 0.85, chance: Chance = "entropy", beta: 
 
 
 def _decide(
-    parts: Denoising, state: DecodeState, canvas: Canvas, window: Window, slots: Slots, *, router: Router, tau: float,
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, router: Router, tau: float,
     chance: Chance, beta: float,
-) -> Decided:  # fmt: skip
+) -> StepOutcome:  # fmt: skip
     """A round."""
     seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    view = view_of(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, forward.logits_of(parts.denoiser, seen.hidden), slots)
-    view, quota, slots = bounded(parts, canvas, proposal, view, slots)
+    view = make_view(parts, state, canvas, window, seen)
+    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, seen.hidden), slots)
+    view, quota, slots = apply_bound(parts, canvas, proposal, view, slots)
     run = first_run(canvas, view)
     asked = Asked(
         run=jnp.sum(run, 1, dtype=jnp.int32),
@@ -139,7 +139,7 @@ def _decide(
     verifies, routing = router.route(slots.verify, asked)
     verifies &= window.active & (asked.run > 0)
     # with noise of their own: the verifier draws with that of their columns
-    drafts = drawn(parts, draft_keys(state, view._replace(start=canvas.start + canvas.decided)), proposal.warped)
+    drafts = draw_tokens(parts, draft_keys(state, view._replace(start=canvas.start + canvas.decided)), proposal.warped)
     drafted = proposal._replace(token=jnp.where(verifies[:, None], drafts, proposal.token))
 
     def verify() -> tuple[Canvas, Array, Array | None]:
@@ -153,15 +153,15 @@ def _decide(
     still = take_along(after.open, jnp.clip(view.columns, 0, after.open.shape[1] - 1), 1)
     rest = view._replace(eligible=view.eligible & still & (stood < jnp.maximum(quota, 1))[:, None])
     take, token, slots = select(parts, drafted, rest, jnp.maximum(quota - stood, 1), slots)
-    end = forward.put(after, view.columns, take, token)
-    logprobs = logged(parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted)
+    end = forward.decide_columns(after, view.columns, take, token)
+    logprobs = store_logprobs(parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted)
     routing = router.learn(routing, verifies, end.decided - canvas.decided)
-    return Decided(
+    return StepOutcome(
         canvas=end,
         memory=memory,
         slots=slots._replace(verify=routing),
         columns=seen.columns + 2 * window.width * any_verifies,
-        finite=finite_of(proposal, view) & finite,
+        finite=is_finite(proposal, view) & finite,
         passes=window.active.astype(jnp.int32) + verifies,
         logprobs=logprobs,
     )
@@ -173,7 +173,7 @@ def first_run(canvas: Canvas, view: View) -> Array:
     return behind & (jnp.cumprod(view.eligible | ~behind, 1, dtype=jnp.int32) > 0)
 
 
-def asked_alone(parts: Denoising, cache: PyTree, canvas: Canvas, view: View, drafts: Array, run: Array) -> Array:
+def asked_alone(parts: DenoisingParts, cache: PyTree, canvas: Canvas, view: View, drafts: Array, run: Array) -> Array:
     """float32[B, W, V]: what the model with blocks of one says of each column, given the text before it, in which the
     columns of `run` are `drafts`."""
     batch, width = run.shape
@@ -185,11 +185,11 @@ def asked_alone(parts: Denoising, cache: PyTree, canvas: Canvas, view: View, dra
     sees = jnp.block([[before | itself, nothing], [before, itself]])
     sees = jnp.broadcast_to(sees, (batch, *sees.shape))
     hidden, _ = forward.forward(parts.denoiser, cache, tokens, columns, sees)
-    return forward.logits_of(parts.denoiser, hidden[:, width:])
+    return forward.compute_logits(parts.denoiser, hidden[:, width:])
 
 
 def _verified(
-    parts: Denoising, state: DecodeState, cache: PyTree, canvas: Canvas, view: View, drafted: Proposal, run: Array,
+    parts: DenoisingParts, state: DecodeState, cache: PyTree, canvas: Canvas, view: View, drafted: Proposal, run: Array,
     verifies: Array,
 ) -> tuple[Canvas, Array, Array | None]:  # fmt: skip
     """(canvas, finite bool[B], log-probabilities) with what stands of the runs of the rows that verify."""

@@ -16,7 +16,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.types import Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Proposal, View
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.types import Array
@@ -29,9 +29,9 @@ MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
     "confidence": lambda proposal, view: measures.confidence(proposal),
     "warped_confidence": lambda proposal, view: measures.warped_confidence(proposal),
     "entropy": lambda proposal, view: -measures.entropy(proposal.logits),
-    "warped_entropy": lambda proposal, view: -measures.entropy(measures.drawn_from(proposal)),
-    "margin": lambda proposal, view: measures.weighed(proposal, measures.margin(proposal.logits)),
-    "warped_margin": lambda proposal, view: measures.weighed(proposal, measures.margin(measures.drawn_from(proposal))),
+    "warped_entropy": lambda proposal, view: -measures.entropy(measures.sampling_logits(proposal)),
+    "margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(proposal.logits)),
+    "warped_margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(measures.sampling_logits(proposal))),
     "random": lambda proposal, view: sampling.uniform(view.rule_keys, 1)[..., 0],
     "left_to_right": lambda proposal, view: -view.columns.astype(jnp.float32),
 }
@@ -39,7 +39,7 @@ MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
 
 
 @functools.cache
-def quota(by: By = "confidence") -> Rule:
+def quota(by: By = "confidence") -> ColumnRule:
     """by: what ranks the columns; `confidence` is the probability of the proposed token at temperature 1.
 
     Raises: UsageError for another measure.
@@ -52,4 +52,4 @@ def quota(by: By = "confidence") -> Rule:
         count = jnp.maximum(quota, 1)
         return measures.top(measure(proposal, view), view.eligible, count), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)

@@ -15,19 +15,19 @@ import functools
 import jax.numpy as jnp
 
 from specjax.diffusion import measures
-from specjax.diffusion.types import Proposal, Rule, View
+from specjax.diffusion.types import ColumnRule, Proposal, View
 from specjax.types import Array
 
 
 @functools.cache
-def threshold(tau: float = 0.9, *, least: int | None = 1) -> Rule:
+def threshold(tau: float = 0.9, *, least: int | None = 1) -> ColumnRule:
     """tau: confidence from which on a column is taken. least: columns to take at least; None: the schedule's quota."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         count = jnp.maximum(quota, 1) if least is None else jnp.full_like(quota, least)
         return sure_enough(proposal, view, tau, count), proposal.token, state
 
-    return Rule(select)
+    return ColumnRule(select)
 
 
 def sure_enough(proposal: Proposal, view: View, tau: float | Array, count: Array) -> Array:

@@ -7,10 +7,10 @@ from typing import Any
 
 from specjax.catalog import METHODS, Method, of_kind
 from specjax.errors import UsageError
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
-def default_method(reading: Reading) -> str:
+def default_method(reading: DenoiserSettings) -> str:
     """Of a diffusion model: what it was published with."""
     return "sdar" if reading.attention == "block_causal" else "llada"
 
@@ -26,7 +26,7 @@ def check_autoregressive(target: Any, method: str | None, block: int | None) -> 
         raise UsageError(f"--block is of diffusion models, and {target.name} is autoregressive; leave it out")
 
 
-def check_denoiser(target: Any, reading: Reading, method: str | None, drafts: Mapping[str, Any]) -> str:
+def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, drafts: Mapping[str, Any]) -> str:
     """The method, by default that of the model's paper. Raises: UsageError for what is of autoregressive models."""
     for flag, value in drafts.items():
         if value is not None:
@@ -43,8 +43,8 @@ def check_denoiser(target: Any, reading: Reading, method: str | None, drafts: Ma
 
 
 def in_blocks(
-    reading: Reading, row: Method, options: Mapping[str, str], block: int | None
-) -> tuple[Reading, Mapping[str, str]]:
+    reading: DenoiserSettings, row: Method, options: Mapping[str, str], block: int | None
+) -> tuple[DenoiserSettings, Mapping[str, str]]:
     """With blocks of so many columns: the model's own, or those that the method lays over full attention.
 
     Raises: UsageError for a method that has no blocks.

@@ -16,9 +16,9 @@ import jax
 from specjax import configs
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
-from specjax.models import abstract_params, lanes_of, loading
+from specjax.models import abstract_params, cache_lanes_for, loading
 from specjax.models.heads.kinds import abstract_head
-from specjax.models.loading.families.denoisers import Reading
+from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.formats import gguf, hf
 
 
@@ -37,7 +37,7 @@ def _name(source: str | Path) -> str:
     return str(source).replace("-", "_").replace(".", "_").lower()
 
 
-ON_TPU = {"stacked": True, "cache_lanes": lanes_of("tpu")}
+ON_TPU = {"stacked": True, "cache_lanes": cache_lanes_for("tpu")}
 """How `specjax.load` lays out a model there."""
 
 
@@ -69,7 +69,7 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     )
 
 
-def load_reading(source: str | Path, flag: str = "--target") -> Reading | None:
+def load_denoiser_settings(source: str | Path, flag: str = "--target") -> DenoiserSettings | None:
     """How the model of a source that `load_config` takes is read as a denoiser; None: it is autoregressive.
 
     Raises: UsageError for a folder that does not say it, naming `flag`.
@@ -77,9 +77,9 @@ def load_reading(source: str | Path, flag: str = "--target") -> Reading | None:
     folder = os.path.expanduser(source)
     if not os.path.exists(folder):
         module = _modules().get(_name(source))
-        return None if module is None or not hasattr(module, "get_reading") else module.get_reading()
+        return None if module is None or not hasattr(module, "get_denoiser_settings") else module.get_denoiser_settings()
     try:
-        return loading.load_reading(folder) if os.path.isdir(folder) else None
+        return loading.load_denoiser_settings(folder) if os.path.isdir(folder) else None
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
 

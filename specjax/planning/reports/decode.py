@@ -7,7 +7,7 @@ from typing import Any
 
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.drafting import tokens_of
-from specjax.planning.records import ProgramReport, Report, SpeedUp
+from specjax.planning.records import PlanReport, ProgramReport, SpeedUp
 from specjax.planning.report_cache import versions
 from specjax.planning.reports.denoising import programs_and_blocks
 from specjax.planning.reports.suggestions import suggest
@@ -19,7 +19,7 @@ ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
 
 def compile_report(
     target: str | Any, topology: str, *, cache: bool = True, on_step: Notify | None = None, **options: Any
-) -> Report:
+) -> PlanReport:
     """Compile a decode for TPUs that are not here: does it fit, what does it move, how fast might it be.
 
     Args:
@@ -34,7 +34,7 @@ def compile_report(
     return report_on(make_workload(target, topology, **options), cache, on_step or (lambda name: None))
 
 
-def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
+def report_on(work: Workload, cache: bool, notify: Notify) -> PlanReport:
     """As `compile_report`, for a workload."""
     if work.reading is not None:
         return _of_denoising(work, cache, notify)
@@ -55,14 +55,14 @@ def report_on(work: Workload, cache: bool, notify: Notify) -> Report:
                 e = tokens(rate)
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
     fits = suggest(work, found, cache, notify)
-    return Report(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
+    return PlanReport(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
 
 
-def _of_denoising(work: Workload, cache: bool, notify: Notify) -> Report:
+def _of_denoising(work: Workload, cache: bool, notify: Notify) -> PlanReport:
     """Of a diffusion model."""
     found, blocks, window = programs_and_blocks(work, cache, notify)
     fits = tuple(suggest(work, found, cache, notify))
-    return Report(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
+    return PlanReport(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
 
 
 def _chip(work: Workload) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.bench.records import dtypes
 from specjax.costs.chips import DOCS, GIB, gib
 from specjax.costs.roofline import CLOCKS
-from specjax.planning.records import Report
+from specjax.planning.records import PlanReport
 from specjax.planning.tree.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def mesh_of(inputs: dict[str, Any]) -> str:
     return f"mesh {' x '.join(axes)}" if axes else "one device"
 
 
-def warnings(report: Report) -> list[str]:
+def warnings(report: PlanReport) -> list[str]:
     """One sentence each: what does not compile, what would, and what the HLO shows."""
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
     if any(p.needed_bytes for p in report.programs):
@@ -47,7 +47,7 @@ def warnings(report: Report) -> list[str]:
     return lines
 
 
-def show_report(report: Report, out) -> None:
+def show_report(report: PlanReport, out) -> None:
     """Tables and sentences on a rich console."""
     from rich import box
     from rich.table import Table
@@ -110,7 +110,7 @@ def show_report(report: Report, out) -> None:
     _show_clocks(report.clocks, say)
 
 
-def _show_blocks(report: Report, out, say: Callable[..., None]) -> None:
+def _show_blocks(report: PlanReport, out, say: Callable[..., None]) -> None:
     """Of a diffusion model: over how many columns logits are made, and what a block costs."""
     from rich import box
     from rich.table import Table

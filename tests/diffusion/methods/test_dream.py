@@ -43,7 +43,7 @@ def test_a_decode_takes_these_shares_by_the_score():
 def test_shifted_logits_predict_the_next_column():
     ids = jnp.arange(10, dtype=jnp.float32)[None, :, None]
     for denoiser, first in ((toys.full("shifted"), 2), (toys.full(), 3)):
-        rows = forward.aligned(denoiser, ids, jnp.array([3]), 4)
+        rows = forward.align_rows(denoiser, ids, jnp.array([3]), 4)
         assert rows[0, :, 0].tolist() == [first + n for n in range(4)]
 
 

@@ -10,10 +10,10 @@ import specjax
 from specjax import UsageError
 from specjax.diffusion import Control, Procedure, methods, rules, schedules
 from specjax.diffusion.caches import WHOLE
-from specjax.diffusion.loop import canvas_of
+from specjax.diffusion.loop import get_canvas
 from specjax.diffusion.methods.freedave import ahead
 from specjax.diffusion.prepare import prepare
-from specjax.diffusion.types import Act, Memory
+from specjax.diffusion.types import CanvasCache, ControlAction
 from specjax.engine.prepare import Settings
 from specjax.engine.run import start, step
 
@@ -99,13 +99,13 @@ def test_a_draft_that_is_wrong_ends_the_chain_before_it():
         seen, state = whole.several(denoiser, state, canvases, window)
         return seen._replace(hidden=seen.hidden.at[1].set(jax.numpy.roll(seen.hidden[1], 1, 1))), state
 
-    memory = Memory(whole.look, "full", True, whole.init, "spoilt", whole.axes, spoilt)
+    memory = CanvasCache(whole.look, "full", True, whole.init, "spoilt", whole.axes, spoilt)
     method = methods.freedave(denoiser, block=None, drafts=4).replace(memory=memory)
     job = prepare(denoiser, method, [[1, 2]], Settings(), key=0, max_new_tokens=16)
     state, counts = start(job), []
     for _ in range(3):
         state, _, _ = step(job.parts, state)
-        counts.append(int(canvas_of(state).decided[0]))
+        counts.append(int(get_canvas(state).decided[0]))
     assert counts == [1, 3, 4]  # the exact step and the spoilt one behind it; by that one the next drafts are wrong
 
 
@@ -113,7 +113,7 @@ def test_a_draft_that_is_wrong_ends_the_chain_before_it():
 def test_any_rule_schedule_and_control_can_be_drafted(name):
     denoiser = toys.full()
     filled = Control(
-        lambda params, state, canvas, proposal, view, wide: (Act(fill=canvas.passes == 5), state), wide=True
+        lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 5), state), wide=True
     )
     static = {
         "quota_two": Procedure(schedules.blocks(16, steps=8, sub_block=8), rules.quota("random")),
@@ -128,8 +128,8 @@ def test_a_memory_that_cannot_is_refused():
     method = methods.freedave(denoiser)
     look = lambda *_: None
     for memory, words in (
-        (Memory(look, "full", False), "needs an exact memory"),
-        (Memory(look, "full", True), "one canvas at a time"),
+        (CanvasCache(look, "full", False), "needs an exact memory"),
+        (CanvasCache(look, "full", True), "one canvas at a time"),
     ):
         with pytest.raises(UsageError, match=words):
             specjax.denoise(denoiser, method.replace(memory=memory), [[1]], key=0, max_new_tokens=4)

@@ -31,10 +31,10 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
         for entered in (True, False, True):
             window = Window(start, jnp.array([entered]), jnp.array([True]), 4)
             seen, state = memory.look(denoiser, state, canvas, window)
-            out.append(forward.said(denoiser, seen))
+            out.append(forward.window_logits(denoiser, seen))
         plain, _ = WHOLE.look(denoiser, WHOLE.init(denoiser, canvas, 4), canvas, window)
         p = jax.nn.softmax(out[0], -1)  # [1, 4, 64]
-        table = jnp.eye(64)[forward.shown(denoiser, canvas, column[None])]
+        table = jnp.eye(64)[forward.input_tokens(denoiser, canvas, column[None])]
         here = canvas.open[0, 2:6]
         table = table.at[:, 2:6].add(jnp.where(here[:, None], 0.17 * p, 0))
         mixture = Mixture(jnp.broadcast_to(jnp.arange(64), (1, size, 64)), table)
@@ -42,7 +42,7 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
             denoiser.params, mixture, denoiser.model.init_cache(denoiser.params, None, 1, 1), positions=column[None],
             mask=jnp.ones((1, size, size), bool),
         )[0].hidden  # fmt: skip
-        return out, forward.said(denoiser, plain), forward.logits_of(denoiser, hidden[:, 2:6])
+        return out, forward.window_logits(denoiser, plain), forward.compute_logits(denoiser, hidden[:, 2:6])
 
     (first, second, again), plain, by_hand = (jax.tree.map(lambda x: x[..., :63], part) for part in twice())
     np.testing.assert_allclose(first, plain, atol=1e-5)

@@ -8,7 +8,7 @@ import toy_denoisers as toys
 
 import specjax
 from specjax import UsageError
-from specjax.diffusion import Canvas, Wide, methods
+from specjax.diffusion import Canvas, CanvasOutput, methods
 from specjax.diffusion.methods.prophet import sure_of_the_answer
 
 EOS = 5
@@ -26,7 +26,7 @@ def fills(gaps, best, passes, *, decided=(), eos=(EOS,), count=8):
         opened, tokens = opened.at[0, place].set(False), tokens.at[0, place].set(token)
         decided_at = decided_at.at[0, place].set(passes - 1)
     canvas = Canvas(tokens, opened, start, start + count, start, decided_at, jnp.array([passes]))
-    wide = Wide(jnp.array([[0, EOS, *best]]), jnp.array([[99.0, 99.0, *gaps]]))
+    wide = CanvasOutput(jnp.array([[0, EOS, *best]]), jnp.array([[99.0, 99.0, *gaps]]))
     state = CONTROL.init((), canvas, count)
     return bool(
         CONTROL.act((), state, canvas, None, hand_made.window([[True] * count], start=2, eos=eos), wide)[0].fill[0]

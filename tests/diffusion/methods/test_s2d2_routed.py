@@ -109,7 +109,7 @@ def alone(denoiser: Denoiser, texts: jax.Array) -> jax.Array:
     hidden, _ = forward.forward(
         denoiser, denoiser.model.init_cache(denoiser.params, None, count, 8), tokens, columns, mask
     )
-    return jax.nn.softmax(forward.logits_of(denoiser, hidden[:, -1]))[:, :3]
+    return jax.nn.softmax(forward.compute_logits(denoiser, hidden[:, -1]))[:, :3]
 
 
 @pytest.mark.parametrize(("router", "is_the_law"), [("always", True), exhaustive("span", False)])
