@@ -28,7 +28,7 @@ from specjax.training.methods.certainty_forcing import train_certainty
 from specjax.training.methods.consistency import collect_trajectories, mixed_labels, train_consistency
 from specjax.training.methods.denoisers import init_denoiser, load_denoiser, save_denoiser
 from specjax.training.methods.hamburger import train_hamburger
-from specjax.training.methods.judge_head import JudgedResponse, JudgeHead, fit_judge, make_examples, threshold_for
+from specjax.training.methods.judge_head import JudgeClassifier, JudgedResponse, fit_judge, make_examples, threshold_for
 from specjax.training.methods.learn2pd_filter import train_filter
 from specjax.training.methods.lexical_units import train_lud
 from specjax.training.methods.online import OnlineTrainer
@@ -42,7 +42,7 @@ __all__ = [
     "LOSSES",
     "RECIPES",
     "ActivationCache",
-    "JudgeHead",
+    "JudgeClassifier",
     "JudgedResponse",
     "MeasuredAcceptance",
     "OnlineTrainer",

@@ -1,4 +1,4 @@
-"""From a target to a served draft head or draft model, in one call.
+"""The training pipeline: one call goes from a target to a served draft head or draft model.
 
     settings = TrainingSettings(epochs=3, max_new_tokens=128)
     train_drafter(target, tokenizer, "eagle3", prompts, folder="head", settings=settings)
@@ -252,7 +252,7 @@ class _Job:
         prepare_folder(self.folder)
         if jax.process_count() > 1:
             others = [digest_model(self.start.build((), 0))] if self.start.is_trained else []
-            check_same([digest_model(self.target), *others], "models")
+            check_same([digest_model(self.target), *drafts], "models")
         self._check_sizes()
         objective = self.start.objective()
         self._check_chain(objective)
@@ -388,9 +388,9 @@ class _Job:
         )  # fmt: skip
 
     def _save(self, model: Any) -> None:
-        whole = replace(model, params=gather(model.params))
+        gathered = replace(model, params=gather(model.params))
         if self.writes:
-            self.start.save(self.folder, whole, self.num_draft_tokens)
+            self.start.save(self.folder, gathered, self.num_draft_tokens)
 
     def _finish(self, model: Any, history: TrainingHistory, corpus: Corpus) -> TrainedDrafter:
         """Write the result."""

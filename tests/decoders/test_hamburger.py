@@ -121,7 +121,7 @@ def names(macro):
     head, target = of_four()[0], tiny_llama()
     found = jax.jit(functools.partial(compute_logits, target.model, head.head))(target.params, head.params, macro)
     begin, end = len(depths.PROMPTS[0]) - 1, len(depths.PROMPTS[0]) + 2
-    best = jnp.concatenate([found.first[:, :, None], found.others], 2)[0, begin:end]
+    best = jnp.concatenate([found.first[:, :, None], found.later], 2)[0, begin:end]
     return np.asarray(jnp.argmax(best, -1)), np.asarray(macro.tokens[0, begin + 1 : end + 1])
 
 

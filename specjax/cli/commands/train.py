@@ -271,9 +271,9 @@ def train(
         "as_json": as_json, "no_cache": no_cache, **flag_values(begin, text, loop, host),
     }  # fmt: skip
     flags = SimpleNamespace(**values)
-    kind, given = _read_kind(flags)
+    kind, head_kind = _read_kind(flags)
     _check_output(flags)
-    _check_combinations(flags, kind, given)
+    _check_combinations(flags, kind, head_kind)
     recipe = _read_recipe(flags, kind)
     _check_recipe(flags, kind, recipe)
     head_options = {} if kind == MODEL else _read_head_options(kind, flags.shape, flags.draft_vocab)
@@ -283,7 +283,7 @@ def train(
         f"--rows {flags.rows} cannot be split over --data {flags.data}; make it a multiple",
     )
     if report is not None:
-        _check_report(flags, kind, given)
+        _check_report(flags, kind, head_kind)
         hosts.join(values)
         _report(flags, kind, head_options, recipe)
         return
@@ -294,7 +294,7 @@ def train(
 
     models = ModelOptions(target, flags.draft, dtype, no_cache, max_positions=max_positions)
     mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model)
-    run_training(training, models, mesh, has_head=given is not None, as_json=as_json)
+    run_training(training, models, mesh, has_head=head_kind is not None, as_json=as_json)
 
 
 train.__doc__ = HELP
@@ -327,18 +327,20 @@ def _read_kind(flags: SimpleNamespace) -> tuple[str, str | None]:
     from specjax.models.heads.kinds import KINDS
 
     method, draft = flags.method, flags.draft
-    given = None if method == MODEL else find_head_kind(draft)
-    require(given in (None, method) or method is None, f"--draft is a head of {given}, not of --method {method}")
-    kind = method or given or "eagle3"
+    head_kind = None if method == MODEL else find_head_kind(draft)
+    require(
+        head_kind in (None, method) or method is None, f"--draft is a head of {head_kind}, not of --method {method}"
+    )
+    kind = method or head_kind or "eagle3"
     require(kind in KINDS or kind == MODEL, f'--method must be {MODEL} or one of {", ".join(KINDS)}, not "{kind}"')
     require(
-        draft is None or given is not None or method is not None,
+        draft is None or head_kind is not None or method is not None,
         f"--draft {draft} is no head; for a draft model give --method {MODEL} too",
     )
     start = flags.start
     is_start = start in (None, "target", "random") or find_head_kind(start, "--start") is not None
     require(is_start, f'--start must be target, random or a head, not "{start}"')
-    return kind, given
+    return kind, head_kind
 
 
 def _check_output(flags: SimpleNamespace) -> None:
@@ -349,7 +351,7 @@ def _check_output(flags: SimpleNamespace) -> None:
         require(has_prompts, "give --prompts FILE, or --own-prompts N to have the target write them")
 
 
-def _check_combinations(flags: SimpleNamespace, kind: str, given: str | None) -> None:
+def _check_combinations(flags: SimpleNamespace, kind: str, head_kind: str | None) -> None:
     """Raise a UsageError for flags that do not fit the kind, or each other."""
     require(
         flags.states is None or flags.keep_states is not None, "--states needs --keep-states GIB; give both or none"
@@ -360,10 +362,12 @@ def _check_combinations(flags: SimpleNamespace, kind: str, given: str | None) ->
     )
     new_head = {"--shape": flags.shape, "--draft-vocab": flags.draft_vocab, "--start": flags.start}
     for flag, value in new_head.items():
-        require(value is None or given is None, f"{flag} is for a new head, and --draft is one already; leave one out")
+        require(
+            value is None or head_kind is None, f"{flag} is for a new head, and --draft is one already; leave one out"
+        )
     any_head = new_head | {"--depths": flags.depths}
     model = {"--layers": flags.layers, "--recipe": flags.recipe, "--on-policy": flags.on_policy}
-    if given is None:
+    if head_kind is None:
         model["--draft"] = flags.draft
     for flag, value in (any_head if kind == MODEL else model).items():
         require(value is None, f"{flag} does not fit --method {kind}; leave it out")
@@ -467,12 +471,12 @@ def _read_share(part: str) -> tuple[str, float]:
     return name.strip(), value
 
 
-def _check_report(flags: SimpleNamespace, kind: str, given: str | None) -> None:
+def _check_report(flags: SimpleNamespace, kind: str, head_kind: str | None) -> None:
     """Raise a UsageError for flags that a report cannot use."""
     require(not flags.distributed, "--report runs on this host alone; leave --distributed out")
     require(flags.max_positions is None, "--report is about steps of --length tokens; leave --max-positions out")
     require(kind != MODEL, f"--report is about heads, not --method {MODEL}; leave one out")
-    require(given is None, "--report needs no parameters, and --draft is a head with parameters; leave one out")
+    require(head_kind is None, "--report needs no parameters, and --draft is a head with parameters; leave one out")
 
 
 def _report(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], recipe: Recipe) -> None:

@@ -30,8 +30,7 @@ def to_entry(progress: TrainingProgress) -> dict[str, Any]:
     entry = progress._asdict()
     measured = entry.pop("measured")
     entry["served"] = None if measured is None else {"tokens_per_pass": measured.per_pass, **measured._asdict()}
-    entry["best"] = progress.best is not None
-    return entry
+    return entry | {"accuracy": list(progress.accuracy), "best": progress.best is not None}
 
 
 class TrainingHistory:

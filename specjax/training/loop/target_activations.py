@@ -145,7 +145,7 @@ class ActivationCache:
         return CachedActivations(values, locations, feature_size, shape.hidden.dtype)
 
     def _prepare(self, identity: dict[str, Any], width: int) -> None:
-        """Create the files, or remove what an interrupted run has written in part."""
+        """Create the files, or remove the incomplete end of an interrupted run."""
         path, index, values = self.folder / ABOUT, self.folder / INDEX, self.folder / VALUES
         if not path.exists():
             index.unlink(missing_ok=True)

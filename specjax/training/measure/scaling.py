@@ -105,8 +105,8 @@ def drop_saturated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (budgets, values), float64, without the budgets after saturation.
 
-    These are the last budgets if all of them lie below the law of the others by more than a share of `tolerance`, and
-    the gap grows with the budget.
+    A law is fitted to the smaller budgets. The larger ones are dropped if they all lie below it by a share of more than
+    `tolerance`, and the gap grows with the budget.
     """
     x, y = _check_points(budgets, values)
     different = np.unique(x)
@@ -121,7 +121,7 @@ def drop_saturated(
 
 @dataclass(frozen=True)
 class JointScalingLaw:
-    """The law y = c + a ln D + b ln N + d ln D ln N for training tokens D and draft parameters N."""
+    """A law for training tokens D and draft parameters N: y = c + a ln D + b ln N + d ln D ln N."""
 
     weights: tuple[float, float, float, float]  # c, a, b, d
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.diffusion.forward import logits_of
+from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.measures import entropy
 from specjax.diffusion.types import Denoiser
 from specjax.numerics.sampling import threefry
@@ -65,7 +65,7 @@ def compute_loss(
 ) -> Array:  # fmt: skip
     """Return float32[]. Args: masked, judged: from `mask_block`. beta: 2 for LLaDA, 1 for Dream."""
     label = jnp.broadcast_to(jnp.asarray(packed.tokens)[:, None], masked.shape)
-    logits = logits_of(denoiser, forward_views(denoiser, packed, masked))
+    logits = compute_logits(denoiser, forward_views(denoiser, packed, masked))
     correct = judged & (jnp.argmax(logits, -1) == label)
     # The mask token's logit is -inf, whose share of 0 would have no gradient.
     uncertainty = entropy(jnp.maximum(logits, jnp.finfo(jnp.float32).min / 4) / temperature)

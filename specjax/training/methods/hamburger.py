@@ -79,7 +79,7 @@ class SegmentLogits(NamedTuple):
     """Logits of all segments of texts but the first."""
 
     first: Array  # float32[B, M - 1, V], first token of each segment, by the base
-    others: Array  # float32[B, M - 1, s - 1, V], later tokens, by the decoder
+    later: Array  # float32[B, M - 1, s - 1, V], its later tokens, by the decoder
     stops: Array  # float32[B, M - 1, s - 1], logits of the end of the segment
 
 
@@ -112,8 +112,8 @@ def compute_losses(
     index = jnp.arange(1, macro.tokens.shape[2])  # of the decoder's token in its segment
     continues = is_response[:, :, None] & (index < size[:, :, None])
     decides, ends = is_response[:, :, None] & (index <= size[:, :, None]), index == size[:, :, None]
-    first, others = surprise(logits.first, tokens[:, :, 0]), surprise(logits.others, tokens[:, :, 1:])
-    total, count = jnp.sum(first * is_response) + jnp.sum(others * continues), jnp.sum(is_response) + jnp.sum(continues)
+    first, later = surprise(logits.first, tokens[:, :, 0]), surprise(logits.later, tokens[:, :, 1:])
+    total, count = jnp.sum(first * is_response) + jnp.sum(later * continues), jnp.sum(is_response) + jnp.sum(continues)
     stops = optax.sigmoid_binary_cross_entropy(logits.stops, ends.astype(jnp.float32))
     return HamburgerLosses(total / jnp.maximum(count, 1), jnp.sum(stops * decides) / jnp.maximum(jnp.sum(decides), 1))
 

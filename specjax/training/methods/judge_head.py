@@ -9,9 +9,9 @@ of token i after it was read, and y_i is 1 if the token is correct:
 
 Both classes have the same total weight. The mean and scale of the features become part of w and b.
 Guarantee: that of the rule, which is lossy.
-Deviations: the paper leaves several choices open, and ours are as follows. Tokens after the first wrong one are left
-out (`after`). Class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given share
-of wrong tokens.
+Deviations: the paper leaves several choices open, and ours are as follows. Tokens after the first wrong one are left out
+(`after_error`). Class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given
+share of wrong tokens.
 
     responses = [JudgedResponse(TrainingText(tokens, prompt_length), first_wrong), ...]
     features, labels = make_examples(target, responses, rows=8, length=512)
@@ -45,7 +45,7 @@ class JudgedResponse(NamedTuple):
     wrong: int | None = None  # index in the text of the first wrong token; None: the response is correct
 
 
-class JudgeHead(NamedTuple):
+class JudgeClassifier(NamedTuple):
     """Log-odds w . h + b that a token is correct, for `verifiers.judge` and `save_judge`."""
 
     weight: np.ndarray  # float32[D]
@@ -56,10 +56,10 @@ class JudgeHead(NamedTuple):
         return np.asarray(features, np.float64) @ self.weight + self.bias
 
 
-def label_tokens(response: JudgedResponse, after: Literal["drop", "wrong"] = "drop") -> np.ndarray:
+def label_tokens(response: JudgedResponse, after_error: Literal["drop", "wrong"] = "drop") -> np.ndarray:
     """Return int8[T]: 1 for correct tokens, 0 for wrong ones, -1 for tokens that do not count, such as the prompt's.
 
-    Args: after: leave the tokens after the first wrong one out ("drop"), or label them as wrong.
+    Args: after_error: leave the tokens after the first wrong one out ("drop"), or label them as wrong.
     """
     (tokens, prompt_length), wrong = response
     if wrong is not None and not prompt_length <= wrong < len(tokens):
@@ -68,14 +68,14 @@ def label_tokens(response: JudgedResponse, after: Literal["drop", "wrong"] = "dr
         )
     position = np.arange(len(tokens))
     end = len(tokens) if wrong is None else wrong
-    label = np.where(position < end, 1, 0 if after == "wrong" else -1)
+    label = np.where(position < end, 1, 0 if after_error == "wrong" else -1)
     label[end : end + 1] = 0
     return np.where(position < prompt_length, -1, label).astype(np.int8)
 
 
 def make_examples(
     target: Target, responses: Sequence[JudgedResponse], *, rows: int, length: int,
-    after: Literal["drop", "wrong"] = "drop",
+    after_error: Literal["drop", "wrong"] = "drop",
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return (float32[N, D] features, int8[N] labels) of all tokens that count. Texts are cut at `length`.
 
@@ -88,7 +88,7 @@ def make_examples(
     for i, packed in enumerate(batches):
         hidden = np.asarray(_run_target(target, packed))
         for row, response in zip(hidden, responses[i * rows :], strict=False):
-            label = label_tokens(response, after)[:length]
+            label = label_tokens(response, after_error)[:length]
             features.append(row[: len(label)][label >= 0])
             labels.append(label[label >= 0])
     return np.concatenate(features), np.concatenate(labels)
@@ -107,7 +107,7 @@ def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, we
     return jnp.sum(weights * each) / jnp.sum(weights) + l2 / 2 * jnp.sum(weight**2)
 
 
-def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeHead:
+def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeClassifier:
     """Fit a head to features float32[N, D] and labels int8[N].
 
     Raises: UsageError for labels that are not 0 and 1, or of one class only.
@@ -124,7 +124,7 @@ def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, ste
     weights = (len(labels) / (2 * counts))[labels].astype(np.float32)
     weight, bias = _minimise((features - mean) / scale, labels.astype(np.float32), weights, l2, steps)
     weight = np.asarray(weight) / scale
-    return JudgeHead(weight, float(bias - weight @ mean))
+    return JudgeClassifier(weight, float(bias - weight @ mean))
 
 
 @functools.partial(jax.jit, static_argnames="steps")

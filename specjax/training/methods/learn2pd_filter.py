@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.diffusion.forward import logits_of
+from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.methods.learn2pd import Filter
 from specjax.diffusion.types import Denoiser
 from specjax.numerics.sampling import threefry
@@ -72,7 +72,7 @@ def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExample
         columns = begin[:, None] + index // block * block + jnp.arange(block)
         clipped = jnp.minimum(columns, size - 1)
         is_response = (columns < size) & take_along(loss_mask, clipped, 1)
-        logits = logits_of(denoiser, forward_views(denoiser, packed, masked[:, None]))[:, 0]
+        logits = compute_logits(denoiser, forward_views(denoiser, packed, masked[:, None]))[:, 0]
         log_p = jax.nn.log_softmax(logits, -1)
         hits = jnp.argmax(log_p, -1) == tokens
         of_block = lambda x: take_along(x, clipped, 1)

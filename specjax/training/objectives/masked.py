@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.diffusion.forward import logits_of
+from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.types import Denoiser
 from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.chunks import sum_in_chunks
@@ -138,7 +138,7 @@ def compute_loss(
     def judge_chunk(params, hidden: Array, i: Array, width: int) -> MaskedSums:
         part = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i, width, axis)
         is_masked, label = part(masked, 2), part(tokens, 1)[:, None]
-        logits = logits_of(denoiser.replace(params=params), part(hidden, 2))
+        logits = compute_logits(denoiser.replace(params=params), part(hidden, 2))
         loss = cross_entropy(logits, None, jnp.broadcast_to(label, is_masked.shape), is_masked)
         hits = is_masked & (jnp.argmax(logits, -1) == label)
         return MaskedSums(

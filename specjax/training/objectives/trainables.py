@@ -67,9 +67,8 @@ def build_head_objective(head: Head) -> TrainingObjective:
             noise = jax.random.uniform(key, activations.features.shape, jnp.float32, -size, size)
             activations = activations._replace(features=activations.features + noise.astype(activations.features.dtype))
         params, ids = use_draft_ids(params)
-        return compute_head_loss(
-            recipe, head.training_head or head, params, target, packed, activations, positions, ids, chunk
-        )
+        rounds = Rounds(packed, activations, positions, ids)
+        return compute_head_loss(recipe, head.training_head or head, params, target, rounds, chunk)
 
     def leading_hits(params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
         batch, size = packed.tokens.shape

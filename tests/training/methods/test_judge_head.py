@@ -33,7 +33,7 @@ def test_labels_end_at_the_first_wrong_token():
     text = TrainingText((5, 6, 7, 8, 9, 10), 2)
     assert label_tokens(JudgedResponse(text)).tolist() == [-1, -1, 1, 1, 1, 1]
     assert label_tokens(JudgedResponse(text, 3)).tolist() == [-1, -1, 1, 0, -1, -1]
-    assert label_tokens(JudgedResponse(text, 3), after="wrong").tolist() == [-1, -1, 1, 0, 0, 0]
+    assert label_tokens(JudgedResponse(text, 3), after_error="wrong").tolist() == [-1, -1, 1, 0, 0, 0]
     for outside in (1, 6):
         with pytest.raises(UsageError, match=f"2 to 5, not {outside}"):
             label_tokens(JudgedResponse(text, outside))
