@@ -251,7 +251,7 @@ class _Job:
         """Raise a UsageError for everything that can be checked before responses are generated."""
         prepare_folder(self.folder)
         if jax.process_count() > 1:
-            others = [digest_model(self.start.build((), 0))] if self.start.is_trained else []
+            drafts = [digest_model(self.start.build((), 0))] if self.start.is_trained else []
             check_same([digest_model(self.target), *drafts], "models")
         self._check_sizes()
         objective = self.start.objective()

@@ -9,8 +9,8 @@ of token i after it was read, and y_i is 1 if the token is correct:
 
 Both classes have the same total weight. The mean and scale of the features become part of w and b.
 Guarantee: that of the rule, which is lossy.
-Deviations: the paper leaves several choices open, and ours are as follows. Tokens after the first wrong one are left out
-(`after_error`). Class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given
+Deviations: the paper leaves several choices open. Ours are as follows: tokens after the first wrong one are left out
+(`after_error`), and class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given
 share of wrong tokens.
 
     responses = [JudgedResponse(TrainingText(tokens, prompt_length), first_wrong), ...]
