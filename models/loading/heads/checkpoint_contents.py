@@ -111,6 +111,31 @@ def rename_tensors(contents: Contents, rules: Rules) -> Tensors:
     return tensors
 
 
+def attention_table(path: str, name: str) -> dict[str, str]:
+    """Return the tensor names of an attention's parameters below `path`, those of Hugging Face's `name.self_attn`."""
+    projections = {
+        f"{path}.{part}.{leaf}": f"{name}.self_attn.{part}_proj.{leaf}"
+        for part in "qkvo"
+        for leaf in ("weight", "bias")
+    }
+    return projections | {f"{path}.{part}_norm.weight": f"{name}.self_attn.{part}_norm.weight" for part in "qk"}
+
+
+def mlp_table(path: str, name: str) -> dict[str, str]:
+    """Return the tensor names of a gated MLP's parameters below `path`, those of Hugging Face's `name.mlp`."""
+    return {f"{path}.{part}.weight": f"{name}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+
+
+def layer_table(path: str, name: str) -> dict[str, str]:
+    """Return the tensor names of a decoder layer's parameters below `path`, those of Hugging Face's layer `name`."""
+    return {
+        f"{path}.attention_norm.weight": f"{name}.input_layernorm.weight",
+        f"{path}.mlp_norm.weight": f"{name}.post_attention_layernorm.weight",
+        **attention_table(f"{path}.attention", name),
+        **mlp_table(f"{path}.mlp", name),
+    }
+
+
 def count_indices(tensors: Mapping[str, TensorLocation], pattern: str) -> int:
     """Return how many different numbers the first group of `pattern` matches in the names."""
     matches = (re.match(pattern, name) for name in tensors)

@@ -10,7 +10,14 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.models.heads.chimera import ChimeraConfig
 from specjax.models.loading.families.config_fields import HEADS
-from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    HeadPlan,
+    Rules,
+    count_indices,
+    layer_table,
+    rename_tensors,
+)
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, target_layer_config
@@ -19,15 +26,7 @@ TABLE = {
     "trigram.linear.weight": "trimlp.0.linear.weight",
     "trigram.linear.bias": "trimlp.0.linear.bias",
     "down.weight": "trimlp.1.weight",
-    "stack.*.attention_norm.weight": "fast_layer1.*.input_layernorm.weight",
-    "stack.*.mlp_norm.weight": "fast_layer1.*.post_attention_layernorm.weight",
-    **{
-        f"stack.*.attention.{part}.{leaf}": f"fast_layer1.*.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"stack.*.attention.{part}_norm.weight": f"fast_layer1.*.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"stack.*.mlp.{part}.weight": f"fast_layer1.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("stack.*", "fast_layer1.*"),
     "heads.*.weight": "chimera_head.*.0.weight",
 }
 OF_FILES: Rules = (

@@ -15,6 +15,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     HeadPlan,
     Rules,
     count_indices,
+    layer_table,
     rename_tensors,
     split_fused,
 )
@@ -39,15 +40,7 @@ TABLE = {
         for part in "qkv"
         for leaf in ("weight", "bias")
     },
-    "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
-    "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
-    **{
-        f"stack.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"stack.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"stack.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("stack.*", "layers.*"),
     "norm.weight": "clover_norm.weight",
     "head_norm.weight": "clover_head_norm.weight",
     **{

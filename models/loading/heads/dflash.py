@@ -24,6 +24,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     Rules,
     Tensors,
     count_indices,
+    layer_table,
     rename_tensors,
     split_fused,
 )
@@ -38,15 +39,7 @@ TABLE = {
     "hidden_norm.weight": "hidden_norm.weight",
     "norm.weight": "norm.weight",
     "head.weight": "lm_head.weight",
-    "layers.*.attention_norm.weight": "layers.*.input_layernorm.weight",
-    "layers.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
-    **{
-        f"layers.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"layers.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"layers.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("layers.*", "layers.*"),
     **{f"layers.*.{part}_conv.base": f"layers.*.{part}_conv.base_kernel" for part in ("attention", "mlp")},
     **{
         f"layers.*.{part}_conv.projection.weight": f"layers.*.{part}_conv.kernel_projection.weight"

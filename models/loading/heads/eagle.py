@@ -17,6 +17,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     HeadPlan,
     Rules,
     count_indices,
+    layer_table,
     rename_tensors,
     split_fused,
 )
@@ -38,15 +39,7 @@ TABLE = {
     "norm.weight": "pre_lm_head_layernorm.weight",
     "sampler.norm.weight": "fc.post_attention_layernorm.weight",
     **{f"sampler.mlp.{part}.weight": f"fc.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
-    "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
-    "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
-    **{
-        f"stack.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"stack.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"stack.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("stack.*", "layers.*"),
 }
 
 UNUSED = (r"verifier_", r"lm_head\.weight$", r".*rotary_emb\.inv_freq$")

@@ -24,7 +24,10 @@ from specjax.models.loading.heads.checkpoint_contents import (
     HeadPlan,
     Rules,
     Tensors,
+    attention_table,
     count_indices,
+    layer_table,
+    mlp_table,
     rename_tensors,
     split_fused,
 )
@@ -52,24 +55,9 @@ TABLE = {
     "first.embedding_norm.weight": "layers.0.input_layernorm.weight",
     "first.state_norm.weight": "layers.0.hidden_norm.weight",
     "first.mlp_norm.weight": "layers.0.post_attention_layernorm.weight",
-    **{
-        f"{path}.attention.{part}.{leaf}": f"layers.{layer}.self_attn.{part}_proj.{leaf}"
-        for path, layer in (("first", "0"), ("others.*", "*+1"))
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{
-        f"{path}.attention.{part}_norm.weight": f"layers.{layer}.self_attn.{part}_norm.weight"
-        for path, layer in (("first", "0"), ("others.*", "*+1"))
-        for part in "qk"
-    },
-    **{
-        f"{path}.mlp.{part}.weight": f"layers.{layer}.mlp.{part}_proj.weight"
-        for path, layer in (("first", "0"), ("others.*", "*+1"))
-        for part in ("gate", "up", "down")
-    },
-    "others.*.attention_norm.weight": "layers.*+1.input_layernorm.weight",
-    "others.*.mlp_norm.weight": "layers.*+1.post_attention_layernorm.weight",
+    **attention_table("first.attention", "layers.0"),
+    **mlp_table("first.mlp", "layers.0"),
+    **layer_table("others.*", "layers.*+1"),
     "norm.weight": "norm.weight",
     "head_down.weight": DOWN,
     "head.weight": "lm_head.weight",

@@ -8,7 +8,13 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.heads.hamburger import HamburgerConfig
 from specjax.models.loading.families.config_fields import HEADS, LAYERS
-from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, count_indices, rename_tensors
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    HeadPlan,
+    count_indices,
+    layer_table,
+    rename_tensors,
+)
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config
@@ -17,15 +23,7 @@ TABLE = {
     "merge.places.weight": "merge.places.weight",
     **{f"merge.{part}.{leaf}": f"merge.{part}_proj.{leaf}" for part in "qkv" for leaf in ("weight", "bias")},
     "merge.o.weight": "merge.o_proj.weight",
-    "stack.*.attention_norm.weight": "layers.*.input_layernorm.weight",
-    "stack.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
-    **{
-        f"stack.*.attention.{part}.{leaf}": f"layers.*.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"stack.*.attention.{part}_norm.weight": f"layers.*.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"stack.*.mlp.{part}.weight": f"layers.*.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("stack.*", "layers.*"),
     "norm.weight": "norm.weight",
     **{f"stop.*.{leaf}": f"stop.*.{leaf}" for leaf in ("weight", "bias")},
 }

@@ -7,7 +7,14 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.heads.hydra import HydraConfig
-from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    HeadPlan,
+    Rules,
+    count_indices,
+    layer_table,
+    rename_tensors,
+)
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, target_layer_config
@@ -25,15 +32,7 @@ TABLE = {
     },
     "branches.*.head.weight": "hydra_lm_head.*.weight",
     "branches.*.head_bias": "hydra_lm_head.*.bias",
-    "prefix.attention_norm.weight": f"{PREFIX}.layers.0.input_layernorm.weight",
-    "prefix.mlp_norm.weight": f"{PREFIX}.layers.0.post_attention_layernorm.weight",
-    **{
-        f"prefix.attention.{part}.{leaf}": f"{PREFIX}.layers.0.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"prefix.attention.{part}_norm.weight": f"{PREFIX}.layers.0.self_attn.{part}_norm.weight" for part in "qk"},
-    **{f"prefix.mlp.{part}.weight": f"{PREFIX}.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    **layer_table("prefix", f"{PREFIX}.layers.0"),
     "norm.weight": f"{PREFIX}.norm.weight",
 }
 

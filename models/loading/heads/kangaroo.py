@@ -10,19 +10,20 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kangaroo import KangarooConfig, kangaroo_head
 from specjax.models.loading.families.config_fields import LAYERS
-from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, rename_tensors, split_fused
+from specjax.models.loading.heads.checkpoint_contents import (
+    Contents,
+    HeadPlan,
+    attention_table,
+    rename_tensors,
+    split_fused,
+)
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config
 
 TABLE = {
     "attention_norm.weight": "layers.0.input_layernorm.weight",
-    **{
-        f"attention.{part}.{leaf}": f"layers.0.self_attn.{part}_proj.{leaf}"
-        for part in "qkvo"
-        for leaf in ("weight", "bias")
-    },
-    **{f"attention.{part}_norm.weight": f"layers.0.self_attn.{part}_norm.weight" for part in "qk"},
+    **attention_table("attention", "layers.0"),
     "norm.weight": "norm.weight",
 }
 
