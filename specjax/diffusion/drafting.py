@@ -95,7 +95,14 @@ def _finished(denoiser: Denoiser, length: Array) -> Array:
 
 
 def _propose(
-    params: tuple[Denoiser, ColumnRule], keys: Array, state: Kept, context: Context, limit: Array, *, width: int, rounds: int
+    params: tuple[Denoiser, ColumnRule],
+    keys: Array,
+    state: Kept,
+    context: Context,
+    limit: Array,
+    *,
+    width: int,
+    rounds: int,
 ) -> tuple[TokenTree, Kept]:
     denoiser, rule = params
     batch = len(context.tokens)

@@ -274,7 +274,9 @@ def apply_bound(
     return view, quota, slots._replace(schedule=bound)
 
 
-def select(parts: DenoisingParts, proposal: Proposal, view: View, quota: Array, slots: PartStates) -> tuple[Array, Array, PartStates]:
+def select(
+    parts: DenoisingParts, proposal: Proposal, view: View, quota: Array, slots: PartStates
+) -> tuple[Array, Array, PartStates]:
     """Return (take bool[B, W], token int32[B, W], slots) of the rule."""
     rule, score = parts.procedure.rule, parts.procedure.score
     take, token, chosen = rule.select(rule.params, slots.rule, proposal, view, quota)
@@ -333,7 +335,9 @@ def store_logprobs(
     return own.logprobs.at[jnp.arange(len(place))[:, None], place].set(value, mode="drop")
 
 
-def finish_step(parts: DenoisingParts, state: DecodeState, window: Window, decided: StepOutcome) -> tuple[DecodeState, Info]:
+def finish_step(
+    parts: DenoisingParts, state: DecodeState, window: Window, decided: StepOutcome
+) -> tuple[DecodeState, Info]:
     """Return the next state, and the tokens that became final."""
     own: DenoisingState = state.draft
     active = ~state.done

@@ -1,4 +1,4 @@
-"""Memories: what of a canvas is computed in a pass."""
+"""Caches of diffusion decoding: the columns that a pass computes, and those it reads from earlier passes."""
 
 from specjax.diffusion.caches.append import append
 from specjax.diffusion.caches.delayed import delayed

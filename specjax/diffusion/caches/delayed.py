@@ -1,16 +1,15 @@
-"""The delayed cache: a column's keys and values are kept one pass after it was decided, computed from its token.
+"""The delayed cache: a column's keys and values are stored one pass after it was decided, computed from its token.
 
 Ma et al.: dKV-Cache: The Cache for Diffusion Language Models (2025), arXiv 2505.15781, `decode`.
 
 Rule: the first two passes over a window, and every `refresh`-th, compute the whole canvas. The others compute the open
-columns and those that the pass before decided; of the latter they keep what they compute. All else is read as it was
-left: a column moves most in the pass that first reads it as a token.
+columns and those that the previous pass decided, and store the latter. All other columns are read from the cache: a
+column changes most in the pass that first reads it as a token.
 Guarantee: lossy; exact with one layer, or with refresh=1.
-Deviations: whether a column is computed is told by its token: it is if what it left came of another one. Of a rule that
-decides without revising that is the pass after it was decided, and one that revises is right, too. By default open
-columns behind the window stay as they were left (`suffix="frozen"`), so that a pass computes about as many columns as
-the window has; "fresh" computes them as the paper does. Its greedy variant, for orders that are known beforehand, is
-not here.
+Deviations: a column is computed if its stored keys came from another token. For a rule that never revises, this is the
+pass after the decision; it is also right for a rule that revises. By default open columns after the window stay as they
+were stored (`suffix="frozen"`), so that a pass computes about as many columns as the window has. "fresh" computes them
+as the paper does. The greedy variant for known orders is not implemented.
 """
 
 from __future__ import annotations
@@ -31,24 +30,28 @@ Suffix = Literal["frozen", "fresh"]
 
 
 class State(NamedTuple):
-    left: some.Left
-    of: Array  # int32[B, N], the token that it came of; -1: nothing was left
+    memory: some.StoredColumns
+    source: Array  # int32[B, N], token that the stored keys came from; -1: none
     step: Array  # int32[B], passes over this window
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
-    return State(some.nothing(denoiser, canvas), jnp.full_like(canvas.tokens, -1), jnp.zeros_like(canvas.start))
+    return State(some.empty(denoiser, canvas), jnp.full_like(canvas.tokens, -1), jnp.zeros_like(canvas.start))
 
 
 def plan(
-    canvas: Canvas, window: Window, tokens: Array, of: Array, step: Array, refresh: int | None, suffix: Suffix
-) -> some.Plan:
-    """tokens: int32[B, N], what all columns are shown as. step: int32[B], this pass over the window, from 0."""
+    canvas: Canvas, window: Window, tokens: Array, source: Array, step: Array, refresh: int | None, suffix: Suffix
+) -> some.PassPlan:
+    """Plan a pass.
+
+    Args:
+      tokens: int32[B, N], inputs of all columns. step: int32[B], number of this pass over the window, from 0.
+    """
     due = step < 2 if refresh is None else (step < 2) | (step % refresh == 0)
-    changed = tokens != of
-    moving = canvas.open if suffix == "fresh" else canvas.open & some.within(canvas, window)
-    there = some.exists(canvas)
-    return some.Plan(there & (due[:, None] | moving | changed), there, there & (due[:, None] | changed))
+    changed = tokens != source
+    moving = canvas.open if suffix == "fresh" else canvas.open & some.in_window(canvas, window)
+    present = some.exists(canvas)
+    return some.PassPlan(present & (due[:, None] | moving | changed), present, present & (due[:, None] | changed))
 
 
 def _look(
@@ -56,22 +59,25 @@ def _look(
 ) -> tuple[WindowOutput, State]:
     tokens = input_tokens(denoiser, canvas, jnp.broadcast_to(jnp.arange(canvas.tokens.shape[1]), canvas.tokens.shape))
     step = jnp.where(window.entered, 0, state.step)
-    planned = plan(canvas, window, tokens, state.of, step, refresh, suffix)
-    seen, left = some.look(denoiser, state.left, canvas, window, planned)
-    of = jnp.where(planned.kept & window.active[:, None], tokens, state.of)
-    return seen, State(left, of, step + window.active)
+    pass_plan = plan(canvas, window, tokens, state.source, step, refresh, suffix)
+    output, memory = some.look(denoiser, state.memory, canvas, window, pass_plan)
+    source = jnp.where(pass_plan.stored & window.active[:, None], tokens, state.source)
+    return output, State(memory, source, step + window.active)
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:
-    return batch_axes.rows_first(state)._replace(left=some.axes(denoiser, state.left))
+    return batch_axes.rows_first(state)._replace(memory=some.axes(denoiser, state.memory))
 
 
 @functools.cache
 def delayed(refresh: int | None = 8, suffix: Suffix = "frozen") -> CanvasCache:
-    """refresh: passes over a window after which the whole canvas is computed again; None: never. suffix: what open
-    columns behind the window are.
+    """Build the cache.
 
-    Raises: UsageError for less than one pass, or another word.
+    Args:
+      refresh: passes over a window after which the whole canvas is computed again; None: never.
+      suffix: "frozen" or "fresh", the treatment of open columns after the window.
+
+    Raises: UsageError for less than one pass, or another suffix.
     """
     some.check_refresh(refresh)
     if suffix not in ("frozen", "fresh"):

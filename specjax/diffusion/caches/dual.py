@@ -1,15 +1,15 @@
-"""The dual cache of models with full attention: outside of the window, keys and values stay as they were on entering.
+"""The dual cache of models with full attention: keys and values outside of the window stay fixed after it is entered.
 
 Wu et al.: Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding (2025),
 arXiv 2505.22618.
 
-Rule: on entering a window a pass over the whole canvas leaves the keys and values of all columns. Every look computes
-the window alone, which sees itself as it is now and all other columns as they were left.
-Guarantee: lossy; exact with one layer, where what a column leaves depends on its own token only, or if refreshed in
+Rule: on entry to a window, a pass over the whole canvas stores the keys and values of all columns. Every pass computes
+the window alone. The window attends to its current self and to the stored columns.
+Guarantee: lossy; exact with one layer, where stored keys depend on a column's own token only, or if refreshed in
 every pass.
-Deviations: the pass that enters computes the window a second time, so that a row says the same beside rows that enter
-and alone (as many columns more as the window has, in that pass only). Models with shifted logits compute the column
-before the window too, whose row predicts the first one; the release takes that from the entering pass for ever.
+Deviations: the entry pass computes the window a second time, so that a row gives the same result alone and beside rows
+that enter. That costs the columns of one window, in that pass only. Models with shifted logits also compute the column
+before the window, whose output predicts the first one. The release always uses the entry pass for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specjax.types import Array, PyTree
 
 class State(NamedTuple):
     cache: PyTree  # of the model, empty
-    left: PyTree  # pending of all columns, as the last pass over the canvas left it
+    stored: PyTree  # pending of all columns, as the last pass over the canvas left it
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
@@ -45,42 +45,45 @@ def _look(
     due = window.entered if refresh is None else window.entered | (canvas.passes % refresh == 0)
     due &= window.active
 
-    def renewed() -> PyTree:
+    def renew() -> PyTree:
         _, fresh = forward_canvas(denoiser, state.cache, canvas)
 
         def choose(axis: int, new: Array, old: Array) -> Array:
             return jnp.where(due.reshape(*(1,) * axis, batch, *(1,) * (new.ndim - axis - 1)), new, old)
 
-        return jax.tree.map(choose, denoiser.model.axes(fresh), fresh, state.left)
+        return jax.tree.map(choose, denoiser.model.axes(fresh), fresh, state.stored)
 
     any_due = jnp.any(due)
     with jax.named_scope(scopes.RENEWAL):
-        left = jax.lax.cond(any_due, renewed, lambda: state.left)
+        stored = jax.lax.cond(any_due, renew, lambda: state.stored)
 
     count = window.width + denoiser.is_shifted
     columns = window.start[:, None] - denoiser.is_shifted + jnp.arange(count)
     column, end = jnp.arange(size), canvas.end[:, None]
-    outside = (column < columns[:, :1]) | (column > columns[:, -1:])
-    seen = jnp.concatenate([outside & (column < end), columns < end], 1)  # bool[B, N + C]
+    is_outside = (column < columns[:, :1]) | (column > columns[:, -1:])
+    visible = jnp.concatenate([is_outside & (column < end), columns < end], 1)  # bool[B, N + C]
     itself = jnp.arange(size + count) == size + jnp.arange(count)[:, None]
-    mask = seen[:, None] | itself
-    hidden, _ = forward(denoiser, state.cache, input_tokens(denoiser, canvas, columns), columns, mask, left)
+    mask = visible[:, None] | itself
+    hidden, _ = forward(denoiser, state.cache, input_tokens(denoiser, canvas, columns), columns, mask, stored)
     return WindowOutput(
         hidden=hidden[:, : window.width],
         predicted=jnp.ones((batch, window.width), bool),
         columns=count + canvas.end * any_due,
-    ), State(state.cache, left)
+    ), State(state.cache, stored)
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:
-    return State(denoiser.model.axes(state.cache), denoiser.model.axes(state.left))
+    return State(denoiser.model.axes(state.cache), denoiser.model.axes(state.stored))
 
 
 @functools.cache
 def dual(refresh: int | None = None) -> CanvasCache:
-    """refresh: passes after which the whole canvas is computed again; None: only on entering a window.
+    """Build the cache.
 
-    Raises: UsageError for less than one.
+    Args:
+      refresh: passes after which the whole canvas is computed again; None: only on entry to a window.
+
+    Raises: UsageError for less than one pass.
     """
     if refresh is not None and refresh < 1:
         raise UsageError(f"refresh must be at least 1, not {refresh}")

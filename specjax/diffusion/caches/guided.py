@@ -1,14 +1,13 @@
-"""Classifier-free guidance: a second look at the canvas, with the prompt masked, and the first one is moved away from
-it.
+"""Classifier-free guidance: a second pass over the canvas with a masked prompt, from which the first one is moved away.
 
 Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992, `cfg_scale`.
 
-Rule: with l what the model says of the canvas and u what it says where every column of the prompt is the mask token,
+Rule: with l the logits for the canvas and u the logits with every column of the prompt masked,
 logits = u + (w + 1)(l - u).
-Guarantee: w = 0 says what the memory beneath says. It is not what the model says, so nothing that promises the model's
-own text goes with it.
-Deviations: two passes one after another, each with the memory beneath, in place of one of twice the rows; they count
-as one pass with the columns of both.
+Guarantee: w = 0 gives the result of the inner cache. With other weights the logits are not the model's own, so no
+guarantee about the model's own text holds.
+Deviations: two consecutive passes, each with the inner cache, in place of one with twice the rows. They count as one
+pass with the columns of both.
 """
 
 from __future__ import annotations
@@ -23,29 +22,34 @@ from specjax.types import PyTree
 
 
 @functools.cache
-def guided(memory: CanvasCache, weight: float) -> CanvasCache:
-    """A memory that is guided. weight: w."""
+def guided(inner: CanvasCache, weight: float) -> CanvasCache:
+    """Build a guided cache over another cache. `weight` is w."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> tuple[PyTree, PyTree]:
         if denoiser.mask_token is None:
             raise UsageError("guidance masks the prompt, and this denoiser has no mask_token; leave guidance out")
-        return memory.init(denoiser, canvas, width), memory.init(denoiser, _without(denoiser, canvas), width)
+        return inner.init(denoiser, canvas, width), inner.init(denoiser, _without(denoiser, canvas), width)
 
     def look(denoiser: Denoiser, state: tuple[PyTree, PyTree], canvas: Canvas, window: Window):
-        seen, first = memory.look(denoiser, state[0], canvas, window)
-        blind, second = memory.look(denoiser, state[1], _without(denoiser, canvas), window)
-        columns = seen.columns + blind.columns
-        return WindowOutput(seen.hidden, seen.predicted, columns, against=blind.hidden, guidance=weight), (first, second)
+        output, first = inner.look(denoiser, state[0], canvas, window)
+        unprompted, second = inner.look(denoiser, state[1], _without(denoiser, canvas), window)
+        columns = output.columns + unprompted.columns
+        return WindowOutput(output.hidden, output.predicted, columns, against=unprompted.hidden, guidance=weight), (
+            first,
+            second,
+        )
 
     def axes(denoiser: Denoiser, state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        assert memory.axes is not None
-        return memory.axes(denoiser, state[0]), memory.axes(denoiser, state[1])
+        assert inner.axes is not None
+        return inner.axes(denoiser, state[0]), inner.axes(denoiser, state[1])
 
-    name = f"{memory.name}, guided"
-    return CanvasCache(look, memory.attention, False, init, name, None if memory.axes is None else axes, check=memory.check)
+    name = f"{inner.name}, guided"
+    return CanvasCache(
+        look, inner.attention, False, init, name, None if inner.axes is None else axes, check=inner.check
+    )
 
 
 def _without(denoiser: Denoiser, canvas: Canvas) -> Canvas:
-    """The canvas with a masked prompt."""
+    """Return the canvas with a masked prompt."""
     prompt = jnp.arange(canvas.tokens.shape[1]) < canvas.start[:, None]
     return canvas._replace(tokens=jnp.where(prompt, denoiser.blank, canvas.tokens))

@@ -1,13 +1,13 @@
-"""Phases of several passes in which far columns are not seen, and near ones are computed only where text is written.
+"""Phases of several passes that ignore distant columns and compute only the columns near the text.
 
 Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching (2026), arXiv
 2601.20332.
 
-Rule: a phase begins with a pass over its *buffer*: all columns that are decided and the first `outer` open ones; what
-is behind them is neither computed nor seen. The other passes of the phase compute the first `inner` open columns and
-those that the phase has decided, and read the rest of the buffer as its first pass left it.
-Guarantee: lossy; exact with refresh=1 and all open columns in both windows; in one layer with all of them in `outer`.
-Deviations: a phase also ends where one of the first `inner` open columns is outside of its buffer.
+Rule: a phase starts with a pass over its *buffer*: all decided columns and the first `outer` open ones. Later columns
+are neither computed nor attended to. The other passes of the phase compute the first `inner` open columns and those
+that the phase has decided. They read the rest of the buffer from its first pass. Guarantee: lossy; exact with refresh=1
+and all open columns in both windows; in one layer with all of them in `outer`. Deviations: a phase also ends if one of
+the first `inner` open columns is outside of its buffer.
 """
 
 from __future__ import annotations
@@ -25,60 +25,64 @@ from specjax.types import Array
 
 
 class Phase(NamedTuple):
-    """Where a phase is."""
+    """The current phase."""
 
-    opened: Array  # bool[B, N], columns that were open when it began
+    open_at_start: Array  # bool[B, N], columns that were open when it began
     step: Array  # int32[B], passes since then
 
 
 class State(NamedTuple):
-    left: some.Left
+    memory: some.StoredColumns
     phase: Phase
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
-    return State(some.nothing(denoiser, canvas), begin(canvas))
+    return State(some.empty(denoiser, canvas), begin(canvas))
 
 
 def begin(canvas: Canvas) -> Phase:
-    """Before any pass."""
+    """Return the phase before any pass."""
     return Phase(jnp.zeros_like(canvas.open), jnp.zeros_like(canvas.start))
 
 
-def plan(canvas: Canvas, phase: Phase, outer: int, inner: int, refresh: int) -> tuple[some.Plan, Phase]:
-    """What a pass does, and the phase that it is in, itself counted."""
-    there = some.exists(canvas)
-    opened = canvas.open & there
+def plan(canvas: Canvas, phase: Phase, outer: int, inner: int, refresh: int) -> tuple[some.PassPlan, Phase]:
+    """Plan a pass, and return its phase, including this pass."""
+    present = some.exists(canvas)
+    opened = canvas.open & present
     near = some.first(opened, inner)
-    buffer = lambda opened: there & (~opened | some.first(opened, outer))
-    due = (phase.step % refresh == 0) | jnp.any(near & ~buffer(phase.opened), 1)
-    began = jnp.where(due[:, None], opened, phase.opened)
-    seen = buffer(began)
-    live = seen & (due[:, None] | near | (began & ~opened))
-    return some.Plan(live, seen, live), Phase(began, jnp.where(due, 0, phase.step) + 1)
+    buffer = lambda opened: present & (~opened | some.first(opened, outer))
+    due = (phase.step % refresh == 0) | jnp.any(near & ~buffer(phase.open_at_start), 1)
+    open_at_start = jnp.where(due[:, None], opened, phase.open_at_start)
+    visible = buffer(open_at_start)
+    live = visible & (due[:, None] | near | (open_at_start & ~opened))
+    return some.PassPlan(live, visible, live), Phase(open_at_start, jnp.where(due, 0, phase.step) + 1)
 
 
 def _look(
     denoiser: Denoiser, state: State, canvas: Canvas, window: Window, *, outer: int, inner: int, refresh: int
 ) -> tuple[WindowOutput, State]:
-    planned, phase = plan(canvas, state.phase, outer, inner, refresh)
-    seen, left = some.look(denoiser, state.left, canvas, window, planned)
+    pass_plan, phase = plan(canvas, state.phase, outer, inner, refresh)
+    visible, memory = some.look(denoiser, state.memory, canvas, window, pass_plan)
     active = window.active
-    kept = Phase(
-        jnp.where(active[:, None], phase.opened, state.phase.opened), jnp.where(active, phase.step, state.phase.step)
+    next_phase = Phase(
+        jnp.where(active[:, None], phase.open_at_start, state.phase.open_at_start),
+        jnp.where(active, phase.step, state.phase.step),
     )
-    return seen, State(left, kept)
+    return visible, State(memory, next_phase)
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:
-    return batch_axes.rows_first(state)._replace(left=some.axes(denoiser, state.left))
+    return batch_axes.rows_first(state)._replace(memory=some.axes(denoiser, state.memory))
 
 
 @functools.cache
 def phases(outer: int = 64, inner: int = 16, refresh: int = 32) -> CanvasCache:
-    """outer: open columns of the buffer. inner: those of them that every pass computes. refresh: passes of a phase.
+    """Build the cache.
 
-    Raises: UsageError for numbers below 1, or an inner window that is the larger one.
+    Args:
+      outer: open columns of the buffer. inner: open columns that every pass computes. refresh: passes of a phase.
+
+    Raises: UsageError for numbers below 1, or an inner window larger than the outer one.
     """
     some.check_refresh(refresh)
     if not 1 <= inner <= outer:

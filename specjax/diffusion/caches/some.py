@@ -1,7 +1,7 @@
-"""Passes over some columns of a canvas, of any places: the others are read as an earlier pass left them.
+"""Passes over a subset of the columns of a canvas; the other columns are read from earlier passes.
 
-What memories of full attention that compute less than the canvas are made of: each says which columns are computed
-(*live*), which are seen, and of which what was computed is kept.
+Caches of full-attention models are built on it. Each one plans which columns are computed (*live*), which are attended
+to, and which results are stored.
 """
 
 from __future__ import annotations
@@ -20,89 +20,93 @@ from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
 
-class Left(NamedTuple):
-    """What passes left of all columns."""
+class StoredColumns(NamedTuple):
+    """Keys and values of all columns from earlier passes."""
 
     cache: PyTree  # of the model, empty
     pending: PyTree  # keys and values of N columns
 
 
-class Plan(NamedTuple):
-    """What a pass does. All bool[B, N]; columns that do not exist are in none of them."""
+class PassPlan(NamedTuple):
+    """The columns of a pass. All fields are bool[B, N], and false past the end of a text."""
 
-    live: Array  # columns that are computed; what they give now is what all see of them
-    seen: Array  # columns that are seen at all, the live ones among them
-    kept: Array  # live ones whose keys and values passes to come shall read
+    live: Array  # computed columns; other columns attend to their new keys
+    visible: Array  # columns that are attended to, including the live ones
+    stored: Array  # live columns whose keys and values later passes read
 
 
-def nothing(denoiser: Denoiser, canvas: Canvas) -> Left:
-    """What no pass has left anything in."""
+def empty(denoiser: Denoiser, canvas: Canvas) -> StoredColumns:
+    """Return an empty cache."""
     cache = denoiser.model.init_cache(denoiser.params, None, len(canvas.tokens), 1)
     shape = jax.eval_shape(lambda: forward_canvas(denoiser, cache, canvas)[1])
-    return Left(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
+    return StoredColumns(cache, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 
 
-def axes(denoiser: Denoiser, left: Left) -> Left:
-    """The place of the rows in the shape of each array."""
-    return Left(denoiser.model.axes(left.cache), denoiser.model.axes(left.pending))
+def axes(denoiser: Denoiser, memory: StoredColumns) -> StoredColumns:
+    """Return the row axis of each array."""
+    return StoredColumns(denoiser.model.axes(memory.cache), denoiser.model.axes(memory.pending))
 
 
 def exists(canvas: Canvas) -> Array:
-    """bool[B, N]."""
+    """Return bool[B, N]: columns of the text."""
     return jnp.arange(canvas.open.shape[1]) < canvas.end[:, None]
 
 
-def within(canvas: Canvas, window: Window) -> Array:
-    """bool[B, N]: columns of the window."""
+def in_window(canvas: Canvas, window: Window) -> Array:
+    """Return bool[B, N]: columns of the window."""
     column = jnp.arange(canvas.open.shape[1])
     return (column >= window.start[:, None]) & (column < window.start[:, None] + window.width)
 
 
 def first(columns: Array, count: int) -> Array:
-    """bool[B, N]: the first `count` of columns bool[B, N]."""
+    """Return the first `count` of columns bool[B, N]."""
     return columns & (jnp.cumsum(columns, 1) <= count)
 
 
 def check_refresh(refresh: int | None) -> None:
-    """Raises: UsageError for less than one pass."""
+    """Raise a UsageError for less than one pass."""
     if refresh is not None and refresh < 1:
         raise UsageError(f"refresh must be at least 1, not {refresh}")
 
 
-def look(denoiser: Denoiser, left: Left, canvas: Canvas, window: Window, plan: Plan) -> tuple[WindowOutput, Left]:
-    """The pass. Columns of the window that are not live are not predicted; of shifted models the columns before those
-    that are live are computed, too.
+def look(
+    denoiser: Denoiser, memory: StoredColumns, canvas: Canvas, window: Window, plan: PassPlan
+) -> tuple[WindowOutput, StoredColumns]:
+    """Run a pass. Window columns that are not live are not predicted.
 
-    Live columns are gathered. The pass is as wide as the row that has most of them needs, out of a few widths, each of
-    which is compiled: one that the window fits into, a quarter and half of the canvas, and all of it.
+    Shifted models also compute the columns before live ones. Live columns are gathered. The pass is as wide as the row
+    with most live columns needs, out of a few compiled widths: the window's, a quarter and half of the canvas, and all
+    of it.
     """
     size = canvas.tokens.shape[1]
     live = plan.live & window.active[:, None]
     if denoiser.is_shifted:
-        asked = live & canvas.open & within(canvas, window)
-        live |= jnp.pad(asked[:, 1:], ((0, 0), (0, 1)))
+        queried = live & canvas.open & in_window(canvas, window)
+        live |= jnp.pad(queried[:, 1:], ((0, 0), (0, 1)))
     widths = sorted({min(width, size) for width in (window.width + 1, -(-size // 4), -(-size // 2), size)})
     widths = [width for width in widths if width > min(window.width, size - 1)]
     branch = jnp.searchsorted(jnp.array(widths), jnp.max(jnp.sum(live, 1)))
-    wanted = window.start[:, None] - denoiser.is_shifted + jnp.arange(window.width)
-    inside = jnp.clip(wanted, 0, size - 1)
+    window_columns = window.start[:, None] - denoiser.is_shifted + jnp.arange(window.width)
+    clipped = jnp.clip(window_columns, 0, size - 1)
 
     def compute(width: int) -> tuple[Array, PyTree]:
         columns = jnp.argsort(~live, 1, stable=True)[:, :width]
-        real = take_along(live, columns, 1)
-        sees = jnp.concatenate([plan.seen & ~live, real], 1)  # bool[B, N + C]
+        is_live = take_along(live, columns, 1)
+        visible_to_all = jnp.concatenate([plan.visible & ~live, is_live], 1)  # bool[B, N + C]
         itself = jnp.arange(size + width) == size + jnp.arange(width)[:, None]
         tokens = input_tokens(denoiser, canvas, columns)
-        hidden, fresh = forward(denoiser, left.cache, tokens, columns, sees[:, None] | itself, left.pending)
-        place = take_along(jnp.cumsum(live, 1) - 1, inside, 1)
-        kept = jnp.where(real & take_along(plan.kept, columns, 1), columns, size)
-        chosen = take_along(hidden, jnp.clip(place, 0, width - 1)[..., None], 1)
-        return chosen, denoiser.model.insert(left.pending, fresh, kept)
+        hidden, fresh = forward(
+            denoiser, memory.cache, tokens, columns, visible_to_all[:, None] | itself, memory.pending
+        )
+        place = take_along(jnp.cumsum(live, 1) - 1, clipped, 1)
+        stored = jnp.where(is_live & take_along(plan.stored, columns, 1), columns, size)
+        rows = take_along(hidden, jnp.clip(place, 0, width - 1)[..., None], 1)
+        return rows, denoiser.model.insert(memory.pending, fresh, stored)
 
     with jax.named_scope(scopes.RENEWAL):
         hidden, pending = jax.lax.switch(branch, [functools.partial(compute, width) for width in widths])
     return WindowOutput(
         hidden=hidden,
-        predicted=take_along(live, inside, 1) & (wanted >= 0) & (wanted < size),
+        predicted=take_along(live, clipped, 1) & (window_columns >= 0) & (window_columns < size),
         columns=jnp.minimum(jnp.array(widths)[branch], canvas.end),
-    ), Left(left.cache, pending)
+    ), StoredColumns(memory.cache, pending)

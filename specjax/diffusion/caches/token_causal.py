@@ -1,12 +1,13 @@
-"""The memory of a block-causal model's own autoregressive mode: what is kept of a column saw the columns before alone.
+"""The cache of a block-causal model's own autoregressive mode: stored columns attended only to earlier columns.
 
-It holds all columns before the *root*, the last one that is decided without a gap, as a cache of plain decoding does.
-A look reads the root and the window behind it, whose columns see each other and all before; it keeps nothing. What
-decides then reads the root and what it would have stand behind it, each column seeing those before (`read`), and has
-what stands kept (`keep`).
+It contains all columns before the *root*, the last column decided without a gap, like a cache of plain decoding. A
+window pass reads the root and the window after it, whose columns attend to each other and to all earlier ones. It
+stores nothing. The deciding code then reads the root and its candidate tokens causally (`read`), and stores the
+accepted ones (`keep`).
 
-Guarantee: exact with respect to the model with blocks of one, whatever was looked at; not to the model with its blocks,
-for which a finished block sees itself in both directions. The window begins at the first open column.
+Guarantee: exact with respect to the model with blocks of one, for any window pass. It is not exact with respect to the
+model with its blocks, in which a finished block attends to itself in both directions. The window starts at the first
+open column.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from specjax.types import Array, PyTree
 
 class State(NamedTuple):
     cache: PyTree  # of the model
-    kept: Array  # int32[B], columns that it holds
+    stored: Array  # int32[B], columns that it holds
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
     batch, size = canvas.tokens.shape
-    model, params, kept = denoiser.model, denoiser.params, canvas.start - 1
+    model, params, stored = denoiser.model, denoiser.params, canvas.start - 1
     cache = model.init_cache(params, None, batch, size + max(CHUNK, 2 * width + 2))
-    return State(prefill(model, params, cache, canvas.tokens, kept), kept)
+    return State(prefill(model, params, cache, canvas.tokens, stored), stored)
 
 
 def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[WindowOutput, State]:
@@ -52,34 +53,35 @@ def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> t
     ), state
 
 
-def read(denoiser: Denoiser, state: State, tokens: Array, asked: Array | None = None) -> tuple[Array, PyTree]:
-    """(hidden [B, T, D], pending) of the root and what may stand behind it, tokens [B, T].
+def read(denoiser: Denoiser, state: State, tokens: Array, queries: Array | None = None) -> tuple[Array, PyTree]:
+    """Run the model on the root and candidate tokens after it, [B, T]. Returns: (hidden [B, T, D], pending).
 
-    asked: int32[B, T], tokens that each see what stands before them, and themselves, at the columns behind the root: of
-    models whose row at a column predicts it. Then hidden is theirs.
+    Args:
+      queries: int32[B, T], for models whose output at a column predicts that column. Each is read at the column after
+        its candidate, and attends to the tokens before it and to itself. `hidden` is then that of the queries.
     """
     batch, count = tokens.shape
     index = jnp.arange(count)
-    columns = state.kept[:, None] + index
-    before = index[:, None] >= index[None, :]
-    if asked is not None:
-        tokens, columns = jnp.concatenate([tokens, asked], 1), jnp.concatenate([columns, columns + 1], 1)
-        nothing = jnp.zeros((count, count), bool)
-        above = jnp.concatenate([before, nothing], 1)
-        before = jnp.concatenate([above, jnp.concatenate([before, jnp.eye(count, dtype=bool)], 1)], 0)
-    size = before.shape[0]
-    hidden, pending = forward(denoiser, state.cache, tokens, columns, jnp.broadcast_to(before, (batch, size, size)))
-    return (hidden if asked is None else hidden[:, count:]), pending
+    columns = state.stored[:, None] + index
+    causal = index[:, None] >= index[None, :]
+    if queries is not None:
+        tokens, columns = jnp.concatenate([tokens, queries], 1), jnp.concatenate([columns, columns + 1], 1)
+        no_access = jnp.zeros((count, count), bool)
+        upper = jnp.concatenate([causal, no_access], 1)
+        causal = jnp.concatenate([upper, jnp.concatenate([causal, jnp.eye(count, dtype=bool)], 1)], 0)
+    size = causal.shape[0]
+    hidden, pending = forward(denoiser, state.cache, tokens, columns, jnp.broadcast_to(causal, (batch, size, size)))
+    return (hidden if queries is None else hidden[:, count:]), pending
 
 
 def keep(denoiser: Denoiser, state: State, pending: PyTree, count: Array, width: int) -> State:
-    """With the first `count` [B] of the `width` tokens that were read."""
+    """Store the first `count` [B] of the `width` tokens that were read."""
     path = jnp.broadcast_to(jnp.arange(width), (len(count), width))
-    return State(denoiser.model.commit(state.cache, pending, path, count), state.kept + count)
+    return State(denoiser.model.commit(state.cache, pending, path, count), state.stored + count)
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:
-    return State(denoiser.model.axes(state.cache), batch_axes.rows_first(state.kept))
+    return State(denoiser.model.axes(state.cache), batch_axes.rows_first(state.stored))
 
 
 def _check(procedure: Procedure) -> None:

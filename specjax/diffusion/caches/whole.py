@@ -1,4 +1,4 @@
-"""No memory: every pass computes the whole canvas. It is what all others approximate or, where they are exact, equal.
+"""No cache: every pass computes the whole canvas. All other caches approximate it, or equal it where they are exact.
 
 Guarantee: exact, for full attention.
 """
@@ -29,14 +29,14 @@ def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> 
 
 
 def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
-    """The canvases are rows of one batch."""
+    """Process the canvases as rows of one batch."""
     copies, batch, _ = canvases.tokens.shape
     flat = Canvas(*(x.reshape(copies * batch, *x.shape[2:]) for x in canvases))
     repeat = lambda x: jnp.tile(x, copies)
     rows = Window(repeat(window.start), repeat(window.entered), repeat(window.active), window.width)
-    seen, _ = _look(denoiser, _init(denoiser, flat, window.width), flat, rows)
-    seen = jax.tree.map(lambda x: x.reshape(copies, batch, *x.shape[1:]), seen)
-    return seen._replace(columns=jnp.sum(seen.columns, 0)), cache
+    output, _ = _look(denoiser, _init(denoiser, flat, window.width), flat, rows)
+    output = jax.tree.map(lambda x: x.reshape(copies, batch, *x.shape[1:]), output)
+    return output._replace(columns=jnp.sum(output.columns, 0)), cache
 
 
 def _axes(denoiser: Denoiser, cache: PyTree) -> PyTree:

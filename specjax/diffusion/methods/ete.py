@@ -161,7 +161,9 @@ def _decide(
     looks = active & ~known.ready
     anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: known.hidden)
     hidden = jnp.where(looks[:, None, None], anew, known.hidden)
-    seen = WindowOutput(take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden)
+    seen = WindowOutput(
+        take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden
+    )
 
     # The pass that decides a column is the one that the model said it in.
     here = canvas._replace(passes=canvas.passes - 1 + looks)

@@ -77,7 +77,9 @@ def in_nucleus(rule: ColumnRule, top_p: float) -> ColumnRule:
         raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
-        nucleus = warp(measures.sampling_logits(proposal), Sampling(temperature=jnp.float32(1), top_p=jnp.float32(top_p)))
+        nucleus = warp(
+            measures.sampling_logits(proposal), Sampling(temperature=jnp.float32(1), top_p=jnp.float32(top_p))
+        )
         return rule.select(params, state, proposal._replace(logits=nucleus), view, quota)
 
     return rule.replace(select=select)

@@ -154,7 +154,9 @@ def _decide(
     rest = view._replace(eligible=view.eligible & still & (stood < jnp.maximum(quota, 1))[:, None])
     take, token, slots = select(parts, drafted, rest, jnp.maximum(quota - stood, 1), slots)
     end = forward.decide_columns(after, view.columns, take, token)
-    logprobs = store_logprobs(parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted)
+    logprobs = store_logprobs(
+        parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted
+    )
     routing = router.learn(routing, verifies, end.decided - canvas.decided)
     return StepOutcome(
         canvas=end,

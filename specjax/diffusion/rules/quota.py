@@ -31,7 +31,9 @@ MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
     "entropy": lambda proposal, view: -measures.entropy(proposal.logits),
     "warped_entropy": lambda proposal, view: -measures.entropy(measures.sampling_logits(proposal)),
     "margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(proposal.logits)),
-    "warped_margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(measures.sampling_logits(proposal))),
+    "warped_margin": lambda proposal, view: measures.apply_weight(
+        proposal, measures.margin(measures.sampling_logits(proposal))
+    ),
     "random": lambda proposal, view: sampling.uniform(view.rule_keys, 1)[..., 0],
     "left_to_right": lambda proposal, view: -view.columns.astype(jnp.float32),
 }

@@ -19,8 +19,8 @@ def computed(order, refresh=None, suffix="frozen", width=3):
         shown = np.where(opened, MASK, tokens)
         window = Window(jnp.array([PROMPT]), None, None, width)
         planned = plan(canvas, window, jnp.array(shown), jnp.array(of), jnp.array([step]), refresh, suffix)
-        passes.append(tuple(np.flatnonzero(x[0]).tolist() for x in (planned.live, planned.kept)))
-        of = np.where(planned.kept, shown, of)
+        passes.append(tuple(np.flatnonzero(x[0]).tolist() for x in (planned.live, planned.stored)))
+        of = np.where(planned.stored, shown, of)
         if column is not None:
             opened[0, PROMPT + column] = False
     return passes

@@ -73,20 +73,20 @@ def test_a_look_computes_what_is_live_and_keeps_what_is_kept(alignment):
     opened = (column >= 12) & (column < count[:, None])
     canvas = Canvas(tokens, opened, jnp.array([12, 12]), count, count * 0, jnp.where(opened, -1, -2), count * 0)
     window = Window(jnp.array([12, 14]), count > 0, count > 0, 4)
-    left, there = some.nothing(denoiser, canvas), some.exists(canvas)
+    left, there = some.empty(denoiser, canvas), some.exists(canvas)
     look = jax.jit(lambda left, canvas, plan: some.look(denoiser, left, canvas, window, plan))
-    seen, left = look(left, canvas, some.Plan(there, there, there))
+    seen, left = look(left, canvas, some.PassPlan(there, there, there))
     changed = canvas._replace(tokens=tokens.at[:, 3].set(60).at[:, 5].set(61).at[:, 7].set(62))
-    within = some.within(canvas, window)
+    within = some.in_window(canvas, window)
     live = within.at[:, [3, 7]].set(True)
-    ours, after = look(left, changed, some.Plan(live, there, within.at[:, 3].set(True) & ~within))
-    whole = lambda tokens: look(left, canvas._replace(tokens=tokens), some.Plan(there, there, there))[0]
+    ours, after = look(left, changed, some.PassPlan(live, there, within.at[:, 3].set(True) & ~within))
+    whole = lambda tokens: look(left, canvas._replace(tokens=tokens), some.PassPlan(there, there, there))[0]
     expected = whole(tokens.at[:, 3].set(60).at[:, 7].set(62))
     np.testing.assert_allclose(ours.hidden, expected.hidden, atol=1e-4)
     assert ours.predicted.all() and ours.columns.tolist() == [8, 8] and seen.columns.tolist() == [20, 30]
     # It kept what it made of column 3, not of 7, and nothing of 5, which was not live.
     expected = whole(tokens.at[:, 3].set(60))
-    again, _ = look(after, canvas, some.Plan(within, there, within & False))
+    again, _ = look(after, canvas, some.PassPlan(within, there, within & False))
     np.testing.assert_allclose(again.hidden, expected.hidden, atol=1e-4)
     assert float(jnp.max(jnp.abs(seen.hidden - expected.hidden))) > 1e-2
 
