@@ -150,7 +150,7 @@ class Config(NamedTuple):
         return Template(self.paths)
 
     @property
-    def kept(self) -> int:
+    def entry_size(self) -> int:
         """The number of tokens of an entry."""
         return min(contexts.MAX_TOKENS, self.vocab_size)
 
