@@ -78,7 +78,7 @@ CALLS, RUNS, PERIOD = 200, 5, 97
 def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
     """Of one round."""
     mesh = work.mesh(describe_devices(work.topology))
-    layout = Layout(mesh, ("data", *parallel.over_that_fits(work.target, mesh)))
+    layout = Layout(mesh, ("data", *parallel.largest_over(work.target, mesh)))
     rows, length = work.batch, work.context
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, "int32", sharding=layout.sharding(dims))
     placed = lambda tree: with_shardings(tree, jax.tree.map(lambda x: layout.sharding(x.shape), tree))

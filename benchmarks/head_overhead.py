@@ -23,7 +23,7 @@ from rich.table import Table
 
 from specjax import costs
 from specjax.drafters import autoregressive
-from specjax.drafters.heads.learned import learned
+from specjax.drafters.heads.head_drafter import tree_drafter
 from specjax.engine import run as engine
 from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings, prepare
@@ -102,7 +102,7 @@ def main() -> None:
     target, head = Target(make_model(work.target), params), init_head(work.method, work.head, jax.random.key(1))
     runs = {"plain step": plain(target, args)}
     for tokens in args.num_draft_tokens:
-        runs[f"a chain of {tokens}"] = drafting(target, learned(head, chain(tokens)), args)
+        runs[f"a chain of {tokens}"] = drafting(target, tree_drafter(head, chain(tokens)), args)
     found = in_turns(runs, args.repeats)
     table = Table(title=f"{args.target} in {args.dtype}, {args.rows} rows, {jax.default_backend()}; {args.head}")
     for column in ("", "median ms", "of a step", "least ms", "of a step", "by its weights"):

@@ -69,7 +69,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
     def __init__(self, rollout_actor: nnx.Module, tokenizer: Any, mesh, rollout_config: base_rollout.RolloutConfig):
         self._model, self._tokenizer, self._calls = rollout_actor, tokenizer, itertools.count()
         slots = lambda batch, count: rollout_actor.init_cache(batch, count, jnp.float32)
-        self._target = specjax.target_of(
+        self._target = specjax.as_target(
             rollout_actor, max_positions=rollout_config.kv_cache_size, cache=slots, name="policy"
         )
         self._drafter = specjax.drafters.prompt_lookup(3)  # without weights, so it cannot fall behind the policy

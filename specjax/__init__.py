@@ -25,7 +25,7 @@ _HOMES = {
     "Processor": "types",
     "ProgramCache": "persistence.program_cache",
     "Request": "serving.requests",
-    "Served": "serving.loop",
+    "Served": "serving.batch",
     "Settings": "engine.prepare",
     "StreamStep": "engine.results",
     "Target": "types",

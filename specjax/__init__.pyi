@@ -17,8 +17,8 @@ from specjax.api import load_denoiser as load_denoiser
 from specjax.api import serve as serve
 from specjax.api import stream as stream
 from specjax.catalog.methods import METHODS as METHODS
-from specjax.drafters.making import make_drafter as make_drafter
 from specjax.diffusion.types import Denoiser as Denoiser
+from specjax.drafters.making import make_drafter as make_drafter
 from specjax.engine.prepare import Settings as Settings
 from specjax.engine.results import DecodeResult as DecodeResult
 from specjax.engine.results import StreamStep as StreamStep
@@ -33,8 +33,8 @@ from specjax.parallel import shard_head as shard_head
 from specjax.persistence.program_cache import ProgramCache as ProgramCache
 from specjax.planning import compile_report as compile_report
 from specjax.planning import plan as plan
+from specjax.serving.batch import Served as Served
 from specjax.serving.detokenizer import Detokenizer as Detokenizer
-from specjax.serving.loop import Served as Served
 from specjax.serving.requests import Request as Request
 from specjax.serving.requests import arrivals as arrivals
 from specjax.types import Capabilities as Capabilities

@@ -17,12 +17,11 @@ from specjax.diffusion.prepare import prepare as prepare_canvas
 from specjax.diffusion.procedures import procedure_of
 from specjax.drafters.default import default_drafter
 from specjax.engine import value_checks
-from specjax.engine.carry_over import restore_params
 from specjax.engine.job import Job
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.results import DecodeResult, StreamStep
-from specjax.engine.run import run
+from specjax.engine.run import restore_params, run
 from specjax.engine.stream import steps
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
@@ -30,8 +29,9 @@ from specjax.models.loading import Tokenizer, read_model
 from specjax.numerics.global_arrays import gather
 from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
-from specjax.serving.detokenizer import Decodes
-from specjax.serving.loop import Served, serve_requests
+from specjax.serving.batch import Served
+from specjax.serving.detokenizer import TextDecoder
+from specjax.serving.loop import serve_requests
 from specjax.serving.requests import Limits, Request, processor_settings, row_settings
 from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
 from specjax.verifiers import Verifier
@@ -145,7 +145,7 @@ def decode(
     result = run(job).cut(max_new_tokens)
     result = dataclasses.replace(result, drafter=restore_params(job.parts.drafter, result.drafter))
     if debug and not isinstance(result.stats.violations, jax.core.Tracer):
-        value_checks.refuse(gather(result.stats.violations), job.parts.drafter.traits.draws)
+        value_checks.raise_violation(gather(result.stats.violations), job.parts.drafter.traits.draws)
     return result
 
 
@@ -312,7 +312,7 @@ def serve(
     slots: int,
     longest_prompt: int,
     max_new_tokens: int,
-    tokenizer: Decodes | None = None,
+    tokenizer: TextDecoder | None = None,
     inputs: PyTree = None,
     programs: ProgramCache | None = None,
     **settings: Any,

@@ -1,7 +1,18 @@
-"""The contracts every part of specjax speaks.
+"""Contracts between the parts of specjax: models, drafters, verifiers, controllers and processors.
 
-Shapes: B batch, N tree nodes (root included), T new tokens, S cache slots, L token buffer, V vocabulary, D model
-width, H heads, K kv heads. `p` is the target's distribution, `q` the drafter's. A *position* is an index into the text.
+Every part is a bundle of pure functions. One decoding step calls them in this order:
+
+1. `Drafter.propose` drafts a `TokenTree` of fixed shape. Its node 0 is the last committed token.
+2. `Model.forward` runs the target pass and returns the logits of every node.
+3. The verifier, a `VerifyFn`, returns a `Verdict`: the accepted path and one more token.
+4. `Drafter.observe` selects the part of the pass that the drafter learns from.
+5. `Model.commit` adds the accepted path to the cache.
+6. `Drafter.update` and `Controller.update` compute the next states.
+
+Shapes: B batch rows, N tree nodes (root included), T new tokens, S cache slots, L token buffer, V vocabulary. D is the
+model width, H the number of heads, K that of key/value heads. `p` is the distribution of the target and `q` that of the
+drafter. A *position* is an index into the text. Rows are independent, unless a drafter or controller shares state
+between them on purpose.
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ from specjax.arrays.indexing import take_along
 Array = jax.Array
 PyTree = Any
 
+
 Draws = Literal[
     "point_mass",
     "chain",
@@ -27,82 +39,87 @@ Draws = Literal[
     "top_and_sampled",
     "without_replacement_then_uniform",
 ]
-"""How the siblings of a tree were drawn, the static fact that decides which verifiers are exact.
+"""How a drafter draws the siblings of a tree. This static fact decides which verifiers are exact.
 
-`point_mass`: without randomness, given the past (n-grams, retrieval, top-k). The others were drawn from
-`TokenTree.logits` of their parent. `chain`: one child per node. `without_replacement`: one after another, never twice
-the same token. `with_replacement`: independently, equal siblings kept as nodes of their own;
-`with_replacement_uneven`: likewise, in a shape whose chains of first children differ in length. `top_and_sampled`: the
-first sibling is sampled; the others, to which the row gives no mass, are fixed. `without_replacement_then_uniform`:
-once the row has no token left, uniformly among those to which it gives no mass.
+`point_mass`: siblings are a deterministic function of the past (n-grams, retrieval, top-k). All other values mean that
+siblings are drawn from the row of `TokenTree.logits` of their parent:
+
+- `chain`: one child per node.
+- `without_replacement`: one after another, and never the same token twice.
+- `with_replacement`: independently; equal siblings stay separate nodes.
+- `with_replacement_uneven`: as above, in a shape whose chains of first children differ in length.
+- `top_and_sampled`: the first sibling is sampled; the other siblings are fixed tokens with no mass in the row.
+- `without_replacement_then_uniform`: once no token with mass remains, uniformly among the tokens without mass.
 """
 
 
 class TokenTree(NamedTuple):
-    """A draft: a tree of tokens of fixed shape, parents before children, siblings in draft order.
+    """A draft: a tree of tokens of fixed shape. Parents precede their children, and siblings are in draft order.
 
-    Node 0 is the last committed token, which is not in the cache yet. A node is valid only if its parent is.
-    For sampled drafts `valid[:, i]` must not depend on the token drawn at node i (stopping *after* it may): else the
-    output is biased.
+    Node 0 is the root: the last committed token, which is not in the cache yet. A node is valid only if its parent is
+    valid. In sampled drafts, `valid[:, i]` must not depend on the token drawn at node i, or the output is biased.
+    Stopping *after* that token is allowed.
     """
 
     tokens: Array  # int32[B, N]
     parents: Array  # int32[B, N], parents[:, 0] = -1, parents[:, i] < i
     valid: Array  # bool[B, N]
-    logits: Array | None = None  # float32[B, N, V], warped; children of node i were drawn from row i. None: point mass
+    # float32[B, N, V], warped; the children of node i were drawn from row i. None: a point mass on every token
+    logits: Array | None = None
 
 
 class Verdict(NamedTuple):
-    """What the target accepts of a tree."""
+    """The part of a tree that the target accepts, and the token that follows it."""
 
     path: Array  # int32[B, N], accepted nodes from the root down, then -1
-    num_nodes: (
-        Array  # int32[B], accepted nodes, root included: 1 ... depth + 1; a drafter sees 0 in rows that had ended
-    )
+    # int32[B], accepted nodes, root included: 1 ... depth + 1. A drafter receives 0 for rows that have ended
+    num_nodes: Array
     next_token: Array  # int32[B], drawn by the target after the last accepted node
 
 
 class Output(NamedTuple):
-    """Result of one forward pass. What a caller does not use, the compiler removes."""
+    """Result of one forward pass. The compiler removes the computation of unused fields."""
 
     logits: Array  # float32[B, T, V]
-    hidden: Array  # [B, T, D], the feature the head reads (after the final norm)
-    taps: tuple[Array, ...] = ()  # [B, T, D] each, the residual stream after the layers asked for (0: the embedding)
+    hidden: Array  # [B, T, D], hidden states after the final norm, the input of the output head
+    taps: tuple[Array, ...] = ()  # [B, T, D] each, residual streams after the requested layers (0: the embedding)
 
 
 class Mixture(NamedTuple):
-    """Tokens in superposition, where a model takes tokens: the weighted sum of their embeddings stands for each."""
+    """Weighted mixtures of tokens, as an input of a model in place of tokens. Each stands for a sum of embeddings."""
 
     ids: Array  # int32[B, T, K]
     weights: Array  # float32[B, T, K]
 
 
 class Stream(NamedTuple):
-    """A residual stream, where a model takes tokens: what the first of the layers that run reads."""
+    """A residual stream, as an input of a model in place of tokens. The first layer that runs reads it."""
 
     values: Array  # [B, T, D]
 
 
 class Appended(NamedTuple):
-    """Tokens, and behind them vectors in place of embeddings, where a model takes tokens: W + P in all."""
+    """Tokens followed by vectors in place of embeddings, as an input of a model. The pass has T = W + P inputs."""
 
     tokens: Array  # int32[B, W]
-    vectors: Array  # [B, P, D], as `Model.embed` gives them
+    vectors: Array  # [B, P, D], of the form that `Model.embed` returns
 
 
 class SoftPrompts(NamedTuple):
-    """Vectors below the nodes of a tree that the target reads in the same pass. They are no nodes: no rule sees them,
-    nothing accepts them, and no node has one above it."""
+    """Vectors that the target reads below the nodes of a tree, in the same pass.
+
+    They are not nodes: no verifier sees them, no node attends to them, and they are never committed.
+    """
 
     vectors: Array  # [B, P, D]
-    parents: Array  # int32[B, P]: a node of the tree of W nodes, or W + i, an earlier one of these
-    valid: Array  # bool[B, P]; one that is not sees itself alone
+    parents: Array  # int32[B, P]: a node of the tree of W nodes, or W + i for an earlier vector i
+    valid: Array  # bool[B, P]; an invalid vector attends only to itself
 
 
 class Sublayers(NamedTuple):
-    """Which sublayers of a model run, per row. The others leave the residual stream as it is.
+    """Sublayers of a model that run, per row. All others leave the residual stream unchanged.
 
-    A sublayer that no row runs costs no time; one that some rows run costs what it costs all of them.
+    A sublayer that no row runs costs no time. If any row runs it, it costs as much as for all rows.
     """
 
     attention: Array  # bool[B, layers]
@@ -110,53 +127,57 @@ class Sublayers(NamedTuple):
 
 
 class Capabilities(NamedTuple):
-    """What a model can do besides predicting the next token. Whether it can rewind, `Model.rewind` says itself."""
+    """Optional inputs and outputs of a model. `Model.rewind` shows whether the model can rewind its cache."""
 
-    num_layers: int = 0  # that can be named in `taps` (0: the embedding) and `layers`
-    taps: bool = False
-    layer_skipping: bool = False
-    groups: tuple[int, ...] | None = ()  # the values above 1 that `group` takes; None: any
-    trees: bool = True  # passes over trees; else over chains only
-    mixtures: bool = False  # takes a `Mixture` for tokens
-    streams: bool = False  # takes a `Stream` for tokens
-    vectors: bool = False  # takes `Appended` for tokens
-    inputs: bool = False  # `init_cache` reads some; others are given None
+    num_layers: int = 0  # number of layers that `taps` (0: the embedding) and `layers` can name
+    taps: bool = False  # returns residual streams
+    layer_skipping: bool = False  # accepts `layers`
+    groups: tuple[int, ...] | None = ()  # values above 1 that `group` accepts; None: any
+    trees: bool = True  # accepts trees; otherwise chains only
+    mixtures: bool = False  # accepts a `Mixture` in place of tokens
+    streams: bool = False  # accepts a `Stream` in place of tokens
+    vectors: bool = False  # accepts `Appended` in place of tokens
+    inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
 
 
 class Model(NamedTuple):
-    """A language model as pure functions. Hashable: equal hyperparameters give the same object.
+    """A language model made of pure functions. Hashable; equal hyperparameters give the same object.
 
-    `init_cache(params, inputs, batch, capacity) -> cache` of no tokens, with room for `capacity`. `inputs` are what a text
-    is conditioned on besides its own tokens, arrays [B, ...] such as an encoder's input; None for most models.
+    `init_cache(params, inputs, batch, capacity) -> cache` returns an empty cache with room for `capacity` tokens.
+    `inputs` condition the text besides its tokens, such as the input of an encoder: arrays [B, ...], or None.
 
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
-    group=1)` returns `(Output, pending)`. It reads the cache and does not change it. `mask` is only *among the new
-    tokens*: it names each token's ancestors and itself; what the cache holds is seen by all. `pending` is what the new
-    tokens would add. Of the rest a caller passes only what `capabilities` allows:
-      earlier: P tokens that are pending still (a tree that grows level by level); the mask is then [B, T, P + T].
-      taps: layers after which `Output.taps` has the residual stream.
-      layers: the `Sublayers` to run, None: all. What is pending of the others is zeros.
-      group: above 1 the pass is approximate: of the middle layers, the attention of so many in a row reads one stream,
-        that before them, so that it can run at once. Never asked of models of less than 4 layers.
+    group=1) -> (Output, pending)` runs the model on new tokens. It reads the cache and does not change it. `pending`
+    holds the cache entries of the new tokens. `mask` covers the new tokens only: it marks each token's ancestors and
+    the token itself. Every new token attends to the whole cache. Callers pass the other arguments only if
+    `capabilities` allows them:
+      earlier: pending entries of P earlier tokens, for trees that grow level by level; the mask is then [B, T, P + T].
+      taps: layers whose residual streams `Output.taps` returns.
+      layers: the `Sublayers` to run; None: all. The pending entries of the other sublayers are zeros.
+      group: above 1, the pass is approximate: in the middle layers, `group` consecutive attention sublayers read the
+        stream before the first of them and can run in parallel. Only for models of 4 layers or more.
 
-    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds nodes `path[b, :num_nodes[b]]`, a path down the
-    tree. Prefill, plain decoding, chains and trees are these two calls; what is not committed is forgotten.
+    `commit(cache, pending, path[B, P], num_nodes[B]) -> cache` adds the nodes `path[b, :num_nodes[b]]`, which form a
+    path down the tree. All other pending entries are dropped. Prefill, plain decoding, chains and trees all consist of
+    `forward` and `commit`.
 
-    `rewind(cache, length[B]) -> cache` forgets all but the first `length` tokens. None: the model cannot, as one whose
-    memory is a running state cannot; then nothing may be committed that could be taken back.
+    `rewind(cache, length[B]) -> cache` removes everything but the first `length` tokens. None: the model cannot rewind,
+    as is the case for recurrent states. Callers then commit only tokens that stay in the text.
 
-    `prompted(cache, length[B]) -> cache` says, before a text is read, of how many tokens its prompt is. None: that
-    makes no difference to the model.
+    `mark_prompt(cache, length[B]) -> cache` stores the prompt lengths before the prompts are read. None: the model does
+    not need them.
 
-    `widen(pending, slots)` gives what is pending room for `slots` tokens; `insert(wide, new, place)` writes what a
-    later pass left at slot `place` (an int, int32[] or one per row [B]) and following, or each token at a slot of its
-    own (int32[B, T], of which those beyond the last fall away). The defaults are for `pending` whose arrays are all
-    [B, T, ...]. `axes(cache or pending)` has the place of B in the shape of each array, by default
-    0, and `shardings(cache or pending)` how each lies on the model's mesh.
+    `widen(pending, slots)` gives pending entries room for `slots` tokens. `insert(wide, new, place)` writes the entries
+    of a later pass at slot `place` (an int, int32[], or int32[B], one per row) and following. With int32[B, T], each
+    token has its own slot, and slots beyond the end are dropped. The defaults fit arrays of shape [B, T, ...].
 
-    `embed(params, tokens[B, T]) -> [B, T, D]` is what the first layer reads, `unembed(params, hidden[..., D]) ->
-    float32[..., V]` the head without the final norm, `head(params, stream[B, T, D]) -> float32[B, T, V]` both: what the
-    model would predict if it ended at a residual stream such as one of `Output.taps`. For drafters that share them.
+    `axes(cache or pending)` returns the position of the batch axis in each array. Default: 0. `shardings(cache or
+    pending)` returns the sharding of each array on the model's mesh.
+
+    `embed(params, tokens[B, T]) -> [B, T, D]` returns the input of the first layer. `unembed(params, hidden[..., D]) ->
+    float32[..., V]` is the output head without the final norm. `head(params, stream[B, T, D]) -> float32[B, T, V]`
+    applies the final norm and the output head to a residual stream, such as one of `Output.taps`. Draft heads share
+    these functions.
     """
 
     init_cache: Callable[..., PyTree]
@@ -166,7 +187,7 @@ class Model(NamedTuple):
     max_positions: int
     name: str = "model"
     rewind: Callable[[PyTree, Array], PyTree] | None = None
-    prompted: Callable[[PyTree, Array], PyTree] | None = None
+    mark_prompt: Callable[[PyTree, Array], PyTree] | None = None
     widen: Callable[[PyTree, int], PyTree] = batch_axes.widen
     insert: Callable[[PyTree, PyTree, Any], PyTree] = batch_axes.insert
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
@@ -175,21 +196,21 @@ class Model(NamedTuple):
     unembed: Callable[[PyTree, Array], Array] | None = None
     head: Callable[[PyTree, Array], Array] | None = None
     capabilities: Capabilities = Capabilities()
-    config: Any = None  # what it was made from, if by `specjax.models`
-    mesh: jax.sharding.Mesh | None = None  # over which its parameters lie
-    over: tuple[str, ...] | None = None  # the axes of it that split them, besides "data"; None: all
+    config: Any = None  # configuration that `specjax.models` built the model from
+    mesh: jax.sharding.Mesh | None = None  # mesh that the parameters are sharded over
+    over: tuple[str, ...] | None = None  # mesh axes besides "data" that split the parameters; None: all
 
-    def reads(self, inputs: PyTree) -> PyTree:
-        """`inputs` for `init_cache` if the model reads any, else None: of a draft model beside a target that does."""
+    def select_inputs(self, inputs: PyTree) -> PyTree:
+        """Return `inputs` if the model reads any, else None. A draft model may not read the inputs of its target."""
         return inputs if self.capabilities.inputs else None
 
     def start_cache(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
-        """`init_cache` for texts whose prompts are of `length` int32[B] tokens."""
+        """Return an empty cache for prompts of `length` int32[B] tokens."""
         cache = self.init_cache(params, inputs, len(length), capacity)
-        return cache if self.prompted is None else self.prompted(cache, length)
+        return cache if self.mark_prompt is None else self.mark_prompt(cache, length)
 
     def rewind_cache(self, cache: PyTree, length: Array) -> PyTree:
-        """`rewind`, where it is known that the model can."""
+        """Return `rewind(cache, length)`. The caller must have checked that the model can rewind."""
         assert self.rewind is not None, f"{self.name} cannot rewind"
         return self.rewind(cache, length)
 
@@ -197,14 +218,15 @@ class Model(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Target:
-    """A model with its parameters. A pytree: the parameters are its leaves, so it can be an argument of `jit`."""
+    """A model with its parameters. As a pytree, its leaves are the parameters, so it can be an argument of `jit`."""
 
     model: Model = field(metadata={"static": True})
     params: PyTree
 
 
 class Sampling(NamedTuple):
-    """How logits become a distribution; every field is `None` (off, and not compiled) or a traced scalar or [B]."""
+    """Sampling options that turn logits into a distribution. Each field is None (off, not compiled) or a traced array:
+    a scalar, or one value per row [B]."""
 
     temperature: Array | None = None  # None: greedy
     top_k: Array | None = None
@@ -213,31 +235,29 @@ class Sampling(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a drafter may read: the committed text, the target, and how it samples."""
+    """Everything that a drafter may read besides its own state: the committed text, the target and the sampling."""
 
-    tokens: Array  # int32[B, L]
-    length: Array  # int32[B], committed tokens
+    tokens: Array  # int32[B, L], committed tokens, then unspecified values
+    length: Array  # int32[B], number of committed tokens
     sampling: Sampling = Sampling()
     noise: Array | None = None  # key[B] of the target's own draws, for drafters that share them (coupled sampling)
-    cache: PyTree = None  # the target's, of the first length - 1 tokens; not in `init`
-    target: Target | None = None  # for drafters made of its layers or its head
-    inputs: PyTree = (
-        None  # what the text is conditioned on besides its tokens, as `Model.init_cache` has it; only in `init`
-    )
-    left: Array | None = None  # int32[B], tokens to come where rows wait for the last to end; None: none waits
+    cache: PyTree = None  # cache of the target, with the first length - 1 tokens; None in `init`
+    target: Target | None = None  # for drafters that use its layers or its output head
+    inputs: PyTree = None  # inputs that condition the text (`Model.init_cache`); set in `init` only
+    remaining: Array | None = None  # int32[B], tokens still to generate if rows wait for the last one; None otherwise
 
     @property
     def root(self) -> Array:
-        """int32[B, 1]: the last committed token, node 0 of every tree."""
+        """Last committed token of each row, int32[B, 1]: node 0 of every tree."""
         return take_along(self.tokens, self.length[:, None] - 1, 1)
 
 
 class DraftOutput(NamedTuple):
-    """What a drafter says of the children of nodes, where that is more than their logits."""
+    """Logits of a draft model or draft head for F nodes, with optional estimates of acceptance."""
 
-    logits: Array  # [B, F, V]
-    confidence: Array | None = None  # float32[B, F], how likely it holds what it drafts from them to be accepted
-    accepted: Array | None = None  # float32[B, F], how likely it holds the nodes themselves to be accepted
+    logits: Array  # [B, F, V], for the children of the nodes
+    confidence: Array | None = None  # float32[B, F], estimated probability that a child drafted here is accepted
+    accepted: Array | None = None  # float32[B, F], estimated probability that the node itself is accepted
 
 
 def _no_state(params: PyTree, context: Context) -> PyTree:
@@ -315,7 +335,7 @@ class Hooks(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drafter:
-    """A proposer of token trees, made of pure functions. A pytree whose only leaves are its parameters.
+    """A proposer of token trees, made of pure functions. As a pytree, its only leaves are its parameters.
 
     Only `propose` and `size` are required.
 
@@ -363,41 +383,46 @@ class Drafter:
         return self.traits.chains or self.traits.draws == "chain" or self.num_nodes <= 2
 
 
-def _is_its_settings(params: PyTree, settings: PyTree, tokens: Array, length: Array, vocab_size: int) -> PyTree:
+def _keep_settings(params: PyTree, settings: PyTree, tokens: Array, length: Array, vocab_size: int) -> PyTree:
     return settings
 
 
-def _does_not_change(params: PyTree, state: PyTree, tokens: Array, count: Array) -> PyTree:
+def _keep_state(params: PyTree, state: PyTree, tokens: Array, count: Array) -> PyTree:
     return state
 
 
-def _fits_any(processor: Processor, vocab_size: int) -> None:
+def _accept_any(processor: Processor, vocab_size: int) -> None:
     pass
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Processor:
-    """Changes the target's logits by the text before them, as pure functions: penalties, biases, constraints.
+    """Changes the target's logits depending on the text, with pure functions: penalties, biases, constraints.
 
-    `process(params, state, tree, above, logits[B, N, V]) -> logits` changes row i of the logits as plain decoding would
-    after the committed text and the path to node i: `above` bool[B, N, N] says which nodes that is, i and the root
-    among them; the root is committed already, and in `state`. What it makes of row i must not depend on nodes that are
-    not above i. Of invalid nodes any value will do, and their tokens may be outside of the vocabulary.
+    `process(params, state, tree, ancestors, logits[B, N, V]) -> logits` changes the logits of every node. Row i must
+    equal the result of plain decoding after the committed text and the path to node i. `ancestors` bool[B, N, N] marks
+    the nodes on that path, node i and the root included. The root is already committed and part of the state. Row i must depend only on
+    nodes that are ancestors of node i. Rows of invalid nodes may hold any value, and their tokens may lie outside of
+    the vocabulary.
 
-    `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts; all arrays of the state
-    are [B, ...]. Default: the settings. `update(params, state, tokens[B, N], count[B]) -> state` takes in the first
-    `count` tokens, which were committed. Default: as it was.
+    `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts. All arrays of the state are
+    [B, ...]. Default: the settings.
 
-    `settings` are what may differ from row to row, arrays [1, ...] or [B, ...]: `init` gets them as [B, ...] and puts
-    what is needed of them into the state. `params` are shared by all rows. `check(processor, vocab_size)` is called
-    before anything compiles, and raises UsageError for a processor that does not fit the vocabulary.
+    `update(params, state, tokens[B, N], count[B]) -> state` receives the first `count` tokens, which were committed.
+    Default: the state stays unchanged.
+
+    `settings` may differ from row to row: arrays [1, ...] or [B, ...]. `init` receives them as [B, ...] and stores the
+    needed values in the state. `params` are shared by all rows.
+
+    `check(processor, vocab_size)` runs before anything is compiled. It raises UsageError if the processor does not fit
+    the vocabulary.
     """
 
     process: Callable[..., Array] = field(metadata=STATIC)
-    init: Callable[..., PyTree] = field(metadata=STATIC, default=_is_its_settings)
-    update: Callable[..., PyTree] = field(metadata=STATIC, default=_does_not_change)
-    check: Callable[[Processor, int], None] = field(metadata=STATIC, default=_fits_any)
+    init: Callable[..., PyTree] = field(metadata=STATIC, default=_keep_settings)
+    update: Callable[..., PyTree] = field(metadata=STATIC, default=_keep_state)
+    check: Callable[[Processor, int], None] = field(metadata=STATIC, default=_accept_any)
     params: PyTree = ()
     settings: PyTree = ()
 
@@ -405,35 +430,35 @@ class Processor:
 
 
 VerifyFn = Callable[[Array, TokenTree, Array], Verdict]
-"""`verify(keys[B, N], tree, target_logits[B, N, V]) -> Verdict`.
+"""`verify(keys[B, N], tree, target_logits[B, N, V]) -> Verdict` chooses the accepted path and the next token.
 
-`keys[:, i]` belongs to the row and to the *position* that the children of node i would take, so a verifier that draws
-the target's token from it gives the same token whatever was drafted; those of invalid nodes are not to be used.
-`target_logits` are processed and warped already.
+`keys[:, i]` depends on the row and on the *position* that the children of node i would take. So a verifier that draws
+the target's token with this key returns the same token for any draft. The keys of invalid nodes must not be used.
+`target_logits` are already processed and warped.
 """
 
 
 class Controller(NamedTuple):
-    """Chooses how deep to draft. It reads only the past, so a lossless method stays lossless under any controller."""
+    """Chooses the draft length. It reads only the past, so a lossless method stays lossless under any controller."""
 
     init: Callable[[int], PyTree]  # (batch) -> state
-    limit: Callable[[PyTree], Array]  # (state) -> int32[B]
+    limit: Callable[[PyTree], Array]  # (state) -> int32[B], maximum depth of the next tree
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
-    reads_signals: bool = False  # needs `Info.signals`
-    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # as `Hooks.axes`, of its state
+    reads_signals: bool = False  # True if `update` reads `Info.signals`
+    axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # position of the batch axis, like `Hooks.axes`
 
 
 class Signals(NamedTuple):
-    """What the drafter's distributions said of a round, on the accepted path: entry j is of that of its token j + 1."""
+    """Statistics of the drafter's distributions along the accepted path. Entry j belongs to drafted token j + 1."""
 
     confidence: Array  # float32[B, N], largest probability
     entropy: Array  # float32[B, N], nats
-    judged: Array  # bool[B, N], which entries there are: of the accepted tokens and of the first rejected one
+    judged: Array  # bool[B, N], entries in use: those of the accepted tokens and of the first rejected one
 
 
 class Scored(NamedTuple):
-    """A tree after the target's pass: what a verifier judges. What was not in the pass, which was cut behind the valid
-    nodes, has zeros."""
+    """A tree with the results of the target pass, as a verifier receives it. Nodes beyond the width of the pass have
+    zeros."""
 
     tree: TokenTree
     logits: Array  # float32[B, N, V], warped
@@ -441,46 +466,46 @@ class Scored(NamedTuple):
 
 
 class Info(NamedTuple):
-    """Diagnostics of one step. The next step never reads them; `accepted` is what a controller may learn from."""
+    """Diagnostics of one step. The next step never reads them. Controllers learn from `accepted`."""
 
-    tokens: Array  # int32[B, N], the tokens added to the text, then padding
-    emitted: Array  # int32[B], how many of them
-    accepted: Array  # int32[B], how many of them were drafted
-    drafted: Array  # int32[B], nodes verified, root excluded
+    tokens: Array  # int32[B, N], tokens added to the text, then padding
+    emitted: Array  # int32[B], number of added tokens
+    accepted: Array  # int32[B], number of added tokens that were drafted
+    drafted: Array  # int32[B], number of verified nodes, root excluded
     drafted_depth: Array  # int32[B], depth of the deepest valid node
-    active: Array  # bool[B], rows that were not done before the step
+    active: Array  # bool[B], rows that had not ended before the step
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
-    logits: Array | None = None  # float32[B, N, V], warped, that the added tokens were drawn from, if asked for
-    logprobs: Array | None = None  # float32[B, N], of the added tokens under these logits, if asked for
-    violations: Array | None = None  # int32[B], bits of `checks.VIOLATIONS`, when debugging
-    scored: Scored | None = None  # what the verifier saw, if asked for
-    signals: Signals | None = None  # if the controller reads them
-    finite: Array | None = None  # bool[B], that of the state
-    done: Array | None = None  # bool[B], that of the state, of a loop whose rows may end before their stop without eos
+    logits: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from; on request
+    logprobs: Array | None = None  # float32[B, N], log-probabilities of the added tokens; on request
+    violations: Array | None = None  # int32[B], bits of `value_checks.VIOLATIONS`; under debug=True
+    scored: Scored | None = None  # input of the verifier; on request
+    signals: Signals | None = None  # set if the controller reads them
+    finite: Array | None = None  # bool[B], `DecodeState.finite` after the step
+    done: Array | None = None  # bool[B], `DecodeState.done`; only of loops whose rows can end early without eos
 
 
 class Stats(NamedTuple):
-    """Sums of `Info` over the steps of a row."""
+    """Sums of `Info` over the steps of each row."""
 
     target_passes: Array  # int32[B]
     drafted: Array  # int32[B]
     accepted: Array  # int32[B]
-    drafted_by_depth: Array  # int32[B, D], rounds in which a node of depth d + 1 was drafted
-    accepted_by_depth: Array  # int32[B, D], rounds in which one was accepted and emitted
+    drafted_by_depth: Array  # int32[B, D], steps in which a node of depth d + 1 was drafted
+    accepted_by_depth: Array  # int32[B, D], steps in which a node of depth d + 1 was accepted and emitted
     hit_eos: Array  # bool[B]
-    violations: Array | None = None  # int32[B], when debugging
+    violations: Array | None = None  # int32[B]; under debug=True
 
 
 class DecodeState(NamedTuple):
-    """Everything the next step needs, and nothing else."""
+    """State of a decoding loop: everything that the next step needs, and no more."""
 
     tokens: Array  # int32[B, L]
-    length: Array  # int32[B]
+    length: Array  # int32[B], number of committed tokens
     done: Array  # bool[B]
-    keys: Array  # key[B], constant: a step derives its randomness from key and position
+    keys: Array  # key[B], constant: a step derives its randomness from the key and the position
     stop: Array  # int32[B], length at which the row is full
-    cache: PyTree  # of the target: holds the first length - 1 tokens
-    draft: PyTree
-    control: PyTree
-    finite: Array  # bool[B], whether all that the target said was
-    processed: tuple[PyTree, ...] = ()  # the states of the processors, of the text so far
+    cache: PyTree  # cache of the target, with the first length - 1 tokens
+    draft: PyTree  # state of the drafter
+    control: PyTree  # state of the controller
+    finite: Array  # bool[B], False once the target returned NaN or Inf for the row
+    processed: tuple[PyTree, ...] = ()  # states of the processors

@@ -32,7 +32,7 @@ def no_tokenizer_json(folder):
         ("matplotlib", "plots", lambda folder: analysis.plot(None)),
         ("matplotlib", "plots", lambda folder: plot([])),
         ("gguf", "gguf", lambda folder: gguf._kind(2)),
-        ("gguf", "gguf", lambda folder: tensors.block.__wrapped__("Q4_K")),
+        ("gguf", "gguf", lambda folder: tensors.block_size.__wrapped__("Q4_K")),
         ("transformers", "transformers", no_tokenizer_json),
         ("pydivsufsort", "datastore", lambda folder: store.make_shard(None)),
         ("outlines_core", "constraints", lambda folder: automaton.regex("a+", None, eos=())),

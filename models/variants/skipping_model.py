@@ -155,7 +155,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         init_cache=init_cache,
         forward=forward,
         commit=commit,
-        prompted=lambda cache, length: cache._replace(prompt_length=length),
+        mark_prompt=lambda cache, length: cache._replace(prompt_length=length),
         # The update of the state by a token cannot be undone.
         rewind=None if base.rewind is None or jax.tree.leaves(policy.init_state(1, num_layers)) else rewind,
         widen=widen,

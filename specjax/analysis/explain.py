@@ -70,7 +70,7 @@ def explain(
         rounds.append(_round(parts, info, costs, why))
         before = after
     if not bool(state.finite[0]):
-        raise UsageError(value_checks.explain(parts.target, parts.processors))
+        raise UsageError(value_checks.explain_failure(parts.target, parts.processors))
     return rounds
 
 

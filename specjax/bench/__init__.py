@@ -1,1 +1,1 @@
-"""Timed runs and what is reported of them."""
+"""Timed runs, and the records of their results."""

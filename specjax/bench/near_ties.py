@@ -1,4 +1,4 @@
-"""Where two greedy texts part, and whether rounding decided it there: a near-tie of two logits."""
+"""The first difference of two greedy texts, and the test whether rounding caused it: a near-tie of two logits."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ import numpy as np
 
 from specjax import parallel
 from specjax.arrays.indexing import take_along
-from specjax.engine import logits_processing
 from specjax.engine.prefill import CHUNK, prefill
+from specjax.processors import pipeline
 from specjax.types import Array, Processor, Target
 
-SAME_BITS = "same bits"  # as a dtype: of a model whose logits do not depend on the pass; there no flip is rounding
+SAME_BITS = "same bits"  # in place of a dtype: the logits do not depend on the pass, so rounding flips no token
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, SAME_BITS: 0.0}
-"""By how much the better of two logits may lead for a flip between programs to count as rounding. In bfloat16, logits
-of 16 to 32, which is where the best ones are, lie 0.125 apart. int8: of the cache, which magnifies rounding; passes of
-two widths were up to 0.7 apart in one logit (SmolLM2)."""
+"""Maximum gap of two logits, by dtype, for which a flip between two programs counts as rounding.
+
+The largest logits are between 16 and 32, where bfloat16 has steps of 0.125. "int8" is the dtype of the cache, which
+magnifies rounding: one logit differed by up to 0.7 between passes of two widths (SmolLM2)."""
 
 
 class Difference(NamedTuple):
-    """Where two texts part."""
+    """The first difference of two texts."""
 
     position: int  # in the new tokens, from 0
     token: int | None  # of the method; None: its text had ended
     plain_token: int | None  # of plain decoding
     top_two_gap: float  # between the two largest target logits after the common prefix
-    behind: float  # how far the worse of the two tokens is behind the largest logit; inf where one is missing
+    behind: float  # distance of the less likely token from the largest logit; inf if a token is missing
     near_tie: bool
 
 
-def difference(
-    target: Target, prompt: Sequence[int], ours: list[int], plain: list[int], dtype: str,
+def find_difference(
+    target: Target, prompt: Sequence[int], text: list[int], plain: list[int], dtype: str,
     processors: tuple[Processor, ...] = (),
-):  # fmt: skip
-    """Where two greedy texts part and how close the choice was there: Difference, or None if they are equal."""
-    position = _first_unlike(ours, plain)
+) -> Difference | None:  # fmt: skip
+    """Return the first difference of two greedy texts and the gap of the logits there; None if they are equal."""
+    position = first_difference(text, plain)
     if position is None:
         return None
-    before = plain[:position]
-    logits = next_logits(target, [*prompt, *before], len(prompt))
+    prefix = plain[:position]
+    logits = next_logits(target, [*prompt, *prefix], len(prompt))
     if processors:
-        logits = np.asarray(logits_processing.after(processors, prompt, before, jnp.asarray(logits)))
+        logits = np.asarray(pipeline.process_text(processors, prompt, prefix, jnp.asarray(logits)))
     second, largest = np.sort(logits)[-2:]
-    pair = [text[position] if position < len(text) else None for text in (ours, plain)]
+    pair = [tokens[position] if position < len(tokens) else None for tokens in (text, plain)]
     behind = float("inf") if None in pair else float(largest - min(logits[token] for token in pair))
     return Difference(position, pair[0], pair[1], float(largest - second), behind, behind < NEAR_TIE[dtype])
 
 
 def difference_record(d: Difference, tokenizer, **where) -> dict:
-    """A difference as JSON."""
+    """Return a difference as JSON. where: more fields, such as the number of the prompt."""
     pieces = [None if token is None else tokenizer.decode([token]) for token in (d.token, d.plain_token)]
     return where | {
         "position": d.position,
@@ -65,16 +66,16 @@ def difference_record(d: Difference, tokenizer, **where) -> dict:
     }
 
 
-def _first_unlike(ours: Sequence[int], plain: Sequence[int]) -> int | None:
-    """The first position at which two texts differ; None if they are equal."""
-    for position, (a, b) in enumerate(zip(ours, plain, strict=False)):
+def first_difference(text: Sequence[int], plain: Sequence[int]) -> int | None:
+    """Return the first position at which two texts differ; None if they are equal."""
+    for position, (a, b) in enumerate(zip(text, plain, strict=False)):
         if a != b:
             return position
-    return None if len(ours) == len(plain) else min(len(ours), len(plain))
+    return None if len(text) == len(plain) else min(len(text), len(plain))
 
 
 def next_logits(target: Target, ids: Sequence[int], prompt: int) -> np.ndarray:
-    """float32[V]: the target's logits after `ids`, the first `prompt` of them a prompt, from one pass over them."""
+    """Return the target's logits float32[V] after `ids`, from one pass. The first `prompt` ids are the prompt."""
     size = -(-len(ids) // CHUNK) * CHUNK
     tokens = np.zeros((1, size + CHUNK + 1), np.int32)
     tokens[0, : len(ids)] = ids

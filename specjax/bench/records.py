@@ -1,8 +1,8 @@
-"""From decoded rows and clock times to the numbers that are reported. Pure, on numpy: no model, no clock, no printing.
+"""Records of runs: the reported numbers, computed from decoded rows and clock times with numpy.
 
-Conventions, the same for every method and its baseline: `seconds` is the wall time of a call that compiles nothing,
-reading the prompt included; a *target pass* is one forward pass of the target for one row; `block_efficiency` counts
-the bonus token, `mean_accepted` does not.
+Every method and its baseline follow the same conventions. `seconds` is the wall time of a call without compilation,
+prefill included. A *target pass* is one forward pass of the target for one row. `block_efficiency` counts the bonus
+token, and `mean_accepted` does not.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from specjax.types import Draws, Stats
 
 
 class Run(NamedTuple):
-    """One or several decoded batches with their clock."""
+    """A decoded batch, or several, with their times."""
 
     tokens: list[list[int]]  # per row
     hit_eos: np.ndarray  # bool[B]
     stats: Stats  # numpy, [B] and [B, D]
     seconds: float
     first_token_seconds: float | None = None  # None: not measured
-    resumed: int = 0  # tokens that an earlier process had decoded, in no part of the clock
-    columns: np.ndarray | None = None  # int32[B], that a denoising loop computed
+    resumed: int = 0  # tokens that an earlier process decoded; `seconds` excludes them
+    columns: np.ndarray | None = None  # int32[B], columns that a denoising loop computed
 
 
 def merge(runs: Sequence[Run]) -> Run:
-    """The rows of several runs as one run, with the sum of their seconds; the first token is the median."""
+    """Join the rows of several runs. Seconds are added; the time to the first token is the median."""
     first = [run.first_token_seconds for run in runs if run.first_token_seconds is not None]
     return Run(
         [row for run in runs for row in run.tokens],
@@ -45,13 +45,13 @@ def merge(runs: Sequence[Run]) -> Run:
 
 
 def dtypes(record: dict) -> str:
-    """ "bfloat16", or "bfloat16, int8 cache": of what was run, from its record."""
+    """Return the dtypes of a record in words, such as "bfloat16" or "bfloat16, int8 cache"."""
     cache = record.get("cache_dtype")
     return record["dtype"] + (f", {cache} cache" if cache else "") + (", same bits" if record.get("same_bits") else "")
 
 
 def tokens_per_second(run: Run) -> float:
-    """All new tokens of all rows over the wall time."""
+    """Return the new tokens of all rows, divided by the wall time."""
     return (sum(map(len, run.tokens)) - run.resumed) / run.seconds
 
 
@@ -66,7 +66,7 @@ def record(
     compile_seconds: float | None = None,
     peak_memory_bytes: int | None = None,
 ) -> dict:
-    """The JSON record of a run. `refused`: the texts should be equal and are not, so no speed-up is stated."""
+    """Return the JSON record of a run. refused: texts differ that must be equal, so the speedup is left out."""
     tokens, passes = sum(map(len, run.tokens)), int(run.stats.target_passes.sum())
     plain = tokens_per_second(baseline) if baseline else None
     return {
@@ -101,13 +101,16 @@ def denoising_record(
     compile_seconds: float | None = None,
     peak_memory_bytes: int | None = None,
 ) -> dict:
-    """The JSON record of a run of a diffusion model beside one column a pass. Tokens per pass is no speed: a pass costs
-    by its columns, so these are counted too. `agreement`: of the longer text's columns, the share that are equal."""
+    """Return the JSON record of a diffusion run and its baseline of one column per pass.
+
+    The cost of a pass depends on its columns, so the record has tokens per pass and columns per token. `agreement` is
+    the share of equal columns, relative to the longer text.
+    """
     tokens, passes = sum(map(len, run.tokens)), int(run.stats.target_passes.sum())
     plain_tokens, plain_passes = sum(map(len, baseline.tokens)), int(baseline.stats.target_passes.sum())
     assert run.columns is not None and baseline.columns is not None
     pairs = list(zip(run.tokens, baseline.tokens, strict=True))
-    equal = sum(a == b for ours, plain in pairs for a, b in zip(ours, plain, strict=False))
+    equal = sum(a == b for text, plain in pairs for a, b in zip(text, plain, strict=False))
     return {
         "method": method,
         "guarantee": guarantee,
@@ -117,8 +120,8 @@ def denoising_record(
         "tokens_per_second": tokens_per_second(run),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": None if refused else tokens_per_second(run) / tokens_per_second(baseline),
-        "identical": all(ours == plain for ours, plain in pairs),
-        "agreement": equal / max(sum(max(len(ours), len(plain)) for ours, plain in pairs), 1),
+        "identical": all(text == plain for text, plain in pairs),
+        "agreement": equal / max(sum(max(len(text), len(plain)) for text, plain in pairs), 1),
         "tokens_per_pass": tokens / max(passes, 1),
         "columns_per_token": int(run.columns.sum()) / max(tokens, 1),
         "baseline_tokens_per_pass": plain_tokens / max(plain_passes, 1),
@@ -130,15 +133,16 @@ def denoising_record(
 
 
 def acceptance_by_depth(stats: Stats) -> list[float | None]:
-    """Per depth from 1: of the rounds that drafted so deep, the fraction that accepted it; None where none drafted."""
+    """Return the acceptance rate per depth, from 1: accepted over drafted steps; None for a depth without drafts."""
     drafted, accepted = stats.drafted_by_depth.sum(0), stats.accepted_by_depth.sum(0)
     return [float(a / d) if d else None for a, d in zip(accepted, drafted, strict=True)]
 
 
 def is_comparable(guarantee: Guarantee, draws: Draws, is_greedy: bool, is_coupled: bool = False) -> bool:
-    """Whether equal keys must give the text of plain decoding: if greedy or coupled; when sampling, for point masses.
+    """Return True if equal keys must give the text of plain decoding.
 
-    Their verifier draws the target's token from (key, position). Sampled drafts keep the distribution, not the text.
+    Greedy and coupled texts must be equal. Sampled texts must be equal for point-mass drafts: their verifier draws the
+    target's token from (key, position). Sampled drafts keep the distribution, not the text.
     """
     if guarantee == "lossy" or is_greedy:
         return guarantee != "lossy"

@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 PLACES = (
     Place("drafters", "combined", "specjax.drafters.combined"),
-    Place("engine", "autoregressive.py", "specjax.engine"),
+    Place("trees", "autoregressive.py", "specjax.trees"),
     Place("drafters", "model", "specjax.drafters.model"),
     Place("diffusion", "drafters", "specjax.diffusion.drafters"),
     Place("drafters", "lookup", "specjax.drafters.lookup"),

@@ -1,7 +1,6 @@
-"""The command line: `specjax generate`, `bench`, `compare-verifiers`, `compile`, `plan`, `inspect`,
-`check-bits`, `methods`, `datastore`.
+"""The command line: `specjax generate`, `chat`, `explain`, `bench`, `train`, `methods`, and tools around them.
 
-Here is how it ends, whatever happens. What takes time to import comes after Ctrl-C is in good hands.
+This module handles errors, interrupts and exit codes. Slow imports follow after Ctrl-C is handled.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NEEDED = "typer", "rich", "prompt_toolkit"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line (default: of this process) and exit."""
+    """Run the command line and exit. arguments: default: those of this process."""
     with Interrupts() as interrupts:
         try:
             _check_packages()
@@ -31,28 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             code = run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
-        except UsageError as error:
-            code = _complain(str(error))
-        except KeyboardInterrupt as error:
-            code = _interrupted(str(error))
-        except BrokenPipeError:  # the reader of our output went away
-            _drop_output()
-            code = _tell_hosts("the reader of its output went away", 1)
-        except Exception as error:
-            if interrupts.came:  # which a library has made another error of
-                code = _interrupted()
-            elif isinstance(error, OSError) and _is_full(error):
-                code = _full(error)
-            elif isinstance(error, OSError) and error.filename is not None:  # gone, changed or closed to us meanwhile
-                code = _complain(f"cannot use {error.filename} ({error.strerror})")
-            elif isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # as XLA says it
-                code = _complain(f"there is not enough memory: {error}; ask for less at once, or of a smaller model")
-            elif hasattr(error, "format_message"):  # of the argument parser
-                code = _complain(error.format_message()) if error.format_message() else 2
-            else:
-                raise
+        except BaseException as error:
+            code = _handle_error(error, interrupts)
     code = code if isinstance(code, int) else 0
-    if arguments is None and _is_reading():  # for passes that nobody waits for, and Python would: 4.5 to 7 s of SmolLM2
+    if arguments is None and _is_loading_programs():  # Python would wait 4.5 to 7 s for passes that nobody needs
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -60,13 +41,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def _is_reading() -> bool:
-    """Whether compiled programs are still read, and nothing is written."""
-    kept = sys.modules.get("specjax.persistence.program_cache")  # else there are none, and it would import JAX
-    return kept is not None and any(thread.name.startswith(kept.READING) for thread in threading.enumerate())
+def _handle_error(error: BaseException, interrupts: Interrupts) -> int:
+    """Report an error and return the exit code. Errors that no user can fix are raised again."""
+    if isinstance(error, UsageError):
+        return _report(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return _report_interrupt(str(error))
+    if isinstance(error, BrokenPipeError):  # the reader of the output has closed it
+        _drop_output()
+        return _end_hosts("the reader of its output has closed", 1)
+    if not isinstance(error, Exception):
+        raise error
+    if interrupts.received:  # a library has raised another error after Ctrl-C
+        return _report_interrupt()
+    if isinstance(error, OSError) and _is_full(error):
+        return _report_full(error)
+    if isinstance(error, OSError) and error.filename is not None:  # a file was removed or changed during the run
+        return _report(f"cannot use {error.filename} ({error.strerror}); check the file, and run the command again")
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # XLA's words
+        return _report(f"out of memory: {error}; use a smaller batch, shorter texts or a smaller model")
+    if hasattr(error, "format_message"):  # an error of the argument parser
+        return _report(error.format_message()) if error.format_message() else 2
+    raise error
+
+
+def _is_loading_programs() -> bool:
+    """Return True if a thread loads compiled programs; such threads write no files."""
+    cache = sys.modules.get("specjax.persistence.program_cache")  # an import would load JAX
+    return cache is not None and any(thread.name.startswith(cache.READING) for thread in threading.enumerate())
 
 
 def _check_packages() -> None:
+    """Exit with code 2 if a package of the command line is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         os.write(2, f"specjax: the command line needs {', '.join(missing)}; run pip install 'specjax[cli]'\n".encode())
@@ -74,10 +80,11 @@ def _check_packages() -> None:
 
 
 def _prepare() -> None:
+    """Prepare the streams, the traceback and the environment of libtpu."""
     from specjax.cli.output.console import show_traceback
     from specjax.files.libtpu import prepare_environment
 
-    # What was closed before the start, as by >&-, is None, and the next file that is opened would take its number.
+    # A stream that the shell has closed, as with >&-, is None; the next opened file would get its number.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -85,51 +92,52 @@ def _prepare() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.excepthook = show_traceback
-    prepare_environment()  # else libtpu, where it is installed to compile, warns of the TPU that is not there
+    prepare_environment()  # libtpu, installed as a compiler, would warn about a missing TPU
 
 
 class Interrupts:
-    """Ctrl-C raises KeyboardInterrupt once; the second one ends the process, whatever it is doing."""
+    """Ctrl-C raises KeyboardInterrupt once; the second one ends the process immediately."""
 
-    came = False
+    received = False
 
     def __enter__(self) -> Interrupts:
-        # Else they are ignored, as in the background, or somebody else's affair, as of a test.
-        self._ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._ours = self._ours and threading.current_thread() is threading.main_thread()
-        if self._ours:
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
+        # Interrupts are ignored in background processes, and tests may have handlers of their own.
+        self._is_active = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_active = self._is_active and threading.current_thread() is threading.main_thread()
+        if self._is_active:
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._handle_unraisable
             signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def _interrupt(self, number, frame) -> None:
-        if self.came:
-            _leave("interrupted twice")
-        if _imports_jax(frame):  # nothing is done yet, and extensions print what is raised in them, or drop it
-            _leave("interrupted")
-        self.came = True
+        if self.received:
+            _exit_now("interrupted twice")
+        if _imports_jax(frame):  # extensions print or drop errors during their import
+            _exit_now("interrupted")
+        self.received = True
         raise KeyboardInterrupt
 
-    def _dropped(self, unraisable) -> None:
-        """Where a library is called back, as by the garbage collector, nothing can be raised: once more, a bit later.
+    def _handle_unraisable(self, unraisable) -> None:
+        """Send the interrupt again a moment later if it came in a callback, such as the garbage collector's.
 
-        One in four came to nothing so while JAX was at work.
+        Python drops errors of such callbacks. One interrupt in four was lost while JAX was at work.
         """
-        if not (self.came and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+        if not (self.received and issubclass(unraisable.exc_type, KeyboardInterrupt)):
             self._hook(unraisable)
             return
-        self.came = False
-        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+        self.received = False
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
     def __exit__(self, *error) -> None:
-        if self._ours:
+        if self._is_active:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.unraisablehook = self._hook
 
 
 def _imports_jax(frame: FrameType | None) -> bool:
+    """Return True if jax or numpy is being imported."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") in ("jax", "numpy"):
             return True
@@ -137,24 +145,25 @@ def _imports_jax(frame: FrameType | None) -> bool:
     return False
 
 
-def _leave(why: str) -> None:
-    os.write(2, f"specjax: {why}\n".encode())
+def _exit_now(reason: str) -> None:
+    os.write(2, f"specjax: {reason}\n".encode())
     os._exit(130)
 
 
-def _complain(sentence: str) -> int:
-    from specjax.cli.output.console import complain
+def _report(message: str) -> int:
+    """Print an error; return exit code 2."""
+    from specjax.cli.output.console import print_error
 
-    complain(sentence)
-    return _tell_hosts(sentence, 2)
+    print_error(message)
+    return _end_hosts(message, 2)
 
 
-def _interrupted(kept: str = "") -> int:
-    """`kept`: where a command left what it had done, as its KeyboardInterrupt says."""
-    from specjax.cli.output.console import complain
+def _report_interrupt(place: str = "") -> int:
+    """Print that the run was interrupted, and the place of its results; return exit code 130."""
+    from specjax.cli.output.console import print_error
 
-    complain(f"interrupted; {kept}" if kept else "interrupted")
-    return _tell_hosts("interrupted", 130)
+    print_error(f"interrupted; {place}" if place else "interrupted")
+    return _end_hosts("interrupted", 130)
 
 
 def _is_full(error: OSError) -> bool:
@@ -163,24 +172,27 @@ def _is_full(error: OSError) -> bool:
     return error.errno in FULL
 
 
-def _full(error: OSError) -> int:
+def _report_full(error: OSError) -> int:
+    """Print that a disk is full; return exit code 2."""
     try:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    return _complain(f"cannot write {error.filename or 'the output'} ({error.strerror}); make room and run it again")
+    return _report(
+        f"cannot write {error.filename or 'the output'} ({error.strerror}); free some space and run it again"
+    )
 
 
 def _drop_output() -> None:
-    """Python would try to write the rest of it at the end."""
+    """Send the remaining output to the null device; Python would try to write it at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _tell_hosts(sentence: str, code: int) -> int:
-    """On several hosts, end the others too; does not return there."""
-    hosts = sys.modules.get("specjax.parallel.hosts")  # else there are none, and it would import JAX
+def _end_hosts(message: str, code: int) -> int:
+    """Return the exit code. On several hosts, end the other hosts and this process instead."""
+    hosts = sys.modules.get("specjax.parallel.hosts")  # an import would load JAX
     if hosts is not None:
         from specjax.cli.output.console import visible
 
-        hosts.fail(visible(sentence), code)
+        hosts.fail(visible(message), code)
     return code

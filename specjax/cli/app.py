@@ -1,4 +1,4 @@
-"""Commands and their names. Heavy imports are inside the commands, so that `specjax --help` is quick."""
+"""The commands by name. Each command imports its heavy modules itself, so that `specjax --help` is quick."""
 
 from __future__ import annotations
 
@@ -9,29 +9,17 @@ from typing import Annotated
 import typer
 import typer.completion
 
-from specjax.cli.commands import (
-    bench,
-    chat,
-    check_bits,
-    compare_verifiers,
-    compile,
-    datastore,
-    explain,
-    generate,
-    inspect,
-    methods,
-    plan,
-    train,
-)
+from specjax.cli.commands import bench, chat, compare_verifiers, datastore, explain, generate, methods, train
+from specjax.cli.commands.models import check_bits, compile, inspect, plan
 from specjax.cli.options import completion
-from specjax.cli.options.panels import group
+from specjax.cli.options.panels import assign_panels
 from specjax.errors import UsageError
 
-GUESSES = {"--model": "the model itself is --target MODEL", "-m": "the model is --target MODEL"}
-"""What people write who come from elsewhere, and what it is called here."""
+HINTS = {"--model": "the model is --target MODEL", "-m": "the model is --target MODEL"}
+"""Flags of other programs, and the fix."""
 
-COMPLETING = "_SPECJAX_COMPLETE"
-"""Set by the completion that `specjax --install-completion` gives a shell."""
+COMPLETION_VARIABLE = "_SPECJAX_COMPLETE"
+"""The environment variable of the shell completion that `specjax --install-completion` installs."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,8 +41,8 @@ app.command("check-bits")(check_bits.check_bits)
 app.add_typer(datastore.app, name="datastore")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         from specjax import __version__
 
         typer.echo(__version__)
@@ -63,35 +51,37 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _specjax(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Speculative and parallel decoding in JAX.
 
-    Exit codes: 0 done, 1 refused comparison, 2 bad input, 3 another host failed, 130 interrupted.
+    Exit codes: 0 success, 1 texts or bits differ, 2 wrong input, 3 another host failed, 130 interrupted.
     """
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command; returns the exit code. Typer's own call would take interrupts and unexpected errors for itself."""
+    """Run a command and return its exit code. Typer's own call would handle interrupts and unexpected errors itself."""
     command = typer.main.get_command(app)
-    group(command)
-    if COMPLETING in os.environ:  # a shell asks what could come next; it wants typer's own call
+    assign_panels(command)
+    if COMPLETION_VARIABLE in os.environ:  # a call of the shell's completion, which needs typer's own call
         typer.completion.completion_init()
-        bash = os.environ[COMPLETING] == "complete_bash"
-        with completion.joined_bash_words() if bash else contextlib.nullcontext():
+        is_bash = os.environ[COMPLETION_VARIABLE] == "complete_bash"
+        with completion.joined_bash_words() if is_bash else contextlib.nullcontext():
             command.main(arguments, prog_name="specjax")
     try:
         with command.make_context("specjax", arguments) as context:
             return command.invoke(context) or 0
     except typer.Exit as error:
         return error.exit_code
-    except Exception as error:  # the parser's classes are click's or typer's own, by the version of typer
+    except Exception as error:  # the parser's classes are click's or typer's own, depending on the version of typer
         if not hasattr(error, "format_message"):
             raise
-        said, param = error.format_message(), getattr(error, "param", None)
-        fix = GUESSES.get(getattr(error, "option_name", None) or (param.opts[0] if param else ""))
-        if "extra argument" in said:
+        message, param = error.format_message(), getattr(error, "param", None)
+        fix = HINTS.get(getattr(error, "option_name", None) or (param.opts[0] if param else ""))
+        if "extra argument" in message:
             fix = "put a text of several words in quotes"
         if fix is None:
             raise
-        raise UsageError(f"{said}; {fix}") from None
+        raise UsageError(f"{message}; {fix}") from None

@@ -23,11 +23,11 @@ from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.collaborate import segments
 from specjax.collaborate.segments import Segmenter
-from specjax.engine import logits_processing
 from specjax.engine.job import Parts
 from specjax.engine.prefill import catch_up
-from specjax.engine.prepare import repeated
+from specjax.engine.prepare import repeat_per_sample
 from specjax.numerics.sampling import entropy, fold_in
+from specjax.processors import pipeline
 from specjax.types import Array, Context, DecodeState, Info, PyTree
 
 Writers = tuple[Parts, ...]
@@ -373,7 +373,7 @@ def forked(writers: Writers, times: int) -> Writers:
         again = lambda processor: processor.replace(settings=jax.tree.map(per_row, processor.settings))
         return dataclasses.replace(
             writer,
-            sampling=repeated(writer.sampling, times),
+            sampling=repeat_per_sample(writer.sampling, times),
             processors=tuple(again(processor) for processor in writer.processors),
         )
 
@@ -431,9 +431,9 @@ def known_to_processors(writers: Writers, text: TextState, who: int, active: Arr
     is_new, size = _is_new(text, who, active), text.tokens.shape[1]
 
     def anew() -> tuple[PyTree, ...]:
-        states = logits_processing.begin(writer.processors, text.tokens, text.prompt, writer.target.model.vocab_size)
+        states = pipeline.init_states(writer.processors, text.tokens, text.prompt, writer.target.model.vocab_size)
         place = jnp.minimum(text.prompt[:, None] + jnp.arange(size), size - 1)
-        states = logits_processing.updated(writer.processors, states, take_along(text.tokens, place, 1), text.written)
+        states = pipeline.update_states(writer.processors, states, take_along(text.tokens, place, 1), text.written)
         return batch_axes.where_rows(is_new, states, known, batch_axes.rows_first(known))
 
     return jax.lax.cond(jnp.any(is_new), anew, lambda: known)

@@ -10,11 +10,11 @@ import jax
 
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import CHUNK, TextState, Writers
-from specjax.engine.autoregressive import autoregressive
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts, pack
 from specjax.engine.prepare import Settings, prepare
 from specjax.errors import UsageError
+from specjax.trees.autoregressive import autoregressive
 from specjax.types import Array, Drafter, Target
 
 

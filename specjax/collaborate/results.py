@@ -11,8 +11,7 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.collaborate.multi_writer import TextState
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import zero_stats
+from specjax.engine.results import DecodeResult, zero_stats
 from specjax.errors import UsageError
 from specjax.types import Array
 

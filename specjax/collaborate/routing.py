@@ -18,10 +18,10 @@ from specjax.arrays.indexing import take_along
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.segments import Segmenter
-from specjax.engine import logits_processing
 from specjax.engine.job import Parts
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
+from specjax.processors import pipeline
 from specjax.types import Array, PyTree
 
 DRAFT, TARGET = 0, 1
@@ -143,12 +143,12 @@ def token_by_token(
         going = text.going
         text, logits, author, state = choose(text, state, going)
         if processors:
-            logits = logits_processing.of_text(processors, known, texts.last(text), logits)
+            logits = pipeline.process_root(processors, known, texts.last(text), logits)
             text = text._replace(finite=text.finite & (jnp.any(logits > -jnp.inf, 1) | ~going))  # they left a token
         token = sample(writer, text, logits, warped)
         new = texts.append_one(writers, text, token, author, going)
         if processors:
-            known = logits_processing.updated(processors, known, token[:, None], new.length - text.length)
+            known = pipeline.update_states(processors, known, token[:, None], new.length - text.length)
         return new, state, known
 
     known = texts.known_to_processors(writers, text, 0, text.going)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.serving.detokenizer import Decodes
+from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array
 
 
@@ -57,7 +57,7 @@ def after_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Segment
     return _automaton([tuple(ids) for ids in sequences], [(token,) for token in range(vocab_size)])
 
 
-def after_strings(strings: Sequence[str], tokenizer: Decodes, vocab_size: int) -> Segmenter:
+def after_strings(strings: Sequence[str], tokenizer: TextDecoder, vocab_size: int) -> Segmenter:
     """Steps end with the token that completes any of these strings, such as a blank line. Raises: UsageError."""
     if isinstance(strings, str):
         raise UsageError("strings must be a list of strings, such as ['\\n\\n'], not one")

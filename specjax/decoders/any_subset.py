@@ -29,8 +29,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import add_round, zero_stats
+from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.trees.operations import chain

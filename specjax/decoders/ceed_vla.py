@@ -30,7 +30,7 @@ from specjax.arrays.indexing import first_largest, take_along
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import build_result
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
@@ -79,14 +79,14 @@ def ceed_vla(
         raise UsageError(f"block must be at least 1, not {block}")
     if iterations is not None and iterations < 1:
         raise UsageError(f"iterations must be at least 1, or None, not {iterations}")
-    max_new_tokens = new_tokens(max_new_tokens)
+    max_new_tokens = check_new_tokens(max_new_tokens)
     room = 2 * block
     tokens, lengths = pack(
         prompts, max_new_tokens, room, capacity or target.model.max_positions, target.model.vocab_size
     )
     limit = jnp.int32(block if iterations is None else min(iterations, block))
     return _run(
-        target, inputs, tokens, lengths, row_keys(key, len(tokens)), Settings(eos=eos).ends(), limit,
+        target, inputs, tokens, lengths, row_keys(key, len(tokens)), Settings(eos=eos).eos_ids(), limit,
         block=block, stale=stale_keys, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 

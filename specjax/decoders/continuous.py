@@ -44,8 +44,7 @@ import jax.numpy as jnp
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
 from specjax.catalog.method import Guarantee
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import add_round, zero_stats
+from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
 from specjax.types import Array, PyTree, Stats

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prepare import Settings
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import zero_stats
+from specjax.engine.results import DecodeResult, zero_stats
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
 
@@ -37,11 +36,11 @@ def init_loop(
 
     Raises: UsageError for the same settings as `specjax.decode`.
     """
-    count, capacity = new_tokens(max_new_tokens), settings.capacity or target.model.max_positions
+    count, capacity = check_new_tokens(max_new_tokens), settings.capacity or target.model.max_positions
     tokens, lengths = pack(prompts, count, room, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
     keys = row_keys(key, len(tokens))
-    return LoopInputs(tokens, lengths, lengths + count, keys, settings.warping(), settings.ends(), inputs)
+    return LoopInputs(tokens, lengths, lengths + count, keys, settings.to_sampling(), settings.eos_ids(), inputs)
 
 
 def build_result(

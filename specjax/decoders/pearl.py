@@ -38,11 +38,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import add_round, zero_stats
+from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
 from specjax.models.vocabulary import match_vocabulary
@@ -119,7 +118,7 @@ def pearl(
         raise UsageError("pearl runs two programs and cannot be part of your own jit; pearl_in_one_program can")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     settings = Settings(temperature, top_k, top_p, eos)
-    max_new_tokens = new_tokens(max_new_tokens)
+    max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
     check_pair(target, draft, num_tokens)
     if num_tokens is None and jax.process_count() > 1:
@@ -129,7 +128,7 @@ def pearl(
     roles = [_place(role) for role in make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)]
     caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # the prompts are read in parallel too
     gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
-    return _run(roles, caches, start, np.asarray(settings.ends()), gamma, max_new_tokens)
+    return _run(roles, caches, start, np.asarray(settings.eos_ids()), gamma, max_new_tokens)
 
 
 def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
@@ -176,7 +175,7 @@ class Role:
 @without_x64
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Return the roles of the draft model and of the target."""
-    make_role = lambda side: Role(side, settings.warping(), keys, side.model.reads(inputs))
+    make_role = lambda side: Role(side, settings.to_sampling(), keys, side.model.select_inputs(inputs))
     return make_role(Target(match_vocabulary(draft.model, target), draft.params)), make_role(target)
 
 

@@ -21,11 +21,10 @@ from jax.sharding import PartitionSpec as P
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import add_round, zero_stats
+from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Stats, Target
@@ -77,11 +76,11 @@ def pearl_in_one_program(
             raise UsageError(f"{model.name} is sharded, but each role has one device; use pearl for meshes")
     settings = Settings(temperature, top_k, top_p, eos)
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
-    max_new_tokens = new_tokens(max_new_tokens)
+    max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
     mesh = Mesh(np.array(devices), ("role",))
     roles = make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)
-    arguments = roles, tokens, lengths, settings.ends()
+    arguments = roles, tokens, lengths, settings.eos_ids()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
     return _run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens)

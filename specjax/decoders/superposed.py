@@ -29,11 +29,10 @@ import numpy as np
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
 from specjax.catalog import Method, Option
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import zero_stats
+from specjax.engine.results import DecodeResult, zero_stats
 from specjax.errors import UsageError
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
@@ -119,10 +118,10 @@ def superposed(
         raise UsageError(f"temperature must be above 0, not {temperature}")
     if not 0 <= alpha < 1:
         raise UsageError(f"alpha must be at least 0 and below 1, not {alpha}")
-    max_new_tokens = new_tokens(max_new_tokens)
+    max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions, target.model.vocab_size)
     return _run(
-        target, inputs, corpus, tokens, lengths, Settings(eos=eos).ends(), jnp.float32(temperature), jnp.float32(alpha),
+        target, inputs, corpus, tokens, lengths, Settings(eos=eos).eos_ids(), jnp.float32(temperature), jnp.float32(alpha),
         drafts=drafts, candidates=candidates, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 

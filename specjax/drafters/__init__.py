@@ -24,7 +24,7 @@ from specjax.drafters.tables.jacobi import jacobi
 from specjax.drafters.tables.lookahead import lookahead
 from specjax.drafters.tables.stand import stand
 from specjax.drafters.tables.token_recycling import token_recycling
-from specjax.engine.autoregressive import autoregressive
+from specjax.trees.autoregressive import autoregressive
 
 __all__ = [
     "aded",

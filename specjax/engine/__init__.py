@@ -1,1 +1,1 @@
-"""The loop: prompts are prepared, read and decoded step by step, on the device or from Python."""
+"""The decoding loop: prepare a job, prefill its prompts, and run it step by step or in one program."""

@@ -1,4 +1,4 @@
-"""What a loop is given: the parts that stay the same from step to step, and a job, which is these and the prompts."""
+"""Arguments of a decoding loop: the parts that stay the same from step to step, and a job, which adds the prompts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Controller, DecodeState, Drafter, Info, Processor, PyTree, Sampling, Target
+from specjax.types import STATIC, Array, Controller, DecodeState, Drafter, Info, Processor, PyTree, Sampling, Target
 from specjax.verifiers import Verifier
 
 
 class Keep(NamedTuple):
-    """Which fields of `Info` a step fills that cost something."""
+    """Flags for the fields of `Info` that cost time or memory. A step fills only the requested ones."""
 
     logits: bool = False
     logprobs: bool = False
@@ -23,11 +23,12 @@ class Keep(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """What is driven by `run`, `stream` and `serve` alike: where a batch begins, and what one pass of the target adds.
+    """The functions of a decoding loop. `run`, `stream` and `serve` drive every loop through them.
 
-    `init(parts, tokens[B, L], length[B], keys[B], stop[B], inputs=None, beside=None) -> DecodeState` reads prompts;
-    `step(parts, state) -> (DecodeState, Info)`; `axes(parts, state)` has the place of the rows in the shape of each of
-    its arrays; `result(state, lengths[B], result) -> result` adds what this loop alone knows to a `DecodeResult`.
+    `init(parts, tokens[B, L], length[B], keys[B], stop[B], inputs=None, beside=None) -> DecodeState` reads prompts.
+    `step(parts, state) -> (DecodeState, Info)` runs one pass of the target.
+    `axes(parts, state)` returns the position of the batch axis in each array of the state.
+    `result(state, lengths[B], result) -> result` adds the fields of this loop to a `DecodeResult`.
     """
 
     init: Callable[..., DecodeState]
@@ -36,8 +37,8 @@ class Loop(NamedTuple):
     result: Callable[..., Any] = lambda state, lengths, result: result
 
 
-class Looped(Protocol):
-    """The parts of any loop, as far as what drives it looks into them."""
+class LoopParts(Protocol):
+    """The fields that the parts of every loop have in common."""
 
     @property
     def loop(self) -> Loop: ...
@@ -58,40 +59,42 @@ class Looped(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step of `loop`, draft, verify and commit, needs besides its state. A pytree: arguments of the
-    compiled step, never its constants."""
+    """Everything that a step of the draft-verify-commit loop needs besides its state.
+
+    A pytree: its arrays are arguments of the compiled step, never constants.
+    """
 
     target: Target
     drafter: Drafter
     verifier: Verifier
-    controller: Controller = field(metadata={"static": True})
+    controller: Controller = field(metadata=STATIC)
     sampling: Sampling
-    eos: Array  # int32[E], ids that end a row, or per row int32[B, E]
-    coupled: bool = field(default=False, metadata={"static": True})  # draft with the noise of the target's own draws
-    serving: bool = field(default=False, metadata={"static": True})  # rows come and go, each with settings of its own
-    keep: Keep = field(default=Keep(), metadata={"static": True})
-    plain: bool = field(default=False, metadata={"static": True})  # steps without a draft, of a state with one
+    eos: Array  # int32[E], ids that end a row, or int32[B, E], per row
+    coupled: bool = field(default=False, metadata=STATIC)  # draft with the noise of the target's own draws
+    serving: bool = field(default=False, metadata=STATIC)  # rows come and go, each with its own settings
+    keep: Keep = field(default=Keep(), metadata=STATIC)
+    plain: bool = field(default=False, metadata=STATIC)  # steps draft nothing, but the state has the drafter's fields
     processors: tuple[Processor, ...] = ()  # in the order in which they change the target's logits
-    loop: Loop = field(kw_only=True, metadata={"static": True})
+    loop: Loop = field(kw_only=True, metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Job:
-    """A batch to decode, checked and laid out: what `prepare` makes, and `start` and `run` take.
+    """A checked and packed batch, made by `prepare` for `start` and `run`.
 
-    Of R prompts, each read once, and B rows: `samples` of the first prompt, then of the second, ...
+    It has R prompts, each read once, and B rows: first all `samples` of prompt 0, then all samples of prompt 1, ...
     """
 
-    parts: Any  # `Looped`, of B rows: `Parts`, or those of another loop
-    tokens: Array  # int32[R, L], the prompts, with room for the text behind them
-    lengths: Array  # int32[R], of the prompts
+    parts: Any  # `LoopParts` of B rows: `Parts`, or the parts of another loop
+    tokens: Array  # int32[R, L], prompts with room for the text that follows
+    lengths: Array  # int32[R], lengths of the prompts
     keys: Array  # key[B]
     stop: Array  # int32[B], length of the text at which the row is full
-    inputs: PyTree = None  # what the texts are conditioned on besides their tokens, for `Model.begin`; of R prompts
-    samples: int = field(default=1, metadata={"static": True})
+    inputs: PyTree = None  # inputs that condition the texts, for `Model.init_cache`; arrays [R, ...]
+    samples: int = field(default=1, metadata=STATIC)
 
     @property
     def starts(self) -> Array:
-        """int32[B]: the length of each row's prompt."""
+        """Length of each row's prompt, int32[B]."""
         return self.lengths if self.samples == 1 else jnp.repeat(self.lengths, self.samples)

@@ -1,4 +1,4 @@
-"""Prompts, in either form that users give them, laid out in one buffer with room for what follows."""
+"""Pack prompts into one token buffer with room for the text that follows."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from specjax.numerics.global_arrays import gather
 from specjax.types import Array
 
 Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
+"""A list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right."""
 
 
 def pack(
     prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int, vocab_size: int | None = None
 ) -> tuple[Array, Array]:
-    """(tokens int32[B, L], lengths int32[B]) from either form of prompts, with room for new tokens and a tree.
+    """Return (tokens int32[B, L], lengths int32[B]) with room for the new tokens and a tree.
 
-    Raises: UsageError for what is not token ids and, where values are known, for a prompt that is empty or over
-    `capacity` and for ids outside of the vocabulary.
+    Raises: UsageError if the prompts are not token ids. If values are known, also for a prompt that is empty or exceeds
+      `capacity`, and for ids outside of the vocabulary.
     """
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
-        given: Any = prompts[0]
-        tokens, lengths = _integers(jnp.asarray(given)), _integers(jnp.asarray(prompts[1]))
+        array: Any = prompts[0]
+        tokens, lengths = _check_integers(jnp.asarray(array)), _check_integers(jnp.asarray(prompts[1]))
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
         _check_lengths(lengths, max_new_tokens, capacity, tokens.shape[1])
-        _check_ids(given, lengths, vocab_size)  # before they are cut to 32 bits
+        _check_ids(array, lengths, vocab_size)  # before the conversion to 32 bits
         size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
         return jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size - tokens.shape[1]))), lengths.astype(jnp.int32)
-    rows = _rows(prompts)
+    rows = _to_rows(prompts)
     lengths = np.asarray([len(row) for row in rows], np.int32)
     _check_lengths(lengths, max_new_tokens, capacity)
     padded = np.zeros((len(rows), buffer_size(int(lengths.max()), max_new_tokens, num_nodes, capacity)), np.int32)
@@ -45,8 +46,8 @@ def pack(
     return jnp.asarray(padded), jnp.asarray(lengths)
 
 
-def new_tokens(count) -> int:
-    """`max_new_tokens`, which sizes arrays. Raises: UsageError for a number that is not whole, known and at least 1."""
+def check_new_tokens(count) -> int:
+    """Return `max_new_tokens` as an int. Raises: UsageError unless it is a known integer of at least 1."""
     if isinstance(count, jax.core.Tracer):
         raise UsageError("max_new_tokens sizes arrays, so it must be a Python int where `jit` traces; make it static")
     try:
@@ -58,8 +59,8 @@ def new_tokens(count) -> int:
     return number
 
 
-def _rows(prompts: Prompts) -> list[np.ndarray]:
-    """Each prompt as integers [P]. Raises: UsageError for no prompts, text, or one prompt that is not in a list."""
+def _to_rows(prompts: Prompts) -> list[np.ndarray]:
+    """Return each prompt as integers [P]. Raises: UsageError for an empty list, text, or a prompt outside of a list."""
     if not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
         raise UsageError(f"prompts must be a list of token lists, not {type(prompts).__name__}")
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
@@ -72,22 +73,22 @@ def _rows(prompts: Prompts) -> list[np.ndarray]:
         raise UsageError("prompts must be a list of token lists, and these are lists of lists") from None
     if is_flat:
         raise UsageError("prompts must be a list of token lists; put a single prompt into a list: [prompt]")
-    return [_integers(np.asarray(prompt)) if len(prompt) else np.zeros(0, np.int32) for prompt in prompts]
+    return [_check_integers(np.asarray(prompt)) if len(prompt) else np.zeros(0, np.int32) for prompt in prompts]
 
 
-def _integers(ids):
+def _check_integers(ids):
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise UsageError(f"token ids and lengths must be integers, not {ids.dtype}")
     return ids
 
 
 def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:
-    """`width`: of the array that the prompts are given in."""
+    """Check the lengths of the prompts. `width` is the width of their array. Raises: UsageError."""
     if isinstance(lengths, jax.core.Tracer):
         return
     for row, length in enumerate(gather(lengths)):
         if width is not None and length > width:
-            raise UsageError(f"prompt {row} is said to have {length} tokens, but the array of prompts holds {width}")
+            raise UsageError(f"prompt {row} has the length {length}, but the array of prompts has {width} columns")
         if length < 1:
             raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
         if length + max_new_tokens > capacity:
@@ -98,6 +99,7 @@ def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: i
 
 
 def _check_ids(tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int | None) -> None:
+    """Check that all tokens are in the vocabulary. Raises: UsageError."""
     if vocab_size is None or any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths)):
         return
     tokens, lengths = gather(tokens), gather(lengths)

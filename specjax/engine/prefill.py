@@ -1,4 +1,4 @@
-"""Reading prompts into a cache, in chunks of fixed size."""
+"""Prefill: read prompts into a cache, in chunks of fixed size."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from specjax.engine import contract_checks
 from specjax.types import Array, Model, Output, PyTree
 
 CHUNK = 128
-"""Tokens per pass. SmolLM2 on 2 cores reads a 900-token prompt as fast with 128 as with 512; the scores of one layer,
-the largest temporary, are a quarter."""
+"""Tokens per pass. On 2 cores, SmolLM2 reads a prompt of 900 tokens as fast with 128 as with 512, and the attention
+scores of one layer, which are the largest temporary, take a quarter of the memory."""
 
 
 def prefill(model: Model, params: PyTree, cache: PyTree, tokens: Array, count: Array) -> PyTree:
     """Commit the first `count[b]` of `tokens` int32[B, L] to an empty cache of more than max(count) + CHUNK slots.
 
-    The logits are not used, and the compiler removes the head.
+    The logits are unused, so the compiler removes the output head.
     """
-    return prefill_reading(model, params, cache, tokens, count, lambda seen, *chunk: seen, ())[0]
+    return prefill_and_read(model, params, cache, tokens, count, lambda state, *chunk: state, ())[0]
 
 
-def prefill_reading(
+def prefill_and_read(
     model: Model,
     params: PyTree,
     cache: PyTree,
     tokens: Array,
     count: Array,
     read: Callable[[PyTree, Array, Array, Output], PyTree],
-    seen: PyTree,
+    state: PyTree,
     *,
     taps: tuple[int, ...] = (),
 ) -> tuple[PyTree, PyTree]:
-    """`prefill` that shows every chunk to `read(seen, tokens[B, T], count[B], output) -> seen`: (cache, seen).
+    """Prefill, and pass every chunk to `read(state, tokens[B, T], count[B], output) -> state`.
 
-    `count` says how many of the T tokens belong to the row; `output` has the `taps`. Runs only as many
-    chunks as the longest row needs, so padding of the buffer costs nothing.
+    Within a chunk, `count` is the number of the T tokens that belong to the row. `output` holds the `taps`. The loop
+    runs only the chunks that the longest row needs, so padding of the buffer has no cost.
+
+    Returns: the cache and the final state.
     """
     batch = tokens.shape[0]
     offset = jnp.arange(CHUNK)
@@ -47,40 +49,43 @@ def prefill_reading(
     path = jnp.broadcast_to(offset, (batch, CHUNK))
 
     def body(carry):
-        start, cache, seen = carry
+        start, cache, state = carry
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
         positions = jnp.broadcast_to(start + offset, (batch, CHUNK))
-        wanted = {"taps": taps} if taps else {}
-        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **wanted)
-        here = jnp.clip(count - start, 0, CHUNK)
-        committed, after = model.commit(cache, pending, path, here), read(seen, window, here, output)
+        options = {"taps": taps} if taps else {}
+        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **options)
+        num_new = jnp.clip(count - start, 0, CHUNK)
+        committed, new_state = model.commit(cache, pending, path, num_new), read(state, window, num_new, output)
         contract_checks.check_same(f"commit of the model {model.name}", cache, committed)
-        contract_checks.check_same("the drafter's read", seen, after)
-        return start + CHUNK, committed, after
+        contract_checks.check_same("the drafter's prefill", state, new_state)
+        return start + CHUNK, committed, new_state
 
     longest = jnp.max(count)
-    return jax.lax.while_loop(lambda carry: carry[0] < longest, body, (jnp.int32(0), cache, seen))[1:]
+    return jax.lax.while_loop(lambda carry: carry[0] < longest, body, (jnp.int32(0), cache, state))[1:]
 
 
 def catch_up(
-    model: Model, params: PyTree, cache: PyTree, tokens: Array, held: Array, wanted: Array, dropped: Array, chunk: int
-) -> PyTree:
-    """The cache of `held` int32[B] tokens of `tokens` int32[B, L] with those up to `wanted` int32[B], in passes of
-    `chunk` tokens; no pass runs where it holds them all.
+    model: Model, params: PyTree, cache: PyTree, tokens: Array, cached: Array, target_length: Array, dropped: Array,
+    chunk: int,
+) -> PyTree:  # fmt: skip
+    """Extend a cache that holds `cached` int32[B] tokens to `target_length` int32[B] tokens of `tokens` int32[B, L].
 
-    dropped: int32[B], how many tokens of the text are before the first that this model counts.
+    Runs passes of `chunk` tokens, and none if the cache holds all of them already.
+
+    Args:
+      dropped: int32[B], number of tokens at the start of the text that this model does not read.
     """
     offset = jnp.arange(chunk)
-    path = jnp.broadcast_to(offset, (held.shape[0], chunk))
+    path = jnp.broadcast_to(offset, (cached.shape[0], chunk))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((chunk, chunk), bool)), (*path.shape, chunk))
 
-    def feed(carry):
-        cache, held = carry
-        positions = held[:, None] + offset
+    def read_chunk(carry):
+        cache, cached = carry
+        positions = cached[:, None] + offset
         place = jnp.minimum(positions + dropped[:, None], tokens.shape[1] - 1)
         _, pending = model.forward(params, take_along(tokens, place, 1), cache, positions=positions, mask=mask)
-        count = jnp.clip(wanted - held, 0, chunk)
-        return model.commit(cache, pending, path, count), held + count
+        count = jnp.clip(target_length - cached, 0, chunk)
+        return model.commit(cache, pending, path, count), cached + count
 
     with jax.named_scope(scopes.CATCH_UP):
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < wanted), feed, (cache, held))[0]
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < target_length), read_chunk, (cache, cached))[0]

@@ -1,4 +1,4 @@
-"""From the arguments of `decode` to a `Job`: everything that can be wrong is found here, before anything compiles."""
+"""Turn the arguments of `decode` into a checked `Job`. All usage errors are raised here, before anything compiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from specjax.arrays.x64 import without_x64
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import Job, Keep, Parts
-from specjax.engine.packing import Prompts, new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, row_keys
@@ -23,9 +23,9 @@ from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_
 
 @dataclass(frozen=True)
 class Settings:
-    """How to decode, as `specjax.decode` explains it; checked when it is made.
+    """Settings of `specjax.decode`, which documents them. They are checked when the object is created.
 
-    Raises: UsageError for a value outside its range, where values are known.
+    Raises: UsageError for a value outside its range. Traced values are not checked.
     """
 
     temperature: float | Array = 0.0
@@ -58,26 +58,27 @@ class Settings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the greedy program is compiled: a Python 0, not a traced one."""
+        """True if the temperature is a Python 0, which compiles the greedy program. A traced 0 does not."""
         return isinstance(self.temperature, int | float) and self.temperature == 0
 
     @property
     def is_coupled(self) -> bool:
+        """True if the draft uses the noise of the target's draws."""
         return self.sampling == "coupled" and not self.is_greedy
 
-    def warping(self) -> Sampling:
-        """What makes a distribution of logits, traced."""
+    def to_sampling(self) -> Sampling:
+        """Return the options that turn logits into a distribution, as traced arrays."""
         if self.is_greedy:
             return Sampling()
         values = self.temperature, self.top_k, self.top_p, self.min_p
         return Sampling(*(None if x is None else jnp.asarray(x) for x in values))
 
-    def ends(self) -> Array:
-        """int32[E], ids that end a row."""
+    def eos_ids(self) -> Array:
+        """Return the ids that end a row, int32[E]."""
         return jnp.atleast_1d(jnp.asarray(() if self.eos is None else self.eos, jnp.int32))
 
     def check_batch(self, batch: int) -> None:
-        """Raises: UsageError for a setting that is neither one for all rows nor one for each."""
+        """Check that each setting is one value for all rows or one value per row. Raises: UsageError."""
         for name in ("temperature", "top_k", "top_p", "min_p"):
             value = getattr(self, name)
             shape = () if value is None else jnp.shape(value)
@@ -90,17 +91,17 @@ class Settings:
                     f"shape {jnp.shape(leaf)}"
                 )
 
-    def verifier_for(self, drafter: Drafter) -> Verifier:
-        """The rule asked for, or the exact one; at temperature 0 every exact rule is the greedy one.
+    def select_verifier(self, drafter: Drafter) -> Verifier:
+        """Return the requested verifier, or the exact one. At temperature 0, every exact verifier is the greedy one.
 
-        Raises: UsageError for a rule that is not valid for the way the drafter draws.
+        Raises: UsageError for a verifier that is not valid for the drafter's `draws`.
         """
         verifier = self.verifier
         if self.sampling == "coupled":
             return greedy if self.is_greedy else sample_and_match
         if verifier is None:
             return exact_verifier(drafter, self.is_greedy)
-        if not isinstance(verifier, Verifier):  # the caller's own function promises nothing
+        if not isinstance(verifier, Verifier):  # a plain function has no guarantee
             name = getattr(verifier, "__name__", "custom")
             verifier = Verifier(name, verifier, ANY, "lossy", "the caller's own rule")
         if self.is_greedy and verifier.guarantee != "lossy":
@@ -126,79 +127,85 @@ def prepare(
     inputs: PyTree = None,
     samples: int = 1,
 ) -> Job:
-    """Check the arguments of `decode` against each other, and lay the prompts out.
+    """Check the arguments of `decode` against each other, and pack the prompts.
 
-    samples: texts per prompt, which is read once.
+    Args:
+      samples: number of texts per prompt. Each prompt is read once.
 
-    Raises: UsageError for no prompt, an empty one, one over the capacity, or a rule or drafter that does not fit.
+    Raises: UsageError if there is no prompt, or a prompt is empty or exceeds the capacity. The same is raised if the
+      verifier, the drafter or a processor does not fit.
     """
     check_pair(target, drafter)
-    capacity, count = settings.capacity or target.model.max_positions, new_tokens(max_new_tokens)
+    capacity, count = settings.capacity or target.model.max_positions, check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, count, drafter.num_nodes, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
-    samples = checked_samples(samples)
+    samples = check_samples(samples)
     for processor in settings.processors:
         processor.check(processor, target.model.vocab_size)
     parts = Parts(
         loop=LOOP,
         target=target,
         drafter=drafter,
-        verifier=settings.verifier_for(drafter),
+        verifier=settings.select_verifier(drafter),
         controller=settings.controller or fixed(),
-        sampling=repeated(settings.warping(), samples),
-        eos=settings.ends(),
+        sampling=repeat_per_sample(settings.to_sampling(), samples),
+        eos=settings.eos_ids(),
         coupled=settings.is_coupled,
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
         processors=tuple(settings.processors),
     )
     _check_inputs(target, inputs, len(tokens))
     keys = sample_keys(key, tokens.shape[0], samples)
-    return Job(parts, tokens, lengths, keys, repeated(lengths, samples) + count, inputs, samples)
+    return Job(parts, tokens, lengths, keys, repeat_per_sample(lengths, samples) + count, inputs, samples)
 
 
-def checked_samples(samples: int) -> int:
-    """Raises: UsageError for what is no number of samples per prompt."""
-    whole = lambda x: (x.ndim == 0) & (x >= 1) & (x == x // 1)
-    check_range("samples_per_prompt", samples, whole, "a whole number of at least 1")
+def check_samples(samples: int) -> int:
+    """Return the number of samples per prompt as an int. Raises: UsageError unless it is at least 1."""
+    is_count = lambda x: (x.ndim == 0) & (x >= 1) & (x == x // 1)
+    check_range("samples_per_prompt", samples, is_count, "a whole number of at least 1")
     return int(samples)
 
 
-def repeated(tree: PyTree, samples: int) -> PyTree:
-    """What is one per prompt, for each of its samples; what is one for all stays."""
+def repeat_per_sample(tree: PyTree, samples: int) -> PyTree:
+    """Repeat arrays with one entry per prompt for each of its samples. Scalars stay."""
     return jax.tree.map(lambda x: x if samples == 1 or not x.ndim else jnp.repeat(x, samples, 0), tree)
 
 
 def sample_keys(key: Array | int, prompts: int, samples: int) -> Array:
-    """key[prompts samples]: of a prompt's only sample its row's key, of several that key folded with their number."""
+    """Return one key per row, key[prompts * samples].
+
+    A single sample has the key of its prompt. Of several samples, each has that key folded with its number.
+    """
     keys = row_keys(key, prompts)
     return keys if samples == 1 else fold_in(keys[:, None], jnp.arange(samples)).reshape(-1)
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
-    """Raises: UsageError for a drafter that is none, or asks of the target what it cannot do."""
+    """Check that the target has the capabilities that the drafter needs. Raises: UsageError."""
     if drafter.traits.draws not in get_args(Draws):
         raise UsageError(
             f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.traits.draws!r}"
         )
-    able, name = target.model.capabilities, target.model.name
-    if not ((drafter.drafts_chains and drafter.hooks.soft_prompts is None) or able.trees):
+    capabilities, name = target.model.capabilities, target.model.name
+    if not ((drafter.drafts_chains and drafter.hooks.soft_prompts is None) or capabilities.trees):
         raise UsageError(
             f"the model {name} takes chains only, and this drafter may draft trees; choose one of chains, such as "
-            "prompt_lookup, or say chains=True of your own"
+            "prompt_lookup, or set Traits(chains=True) if all its trees are chains"
         )
-    if drafter.hooks.soft_prompts is not None and not able.vectors:
+    if drafter.hooks.soft_prompts is not None and not capabilities.vectors:
         raise UsageError(
-            f"the drafter's prompts are vectors, and the model {name} reads tokens only; choose a drafter without, "
-            "such as token_recycling, or say vectors=True of a model that takes `specjax.types.Appended`"
+            f"the drafter's soft prompts are vectors, and the model {name} reads tokens only; choose a drafter without, "
+            "such as token_recycling, or set Capabilities(vectors=True) for a model that takes `specjax.types.Appended`"
         )
-    if drafter.traits.taps and not able.taps:
+    if drafter.traits.taps and not capabilities.taps:
         raise UsageError(
-            f"the drafter reads the target's layers {drafter.traits.taps}, which the model {name} does not show"
+            f"the drafter reads the target's layers {drafter.traits.taps}, which the model {name} does not return; "
+            "use a drafter without taps, or a model with Capabilities(taps=True)"
         )
 
 
 def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
-    """Raises: UsageError for inputs that the model does not read, lacks, or that are not one per row."""
+    """Check that the inputs of the model are present, with one entry per prompt. Raises: UsageError."""
     name = target.model.name
     if target.model.capabilities.inputs and inputs is None:
         raise UsageError(f"the model {name} reads inputs besides tokens; give inputs=, one per prompt")

@@ -1,10 +1,11 @@
-"""What a loop gives back."""
+"""Results of a decoding loop, and the statistics that it sums over its steps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,60 +19,98 @@ from specjax.types import Array, Drafter, Info, Stats
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeResult:
-    """What every loop gives back; some add what they alone know. A pytree, so it can leave the caller's own `jit`."""
+    """Result of every decoding loop. A pytree, so the caller's own `jit` can return it. Some loops add fields."""
 
-    tokens: Array  # int32[B, max_new_tokens], without the prompts; -1 behind the end
-    lengths: Array  # int32[B]
+    tokens: Array  # int32[B, max_new_tokens], new tokens without the prompts, then -1
+    lengths: Array  # int32[B], number of new tokens
     hit_eos: Array  # bool[B]
     stats: Stats
-    drafter: Drafter | None = None  # as it is after what it saw, for the next call; None if it remembers nothing
-    logprobs: Array | None = None  # float32[B, max_new_tokens], 0 behind the end; if asked for
-    # bool[B]: False where the target gave NaN or Inf, so that the text means nothing; `checks.explain` says why. None:
-    # not looked at.
+    drafter: Drafter | None = None  # drafter with the parameters it learned, for the next call; None if it learns none
+    logprobs: Array | None = None  # float32[B, max_new_tokens], then 0; on request
+    # bool[B], False if the target returned NaN or Inf, so that the text is meaningless (`value_checks.explain_failure`
+    # finds the reason). None: the loop does not check this.
     finite: Array | None = None
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Per row "eos" or "length"."""
-        return ["eos" if eos else "length" for eos in _here(self.hit_eos)]
+        """Reason why each row ended: "eos" or "length"."""
+        return ["eos" if eos else "length" for eos in _to_host(self.hit_eos)]
 
     @property
     def block_efficiency(self) -> Array:
-        """float32[B]: tokens per target pass, the bonus token included."""
+        """Tokens per target pass, the bonus token included, float32[B]."""
         return self.lengths / jnp.maximum(self.stats.target_passes, 1)
 
     @property
     def mean_accepted(self) -> Array:
-        """float32[B]: drafted tokens emitted per target pass (the bonus token excluded)."""
+        """Accepted draft tokens per target pass, the bonus token excluded, float32[B]."""
         return self.stats.accepted / jnp.maximum(self.stats.target_passes, 1)
 
     @property
     def acceptance_by_depth(self) -> Array:
-        """float32[B, D]: of the rounds that drafted depth d + 1, the fraction that accepted it; nan if none did."""
+        """Acceptance rate at depth d + 1 among the steps that drafted so deep, float32[B, D]; nan if there are none."""
         return self.stats.accepted_by_depth / self.stats.drafted_by_depth
 
     def to_lists(self) -> list[list[int]]:
-        """The decoded tokens of each row, without padding."""
-        return [row[:n].tolist() for row, n in zip(_here(self.tokens), _here(self.lengths), strict=True)]
+        """Return the new tokens of each row, without padding."""
+        return [row[:n].tolist() for row, n in zip(_to_host(self.tokens), _to_host(self.lengths), strict=True)]
 
     def cut(self, max_new_tokens: int) -> Self:
-        """With arrays of so many tokens, which all rows fit into."""
+        """Cut the arrays to `max_new_tokens` columns. All rows must fit."""
         logprobs = None if self.logprobs is None else self.logprobs[:, :max_new_tokens]
         return replace(self, tokens=self.tokens[:, :max_new_tokens], logprobs=logprobs)
 
 
-def _here(x) -> np.ndarray:
+def _to_host(x) -> np.ndarray:
     if is_remote(x):
         raise UsageError("some rows are on other hosts; call specjax.parallel.gather(result) on every host first")
     return np.asarray(x)
 
 
 class StreamStep(NamedTuple):
-    """What one step added, as numpy."""
+    """Tokens that one step added, as numpy arrays."""
 
-    tokens: list[list[int]]  # per row
-    accepted: np.ndarray | Array  # int32[B], how many of them, from the front, were drafted; the rest are not
+    tokens: list[list[int]]  # added tokens of each row
+    accepted: np.ndarray | Array  # int32[B], number of leading tokens that were drafted
     info: Info
-    earlier: Stats | None = None  # of the first step after a restart, which has the text so far: the sums until then
-    # Of the last step: gives `DecodeResult.drafter`, if there is one. A run that had ended before a restart has none.
+    earlier: Stats | None = None  # sums before a restart; set in its first step, which holds the text up to then
+    # Returns the value of `DecodeResult.drafter`. Set in the last step only, if the drafter learns, and not for a run
+    # that had ended before a restart.
     drafter: Callable[[], Drafter] | None = None
+
+
+def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
+    """Return the statistics before the first step. `max_depth` is D."""
+    row, by_depth = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, max_depth), jnp.int32)
+    return Stats(row, row, row, by_depth, by_depth, jnp.zeros((batch,), bool), row if debug else None)
+
+
+def add_stats(stats: Stats, info: Info) -> Stats:
+    """Add one step to the statistics."""
+    depth = jnp.arange(stats.drafted_by_depth.shape[1])
+    violations = [bits for bits in (stats.violations, info.violations) if bits is not None]
+    return Stats(
+        target_passes=stats.target_passes + info.active,
+        drafted=stats.drafted + info.drafted,
+        accepted=stats.accepted + info.accepted,
+        drafted_by_depth=stats.drafted_by_depth + (depth < jnp.where(info.active, info.drafted_depth, 0)[:, None]),
+        accepted_by_depth=stats.accepted_by_depth + (depth < info.accepted[:, None]),
+        hit_eos=stats.hit_eos | info.hit_eos,
+        violations=functools.reduce(jnp.bitwise_or, violations) if violations else None,
+    )
+
+
+def add_round(stats: Stats, passes: Any, drafted: Any, accepted: Any) -> Stats:
+    """Add one round of a loop without `Info`. Works on arrays of numpy and of JAX.
+
+    Args:
+      passes: int32[B] or bool[B], target passes.
+      drafted, accepted: bool[B, D], depths at which a token was drafted or accepted.
+    """
+    return stats._replace(
+        target_passes=stats.target_passes + passes,
+        drafted=stats.drafted + drafted.sum(1, dtype=np.int32),
+        accepted=stats.accepted + accepted.sum(1, dtype=np.int32),
+        drafted_by_depth=stats.drafted_by_depth + drafted,
+        accepted_by_depth=stats.accepted_by_depth + accepted,
+    )

@@ -1,10 +1,16 @@
-"""The compiled programs of a job: `start` reads the prompts, `step` goes on by one pass, `run` is the whole loop."""
+"""Compiled programs of a job: `start` reads the prompts, `step` is one step, `run` is the whole loop.
+
+This file also carries learned drafter parameters from one call, or one request, to the next. A program copies every
+array that it passes through, such as a corpus or a draft model. So programs return a marker for each parameter that did
+not change, and the host puts the original array back in its place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -13,35 +19,36 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.arrays.x64 import without_x64
-from specjax.engine.carry_over import export_params
-from specjax.engine.job import Job, Looped
-from specjax.engine.results import DecodeResult
-from specjax.engine.statistics import add_stats, zero_stats
-from specjax.types import Array, DecodeState, Info
+from specjax.engine.job import Job, LoopParts
+from specjax.engine.results import DecodeResult, add_stats, zero_stats
+from specjax.types import STATIC, Array, Context, DecodeState, Drafter, Info, PyTree, Target
 
 
-def _begin(job: Job) -> DecodeState:
-    """All prompts read, each once; then the rows of its samples are copies of its own."""
-    parts, times = job.parts, job.samples
-    if times == 1:
+def _prefill_rows(job: Job) -> DecodeState:
+    """Read each prompt once, and copy its row for each of its samples."""
+    parts, samples = job.parts, job.samples
+    if samples == 1:
         return parts.loop.init(parts, job.tokens, job.lengths, job.keys, job.stop, job.inputs)
-    of_prompts = jax.tree.map(lambda x: x[::times] if x.ndim else x, parts.sampling)
-    parts = dataclasses.replace(parts, sampling=of_prompts)
-    state = parts.loop.init(parts, job.tokens, job.lengths, job.keys[::times], job.stop[::times], job.inputs)
-    return batch_axes.repeat_rows(state, times, parts.loop.axes(parts, state))._replace(keys=job.keys)
+    per_prompt = jax.tree.map(lambda x: x[::samples] if x.ndim else x, parts.sampling)
+    parts = dataclasses.replace(parts, sampling=per_prompt)
+    state = parts.loop.init(parts, job.tokens, job.lengths, job.keys[::samples], job.stop[::samples], job.inputs)
+    return batch_axes.repeat_rows(state, samples, parts.loop.axes(parts, state))._replace(keys=job.keys)
 
 
 @jax.jit
 @without_x64
 def start(job: Job) -> DecodeState:
-    """The state from which `step` goes on: prompts read, nothing decoded."""
-    return _begin(job)
+    """Prefill the prompts. Return the state before the first step."""
+    return _prefill_rows(job)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 @without_x64
-def step(parts: Looped, state: DecodeState) -> tuple[DecodeState, Info, Array]:
-    """One pass of the target: the next state, in the place of `state`; what was added; whether all rows ended."""
+def step(parts: LoopParts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
+    """Run one step and return the next state, its diagnostics, and bool[], whether all rows have ended.
+
+    `state` is donated: its arrays are reused for the next state.
+    """
     state, info = parts.loop.step(parts, state)
     return state, info, jnp.all(state.done)
 
@@ -49,24 +56,24 @@ def step(parts: Looped, state: DecodeState) -> tuple[DecodeState, Info, Array]:
 @jax.jit
 @without_x64
 def run(job: Job) -> DecodeResult:
-    """`start` and `step` until all rows have ended, in one program.
+    """Run `start`, then `step` until all rows have ended, in one program.
 
-    How long the prompts are and how many tokens may follow is data: one program serves all that fit its buffer.
+    Prompt lengths and the number of new tokens are data, so one program serves all jobs that fit its buffer.
 
-    Returns: DecodeResult whose arrays have as many places as the buffer; `DecodeResult.cut` takes those asked for. Its
-      drafter is a `export_params`.
+    Returns: DecodeResult with arrays as wide as the token buffer; `DecodeResult.cut` trims them. Its drafter has the
+      form of `export_params`.
     """
     parts, lengths = job.parts, job.starts
     batch, size = len(job.keys), job.tokens.shape[1]
-    state = _begin(job)
+    state = _prefill_rows(job)
     stats = zero_stats(batch, parts.drafter.max_depth, parts.keep.violations)
     logprobs = jnp.zeros((batch, size)) if parts.keep.logprobs else None
 
     def body(carry):
-        before, stats, logprobs = carry
-        state, info = parts.loop.step(parts, before)
+        previous, stats, logprobs = carry
+        state, info = parts.loop.step(parts, previous)
         if logprobs is not None:
-            place = (before.length - lengths)[:, None] + jnp.arange(info.tokens.shape[1])
+            place = (previous.length - lengths)[:, None] + jnp.arange(info.tokens.shape[1])
             place = jnp.where(place < (state.length - lengths)[:, None], place, size)
             logprobs = logprobs.at[jnp.arange(batch)[:, None], place].set(info.logprobs, mode="drop")
         return state, add_stats(stats, info), logprobs
@@ -92,7 +99,56 @@ class Programs(NamedTuple):
     """The two compiled functions that drive a job from Python."""
 
     start: Callable[[Job], DecodeState]
-    step: Callable[[Looped, DecodeState], tuple[DecodeState, Info, Array]]
+    step: Callable[[LoopParts, DecodeState], tuple[DecodeState, Info, Array]]
 
 
 TRACED = Programs(start, step)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Unchanged:
+    """A marker for a drafter parameter that a program did not change."""
+
+    number: int = field(metadata=STATIC)  # index among the leaves of the drafter's parameters
+
+
+def export_params(drafter: Drafter, draft: PyTree) -> Drafter:
+    """Return the drafter with the parameters that its state `draft` exports, within a program.
+
+    Unchanged parameters are replaced by markers. `restore_params` puts them back on the host.
+    """
+    params = drafter.params if drafter.hooks.export is None else drafter.hooks.export(drafter.params, draft)
+    number = {id(x): n for n, x in enumerate(jax.tree.leaves(drafter.params))}
+    mark = lambda x: _Unchanged(number[id(x)]) if id(x) in number else x
+    return drafter.replace(params=jax.tree.map(mark, params))
+
+
+def restore_params(drafter: Drafter, exported: PyTree) -> PyTree:
+    """Replace the markers in a result of `export_params` by the parameters of `drafter`. None stays None."""
+    leaves = jax.tree.leaves(drafter.params)
+    is_mark = lambda x: isinstance(x, _Unchanged)
+    return jax.tree.map(lambda x: leaves[x.number] if is_mark(x) else x, exported, is_leaf=is_mark)
+
+
+def learned(drafter: Drafter, draft: PyTree) -> Drafter:
+    """Return the drafter with the parameters that its state `draft` exports, on the host."""
+    return restore_params(drafter, _export_params(drafter, draft))
+
+
+def canonical(target: Target, drafter: Drafter) -> Drafter:
+    """Return the drafter with parameters in the form that `Hooks.export` returns, with unchanged meaning.
+
+    Then the first call and all calls that continue from its result run the same program.
+    """
+    return restore_params(drafter, _export_blank(target, drafter))
+
+
+_export_params = jax.jit(without_x64(export_params))
+
+
+@jax.jit
+@without_x64
+def _export_blank(target: Target, drafter: Drafter) -> Drafter:
+    context = Context(jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), target=target)
+    return export_params(drafter, drafter.init(drafter.params, context))

@@ -1,4 +1,4 @@
-"""The steps of a job, driven from Python."""
+"""Run a job step by step from Python, and yield the tokens of each step."""
 
 from __future__ import annotations
 
@@ -9,59 +9,61 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.engine.carry_over import learned
 from specjax.engine.job import Job
 from specjax.engine.results import StreamStep
-from specjax.engine.run import TRACED, Programs
+from specjax.engine.run import TRACED, Programs, learned
 from specjax.numerics.global_arrays import replicate
 from specjax.types import DecodeState, Drafter, Info, Stats
 
 
-class Record(Protocol):
-    """What writes a run down, to go on from after a restart: `specjax.persistence.resume.RunCheckpoint`."""
+class Recorder(Protocol):
+    """Saves a run so that it can continue after a restart: `specjax.persistence.resume.RunCheckpoint`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
-        """The state to go on from and, of an earlier run, its text as if one step had added it, and its sums."""
+        """Return the state to continue from. If an earlier run was found, also return its text, in the form of one
+        step, and its statistics."""
         ...
 
     def add(self, state: DecodeState, info: Info) -> None:
-        """After a step, and before the next one takes the state's place."""
+        """Record one step, before the next step reuses the arrays of `state`."""
         ...
 
     def finish(self, state: DecodeState) -> None:
-        """After the last step."""
+        """Record the end of the run."""
         ...
 
 
-def steps(job: Job, record: Record | None = None, programs: Programs = TRACED) -> Generator[StreamStep, None, None]:
-    """What each step adds, as soon as it is known; the next one is dispatched before its tokens are read."""
+def steps(job: Job, recorder: Recorder | None = None, programs: Programs = TRACED) -> Generator[StreamStep, None, None]:
+    """Yield the tokens of each step as soon as they are available.
+
+    The next step is dispatched before the tokens of the previous one are read, so the device does not wait for Python.
+    """
     start, step = programs
     state = start(job)
-    if record is not None:
-        state, info, earlier = record.resume(state)
+    if recorder is not None:
+        state, info, earlier = recorder.resume(state)
         if info is not None:
-            yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info, earlier)
-    ahead = None if bool(jnp.all(state.done)) else step(job.parts, state)
-    while ahead is not None:
-        state, info, over = ahead
-        info, over = replicate((info, over))  # before the next step, or it would have to wait for that
-        if record is not None:
-            record.add(state, info)
-        # Dispatched on the chance that rows are left: the device need not wait for this host.
-        following = step(job.parts, state)
-        info, over = jax.device_get((info, over))
-        if record is not None and over:
-            record.finish(following[0])  # a step of rows that have ended changes nothing
-        memory = _memory(job, following[0]) if over else None
-        yield StreamStep(_rows(info.tokens, info.emitted), info.accepted, info, drafter=memory)
-        ahead = None if over else following
+            yield StreamStep(_to_rows(info.tokens, info.emitted), info.accepted, info, earlier)
+    dispatched = None if bool(jnp.all(state.done)) else step(job.parts, state)
+    while dispatched is not None:
+        state, info, is_last = dispatched
+        info, is_last = replicate((info, is_last))  # dispatched first; behind the next step it would wait for that
+        if recorder is not None:
+            recorder.add(state, info)
+        following = step(job.parts, state)  # speculative: if all rows have ended, this step changes nothing
+        info, is_last = jax.device_get((info, is_last))
+        if recorder is not None and is_last:
+            recorder.finish(following[0])
+        drafter = _learned_drafter(job, following[0]) if is_last else None
+        yield StreamStep(_to_rows(info.tokens, info.emitted), info.accepted, info, drafter=drafter)
+        dispatched = None if is_last else following
 
 
-def _memory(job: Job, state: DecodeState) -> Callable[[], Drafter] | None:
-    """Of a state whose rows have all ended."""
+def _learned_drafter(job: Job, state: DecodeState) -> Callable[[], Drafter] | None:
+    """Return a function that computes the drafter to continue with, from the final state."""
     drafter = job.parts.drafter
     return functools.partial(learned, drafter, state.draft) if drafter.hooks.export else None
 
 
-def _rows(tokens, count) -> list[list[int]]:
+def _to_rows(tokens, count) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(tokens, count, strict=True)]

@@ -1,4 +1,7 @@
-"""What a draft must be for its verifier to be exact, checked on values. For debugging: `decode(..., debug=True)`."""
+"""Checks of the values of drafts and outputs, for debugging: `decode(..., debug=True)`.
+
+An exact verifier is exact only for valid drafts. These checks find drafts that break the contract of `TokenTree`.
+"""
 
 from __future__ import annotations
 
@@ -20,84 +23,92 @@ VIOLATIONS = (
     "tree.tokens repeats a token among siblings, which {draws} never draws",
     "tree.logits gives a drafted token no mass (q = 0): it was not drawn from its parent's row",
     "tree.logits holds NaN",
+    "tree.tokens holds a drafted token outside of the vocabulary; mask the node with tree.valid",
     "target_logits holds NaN: check the target's parameters",
 )
-"""One sentence per bit of what `of_draft` and `of_target` find."""
+"""One sentence for each bit of `find_draft_violations` and `find_target_violations`."""
 
 
-def of_draft(tree: TokenTree, draws: Draws, root: Array | None = None, limit: Array | None = None) -> Array:
-    """int32[B]: which of `VIOLATIONS` a tree shows, before any pass. Pure; invalid nodes do not count.
+def find_draft_violations(
+    tree: TokenTree, draws: Draws, root: Array | None = None, limit: Array | None = None, vocab_size: int | None = None
+) -> Array:
+    """Return the `VIOLATIONS` of a tree as bits, int32[B], before any target pass. Invalid nodes do not count.
 
-    root: int32[B, 1], what its first token must be. limit: int32[B], how deep it may be. None: anything.
+    Args:
+      root: int32[B, 1], the required first token; None: any.
+      limit: int32[B], the maximum depth; None: any.
+      vocab_size: number of tokens of the vocabulary; None: unknown, so token ids are not checked.
     """
     n = tree.tokens.shape[1]
     node = jnp.arange(n)
-    above = jnp.maximum(tree.parents, 0)
+    parent = jnp.maximum(tree.parents, 0)
     drafted = tree.valid & (node > 0)
-    none = jnp.zeros(tree.tokens.shape[0], bool)
-    orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & take_along(tree.valid, above, 1))
+    no_row = jnp.zeros(tree.tokens.shape[0], bool)
+    orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & take_along(tree.valid, parent, 1))
     misplaced = jnp.any(orphan, 1) | (tree.parents[:, 0] != -1) | ~tree.valid[:, 0]
-    other_root = none if root is None else tree.tokens[:, 0] != root[:, 0]
-    # Of a tree that is none, depths mean nothing, but are found in bounded time.
+    other_root = no_row if root is None else tree.tokens[:, 0] != root[:, 0]
+    # Depths mean nothing if the parents are no tree. The minimum keeps the computation finite.
     depth = jnp.where(tree.valid, operations.depths(jnp.minimum(tree.parents, node - 1)), 0)
-    too_deep = none if limit is None else jnp.max(depth, 1) > limit
+    too_deep = no_row if limit is None else jnp.max(depth, 1) > limit
 
-    both = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)
-    twins = both & (tree.parents[:, :, None] == tree.parents[:, None, :])
+    pairs = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)
+    siblings = pairs & (tree.parents[:, :, None] == tree.parents[:, None, :])
     if draws == "point_mass" or draws.startswith("with_replacement"):  # a repeated child is wasted there, not wrong
-        repeated = none
+        repeated = no_row
     elif draws == "chain":
-        repeated = jnp.any(twins, (1, 2))
+        repeated = jnp.any(siblings, (1, 2))
     else:
-        repeated = jnp.any(twins & (tree.tokens[:, :, None] == tree.tokens[:, None, :]), (1, 2))
+        repeated = jnp.any(siblings & (tree.tokens[:, :, None] == tree.tokens[:, None, :]), (1, 2))
 
-    no_mass = nan = none
+    no_mass = nan = outside = no_row
+    if vocab_size is not None:
+        outside = jnp.any(drafted & ((tree.tokens < 0) | (tree.tokens >= vocab_size)), 1)
     if tree.logits is not None:
-        q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], above, tree.tokens]
-        if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # some siblings there have none
+        # A gather clamps ids outside of the vocabulary; `outside` finds these.
+        q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], parent, tree.tokens]
+        if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # some siblings there have no mass
             no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
         nan = jnp.any(drafted & jnp.isnan(q), 1)
-    return _bits(misplaced, other_root, too_deep, repeated, no_mass, nan, none)
+    return _pack_bits(misplaced, other_root, too_deep, repeated, no_mass, nan, outside, no_row)
 
 
-def of_target(valid: Array, target_logits: Array) -> Array:
-    """int32[B]: which of `VIOLATIONS` the target's logits [B, N, V] show at the nodes that are `valid` [B, N]."""
+def find_target_violations(valid: Array, target_logits: Array) -> Array:
+    """Return the `VIOLATIONS` of the target's logits [B, N, V] at the `valid` nodes bool[B, N] as bits, int32[B]."""
     nan = jnp.any(valid & jnp.any(jnp.isnan(target_logits), -1), 1)
-    return _bits(*[jnp.zeros_like(nan)] * (len(VIOLATIONS) - 1), nan)
+    return _pack_bits(*[jnp.zeros_like(nan)] * (len(VIOLATIONS) - 1), nan)
 
 
-def _bits(*found: Array) -> Array:
-    return jnp.sum(jnp.stack(found, 1) * (1 << jnp.arange(len(found))), 1, dtype=jnp.int32)
+def _pack_bits(*flags: Array) -> Array:
+    return jnp.sum(jnp.stack(flags, 1) * (1 << jnp.arange(len(flags))), 1, dtype=jnp.int32)
 
 
-def refuse(bits: Array | np.ndarray, draws: Draws) -> None:
-    """Raises: UsageError that names the first violation and its row, if `bits` int32[B] holds one."""
+def raise_violation(bits: Array | np.ndarray, draws: Draws) -> None:
+    """Raise UsageError for the first violation in `bits` int32[B], with its row. Return if there is none."""
     for row, value in enumerate(np.asarray(bits)):
         for bit, sentence in enumerate(VIOLATIONS):
             if value >> bit & 1:
                 raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
 
 
-def is_finite(output: Output) -> Array:
-    """bool[B]: whether what a pass said of its first token are numbers; logits of -inf are.
+def has_finite_root(output: Output) -> Array:
+    """Return True for rows with finite outputs at the first token, bool[B]. Logits of -inf are allowed.
 
-    What a NaN in the weights or an impossible constant in the config does to one token, it does to all.
+    A NaN in the weights, or an impossible constant in the config, affects all tokens alike.
     """
     return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)  # not so NaN
 
 
-def first_bad_parameter(target: Target) -> str | None:
-    """The name of one that holds NaN or Inf."""
+def find_bad_parameter(target: Target) -> str | None:
+    """Return the name of the first parameter that holds NaN or Inf, or None."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
             return jax.tree_util.keystr(path, simple=True, separator=".")
     return None
 
 
-def explain(target: Target, processors: Sequence[Processor] = ()) -> str:
-    """A sentence on why there is nothing to draw from: the first of a model's parameters that holds NaN or Inf, the
-    processors, or its config."""
-    name = first_bad_parameter(target)
+def explain_failure(target: Target, processors: Sequence[Processor] = ()) -> str:
+    """Return a sentence on why no token can be drawn: a parameter with NaN or Inf, the processors, or the config."""
+    name = find_bad_parameter(target)
     if name is not None:
         return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
     if processors:
@@ -109,5 +120,9 @@ def explain(target: Target, processors: Sequence[Processor] = ()) -> str:
 
 
 def check_draft(tree: TokenTree, draws: Draws, target_logits: Array) -> None:
-    """Check one draft outside of `jit`. Raises: UsageError as `refuse` does."""
-    refuse(of_draft(tree, draws) | of_target(tree.valid, target_logits), draws)
+    """Check one draft outside of `jit`.
+
+    Raises: UsageError for the first violation.
+    """
+    draft = find_draft_violations(tree, draws, vocab_size=target_logits.shape[-1])
+    raise_violation(draft | find_target_violations(tree.valid, target_logits), draws)

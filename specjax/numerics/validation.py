@@ -1,4 +1,4 @@
-"""Range checks of settings whose values are known. Traced values and None pass."""
+"""Checks of settings whose values are known, and of states that a loop carries. Both raise UsageError."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
@@ -30,3 +31,28 @@ def check_range(name: str, value: Any, predicate: Callable[[np.ndarray], np.ndar
         raise UsageError(f"{name} must be {expected}, not {value!r}") from None
     if number.size and (number.dtype.kind not in "iuf" or not np.all(predicate(number))):
         raise UsageError(f"{name} must be {expected}, not {value!r}")
+
+
+def check_same(item: str, expected: Any, value: Any) -> None:
+    """Check that a state that a loop carries keeps its structure, shapes and dtypes.
+
+    Raises: UsageError that names `item` and the first difference.
+    """
+    old, new = str(jax.tree.structure(expected)), str(jax.tree.structure(value))
+    if old != new:
+        raise UsageError(f"{item} must return its state in the form it got: {old}, not {new}")
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(value), strict=True):
+        if form_of(x) != form_of(y):
+            place = jax.tree_util.keystr(path) or "its state"
+            raise UsageError(f"{item} must return {place} as it got it: {form_of(x)}, not {form_of(y)}")
+
+
+def form_of(x: Any) -> str:
+    """Return the dtype and the shape of an array, such as float32[2, 3]."""
+    return f"{x.dtype if hasattr(x, 'dtype') else jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def name_of(function: Callable) -> str:
+    """Return the module and the name of a function, so that a reader of an error can find it."""
+    function = getattr(function, "func", function)  # of a partial
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -1,7 +1,7 @@
-"""Parameters and running decodes on disk, by Orbax: saved on one mesh, restored on another.
+"""Checkpoints of parameters and of running decodes, written by Orbax. They can be restored on another mesh.
 
-Orbax writes to a temporary folder and renames it when all hosts are done, so a checkpoint is whole or not there. On
-several hosts the folder must be one that all of them see, such as a bucket; every host must make the same calls.
+Orbax writes to a temporary folder and renames it when all hosts are done, so a checkpoint is complete or absent. On
+several hosts, the folder must be visible to all of them, such as a bucket. Every host must make the same calls.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from specjax.types import DecodeState, PyTree, Stats
 
 
 class Checkpoints(NamedTuple):
-    """Where `stream` keeps its state, and after how many steps.
+    """Folder in which `stream` saves its state every `every` steps.
 
-    A run that finds its own checkpoint there continues from it. A state holds the cache: think of its size.
+    A run that finds its own checkpoint in the folder continues from it. A state includes the cache, so it can be large.
     """
 
     folder: str | os.PathLike
@@ -36,16 +36,16 @@ class Checkpoints(NamedTuple):
 
 
 def save(folder: str | os.PathLike, tree: PyTree) -> None:
-    """Write arrays, such as `target.params`, sharded or not; a checkpoint in the folder is replaced.
+    """Save a tree of arrays, such as `target.params`, sharded or not. An old checkpoint in the folder is replaced.
 
-    Typed keys are written as their data.
+    Typed keys are saved as their data.
 
-    Raises: UsageError if the folder cannot be written, or holds something else than a checkpoint.
+    Raises: UsageError if the folder cannot be written, or holds anything but a checkpoint.
     """
     ocp = import_orbax()
     _make(folder)
     free = _is_free(folder)
-    hosts.check_same(free, f"contents of {folder}")  # nobody replaces it before all have looked
+    hosts.check_same(free, f"contents of {folder}")  # no host replaces the folder before all hosts have checked it
     if not free:
         raise UsageError(f"{folder} holds something else than a checkpoint, which would be deleted; give a new folder")
     with _explained(folder), ocp.StandardCheckpointer() as checkpointer:
@@ -53,13 +53,13 @@ def save(folder: str | os.PathLike, tree: PyTree) -> None:
 
 
 def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
-    """Read what `save` wrote.
+    """Restore a tree that `save` wrote.
 
     Args:
-      like: a tree of the same structure, of arrays or of `jax.ShapeDtypeStruct`s with shardings (such as the parameters
-        of `abstract_target`), which say where to put the parts. The mesh may be another one than that of `save`.
+      like: a tree of the same structure, of arrays or of `jax.ShapeDtypeStruct`s, such as the parameters of
+        `abstract_target`. Its shardings place the restored arrays. The mesh may differ from that of `save`.
 
-    Raises: UsageError if there is no checkpoint, or its arrays are others.
+    Raises: UsageError if there is no checkpoint, or if its arrays have other names, shapes or dtypes.
     """
     ocp = import_orbax()
     _check_files(folder)
@@ -70,14 +70,14 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
                 if metadata is None:
                     raise FileNotFoundError
                 _check_shapes(folder, dict(metadata), _abstract(like))
-                found = checkpointer.restore(_absolute(folder), _abstract(like))
+                restored = checkpointer.restore(_absolute(folder), _abstract(like))
         except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"there is no checkpoint in {folder}; check the path, which save wrote") from None
-        return _unflat(found, like)
+        return _unflat(restored, like)
 
 
 class Running:
-    """The checkpoints of one `stream`: the newest is read once, later ones are written while the steps go on."""
+    """The checkpoints of one `stream`. The newest is read once; later ones are written while the steps continue."""
 
     def __init__(self, checkpoints: Checkpoints, about: Mapping[str, str]):
         if checkpoints.every < 1:
@@ -96,14 +96,16 @@ class Running:
             self.manager = ocp.CheckpointManager(_absolute(self.folder), options=options, item_handlers=handlers)
 
     def resume(self, state: DecodeState, stats: Stats) -> tuple[int, DecodeState, Stats] | None:
-        """(steps done, state, sums) of the newest checkpoint; None: there is none.
+        """Return (number of steps, state, statistics) of the newest checkpoint, or None.
 
-        Args: state, stats: as at the start of the run; the cache is freed and its place taken by the restored one.
+        Args:
+          state, stats: values at the start of the run. The cache is deleted before the restored one takes its memory.
+
         Raises: UsageError if the checkpoint belongs to another run or does not fit on this mesh.
         """
         args = import_orbax().args
         with guarded_read(self.folder):
-            step = self.manager.latest_step()  # from this host's own listing of the folder
+            step = self.manager.latest_step()  # from this host's own view of the folder
         hosts.check_same(step, f"newest checkpoints in {self.folder}")
         if step is None:
             return None
@@ -116,17 +118,17 @@ class Running:
                 f"the checkpoint in {self.folder} is of a batch or cache of other shapes, as meshes that split the "
                 "batch or the heads in other ways make them; use the mesh it was written on, or another folder"
             )
-        text, rest = _parts(state, stats)
-        found = self._read(step, text=args.StandardRestore(_abstract(text)))
-        tokens, length, done, stats = _unflat(found, text)
-        begun, now, ids = gather((state.length, length, tokens))
-        if ((now < begun) | (now > ids.shape[1])).any() or (ids < 0).any():
+        text, parts = _split(state, stats)
+        saved = self._read(step, text=args.StandardRestore(_abstract(text)))
+        tokens, length, done, stats = _unflat(saved, text)
+        first, count, ids = gather((state.length, length, tokens))
+        if ((count < first) | (count > ids.shape[1])).any() or (ids < 0).any():
             raise self._broken(step)
         if not gather(done).all():
-            rest = _abstract(rest), rest
+            parts = _abstract(parts), parts
             jax.tree.map(lambda x: x.delete(), state.cache)
-            found = self._read(step, rest=args.StandardRestore(rest[0]))
-            cache, draft, control = _unflat(found, rest[1])
+            saved = self._read(step, rest=args.StandardRestore(parts[0]))
+            cache, draft, control = _unflat(saved, parts[1])
             state = state._replace(cache=cache, draft=draft, control=control)
         return step, state._replace(tokens=tokens, length=length, done=done), stats
 
@@ -134,28 +136,31 @@ class Running:
         [name] = item
         try:
             return self.manager.restore(step, args=import_orbax().args.Composite(**item))[name]
-        except Exception as error:  # of Orbax, of TensorStore below it, of their reading of JSON
+        except Exception as error:  # raised by Orbax, by TensorStore, or by their JSON parsers
             raise self._broken(step) from error
 
     def _broken(self, step: int) -> UsageError:
         return UsageError(
-            f"step {step} in {self.folder} is not a whole checkpoint of stream; remove that step, or give another "
+            f"step {step} in {self.folder} is not a complete checkpoint of stream; remove that step, or give another "
             "folder"
         )
 
-    def save(self, step: int, state: DecodeState, stats: Stats, *, over: bool = False) -> None:
-        """Begin to write; when it returns, the state may be donated. `over`: only the text is still needed."""
+    def save(self, step: int, state: DecodeState, stats: Stats, *, is_last: bool = False) -> None:
+        """Start to write a checkpoint. After the call, the state may be donated.
+
+        is_last: the run has ended, so only the text is saved.
+        """
         args = import_orbax().args
-        text, rest = _parts(state, stats)
+        text, parts = _split(state, stats)
         about = {"run": self.about, "shapes": _shapes(state)}
         items = {"about": args.JsonSave(about), "text": args.StandardSave(_flat(text))}
-        if not over:
-            items["rest"] = args.StandardSave(_flat(rest))
+        if not is_last:
+            items["rest"] = args.StandardSave(_flat(parts))
         with _explained(self.folder):
             self.manager.save(step, args=args.Composite(**items), force=True)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all checkpoints are written."""
         with _explained(self.folder):
             self.manager.wait_until_finished()
             self.manager.close()
@@ -163,12 +168,13 @@ class Running:
 
 @contextlib.contextmanager
 def _explained(folder):
+    """Turn errors of the file system into UsageErrors."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"{folder} cannot be written ({reason}); give a folder that can be") from error
-    except ValueError as error:  # as TensorStore tells of a full disk
+    except ValueError as error:  # TensorStore reports a full disk in this form
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
@@ -177,7 +183,7 @@ def _explained(folder):
 
 
 def _make(folder) -> None:
-    """Before Orbax does, whose threads would wait for minutes for a folder that they could not make."""
+    """Create the folder. If Orbax cannot create it, its threads wait for minutes."""
     with _explained(folder):
         path = _path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -186,27 +192,30 @@ def _make(folder) -> None:
 
 
 def _check_files(folder) -> None:
-    """Raises: UsageError for what would be waited for without end, a pipe in place of a file."""
+    """Check that all entries are regular files, since reading a pipe may never end. Raises: UsageError."""
     for parent, _, names in os.walk(_absolute(folder)):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # another host tidies up
+            with contextlib.suppress(FileNotFoundError):  # another host may delete files
                 check_regular(os.path.join(parent, name))
 
 
 def _is_free(folder) -> bool:
-    """Whether a folder is empty, or a checkpoint."""
+    """Return True if a folder is empty or holds a checkpoint."""
     names = {path.name for path in _path(folder).iterdir()}
     return not names or bool(names & {"_METADATA", "_CHECKPOINT_METADATA"})
 
 
 def _path(folder):
-    from etils import epath  # with Orbax
+    from etils import epath  # installed with Orbax
 
     return epath.Path(_absolute(folder))
 
 
-def _parts(state: DecodeState, stats: Stats) -> tuple[tuple, tuple]:
-    """What the result needs, and what only the next step does; keys and stops are the caller's."""
+def _split(state: DecodeState, stats: Stats) -> tuple[tuple, tuple]:
+    """Return the parts that the result needs, and the parts that only the next step needs.
+
+    The caller provides keys and stop lengths again.
+    """
     return (state.tokens, state.length, state.done, stats), (state.cache, state.draft, state.control)
 
 
@@ -219,14 +228,14 @@ def _is_key(x) -> bool:
 
 
 def _flat(tree: PyTree) -> dict:
-    """Path -> array without a type of its own: any tree, as Orbax knows it, which takes no empty arrays."""
+    """Flatten a tree to a dict of path -> array with plain dtypes. Orbax accepts no custom nodes and no empty arrays."""
     leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if x.size]
     plain = {jax.tree_util.keystr(path): jax.random.key_data(x) if _is_key(x) else x for path, x in leaves}
     return plain or {"empty": np.zeros((), np.int32)}
 
 
 def _abstract(like: PyTree) -> dict:
-    """`_flat` of arrays or shapes, as shapes with their places."""
+    """Return the shapes and shardings of `_flat`, from arrays or from shapes."""
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(like) if x.size}
     shapes = {}
     for name, x in leaves.items():
@@ -235,29 +244,32 @@ def _abstract(like: PyTree) -> dict:
     return shapes or {"empty": np.zeros((), np.int32)}
 
 
-def _unflat(found: Mapping, like: PyTree) -> PyTree:
-    def one(path, x):
+def _unflat(values: Mapping, like: PyTree) -> PyTree:
+    """Rebuild a tree like `like` from the dict of `_flat`."""
+
+    def restore_leaf(path, x):
         if not x.size:
             return jnp.zeros(x.shape, x.dtype)
-        value = found[jax.tree_util.keystr(path)]
+        value = values[jax.tree_util.keystr(path)]
         return jax.random.wrap_key_data(value, impl=_impl(x)) if _is_key(x) else value
 
-    return jax.tree_util.tree_map_with_path(one, like)
+    return jax.tree_util.tree_map_with_path(restore_leaf, like)
 
 
 def _impl(keys):
-    """`jax.random.key_impl`, for shapes too."""
-    found = []
-    jax.eval_shape(lambda x: found.append(jax.random.key_impl(x)), keys)
-    return found[0]
+    """Return `jax.random.key_impl`, which does not accept shapes."""
+    impls = []
+    jax.eval_shape(lambda x: impls.append(jax.random.key_impl(x)), keys)
+    return impls[0]
 
 
-def _check_shapes(folder, saved: Mapping, wanted: Mapping) -> None:
-    for name in sorted(saved.keys() | wanted.keys()):
-        if name not in saved or name not in wanted:
-            how = "has no" if name in wanted else "alone has a"
+def _check_shapes(folder, saved: Mapping, expected: Mapping) -> None:
+    """Check that a checkpoint has the expected names, shapes and dtypes. Raises: UsageError."""
+    for name in sorted(saved.keys() | expected.keys()):
+        if name not in saved or name not in expected:
+            how = "has no" if name in expected else "alone has a"
             raise UsageError(f"the checkpoint in {folder} is of another model: it {how} {name}")
-        ours, theirs = (f"{x[name].dtype}{list(x[name].shape)}" for x in (wanted, saved))
+        ours, theirs = (f"{x[name].dtype}{list(x[name].shape)}" for x in (expected, saved))
         if ours != theirs:
             raise UsageError(f"the checkpoint in {folder} is of another model: {name} is {theirs} there, not {ours}")
 

@@ -1,7 +1,7 @@
-"""Short digests of what decides a text: prompts, keys, settings and models.
+"""Short digests of everything that determines a text: prompts, keys, settings and models.
 
-Two runs with equal digests decode the same text: hosts compare them before they start, and a checkpoint knows from them
-to which run it belongs. They do not depend on the mesh.
+Two runs with equal digests decode the same text. Hosts compare digests before they start, and a checkpoint stores the
+digests of its run. Digests do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -24,39 +24,42 @@ from specjax.numerics.global_arrays import gather
 from specjax.types import Model, PyTree
 
 SAMPLE = 16
-"""Of every parameter so many values are read at the start, in the middle and at the end."""
+"""Number of values of each parameter that a digest reads at the start, in the middle and at the end."""
 
 
 def digest(value: Any) -> str:
-    """Hexadecimal; of bytes, or of anything by its `repr`."""
+    """Return a hexadecimal digest of bytes, or of the `repr` of any other value."""
     data = value if isinstance(value, bytes) else repr(value).encode()
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def of_model(target) -> str:
-    """Of a target or a learned head: its shape, and some values of every parameter."""
-    made_of = target.model if hasattr(target, "model") else (target.head.kind, target.head.config)
-    return digest((describe(made_of), samples(target.params)))
+def digest_model(target) -> str:
+    """Return a digest of a target or a draft head: its configuration, and some values of every parameter."""
+    config = target.model if hasattr(target, "model") else (target.head.kind, target.head.config)
+    return digest((describe(config), digest_samples(target.params)))
 
 
-def of_weights(params: PyTree) -> str:
-    """Of some values of every parameter, the same in float32 and in bfloat16: which model it is, in any dtype."""
-    plain = lambda value: value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
-    return digest([(path, digest(plain(value).tobytes())) for path, _, value in _sampled(params)])
+def digest_weights(params: PyTree) -> str:
+    """Return a digest of some values of every parameter. It is the same for float32 and bfloat16 weights."""
+    as_bfloat16 = lambda value: value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    return digest([(path, digest(as_bfloat16(value).tobytes())) for path, _, value in _sampled(params)])
 
 
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises: UsageError if a checkpoint in `folder` is of a run with other digests, by name."""
-    other = [name for name, value in ours.items() if theirs.get(name) != value]
-    if other:
+    """Check that a checkpoint in `folder` has the digests of this run. Raises: UsageError that names the differences."""
+    different = [name for name, value in ours.items() if theirs.get(name) != value]
+    if different:
         raise UsageError(
-            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(other)}; repeat that one, "
+            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(different)}; repeat that one, "
             "or give another folder"
         )
 
 
-def samples(params: PyTree) -> list:
-    """(path, dtype, some values) of the leaves: of the first, middle and last row (of the stacked layers), wherever."""
+def digest_samples(params: PyTree) -> list:
+    """Return (path, dtype, digest) of some values of each leaf, from its first, middle and last row.
+
+    Rows of stacked weights lie in different layers. Shards on any host are read.
+    """
     return [(path, dtype, digest(value.tobytes())) for path, dtype, value in _sampled(params)]
 
 
@@ -85,22 +88,23 @@ def _some(leaves: list) -> list:
     return [some(leaf) for leaf in leaves if leaf is not None]
 
 
-def describe(value: Any, seen: tuple = ()) -> Any:
-    """Settings as nested tuples of plain values, the same in every process: functions by name and what they close over.
+def describe(value: Any, ancestors: tuple = ()) -> Any:
+    """Return settings as nested tuples of plain values, which are the same in every process.
 
-    Where arrays and models lie is left out.
+    Functions are represented by their names and closures. The placement of arrays and models is left out.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     if isinstance(value, Mesh | Sharding):
         return "placed"
-    if id(value) in seen:
+    if id(value) in ancestors:
         return "again"
-    seen = (*seen, id(value))
-    inner = functools.partial(describe, seen=seen)
+    ancestors = (*ancestors, id(value))
+    inner = functools.partial(describe, ancestors=ancestors)
     if isinstance(value, Model):
-        made_of = value.init_cache if value.config is None else value.config  # a thinned model closes over its depth
-        return "model", value.name, value.vocab_size, value.max_positions, inner(made_of)
+        # A model without a config, such as one that skips layers, is identified by the closure of a function.
+        config = value.init_cache if value.config is None else value.config
+        return "model", value.name, value.vocab_size, value.max_positions, inner(config)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         data = value.tobytes() if isinstance(value, np.ndarray | np.generic) else b""
         return "array", value.shape, str(value.dtype), digest(data)

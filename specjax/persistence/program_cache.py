@@ -1,9 +1,9 @@
-"""Compiled programs kept whole: a process that decodes as an earlier one did neither traces nor compiles.
+"""A cache of compiled programs on disk. A process that decodes like an earlier one neither traces nor compiles.
 
-XLA's own cache is asked with a program that is traced and lowered already, which for SmolLM2 takes longer than to read
-it. This one is asked with what a job is made of (`specjax.persistence.program_key`): the structure, static parts and shapes of its
-arguments, the files of specjax, the releases below it, the processor, the devices and the settings of JAX. Of what
-cannot be said to be the same nothing is kept, and it is compiled as ever.
+The compilation cache of XLA looks up a program after it was traced and lowered. For SmolLM2 that takes longer than
+reading the compiled program. This cache looks up a program by its arguments (`specjax.persistence.program_key`): their
+structure, static parts and shapes, the files of specjax, the versions of its libraries, the processor, the devices and
+the settings of JAX. If no key can be computed, the program is compiled as usual and not cached.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ GIB = 2**30
 DIGEST = hashlib.sha256().digest_size
 
 READING = "reading programs"
-"""Begins the names of threads that only read: a process may end without them."""
+"""Prefix of the names of threads that only read. A process may end without waiting for them."""
 
 
 class Family(NamedTuple):
-    """The programs that drive a job together: traced when they are called, or lowered for it, in the same order."""
+    """The programs that drive a job together."""
 
     name: str
-    traced: Any  # a NamedTuple of programs, such as `Programs`
-    lowered: Callable[[Job], Iterator[Any]]
+    traced: Any  # NamedTuple of jitted functions, such as `engine.run.Programs`
+    lower: Callable[[Job], Iterator[Any]]  # yields the lowered programs of a job, in the same order
 
 
 def shapes(tree: Any) -> Any:
-    """Of what a lowered program gives, to lower the next one for it."""
+    """Return the shapes of the outputs of a lowered program, as arguments to lower the next program."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _of_stream(job: Job) -> Iterator[Any]:
+def _lower_stream(job: Job) -> Iterator[Any]:
     start = run.start.lower(job)
     yield start
     yield run.step.lower(job.parts, shapes(start.out_info))
 
 
 def plain_step(job: Job) -> Callable[[Any], Any] | None:
-    """Of the lowered `start` of a job, a step over one token of what it gives.
+    """Return a function that lowers a plain step of a job, which decodes one token, from its lowered `start`.
 
-    None: there is none, or the text for a key would be another one, by the rule, or by rounding coarser than float32.
+    None: the job has no plain step, or plain steps would change the text. The verifier can change it, and so can
+    rounding coarser than float32.
     """
     parts = job.parts
     if not isinstance(parts, Parts) or 1 not in parts.drafter.traits.widths or parts.drafter.num_nodes == 1:
@@ -66,11 +67,11 @@ def plain_step(job: Job) -> Callable[[Any], Any] | None:
         return None
     if _is_coarse(parts):
         return None
-    return lambda start: run.step.lower(_plain(parts), shapes(start.out_info))
+    return lambda start: run.step.lower(_as_plain(parts), shapes(start.out_info))
 
 
 def _is_coarse(parts: Parts) -> bool:
-    """Whether the target computes anything in less than float32; by default, TPUs and GPUs multiply so."""
+    """Return True if the target computes anything below float32 precision, which is the default on TPUs and GPUs."""
     if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
         return True
     if getattr(parts.target.model.config, "cache_dtype", None) is not None:
@@ -79,87 +80,93 @@ def _is_coarse(parts: Parts) -> bool:
     return jax.default_backend() != "cpu" and precision not in ("float32", "highest")
 
 
-def _plain(parts: Parts) -> Parts:
+def _as_plain(parts: Parts) -> Parts:
     return dataclasses.replace(parts, plain=True)
 
 
-class _Meanwhile:
-    """Plain steps until the whole ones are there."""
+class _PlainUntilReady:
+    """A step function that runs plain steps until the full step is compiled or loaded."""
 
-    def __init__(self, plain: Callable, whole: Future):
-        self.plain, self.whole = plain, whole
+    def __init__(self, plain: Callable, full: Future):
+        self.plain, self.full = plain, full
 
     def __call__(self, parts: Parts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
-        return self.whole.result()(parts, state) if self.whole.done() else self.plain(_plain(parts), state)
+        return self.full.result()(parts, state) if self.full.done() else self.plain(_as_plain(parts), state)
 
 
-STREAM = Family("stream", TRACED, _of_stream)
+STREAM = Family("stream", TRACED, _lower_stream)
 
 
-class Stored(NamedTuple):
-    """What a file has: serialized programs."""
+class StoredPrograms(NamedTuple):
+    """Content of a file: serialized programs."""
 
     programs: list[tuple]
-    plain: tuple | None = None  # stands in for the last of them
+    plain: tuple | None = None  # plain step, to run until the last program is loaded
 
 
 class ProgramCache:
     """A folder of compiled programs, for `specjax.stream(..., programs=ProgramCache(folder))` and `specjax.serve`.
 
-    What lies in it is run, so nobody else should be able to write there.
+    The files are executed, so no other user should be able to write to the folder.
     """
 
     def __init__(self, folder: str | Path, gib: float = 2.0, plain_first: bool = False):
-        """gib: how much it may hold; what was not used for longest goes.
+        """Open a cache.
 
-        plain_first: `stream` begins with steps over one token, whose program is soon there, and drafts as soon as the
-        wider passes are compiled, or read, too; `finish` waits for these, as the end of the process does.
+        gib: size limit in GiB. The least recently used programs are deleted first.
+        plain_first: `stream` starts with plain steps, whose program is ready early, and drafts once the wider passes
+          are compiled or loaded. `finish` waits for these, and so does the end of the process.
         """
         self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
-        self.compiling: Future | None = None  # what is still to come, if anything is
+        self.compiling: Future | None = None  # full step that is being compiled, if any
         self._reading: list[Future] = []
-        self.found: bool | None = None  # whether the last programs asked for were there; None: they are not kept
+        self.hit: bool | None = None  # True if the last requested programs were in the cache; None: not cacheable
         self._ready: dict[Any, tuple] = {}
         self._label: str | None = None
         self._expected: tuple[str, Future] | None = None
 
     def expect(self, label: str) -> None:
-        """Begin to read what was asked for last after the same `label`, while the caller loads a model or so.
+        """Start to load the programs that were last used with the same `label`, while the caller loads a model.
 
-        SmolLM2 on two CPU cores: 3.2 s, without the interpreter's lock.
+        SmolLM2 on two CPU cores: 3.2 s, without holding the interpreter lock.
         """
-        self._label = program_key.digest(label + program_key.of_files())
+        self._label = program_key.digest(label + program_key.digest_package())
         with contextlib.suppress(OSError, UnicodeDecodeError):
             name = (self.folder / f"{self._label}.last").read_text(encoding="ascii")
-            self._expected = name, _beside(lambda: self._read(name), READING)
+            self._expected = name, _start_thread(lambda: self._read(name), READING)
 
-    def of(self, job: Job, family: Family = STREAM) -> Any:
-        """The programs of a job: kept ones, or new ones, which are kept."""
-        self.found = None
-        if not _is_here(job):
+    def programs(self, job: Job, family: Family = STREAM) -> Any:
+        """Return the programs of a job, from the cache if possible. New programs are added to the cache."""
+        self.hit = None
+        if not _is_cacheable(job):
             return family.traced
-        settings = program_key.of_settings()
-        here = family.name, program_key.outline(job), settings
-        if here not in self._ready:
+        settings = program_key.digest_settings()
+        key = family.name, program_key.outline(job), settings
+        if key not in self._ready:
             try:
-                made_of = program_key.of_arguments(job), program_key.of_files(), program_key.of_releases(), settings
-            except program_key.Unknown:
+                parts = (
+                    program_key.digest_arguments(job),
+                    program_key.digest_package(),
+                    program_key.digest_releases(),
+                    settings,
+                )
+            except program_key.UnknownValueError:
                 return family.traced
-            name = program_key.digest("".join((family.name, *made_of)))
-            programs = self._found(name)
-            self.found = programs is not None
+            name = program_key.digest("".join((family.name, *parts)))
+            programs = self._load(name)
+            self.hit = programs is not None
             if programs is not None:
-                self._reading += [program.whole for program in programs if isinstance(program, _Meanwhile)]
+                self._reading += [program.full for program in programs if isinstance(program, _PlainUntilReady)]
             else:
                 plain = plain_step(job) if self.plain_first and family.name == STREAM.name else None
-                programs = self._compiled(name, family.lowered(job), plain)
-            self._ready[here] = type(family.traced)(*programs)
+                programs = self._compile(name, family.lower(job), plain)
+            self._ready[key] = type(family.traced)(*programs)
         else:
-            self.found = True
-        return self._ready[here]
+            self.hit = True
+        return self._ready[key]
 
-    def _found(self, name: str) -> list[Callable] | None:
-        """What is expected, if that is it; else read now, and expected the next time."""
+    def _load(self, name: str) -> list[Callable] | None:
+        """Return the programs that `expect` loads, if they have this name. Otherwise load them, and note the name."""
         expected, self._expected = self._expected, None
         if expected and expected[0] == name:
             return expected[1].result()
@@ -169,67 +176,69 @@ class ProgramCache:
         return self._read(name)
 
     def _read(self, name: str) -> list[Callable] | None:
-        """Whatever is wrong with the file, it is as if there were none.
+        """Read a file of programs. Return None if it is missing or broken in any way.
 
-        Plain first, of SmolLM2 on two CPU cores: the first character after 5.7 s in place of 12.1 (medians of five).
+        With plain_first, the first character of SmolLM2 on two CPU cores comes after 5.7 s instead of 12.1 (medians of
+        five).
         """
         with contextlib.suppress(Exception):
             path = self.folder / name
             content = path.read_bytes()
             if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
                 return None
-            stored: Stored = pickle.loads(content[DIGEST:])
+            stored: StoredPrograms = pickle.loads(content[DIGEST:])
             if self.plain_first and stored.plain is not None:
-                *first, whole = stored.programs
-                *programs, plain = map(_loaded, [*first, stored.plain])
-                programs.append(_Meanwhile(plain, _beside(lambda: _loaded_step(whole), READING)))
+                *first, full = stored.programs
+                *programs, plain = map(_deserialize, [*first, stored.plain])
+                programs.append(_PlainUntilReady(plain, _start_thread(lambda: _deserialize_step(full), READING)))
             else:
                 with ThreadPoolExecutor() as pool:
-                    programs = list(pool.map(_loaded, stored.programs))
+                    programs = list(pool.map(_deserialize, stored.programs))
             os.utime(path)
             return programs
         return None
 
     def finish(self) -> None:
-        """Wait until all is read, or compiled and written down."""
-        for coming in (self.compiling, *self._reading):
-            if coming is not None:
-                coming.result()
+        """Wait until all programs are loaded, or compiled and written."""
+        for future in (self.compiling, *self._reading):
+            if future is not None:
+                future.result()
         self.compiling, self._reading = None, []
 
-    def _compiled(self, name: str, lowered: Iterator[Any], plain: Callable[[Any], Any] | None = None) -> list[Callable]:
-        """Each while the next is traced, and written down where that can be done.
+    def _compile(self, name: str, lowered: Iterator[Any], plain: Callable[[Any], Any] | None = None) -> list[Callable]:
+        """Compile each program while the next one is traced, and write them if possible.
 
-        plain: gives, of the lowered first one, what stands in for the second until that is compiled.
+        plain: lowers the plain step from the first lowered program. It runs until the second program is compiled.
         """
         self.finish()
         if plain is None:
             with _without_xla_cache(), ThreadPoolExecutor() as pool:
-                begun = [pool.submit(program.compile) for program in lowered]
-                programs = [program.result() for program in begun]
-            with contextlib.suppress(Exception):  # a program that cannot be written is still one
-                self._write(name, Stored(list(map(_stored, programs))))
+                futures = [pool.submit(program.compile) for program in lowered]
+                programs = [future.result() for future in futures]
+            with contextlib.suppress(Exception):  # a program that cannot be written still runs
+                self._write(name, StoredPrograms(list(map(_serialize, programs))))
             return programs
         first = next(lowered)
         with _without_xla_cache(), ThreadPoolExecutor() as pool:
-            begun = [pool.submit(first.compile), pool.submit(plain(first).compile)]
-            start, step = [program.result() for program in begun]
+            futures = [pool.submit(first.compile), pool.submit(plain(first).compile)]
+            start, step = [future.result() for future in futures]
         stored = None
-        with contextlib.suppress(Exception):  # now: on CPU, XLA cannot write down a sort that has run
-            stored = Stored([_stored(start)], _stored(step))
+        with contextlib.suppress(Exception):  # before they run: on CPU, XLA cannot serialize a sort that has run
+            stored = StoredPrograms([_serialize(start)], _serialize(step))
 
-        def rest() -> Callable:
+        def compile_full() -> Callable:
             with _without_xla_cache():
-                whole = next(lowered).compile()
+                full = next(lowered).compile()
             with contextlib.suppress(Exception):
                 if stored is not None:
-                    self._write(name, Stored([*stored.programs, _stored(whole)], stored.plain))
-            return whole
+                    self._write(name, StoredPrograms([*stored.programs, _serialize(full)], stored.plain))
+            return full
 
-        self.compiling = _beside(rest)
-        return [start, _Meanwhile(step, self.compiling)]
+        self.compiling = _start_thread(compile_full)
+        return [start, _PlainUntilReady(step, self.compiling)]
 
-    def _write(self, name: str, stored: Stored) -> None:
+    def _write(self, name: str, stored: StoredPrograms) -> None:
+        """Write a file of programs, and delete the least recently used files above the size limit."""
         content = pickle.dumps(stored)
         write_atomic(self.folder / name, hashlib.sha256(content).digest() + content)
         room = self.gib * GIB
@@ -239,40 +248,43 @@ class ProgramCache:
                 path.unlink(missing_ok=True)
 
 
-def _beside(work: Callable[[], Any], name: str = "") -> Future:
-    """In a thread of its own, which ends with it."""
+def _start_thread(work: Callable[[], Any], name: str = "") -> Future:
+    """Run `work` in a new thread, which ends with it."""
     pool = ThreadPoolExecutor(1, name)
-    begun = pool.submit(work)
+    future = pool.submit(work)
     pool.shutdown(wait=False)
-    return begun
+    return future
 
 
 @contextlib.contextmanager
 def _without_xla_cache() -> Iterator[None]:
-    """A program that came from there can on CPU be written down, but what is written cannot be read; and one that is
-    kept here need not be there too."""
+    """Turn XLA's compilation cache off.
+
+    On CPU, a program from that cache can be serialized, but the result cannot be loaded. And a program that is stored
+    here need not be stored twice.
+    """
     from jax.experimental.compilation_cache import compilation_cache
 
     name = "jax_enable_compilation_cache"
-    before = jax.config.values[name]
+    enabled = jax.config.values[name]
     try:
         jax.config.update(name, False)
-        compilation_cache.reset_cache()  # it asks for the setting once
+        compilation_cache.reset_cache()  # it reads the setting only once
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, enabled)
         compilation_cache.reset_cache()
 
 
-def _stored(program: Any) -> tuple:
+def _serialize(program: Any) -> tuple:
     from jax.experimental.serialize_executable import serialize
 
     payload, arguments, result = serialize(program)
     return payload, arguments.num_leaves, result
 
 
-def _loaded(stored: tuple) -> Callable[..., Any]:
-    """Of flat arguments, whose structure need not be known yet: `ProgramCache.of` has compared it."""
+def _deserialize(stored: tuple) -> Callable[..., Any]:
+    """Load a program that takes flat arguments. `ProgramCache.programs` has already compared their structure."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     payload, count, result = stored
@@ -282,16 +294,16 @@ def _loaded(stored: tuple) -> Callable[..., Any]:
     return lambda *arguments: program(*jax.tree.leaves(arguments))
 
 
-def _loaded_step(stored: tuple) -> Callable[..., Any]:
-    """By now the text runs, so what cannot be read is compiled."""
+def _deserialize_step(stored: tuple) -> Callable[..., Any]:
+    """Load a step. The text is already running, so a step that cannot be loaded is compiled."""
     try:
-        return _loaded(stored)
-    except Exception:  # XLA's are of many classes
+        return _deserialize(stored)
+    except Exception:  # XLA raises errors of many classes
         return run.step
 
 
-def _is_here(job: Job) -> bool:
-    """Whether it is of arrays of the first device, in one process."""
+def _is_cacheable(job: Job) -> bool:
+    """Return True if all arrays of a job are on the first device of a single process."""
     if job.parts.target.model.mesh is not None or jax.process_count() > 1:
         return False
     arrays = [leaf for leaf in jax.tree.leaves(job) if isinstance(leaf, jax.Array)]
@@ -300,6 +312,6 @@ def _is_here(job: Job) -> bool:
     return all(leaf.devices() == {jax.devices()[0]} for leaf in arrays)
 
 
-def programs_of(job: Job, kept: ProgramCache | None, family: Family = STREAM) -> Any:
-    """Those of `kept`, or without it the traced ones."""
-    return family.traced if kept is None else kept.of(job, family)
+def programs_of(job: Job, cache: ProgramCache | None, family: Family = STREAM) -> Any:
+    """Return the programs of a job from a cache, or the jitted functions if there is no cache."""
+    return family.traced if cache is None else cache.programs(job, family)

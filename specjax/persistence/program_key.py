@@ -1,9 +1,10 @@
-"""What a value is, the same in every process and for equal values only: what a compiled program is kept under.
+"""Keys of compiled programs: digests that are equal in every process, and for equal values only.
 
-Stricter than `specjax.persistence.fingerprint`, which compares what decides a text: here two values that could be compiled
-to different programs must differ, so what is not understood is refused. Arrays among the leaves of arguments are data
-and count as shapes; those that a function closes over are constants of the program and count by their values. Code
-counts by where it stands; the files that it stands in by `of_files`, the releases of what they import by `of_releases`.
+They are stricter than `specjax.persistence.fingerprint`, which compares only the inputs of a text. Here, two values that
+could compile to different programs must have different keys, so unknown kinds of values are refused. Array leaves of
+arguments are data and count by their shapes. Arrays in the closure of a function are constants of the program and count
+by their values. Code counts by its location. `digest_package` covers the files of specjax, and `digest_releases` the
+versions of the packages that they import.
 """
 
 from __future__ import annotations
@@ -28,66 +29,72 @@ import numpy as np
 from specjax.types import PyTree
 
 KNOWN = ("specjax", "jax", "jaxlib", "flax", "numpy", "builtins", "functools", "typing", "collections", "ml_dtypes")
-"""Packages whose code and objects are looked into; `of_files` and `of_releases` say which they are."""
+"""Packages whose objects are inspected. `digest_package` and `digest_releases` cover their versions."""
 RELEASES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 
-
 PLAIN = bool | int | float | complex | str | bytes | slice | range | np.dtype
-"""Whose `repr` says all."""
+"""Types that their `repr` describes completely."""
 
 
-class Unknown(Exception):
-    """A value of which it cannot be said what it is."""
+class UnknownValueError(Exception):
+    """A value that no key can be computed for."""
 
 
-def of(value: Any) -> str:
-    """Hexadecimal. Raises: Unknown."""
+def digest_value(value: Any) -> str:
+    """Return a hexadecimal key of a value. Raises: UnknownValueError."""
     try:
         return digest(repr(_plain(value, (), {})))
     except (RecursionError, ValueError) as error:
-        raise Unknown(str(error)) from error
+        raise UnknownValueError(str(error)) from error
 
 
 def digest(text: str) -> str:
+    """Return a hexadecimal digest of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def of_arguments(tree: PyTree) -> str:
-    """Of what a jitted function is called with: its structure and the shapes of its leaves. Raises: Unknown."""
+def digest_arguments(tree: PyTree) -> str:
+    """Return a key of the arguments of a jitted function: their structure and the shapes of their leaves.
+
+    Raises: UnknownValueError.
+    """
     structure, shapes = outline(tree)
-    return of((shapes, _structure(structure)))
+    return digest_value((shapes, _structure(structure)))
 
 
 def outline(tree: PyTree) -> tuple[Any, tuple]:
-    """The same, for comparisons within a process: hashable, and made without a look into what is static."""
+    """Return a hashable form of arguments for comparisons within a process. It does not inspect static values."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((x.shape, str(x.dtype), bool(x.weak_type)) for x in map(jax.typeof, leaves))
 
 
 def _structure(tree: Any) -> Any:
-    """Of a tree definition: its nodes with their static data."""
-    data = tree.node_data()  # None of a leaf
+    """Return the nodes of a tree definition with their static data."""
+    data = tree.node_data()  # None for a leaf
     return data and (data, list(map(_structure, tree.children())))
 
 
-def _plain(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]) -> Any:
-    """Nested tuples and lists of plain values. known: of every object that was met (SmolLM2: 0.2 s, else 0.45)."""
-    if id(value) not in known:
-        known[id(value)] = value, _parts(value, above, known)
-    return known[id(value)][1]
+def _plain(value: Any, ancestors: tuple[int, ...], memo: dict[int, tuple[Any, Any]]) -> Any:
+    """Return nested tuples and lists of plain values.
+
+    memo: results by object identity (SmolLM2 takes 0.2 s with it, 0.45 s without).
+    """
+    if id(value) not in memo:
+        memo[id(value)] = value, _parts(value, ancestors, memo)
+    return memo[id(value)][1]
 
 
-def _parts(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]) -> Any:
+def _parts(value: Any, ancestors: tuple[int, ...], memo: dict[int, tuple[Any, Any]]) -> Any:
     if value is None or value is Ellipsis or isinstance(value, PLAIN):
         return repr(value)
-    if id(value) in above:
-        return "above", above[::-1].index(id(value))
-    above = (*above, id(value))
-    inner = lambda part: _plain(part, above, known)
+    if id(value) in ancestors:
+        return "above", ancestors[::-1].index(id(value))
+    ancestors = (*ancestors, id(value))
+    inner = lambda part: _plain(part, ancestors, memo)
     if isinstance(value, types.ModuleType):
         return "module", value.__name__
     if isinstance(value, type):
-        return "type", _known(value.__module__), value.__qualname__
+        return "type", _check_module(value.__module__), value.__qualname__
     kind = type(value)
     name = kind.__module__, kind.__qualname__
     if isinstance(value, enum.Enum):
@@ -105,13 +112,13 @@ def _parts(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]
     if isinstance(value, types.MethodType):
         return *name, inner(value.__self__), inner(value.__func__)
     if isinstance(value, types.FunctionType):
-        _known(value.__module__)
+        _check_module(value.__module__)
         cells = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
         where = value.__module__, value.__qualname__, value.__code__.co_firstlineno
         return *where, cells, inner(value.__defaults__), inner(value.__kwdefaults__)
     if isinstance(value, types.BuiltinFunctionType | np.ufunc):
         return *name, getattr(value, "__module__", None), value.__name__
-    _known(kind.__module__)
+    _check_module(kind.__module__)
     wrapped = getattr(value, "__wrapped__", None)
     if callable(value) and wrapped is not None:  # jit, cache, custom derivatives
         return *name, inner(wrapped)
@@ -119,19 +126,20 @@ def _parts(value: Any, above: tuple[int, ...], known: dict[int, tuple[Any, Any]]
         return *name, [(field.name, inner(getattr(value, field.name))) for field in dataclasses.fields(value)]
     parts = dict(_attributes(value))
     if not parts and type(value).__repr__ is object.__repr__:
-        raise Unknown(f"{name[0]}.{name[1]} says nothing of itself")
+        raise UnknownValueError(f"{name[0]}.{name[1]} has no attributes and no repr")
     return *name, [(key, inner(part)) for key, part in parts.items()] if parts else repr(value)
 
 
-def _known(module: str | None) -> str:
+def _check_module(module: str | None) -> str:
+    """Return the module if its package is inspected. Raises: UnknownValueError."""
     if module is None or module.split(".")[0] not in KNOWN:
-        raise Unknown(f"{module} is none of the packages that are looked into")
+        raise UnknownValueError(f"{module} is not a package that is inspected")
     return module
 
 
 def _array(value: Any) -> Any:
     if isinstance(value, jax.core.Tracer):
-        raise Unknown("an array that is being traced")
+        raise UnknownValueError("an array that is being traced")
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return "keys", str(value.dtype), _array(jax.random.key_data(value))
     data = np.asarray(value)
@@ -148,26 +156,26 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def of_files() -> str:
-    """Of the package's own files: an editable checkout changes without its version."""
-    found = hashlib.sha256()
+def digest_package() -> str:
+    """Return a digest of the files of specjax, since an editable checkout changes without its version."""
+    content = hashlib.sha256()
     for name in ("specjax", "specjax.models", "specjax.pallas_kernels", "specjax.configs"):  # not always in one folder
         spec = importlib.util.find_spec(name)
         for top in (spec and spec.submodule_search_locations) or ():
             paths = [Path(folder, name) for folder, _, names in os.walk(top, followlinks=True) for name in names]
             for path in sorted(path for path in paths if path.suffix in (".py", ".json")):
-                found.update(f"{path.relative_to(top)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+                content.update(f"{path.relative_to(top)}\0".encode() + path.read_bytes())
+    return content.hexdigest()
 
 
 @functools.cache
-def of_releases() -> str:
-    """Of what specjax stands on, and of the processor."""
+def digest_releases() -> str:
+    """Return a digest of the versions of JAX and its libraries, of Python, and of the processor."""
     return digest(repr((*map(importlib.metadata.version, RELEASES), sys.version, platform.platform(), _processor())))
 
 
-def of_settings() -> str:
-    """Of JAX's settings, XLA's flags and the devices that are there."""
+def digest_settings() -> str:
+    """Return a digest of the settings of JAX, the flags of XLA, and the devices."""
     config = {name: value for name, value in jax.config.values.items() if not any(x in name for x in ("cache", "log"))}
     device = jax.devices()[0]
     backend = device.client.platform_version, device.device_kind, jax.device_count()
@@ -176,7 +184,7 @@ def of_settings() -> str:
 
 
 def _processor() -> str:
-    """What it can do; a home folder may be that of several machines."""
+    """Return the features of the processor, since several machines may share a home folder."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")

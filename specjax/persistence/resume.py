@@ -1,4 +1,4 @@
-"""What `stream` writes down of its run, and reads when it is started again."""
+"""Checkpoints of a streamed run, so that it can continue after a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specjax.engine.job import Job
-from specjax.engine.statistics import add_stats, zero_stats
+from specjax.engine.results import add_stats, zero_stats
 from specjax.numerics.global_arrays import gather, place_one
 from specjax.persistence import fingerprint
 from specjax.persistence.checkpoint import Checkpoints, Running
@@ -18,9 +18,9 @@ from specjax.types import DecodeState, Info, Stats
 
 
 class RunCheckpoint:
-    """The state of a run and the sums of its steps, written every so many steps.
+    """State and statistics of a run, saved at regular intervals. Implements `specjax.engine.stream.Recorder`.
 
-    job: by which the run is known again.
+    job: identifies the run, by the digests of `fingerprint_of`.
     """
 
     def __init__(self, checkpoint: Checkpoints, job: Job):
@@ -30,39 +30,40 @@ class RunCheckpoint:
         self.running = Running(checkpoint, fingerprint_of(job))
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
-        """The state to go on from and, if it is an earlier run's, its text, as if one step had added it, and its sums.
+        """Return the state to continue from. If the folder has an earlier run, also return its text, in the form of
+        one step, and its statistics.
 
-        state: of a run that begins.
+        state: the state at the start of a new run.
         """
-        # Where the sums after a step lie.
+        # Place the statistics where a step leaves them.
         self.stats = jax.tree.map(lambda x: place_one(x, state.length.sharding), self.stats)
-        found = self.running.resume(state, self.stats)
-        if found is None:
+        saved = self.running.resume(state, self.stats)
+        if saved is None:
             return state, None, None
-        self.steps, state, self.stats = found
-        tokens, length, before, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
-        count = length - before
-        place = before[:, None] + np.arange(max(count.max(), 1))
+        self.steps, state, self.stats = saved
+        tokens, length, prompt_length, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
+        count = length - prompt_length
+        place = prompt_length[:, None] + np.arange(max(count.max(), 1))
         new: Any = np.take_along_axis(tokens, np.minimum(place, tokens.shape[1] - 1), 1)
-        none = np.zeros_like(length)
-        return state, Info(new, count, none, none, none, none.astype(bool), stats.hit_eos), stats
+        zero = np.zeros_like(length)
+        return state, Info(new, count, zero, zero, zero, zero.astype(bool), stats.hit_eos), stats
 
     def add(self, state: DecodeState, info: Info) -> None:
-        """After a step, and before the next one takes the state's place."""
+        """Add one step, before the next step reuses the arrays of `state`."""
         self.stats = _add_stats(self.stats, info)
         self.steps += 1
         if self.steps % self.every == 0:
-            self.running.save(self.steps, state, self.stats, over=False)
+            self.running.save(self.steps, state, self.stats, is_last=False)
 
     def finish(self, state: DecodeState) -> None:
-        """After the last step."""
+        """Save the end of the run."""
         if self.steps % self.every:
-            self.running.save(self.steps, state, self.stats, over=True)
+            self.running.save(self.steps, state, self.stats, is_last=True)
 
     def closing(self, steps: Generator) -> Generator:
-        """The steps; at their end, or when the caller leaves, what is being written is finished.
+        """Yield the steps. At their end, or when the caller leaves, wait until all checkpoints are written.
 
-        After an error on several hosts it is not waited for: the others may be dead.
+        After an error on several hosts it does not wait, since the other hosts may be dead.
         """
         wait = True
         try:
@@ -81,9 +82,9 @@ _add_stats = jax.jit(add_stats)
 
 
 def fingerprint_of(job: Job) -> dict[str, str]:
-    """Digests of what decides the texts of a job, under the names that a message may use.
+    """Return digests of everything that determines the texts of a job, by names that error messages can use.
 
-    On several hosts every host must call it.
+    On several hosts, every host must call it.
     """
     parts = job.parts
     tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))
@@ -104,12 +105,14 @@ def fingerprint_of(job: Job) -> dict[str, str]:
         "inputs": fingerprint.digest(_contents(job.inputs)),
         "random keys": fingerprint.digest(np.asarray(gather(jax.random.key_data(job.keys))).tobytes()),
         "settings": fingerprint.digest(fingerprint.describe(settings)),
-        "target": fingerprint.of_model(parts.target),
-        "drafter": fingerprint.digest((fingerprint.describe(drafter), fingerprint.samples(parts.drafter.params))),
+        "target": fingerprint.digest_model(parts.target),
+        "drafter": fingerprint.digest(
+            (fingerprint.describe(drafter), fingerprint.digest_samples(parts.drafter.params))
+        ),
     }
 
 
 def _contents(inputs: Any) -> list:
-    """All of every array, by its path."""
+    """Return the path, shape, dtype and bytes of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(gather(inputs))
     return [(jax.tree_util.keystr(path), x.shape, str(x.dtype), np.asarray(x).tobytes()) for path, x in leaves]

@@ -1,4 +1,4 @@
-"""Ids to text as they come."""
+"""Incremental detokenization: token ids to text, token by token."""
 
 from __future__ import annotations
 
@@ -7,74 +7,76 @@ from typing import Protocol
 
 UNFINISHED = "\ufffd"
 BYTES = 4
-"""Of a character at most. Some tokenizers show each byte of an unfinished one as one U+FFFD, and those of the whole
-characters before it too."""
+"""Largest number of bytes of a character. Some tokenizers decode each byte of an unfinished character to one U+FFFD, and
+even the bytes of the complete characters before it."""
 
 
-class Decodes(Protocol):
-    """A tokenizer, as far as is needed here."""
+class TextDecoder(Protocol):
+    """The part of a tokenizer that turns ids into text."""
 
     def decode(self, ids: list[int], /) -> str: ...
 
 
 class Detokenizer:
-    """The text of one row, token by token.
+    """Text of one row, token by token.
 
-    Held back are bytes that are not a whole character yet, and what may be the beginning of one of the strings `stop`.
-    Where one of these is in the text, the text ends before it, and `stopped` is true.
+    It holds back bytes that are not a complete character yet, and text that may be the beginning of a stop string. If
+    the text contains a stop string, it ends before it, and `stopped` is True.
 
-    Only the last tokens are decoded anew, those since the text was last whole and the ones that made it whole: some
-    tokenizers drop a space at the beginning of what they decode, so what is new is what follows the text of these.
+    Each call decodes only the last tokens again: those since the text last ended with a complete character, and the
+    tokens that completed it. Some tokenizers drop a space at the beginning of a decoded text. So the new text is the
+    part that follows the text of the older tokens.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: TextDecoder, stop: Sequence[str] = ()):
         self.stopped = False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
-        self._known = 0  # of these ids, those whose text was whole before the rest
-        self._given = 0  # characters of their text that have been given
-        self._tail = ""  # may begin a stop string
+        self._num_complete = 0  # number of leading ids whose text ends with a complete character
+        self._num_returned = 0  # number of characters of their text that were returned
+        self._tail = ""  # text that may begin a stop string
 
     def add(self, token: int) -> str:
-        """The text that is known for sure with one more token; nothing after a stop string."""
+        """Add a token and return the text that is now certain. After a stop string, return an empty string."""
         if self.stopped:
             return ""
         self._ids.append(token)
-        whole = self._tokenizer.decode(self._ids)
-        held = len(whole) - len(whole.rstrip(UNFINISHED))
-        if len(self._ids) - self._known > BYTES:  # these are not all of one character
-            held = min(held, BYTES - 1)
-        new = whole[self._given : len(whole) - held]
-        self._given += len(new)
-        if new and not held:
-            del self._ids[: self._known]
-            self._known, self._given = len(self._ids), len(self._tokenizer.decode(self._ids))
+        text = self._tokenizer.decode(self._ids)
+        unfinished = len(text) - len(text.rstrip(UNFINISHED))
+        if len(self._ids) - self._num_complete > BYTES:  # these are not all of one character
+            unfinished = min(unfinished, BYTES - 1)
+        new = text[self._num_returned : len(text) - unfinished]
+        self._num_returned += len(new)
+        if new and not unfinished:
+            del self._ids[: self._num_complete]
+            self._num_complete, self._num_returned = len(self._ids), len(self._tokenizer.decode(self._ids))
         return self._until_stop(new)
 
     def flush(self) -> str:
-        """What is still held back: the text ends here."""
+        """Return the text that was held back, at the end of the row."""
         if self.stopped:
             return ""
-        rest = self._tail + self._tokenizer.decode(self._ids)[self._given :]
-        self._ids, self._known, self._given, self._tail = [], 0, 0, ""
-        return rest
+        text = self._tail + self._tokenizer.decode(self._ids)[self._num_returned :]
+        self._ids, self._num_complete, self._num_returned, self._tail = [], 0, 0, ""
+        return text
 
     def add_all(self, tokens: Iterable[int]) -> tuple[str, int]:
-        """The text of several tokens, and how many of them were taken: those after a stop string are not."""
-        text, taken = "", 0
+        """Add several tokens. Return their text, and the number of tokens up to a stop string."""
+        text, count = "", 0
         for token in tokens:
             if self.stopped:
                 break
-            text, taken = text + self.add(token), taken + 1
-        return text, taken
+            text, count = text + self.add(token), count + 1
+        return text, count
 
     def _until_stop(self, new: str) -> str:
+        """Return the text up to a stop string, without an end that may begin one."""
         text = self._tail + new
         places = [place for place in map(text.find, self._stop) if place >= 0]
         if places:
             self.stopped, self._tail = True, ""
             return text[: min(places)]
-        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        held = max(begun, default=0)
-        self._tail = text[len(text) - held :]
-        return text[: len(text) - held]
+        prefixes = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        length = max(prefixes, default=0)
+        self._tail = text[len(text) - length :]
+        return text[: len(text) - length]

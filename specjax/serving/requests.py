@@ -1,4 +1,4 @@
-"""What `serve` is asked for: requests with settings of their own, and a source of them that never blocks."""
+"""Requests of `serve`, each with its own settings, and `arrivals`, a source of requests that never blocks."""
 
 from __future__ import annotations
 
@@ -15,65 +15,66 @@ import numpy as np
 
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.serving.detokenizer import Decodes
+from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array, Processor, PyTree, Sampling
 
 MOST_EOS = 8
-"""Ids that may end a request, if `serve` itself has no more: their number is a shape of the program."""
+"""Number of eos ids that a request may have, unless `serve` has more. It is a shape of the compiled program."""
 AHEAD = 64
-"""Items that `arrivals` takes from its source before they are asked for."""
+"""Items that `arrivals` reads ahead from its source."""
 
 
 class Request(NamedTuple):
-    """One text to decode. None: as `serve` has it."""
+    """A text to decode, with its settings. A setting of None means the setting of `serve`."""
 
     prompt: Sequence[int]
-    key: Array | int  # one PRNG key, or a seed; its text is that of `decode(..., [prompt], key=key[None])`
-    max_new_tokens: int | None = None  # at most that of `serve`
-    inputs: PyTree = None  # what its text is conditioned on, arrays without the axis B, for models that take them
+    key: Array | int  # PRNG key or seed; the text equals that of `decode(..., [prompt], key=key[None])`
+    max_new_tokens: int | None = None  # at most the value of `serve`
+    inputs: PyTree = None  # inputs that condition the text, arrays without the batch axis, for models that read them
     temperature: float | None = None  # 0 is greedy
-    top_k: int | None = None  # of the vocabulary's size or more: off
-    top_p: float | None = None  # 1: off
-    eos: int | Sequence[int] | None = None  # (): none
-    stop: Sequence[str] | None = ()  # strings before which its text ends; `serve` needs the tokenizer
-    min_p: float | None = None  # 0: off; only if `serve` has one
-    processors: Sequence[Processor] | None = None  # those of `serve`, with settings of its own
+    top_k: int | None = None  # off if it is the vocabulary size or more
+    top_p: float | None = None  # 1 is off
+    eos: int | Sequence[int] | None = None  # () for no eos
+    stop: Sequence[str] | None = ()  # stop strings; the text ends before them. They need a tokenizer in `serve`
+    min_p: float | None = None  # 0 is off; only if `serve` has a min_p
+    processors: Sequence[Processor] | None = None  # the processors of `serve`, with other settings
 
 
 class Limits(NamedTuple):
-    """What requests are measured by, and what they are where they do not say."""
+    """Limits that every request must respect, and the default settings of requests."""
 
     longest_prompt: int
     max_new_tokens: int
     vocab_size: int
     settings: Settings
-    inputs: PyTree = None  # of one request, for its form
-    tokenizer: Decodes | None = None
+    inputs: PyTree = None  # example inputs of one request, for their shapes
+    tokenizer: TextDecoder | None = None
 
     @property
     def num_eos(self) -> int:
+        """Number of eos ids per row, E."""
         return max(MOST_EOS, _ids(self.settings.eos).size)
 
 
 class RowSettings(NamedTuple):
-    """How a row is decoded, or with an axis B in front how all are; numpy."""
+    """Settings of one row as numpy arrays, or of all rows with a leading axis B."""
 
     sampling: Sampling
-    eos: np.ndarray  # int32[E], filled up with -1
+    eos: np.ndarray  # int32[E], padded with -1
 
 
 def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
-    """Of a request, or where there is none, those of `serve`.
+    """Return the settings of a request, or the defaults of `serve` if there is no request.
 
     Raises: UsageError for a setting outside its range.
     """
-    ours, vocab = limits.settings, limits.vocab_size
-    own = request or Request((), jnp.zeros(()))
-    chosen = lambda name: getattr(ours if getattr(own, name) is None else own, name)
-    temperature, top_k, top_p, eos = map(chosen, ("temperature", "top_k", "top_p", "eos"))
-    if ours.min_p is None and own.min_p is not None:
+    defaults, vocab = limits.settings, limits.vocab_size
+    request = request or Request((), jnp.zeros(()))
+    setting = lambda name: getattr(defaults if getattr(request, name) is None else request, name)
+    temperature, top_k, top_p, eos = map(setting, ("temperature", "top_k", "top_p", "eos"))
+    if defaults.min_p is None and request.min_p is not None:
         raise UsageError("its min_p needs one of serve, such as min_p=0.0; without, the program has none")
-    min_p = chosen("min_p")
+    min_p = setting("min_p")
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if value is not None and np.ndim(value):
             raise UsageError(f"{name} must be one number in serve; give requests their own")
@@ -95,38 +96,42 @@ def _ids(eos) -> np.ndarray:
 
 
 def processor_settings(limits: Limits, request: Request | None = None) -> list[PyTree]:
-    """What the processors of a request are set to, or where there is none, those of `serve`.
+    """Return the settings of a request's processors, or the defaults of `serve` if there is no request.
 
-    Raises: UsageError for settings of several rows, or other processors than those of `serve`.
+    Raises: UsageError for settings of several rows, or for other processors than those of `serve`.
     """
-    ours = list(limits.settings.processors)
-    theirs = ours if request is None or request.processors is None else list(request.processors)
-    if any(jnp.shape(x)[:1] != (1,) for x in jax.tree.leaves([processor.settings for processor in theirs])):
+    defaults = list(limits.settings.processors)
+    processors = defaults if request is None or request.processors is None else list(request.processors)
+    if any(jnp.shape(x)[:1] != (1,) for x in jax.tree.leaves([processor.settings for processor in processors])):
         raise UsageError("processors must have settings for one row in serve; give requests their own")
     form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
     shared = lambda processors: jax.tree.leaves([processor.params for processor in processors])
-    if theirs is not ours and not (
-        form(ours) == form(theirs) and all(x is y for x, y in zip(shared(ours), shared(theirs), strict=True))
+    if processors is not defaults and not (
+        form(defaults) == form(processors)
+        and all(x is y for x, y in zip(shared(defaults), shared(processors), strict=True))
     ):
         raise UsageError(
             "its processors must be those of serve, in the same order and with as much room, with other settings"
         )
-    for processor in theirs:
+    for processor in processors:
         processor.check(processor, limits.vocab_size)
-    return [processor.settings for processor in theirs]
+    return [processor.settings for processor in processors]
 
 
-def check(request: Request, limits: Limits) -> int:
-    """How many tokens it may have. Raises: UsageError for a request that does not fit, besides its settings."""
+def check_request(request: Request, limits: Limits) -> int:
+    """Check everything but the settings of a request, and return its number of new tokens.
+
+    Raises: UsageError if the request does not fit.
+    """
     prompt, vocab = np.asarray(request.prompt), limits.vocab_size
     count = limits.max_new_tokens if request.max_new_tokens is None else operator.index(request.max_new_tokens)
     if prompt.ndim != 1 or (prompt.size and prompt.dtype.kind not in "iu"):
         raise UsageError("its prompt must be a list of token ids")
     if not 1 <= prompt.size <= limits.longest_prompt:
         raise UsageError(f"its prompt has {prompt.size} tokens, not 1 to longest_prompt ({limits.longest_prompt})")
-    wrong = prompt[(prompt < 0) | (prompt >= vocab)]
-    if wrong.size:
-        raise UsageError(f"its prompt has the token {wrong[0]}, outside of the model's vocabulary of {vocab}")
+    unknown = prompt[(prompt < 0) | (prompt >= vocab)]
+    if unknown.size:
+        raise UsageError(f"its prompt has the token {unknown[0]}, outside of the model's vocabulary of {vocab}")
     if not 1 <= count <= limits.max_new_tokens:
         raise UsageError(f"its max_new_tokens is {count}, not 1 to that of serve ({limits.max_new_tokens})")
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
@@ -144,10 +149,11 @@ Item = TypeVar("Item")
 
 
 def arrivals(source: Iterable[Item]) -> Generator[Item | None, None, None]:
-    """The items of a source that may keep one waiting, such as lines of `sys.stdin`; None where there is none yet.
+    """Yield the items of a source that may block, such as lines of `sys.stdin`, and None while there is no item.
 
-    The source is read in a thread, a few items ahead. What it raises is raised here. When this generator is closed or
-    dropped, the thread closes the source, after the item for which it may be waiting; it does not keep the process.
+    A thread reads the source, a few items ahead. Exceptions of the source are raised here. When this generator is
+    closed or dropped, the thread closes the source, possibly after one more item. The thread does not keep the process
+    alive.
     """
     items: queue.Queue[tuple[Item | None, BaseException | None, bool]] = queue.Queue(AHEAD)
     is_closed = threading.Event()

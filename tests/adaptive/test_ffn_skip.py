@@ -10,7 +10,7 @@ from specjax import Target, UsageError, adaptive
 
 def mlps(depth, target=None):
     """Which MLPs the generated tokens of the first row ran, and its text."""
-    model = adaptive.thinned(target or depths.target(), depth)
+    model = adaptive.skip_layers(target or depths.target(), depth)
     text = depths.texts(model)
     reading, counts = depths.read_again(model, text)
     assert np.asarray(reading.ran.attention)[counts].all()
@@ -38,6 +38,6 @@ def test_mlps_that_add_nothing():
 
 def test_settings_out_of_range():
     with pytest.raises(UsageError, match="must leave some of the 8 layers, not 4 and 4"):
-        adaptive.thinned(depths.target(), adaptive.ffn_skip(first=4, last=4))
+        adaptive.skip_layers(depths.target(), adaptive.ffn_skip(first=4, last=4))
     with pytest.raises(UsageError, match="must be at least 0, not None, -1 and 8"):
         adaptive.ffn_skip(last=-1)

@@ -8,12 +8,12 @@ import pytest
 
 from specjax import UsageError, adaptive
 from specjax.adaptive.skip_decode import budgets
-from specjax.models.variants.layer_skipping import Places
+from specjax.models.variants.layer_skipping import TokenPositions
 
 
 def layers_of(depth, num_layers, at, prompt=5):
     """The layers that the generated tokens `at` run; -1: the last of the prompt."""
-    carry = depth.plan((), Places(prompt + jnp.array([at]), jnp.array([prompt])), (), num_layers)
+    carry = depth.plan((), TokenPositions(prompt + jnp.array([at]), jnp.array([prompt])), (), num_layers)
     runs = [np.asarray(depth.runs(carry, layer).attention)[0] for layer in range(num_layers)]
     return [np.where(column)[0].tolist() for column in np.array(runs).T]
 

@@ -208,7 +208,7 @@ def test_options_and_defaults_are_those_of_the_function(name):
 
 def test_a_checkpoint_is_of_one_depth():
     """What decides the text is in the fingerprint, and where the model lies is not."""
-    of = lambda depth, target: fingerprint.of_model(adaptive.skip_layers(target, depth))
+    of = lambda depth, target: fingerprint.digest_model(adaptive.skip_layers(target, depth))
     depth = adaptive.calm(0.5, every=2)
     others = (
         adaptive.calm(0.4, every=2),

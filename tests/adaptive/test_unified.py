@@ -5,7 +5,7 @@ import pytest
 
 from specjax import UsageError, adaptive
 from specjax.adaptive.unified import kept_layers
-from specjax.models import pruned
+from specjax.models import prune_layers
 
 
 def test_the_cards_layers():
@@ -15,9 +15,9 @@ def test_the_cards_layers():
 
 
 def test_the_others_are_taken_out():
-    model = adaptive.thinned(depths.target(), adaptive.unified(2.0))
+    model = adaptive.skip_layers(depths.target(), adaptive.unified(2.0))
     assert model.model.capabilities.num_layers == 4 and model.model.name == "llama by unified"
-    assert depths.texts(model) == depths.texts(pruned(depths.target(), kept_layers(2.0, depths.LAYERS)))
+    assert depths.texts(model) == depths.texts(prune_layers(depths.target(), kept_layers(2.0, depths.LAYERS)))
 
 
 def test_a_model_is_not_slowed_down():

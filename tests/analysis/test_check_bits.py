@@ -29,7 +29,7 @@ MODELS = {
     "llama": LLAMA,
     "qwen": dataclasses.replace(LLAMA, qkv_bias=True, qk_norm=True, tied=False, num_heads=2),
     "phi and olmo": dataclasses.replace(
-        LLAMA, rotated=12, qk_norm=True, qk_norm_of="projection", norms="both", logit_softcap=3.0,
+        LLAMA, rotary_dim=12, qk_norm=True, qk_norm_scope="projection", norms="both", logit_softcap=3.0,
         rope_scaling=RopeScaling("yarn", 4.0, 1.0, 2.0, 16, 1.3),
     ),
     "gemma": GEMMA,

@@ -35,10 +35,10 @@ def test_planned_from_a_report():
 
 def test_a_curve_numbers_or_the_rule_of_thumb():
     curve = costs.Curve((1, 3), (1.0, 2.0))
-    np.testing.assert_allclose(costs.at(curve, (1, 2), 4), [1, 1.5])
-    np.testing.assert_allclose(costs.at((1.0, 1.2), (1, 2), 4), [1, 1.2])
+    np.testing.assert_allclose(costs.evaluate(curve, (1, 2), 4), [1, 1.5])
+    np.testing.assert_allclose(costs.evaluate((1.0, 1.2), (1, 2), 4), [1, 1.2])
     np.testing.assert_allclose(
-        costs.at(None, (1, 2), 4, "float32", "tpu"), costs.estimated((1, 2), 4, "float32", "tpu")
+        costs.evaluate(None, (1, 2), 4, "float32", "tpu"), costs.estimated((1, 2), 4, "float32", "tpu")
     )
     assert drafters.auto(9, costs=curve) is drafters.auto(9, costs=costs.Curve((1, 3), (1.0, 2.0)))  # compiles nothing
 

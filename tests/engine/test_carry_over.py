@@ -9,9 +9,8 @@ from tiers import those
 from toy import markov
 
 from specjax import Request, decode, drafters, serve, stream
-from specjax.engine.carry_over import canonical, learned
 from specjax.engine.prepare import Settings, prepare
-from specjax.engine.run import start, step
+from specjax.engine.run import canonical, learned, start, step
 from specjax.types import Hooks
 
 RECYCLING = functools.partial(drafters.token_recycling, 30, num_nodes=7)

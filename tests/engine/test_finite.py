@@ -10,7 +10,7 @@ from toy import markov, tiny_llama
 
 from specjax import decode, stream
 from specjax.drafters import autoregressive, prompt_lookup
-from specjax.engine.value_checks import explain
+from specjax.engine.value_checks import explain_failure
 from specjax.models import make_model
 from specjax.types import Target
 
@@ -36,7 +36,7 @@ def test_a_bad_weight_is_found_and_named(path, value):
     target = spoiled(*path, value=value)
     result = decode(target, autoregressive(), PROMPTS, **OPTIONS)
     assert result.finite.tolist() == [False, False]
-    assert ".".join(map(str, path)) in explain(target)
+    assert ".".join(map(str, path)) in explain_failure(target)
 
 
 @pytest.mark.parametrize("changes", [{"rope_base": 0.0}, {"norm_eps": -1.0}])
@@ -44,7 +44,7 @@ def test_an_impossible_config_is_found(changes):
     good = tiny_llama()
     target = Target(make_model(dataclasses.replace(good.model.config, **changes)), good.params)
     assert not decode(target, prompt_lookup(), PROMPTS, **OPTIONS).finite.any()
-    assert "config" in explain(target)
+    assert "config" in explain_failure(target)
 
 
 def test_prompts_of_one_token():

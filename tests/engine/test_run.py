@@ -52,7 +52,7 @@ def test_start_and_step_are_what_run_loops():
 
 
 def test_prompts_longer_than_their_array_are_refused():
-    with pytest.raises(UsageError, match="prompt 1 is said to have 9 tokens, but the array of prompts holds 4"):
+    with pytest.raises(UsageError, match="prompt 1 has the length 9, but the array of prompts has 4 columns"):
         decode(markov(), None, (np.zeros((2, 4), np.int32), np.array([4, 9])), key=KEY, max_new_tokens=4)
 
 

@@ -31,6 +31,8 @@ def tree(tokens=(0, 1, 2), parents=(-1, 0, 0), valid=(True, True, True), logits=
         (tree(logits=LOGITS[None].at[0, 0, 1].set(-jnp.inf)), "with_replacement", LOGITS, r"q = 0"),
         (tree(logits=LOGITS[None].at[0, 0, 1].set(jnp.nan)), "with_replacement", LOGITS, "tree.logits holds NaN"),
         (tree(), "without_replacement", LOGITS.at[2, 2].set(jnp.nan), "target_logits holds NaN"),
+        (tree(tokens=(0, 1, len(DRAFT_ROWS))), "point_mass", LOGITS, "outside of the vocabulary"),
+        (tree(tokens=(0, -1, 1)), "point_mass", LOGITS, "outside of the vocabulary"),
     ],
 )
 def test_each_violation_is_named(draft, draws, target, message):
@@ -42,6 +44,7 @@ def test_good_drafts_pass():
     check_draft(tree(), "without_replacement", LOGITS[None])
     check_draft(tree(tokens=(0, 1, 1)), "with_replacement", LOGITS[None])
     check_draft(tree(valid=(True, False, False), parents=(-1, -1, -1)), "without_replacement", LOGITS[None])
+    check_draft(tree(tokens=(0, 1, -1), valid=(True, True, False)), "point_mass", LOGITS[None])
 
 
 def test_decode_refuses_a_drafter_that_repeats_siblings_only_when_debugging():
@@ -79,6 +82,8 @@ def wrong(change, draws="point_mass"):
         (lambda tree, _: tree._replace(parents=tree.parents + 1), "tree.parents is not topological"),
         (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 0].add(1)), "does not start with the last token"),
         (lambda tree, _: tree._replace(valid=jnp.ones_like(tree.valid)), "deeper than the limit"),
+        (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 1].set(len(DRAFT_ROWS))), "outside of the vocabulary"),
+        (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 1].set(-1)), "outside of the vocabulary"),
     ],
 )
 @pytest.mark.parametrize("rule", [None, "traversal", "recursive_rejection", "sample_and_match"])

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import block_distribution, without_replacement
-from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, template
+from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples, template, tiny_llama
 
 from specjax import Target, UsageError, decode
 from specjax.drafters import two_model
+from specjax.drafters.heads.head_drafter import tree_drafter
 from specjax.engine.prepare import Settings
-from specjax.trees import operations
+from specjax.models.heads.blocks import init_params
+from specjax.models.heads.contract import DraftHead
+from specjax.trees import make_builder, operations
 from specjax.types import Context, Output
 from specjax.verifiers.verifier import distribution
 
@@ -64,7 +67,7 @@ def run(drafter, how, rows=(0, 1, 2, 3)):
 
 def test_every_skeleton_is_a_file_and_is_tested_here():
     assert [name for name, text in SECTIONS.items() if "```python" in text] == [
-        "A drafter", "A rule", "A tree", "A model", "A loop",
+        "A drafter", "A head", "A rule", "A tree", "A model", "A loop",
     ]  # fmt: skip
     assert all(skeleton(name)["__doc__"] for name, text in SECTIONS.items() if "```python" in text)
 
@@ -110,6 +113,22 @@ def test_a_round_of_the_drafter_by_hand():
         assert drafter.update((), table, seen, None).tolist() == [learnt]
 
 
+def drafter_of_head(target):
+    kind = skeleton("A head")["KIND"]
+    config = kind.of_target(target.model.config)
+    head = DraftHead(kind.head(config), init_params(kind.module, config, jax.random.key(3)))
+    return tree_drafter(head, make_builder(3, None, None, False))
+
+
+@pytest.mark.parametrize("how", ["greedy", "coupled"])
+def test_the_head_drafts_and_the_text_is_that_of_plain_decoding(how):
+    target = tiny_llama(layers=1)
+    run = lambda drafter: decode(target, drafter, PROMPTS, key=5, max_new_tokens=NEW, **SETTINGS[how])
+    ours, plain = run(drafter_of_head(target)), run("autoregressive")
+    assert ours.to_lists() == plain.to_lists()
+    assert int(ours.stats.accepted.sum()) > 0
+
+
 def error_of(core):
     """Of the joint distribution of three tokens: every chain of two drafts, every outcome of the rule."""
     joint, _ = block_distribution(core, *without_replacement(DRAFT_ROWS, 0, template((1, 1))), TARGET_ROWS, 2)
@@ -136,7 +155,7 @@ def test_the_tree_under_the_rule_and_alone_gives_the_targets_distribution():
         drafter = two_model(markov(DRAFT_ROWS), tree=comb(teeth, 2))
         assert chi_square(sampled_triples(drafter, TARGET_ROWS, verifier=verifier), wanted) > 1e-3
     with pytest.raises(UsageError, match="ratio is not valid for drafts drawn without_replacement"):
-        Settings(temperature=1.0, verifier=rule).verifier_for(two_model(markov(DRAFT_ROWS), tree=comb(2, 2)))
+        Settings(temperature=1.0, verifier=rule).select_verifier(two_model(markov(DRAFT_ROWS), tree=comb(2, 2)))
 
 
 def test_the_model_scores_a_tree_as_it_scores_each_path():

@@ -134,11 +134,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
 
 def test_fingerprints_do_not_depend_on_the_mesh_or_the_process():
     whole = tiny_llama(layers=1, num_heads=8, num_kv_heads=4)
-    assert fingerprint.of_model(whole) == fingerprint.of_model(spread(2, 4)) != fingerprint.of_model(tiny_llama())
-    assert fingerprint.of_model(tiny_llama()) != fingerprint.of_model(tiny_llama(seed=1))
+    assert fingerprint.digest_model(whole) == fingerprint.digest_model(spread(2, 4)) != fingerprint.digest_model(tiny_llama())
+    assert fingerprint.digest_model(tiny_llama()) != fingerprint.digest_model(tiny_llama(seed=1))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_llama().params)
-    assert fingerprint.of_weights(half) == fingerprint.of_weights(tiny_llama().params)
-    assert fingerprint.of_weights(half) != fingerprint.of_weights(tiny_llama(seed=1).params)
+    assert fingerprint.digest_weights(half) == fingerprint.digest_weights(tiny_llama().params)
+    assert fingerprint.digest_weights(half) != fingerprint.digest_weights(tiny_llama(seed=1).params)
     assert " at 0x" not in repr(fingerprint.describe(token_recycling(64)))
     settings = [fingerprint.describe(prompt_lookup(n)) for n in (2, 3)]
     assert settings[0] != settings[1] and settings[0] == fingerprint.describe(prompt_lookup(2))

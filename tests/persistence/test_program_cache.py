@@ -26,7 +26,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.persistence import program_cache as kept_module
 from specjax.persistence import program_key
 from specjax.persistence.program_cache import ProgramCache
-from specjax.serving import loop as serve_module
+from specjax.serving import batch as serve_module
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
 
@@ -57,12 +57,12 @@ def text(target, programs=None, **settings):
 def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, settings, monkeypatch):
     first = ProgramCache(tmp_path)
     expected = text(target, **settings)
-    assert text(target, first, **settings) == expected and first.found is False
-    assert text(target, first, **settings) == expected and first.found is True, "in the same process"
+    assert text(target, first, **settings) == expected and first.hit is False
+    assert text(target, first, **settings) == expected and first.hit is True, "in the same process"
     monkeypatch.setattr(kept_module.run, "start", None)  # whatever would be traced now fails
     monkeypatch.setattr(kept_module.run, "step", None)
     other = ProgramCache(tmp_path)
-    assert text(target, other, **settings) == expected and other.found is True
+    assert text(target, other, **settings) == expected and other.hit is True
 
 
 @contextlib.contextmanager
@@ -81,14 +81,14 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
     for plain in (0, 3, 99):
         programs = ProgramCache(tmp_path / str(plain), plain_first=True)
         with whole_after(plain, monkeypatch) as seen:
-            assert text(target, programs, capacity=64, **settings) == expected and seen and programs.found is False
+            assert text(target, programs, capacity=64, **settings) == expected and seen and programs.hit is False
         programs.finish()
         again = ProgramCache(tmp_path / str(plain), plain_first=True)
         with whole_after(plain, monkeypatch) as seen:
-            assert text(target, again, capacity=64, **settings) == expected and seen and again.found is True
+            assert text(target, again, capacity=64, **settings) == expected and seen and again.hit is True
         other = ProgramCache(tmp_path / str(plain))
         with whole_after(99, monkeypatch) as seen:
-            assert text(target, other, capacity=64, **settings) == expected and other.found is True
+            assert text(target, other, capacity=64, **settings) == expected and other.hit is True
         assert not seen, "nobody asked for plain steps"
 
 
@@ -96,22 +96,22 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
 def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, monkeypatch):
     if found:
         made = ProgramCache(tmp_path, plain_first=True)
-        made.of(job_of(target))
+        made.programs(job_of(target))
         made.finish()
-    read = kept_module._loaded_step
-    monkeypatch.setattr(kept_module, "_loaded_step", lambda stored: time.sleep(0.5) or read(stored))
+    read = kept_module._deserialize_step
+    monkeypatch.setattr(kept_module, "_deserialize_step", lambda stored: time.sleep(0.5) or read(stored))
     programs = ProgramCache(tmp_path, plain_first=True)
-    step = programs.of(job_of(target)).step
-    assert programs.found is found and not step.whole.done()
+    step = programs.programs(job_of(target)).step
+    assert programs.hit is found and not step.full.done()
     programs.finish()
-    assert step.whole.done()
+    assert step.full.done()
 
 
 def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeypatch):
     first = ProgramCache(tmp_path, plain_first=True)
     expected = text(target, first)
     first.finish()
-    read, count = kept_module._loaded, []
+    read, count = kept_module._deserialize, []
 
     def broken(stored):
         count.append(0)
@@ -119,10 +119,10 @@ def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeyp
             raise OSError("no")
         return read(stored)
 
-    monkeypatch.setattr(kept_module, "_loaded", broken)
+    monkeypatch.setattr(kept_module, "_deserialize", broken)
     again = ProgramCache(tmp_path, plain_first=True)
     with whole_after(2, monkeypatch):
-        assert text(target, again) == expected and again.found is True and len(count) == 3
+        assert text(target, again) == expected and again.hit is True and len(count) == 3
 
 
 def test_plain_steps_draft_nothing(target):
@@ -164,19 +164,19 @@ def test_requests_too(target, tmp_path, monkeypatch):
     first, drafter = ProgramCache(tmp_path), drafters.token_recycling(64, num_nodes=4)
     kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
     expected = served(target, drafter)
-    assert kept == expected and first.found is False
+    assert kept == expected and first.hit is False
     for name in ("_empty", "_ended", "step", "_admit"):
         monkeypatch.setattr(serve_module, name, None)
     broken = serve_module.SERVING._replace(traced=serve_module.Programs(None, None, None, None))
     monkeypatch.setattr(serve_module, "SERVING", broken)
     other = ProgramCache(tmp_path)
-    assert served(target, drafter, other) == expected and other.found is True
+    assert served(target, drafter, other) == expected and other.hit is True
 
 
 def test_the_state_is_written_in_its_place(target, tmp_path):
     job = job_of(target)
-    ProgramCache(tmp_path).of(job)
-    programs = ProgramCache(tmp_path).of(job)
+    ProgramCache(tmp_path).programs(job)
+    programs = ProgramCache(tmp_path).programs(job)
     state = programs.start(job)
     programs.step(job.parts, state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
@@ -193,22 +193,22 @@ def test_other_jobs_have_other_programs(target):
         job_of(target, prompts=[PROMPTS[0]]),
         job_of(target, lookup, controller=specjax.controllers.parsing.parse("bass")),
     ]
-    names = [program_key.of_arguments(job) for job in same]
+    names = [program_key.digest_arguments(job) for job in same]
     assert len(set(names)) == 1, "parameters, prompts and keys are data"
-    assert len({names[0], *map(program_key.of_arguments, others)}) == 1 + len(others)
+    assert len({names[0], *map(program_key.digest_arguments, others)}) == 1 + len(others)
 
 
 def test_what_a_function_closes_over_counts():
     def scaled(by):
         return jax.jit(lambda x: x * by)
 
-    of = lambda by: program_key.of(_in_specjax(scaled(by)))
+    of = lambda by: program_key.digest_value(_in_specjax(scaled(by)))
     assert of(2.0) == of(2.0) != of(3.0)
     assert of(np.arange(3)) == of(np.arange(3)) != of(np.arange(3) + 1)
     assert of(frozenset("abcdef")) == of(frozenset("fedcba")) != of(frozenset("abc"))
-    with pytest.raises(program_key.Unknown):
-        program_key.of(scaled(2.0))  # code of a user: nobody says which release of it that is
-    with pytest.raises(program_key.Unknown):
+    with pytest.raises(program_key.UnknownValueError):
+        program_key.digest_value(scaled(2.0))  # code of a user: nobody says which release of it that is
+    with pytest.raises(program_key.UnknownValueError):
         of(object())
 
 
@@ -220,7 +220,7 @@ def _in_specjax(function):
 def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
     own = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
     kept = ProgramCache(tmp_path)
-    assert kept.of(job_of(target, own)) is kept_module.TRACED and kept.found is None
+    assert kept.programs(job_of(target, own)) is kept_module.TRACED and kept.hit is None
     assert not list(tmp_path.iterdir())
 
 
@@ -229,15 +229,15 @@ def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
 )
 def test_a_damaged_file_is_made_again(target, tmp_path, damage):
     job = job_of(target)
-    ProgramCache(tmp_path).of(job)
+    ProgramCache(tmp_path).programs(job)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     again = ProgramCache(tmp_path)
-    again.of(job)
-    assert again.found is False
+    again.programs(job)
+    assert again.hit is False
     after = ProgramCache(tmp_path)
-    after.of(job)
-    assert after.found is True
+    after.programs(job)
+    assert after.hit is True
 
 
 def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
@@ -251,10 +251,10 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
         job = job_of(target, prompt_lookup(num_tokens=1))
         kept_module.TRACED.step(job.parts, kept_module.TRACED.start(job))
         written = list((tmp_path / "xla").iterdir())
-        ProgramCache(tmp_path / "kept").of(job)
+        ProgramCache(tmp_path / "kept").programs(job)
         again = ProgramCache(tmp_path / "kept")
-        again.of(job)
-        assert again.found is True and written and set(written) >= set((tmp_path / "xla").iterdir())
+        again.programs(job)
+        assert again.hit is True and written and set(written) >= set((tmp_path / "xla").iterdir())
     finally:
         jax.config.update(folder, before[0])
         jax.config.update(enough, before[1])
@@ -262,11 +262,11 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
 
 
 def test_what_was_not_used_for_longest_goes(target, tmp_path):
-    ProgramCache(tmp_path).of(job_of(target))
+    ProgramCache(tmp_path).programs(job_of(target))
     (old,) = tmp_path.iterdir()
     size = old.stat().st_size
     os.utime(old, (1, 1))
-    ProgramCache(tmp_path, gib=1.5 * size / kept_module.GIB).of(job_of(target, temperature=0.5))
+    ProgramCache(tmp_path, gib=1.5 * size / kept_module.GIB).programs(job_of(target, temperature=0.5))
     assert len(list(tmp_path.iterdir())) == 1 and not old.exists()
 
 
@@ -282,7 +282,7 @@ def test_another_process_finds_them_where_it_expects_them(tmp_path):
         kept.expect("a command")
         target = tiny_llama()
         steps = specjax.stream(target, "prompt_lookup", [[1, 2, 3, 1, 2]], key=0, max_new_tokens=12, programs=kept)
-        print(kept.found, run.start._cache_size(), [token for step in steps for token in step.tokens[0]])
+        print(kept.hit, run.start._cache_size(), [token for step in steps for token in step.tokens[0]])
         """)
     )
     path = os.pathsep.join(filter(None, [os.path.dirname(toy.__file__), *sys.path]))

@@ -7,7 +7,7 @@ from toy import markov
 
 from specjax import Request, decode, drafters, processors, serve
 from specjax.processors.constraint import following
-from specjax.serving import loop as module
+from specjax.serving import batch as module
 
 VOCAB = 12
 ROWS = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.4), VOCAB).astype(np.float32)

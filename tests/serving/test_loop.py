@@ -15,7 +15,7 @@ import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve, trees
 from specjax.controllers.spec_kv import Weights
 from specjax.engine.prepare import Settings, prepare
-from specjax.serving import loop as module
+from specjax.serving import batch as module
 from specjax.types import Drafter
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
@@ -133,9 +133,9 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
     """Where every free row is full of NaN before a request comes, the texts are the same."""
     admit = module._admit
 
-    def poisoned(parts, state, slot, *rest):
-        spoil = lambda x: x.at[slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
-        return admit(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), slot, *rest)
+    def poisoned(parts, state, admission):
+        spoil = lambda x: x.at[admission.slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
+        return admit(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), admission)
 
     programs = module.SERVING.traced._replace(admit=poisoned)
     monkeypatch.setattr(module, "SERVING", module.SERVING._replace(traced=programs))
@@ -160,9 +160,9 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     _, state = module._empty(job)
     used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
     parts = dataclasses.replace(job.parts, eos=np.zeros((2, 0), np.int32))
-    after = module._admit(
-        *module._admission(parts, used, 1, Request([3, 4], jax.random.key(7)), jax.random.split(key, 1), 4)
-    )
+    request = Request([3, 4], jax.random.key(7))
+    admission = module.pack_request(used, 1, request, jax.random.split(key, 1), 4, [])
+    after = module._admit(parts, used, admission)
     control, start = after.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))
@@ -268,7 +268,7 @@ def test_what_one_request_taught_serves_the_next_one(name):
     cold = same(drafter)
     warm = same(cold.drafter)
     accepted_of(target, drafter, [new] * 2, **limits)
-    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._ended, module.step)]
+    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._end, module.step)]
     before = sizes()
     accepted, last = accepted_of(target, drafter, [new] * 4, **limits)
     assert sizes() == before
@@ -312,9 +312,8 @@ def admitted(controller, slots, change=lambda control: control):
     _, state = module._empty(job)
     state = state._replace(control=change(state.control))
     before = np.asarray(controller.limit(state.control))
-    after = module._admit(
-        *module._admission(parts, state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4)
-    )
+    admission = module.pack_request(state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4, [])
+    after = module._admit(parts, state, admission)
     return before.tolist(), np.asarray(controller.limit(after.control)).tolist()
 
 

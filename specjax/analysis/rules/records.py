@@ -23,12 +23,12 @@ import numpy as np
 
 from specjax.api import decode
 from specjax.arrays.indexing import take_along
-from specjax.engine.autoregressive import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.numerics.sampling import row_keys
+from specjax.trees.autoregressive import autoregressive
 from specjax.types import Array, Model, PyTree, Sampling, Target
 
 FORMAT, VERSION = "specjax-distributions", 1

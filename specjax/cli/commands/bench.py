@@ -2,248 +2,210 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion, diffusion
-from specjax.cli.options.drafter_flags import read_costs, read_drafting, recognised, resolve_defaults
+from specjax.cli.options.groups import (
+    DraftOptions,
+    ModelOptions,
+    SamplingOptions,
+    refuse_flags,
+    with_groups,
+)
+from specjax.errors import require
 
 if TYPE_CHECKING:
-    from specjax.cli.output.console import Console
-    from specjax.cli.runs.bench import Runs
+    from specjax.cli.options.prompts import Encoded, Lines, Prompt
+    from specjax.cli.runs.bench.comparison import BenchOptions
     from specjax.cli.runs.session import Session
 
 HELP = """Compare methods with plain decoding on a prompt file.
 
-PROMPTS is JSONL as in Spec-Bench: {"question_id": 1, "category": "qa",
-"turns": ["..."]}; the first turn counts, in the chat template. The categories
-of MT-bench are one task, mt_bench. --limit is per task.
+PROMPTS is JSONL in the format of Spec-Bench: {"question_id": 1, "category":
+"qa", "turns": ["..."]}. The first turn is used, in the chat template. The
+categories of MT-bench are one task, mt_bench. --limit counts per task.
 
-Every prompt is decoded plainly and with each method in turn, in one process,
---repeats times; its time is the median. Before that, an untimed run per size
-of the prompt buffer compiles each program (compile_seconds: how much longer
-it takes than the timed ones); with fewer than three repeats each prompt has an
-untimed run of its own too. The speed-up of a task is the ratio of tokens
-per second over all its prompts, reading them included. Block efficiency is
-tokens per target pass, the bonus token included; mean_accepted excludes it.
+Each prompt is decoded plainly and with each method in turn, in one process,
+--repeats times; its time is the median. Before that, an untimed run per size of
+the prompt buffer compiles each program (compile_seconds is the difference from
+the timed runs). With fewer than three repeats, each prompt also has an untimed
+run. The speedup of a task is the ratio of tokens per second over all its
+prompts, prefill included. Block efficiency is tokens per target pass, bonus
+token included; mean_accepted excludes it.
 
-Texts that should equal those of plain decoding and do not are a refusal: no
-speed-up is stated and the exit code is 1. One exception is listed instead: a
-near-tie, where both tokens are within 1e-3 of the largest logit (0.25 in
-bfloat16, 1 with an int8 cache), which rounding may decide either way; the
-text then counts as not identical, but the speed-up is kept.
+If texts that must equal plain decoding differ, the method is refused: its
+speedup is left out, and the exit code is 1. Near-ties are an exception, because
+rounding may decide them: both tokens are within 1e-3 of the largest logit (0.25
+in bfloat16, 1 with an int8 cache). They are listed, and the speedup stays.
 
-The JSON is written anew after every prompt, so that a run that is stopped
-leaves what it had measured ("left": prompts it did not reach).
+The JSON file is written after every prompt, so an interrupted run leaves the
+finished prompts ("left" counts the others).
 
-Diffusion models are compared with one column a pass in the same blocks.
-Tokens per pass is no speed there, as a pass costs by its columns: columns
-computed per token are stated beside it, and the share of tokens that are
-those of one column a pass; --grid states them over a method's options, such
-as --grid tau=0.5,0.7,0.9. A method that promises the text of the procedure
-that it speeds up is refused where it has another one.
+The baseline of diffusion models is one column per pass in the same blocks. The
+cost of a pass depends on its columns, so the report has columns per token beside
+tokens per pass, and the share of equal tokens. --grid runs several values of a
+method's options, such as --grid tau=0.5,0.7,0.9. A method that promises the text
+of the procedure that it accelerates is refused if its text differs.
 
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
-with their numbers, the good ones run, and the exit code is 2.
+with their numbers, the other lines run, and the exit code is 2.
 """
 
 
-def bench(
-    prompts: Annotated[Path, typer.Argument(help="The prompt file, JSONL.", show_default=False)],
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            help="May be given several times; default: auto, with a head too; with a draft model two_model; of a "
-            "diffusion model fast_dllm.",
-            show_default=False,
-            autocompletion=completion.words("drafters", "diffusion"),
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class BenchFlags:
+    """Prompts, repeats and output of a bench."""
+
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Prompts per task; default: all.", show_default=False)
-    ] = None,
-    offset: Annotated[int, typer.Option("--offset", help="Prompts of each task to pass over.")] = 0,
-    max_new_tokens: o.LengthOption = 128,
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each prompt; the median counts.")] = 3,
-    out: Annotated[Path, typer.Option("--out", help="The JSON to write; the plot goes beside it, as .png.")] = Path(
+        int | None, typer.Option("--limit", help="Maximum prompts per task. Default: all.", show_default=False)
+    ] = None
+    offset: Annotated[int, typer.Option("--offset", help="Prompts of each task to skip.")] = 0
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each prompt; the median counts.")] = 3
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write; the plot has the same name, .png.")] = Path(
         "specjax-bench.json"
-    ),
-    target: o.TargetOption = None,
-    draft: o.DraftOption = None,
-    datastore: o.DatastoreOption = None,
-    num_draft_tokens: o.BudgetOption = None,
-    tree: o.TreeOption = None,
-    draft_stop: o.StopOption = None,
-    stop: o.OldStopOption = None,
-    exit_layer: o.ExitOption = None,
-    settings: o.SetOption = None,
+    )
     grid: Annotated[
         list[str] | None,
         typer.Option(
             "--grid",
-            help="NAME=VALUE,VALUE,..., an option of a diffusion method with several values, each of which is run; of "
-            "several methods METHOD.NAME=... Given several times, all combinations are.",
+            help="NAME=VALUE,VALUE,... runs a diffusion method once per value of an option. With several methods, "
+            "write METHOD.NAME=... Repeated flags run all combinations.",
             show_default=False,
         ),
+    ] = None
+    batch_size: o.BatchOption = 1
+    raw: o.RawOption = False
+    as_json: o.JsonOption = False
+
+    def __post_init__(self):
+        for flag, value, minimum in (
+            ("--limit", self.limit, 1), ("--offset", self.offset, 0), ("--repeats", self.repeats, 1),
+            ("--batch-size", self.batch_size, 1),
+        ):  # fmt: skip
+            o.check_minimum(flag, value, minimum)
+
+
+class Flags(NamedTuple):
+    """The flags of `bench`."""
+
+    prompts: Path
+    methods: list[str]
+    models: ModelOptions
+    draft: DraftOptions
+    sampling: SamplingOptions
+    bench: BenchFlags
+
+
+@with_groups
+def bench(
+    prompts: Annotated[Path, typer.Argument(help="The prompt file, JSONL.", show_default=False)],
+    models: ModelOptions,
+    draft: DraftOptions,
+    sampling: SamplingOptions,
+    options: BenchFlags,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="A method of `specjax methods`; repeatable. Default: that of generate; fast_dllm for a diffusion "
+            "model.",
+            show_default=False,
+            autocompletion=completion.words("drafters", "diffusion"),
+        ),
     ] = None,
-    source: o.SourceOption = None,
-    controller: o.ControllerOption = None,
-    costs: o.CostsOption = None,
-    verifier: o.VerifierOption = None,
-    sampling: o.SamplingOption = "speculative",
-    batch_size: o.BatchOption = 1,
-    temperature: o.TemperatureOption = 0.0,
-    top_k: o.TopKOption = None,
-    top_p: o.TopPOption = None,
-    seed: o.SeedOption = 0,
-    raw: o.RawOption = False,
-    dtype: o.DtypeOption = "auto",
-    cache_dtype: o.CacheDtypeOption = None,
-    max_positions: o.PositionsOption = None,
-    same_bits: o.SameBitsOption = False,
-    as_json: o.JsonOption = False,
-    no_cache: o.NoCacheOption = False,
 ) -> None:
-    arguments = dict(locals())
-    decoding = o.Settings(max_new_tokens, temperature, top_k, top_p, seed, sampling, verifier, controller)
-    for flag, value, least in (("--limit", limit, 1), ("--offset", offset, 0), ("--repeats", repeats, 1)):
-        o.require(value is None or value >= least, f"{flag} must be at least {least}, not {value}")
-    o.require(batch_size >= 1, f"--batch-size must be at least 1, not {batch_size}")
-    if diffusion.is_diffusion(method, target):
-        _denoise(arguments, decoding)
+    flags = Flags(prompts, list(method or ()), models, draft, sampling, options)
+    if diffusion.is_diffusion(flags.methods, models.target):
+        _bench_denoiser(flags)
         return
-    o.require(not grid, "--grid is of diffusion models; leave it out, or run bench once for each value")
-    head = recognised(draft)
-    named = {
-        "--num-draft-tokens": num_draft_tokens, "--tree": tree, "--draft-stop": draft_stop, "--exit-layer": exit_layer
-    }  # fmt: skip
-    names = list(dict.fromkeys(method or ()))
-    if not names:
-        chosen, decoding, named = resolve_defaults(None, draft, head, decoding, named, settings)
-        names = [chosen]
-    drafting = read_drafting(
-        names, draft, datastore, named=named, settings=settings, source=source, batch_size=batch_size, old_stop=stop,
-        head=head,
-    )  # fmt: skip
-    weighed = read_costs(costs, names, decoding.controller)
-
-    from specjax.cli.output.console import Console
-    from specjax.cli.runs.bench import Bench
-    from specjax.cli.runs.session import open_session, weigh
-
-    lines, bad = _read(prompts, offset, limit, out)
-    log = Console(stderr=True)
-    if decoding.remark:
-        log.print(decoding.remark, markup=False, highlight=False, soft_wrap=True)
-    models = o.Models(target, draft, dtype, no_cache, cache_dtype, max_positions, same_bits)
-    session = open_session(log, models, datastore, has_head=head is not None)
-    rows, skipped = _encode(lines, session, max_new_tokens, raw, prompts)
-    session = weigh(session, weighed, min(batch_size, len(rows)), log)
-    run = Bench(session, decoding, names, drafting, rows, batch_size, repeats)
-    _run(run, bad, skipped, prompts, out, as_json, log)
+    require(not options.grid, "--grid needs a diffusion model; remove it, or run bench once per value")
+    _bench_drafters(flags)
 
 
 bench.__doc__ = HELP
 
 
-def _denoise(given: dict[str, Any], decoding: o.Settings) -> None:
-    """Of a diffusion model, with the arguments of `bench`."""
-    from specjax.cli.options.grid import read_ways
+def _bench_drafters(flags: Flags) -> None:
+    """Compare drafters with plain decoding."""
     from specjax.cli.output.console import Console
+    from specjax.cli.runs.bench.drafters import DrafterComparison
+    from specjax.cli.runs.run import Report, execute
+    from specjax.cli.runs.selection import select
+    from specjax.cli.runs.session import with_costs
 
-    target, prompts = given["target"], given["prompts"]
-    diffusion.check_flags(given)
-    names = [diffusion.check_method(name, target) for name in given["method"] or ["fast_dllm"]]
-    ways = read_ways(names, given["settings"], given["grid"])
-    lines, bad = _read(prompts, given["offset"], given["limit"], given["out"])
-    log = Console(stderr=True)
+    options, log = flags.bench, Console(stderr=True)
+    selection = select(flags.methods, flags.models, flags.draft, flags.sampling, batch_size=options.batch_size)
+    lines = _read(flags)
+    session, method = selection.open(log)
+    rows, run_options = _encode(lines, session, flags)
+    session = with_costs(session, selection.costs, min(options.batch_size, len(rows)), log)
+    methods = [method] if selection.is_default else selection.methods
+    run = DrafterComparison(session, selection.decoding, methods, selection.options, rows, run_options)
+    execute(run, Report(log, Console(), options.as_json, bad=lines[1], path=flags.prompts))
 
-    from specjax.cli.runs.bench_denoising import DenoisingBench
+
+def _bench_denoiser(flags: Flags) -> None:
+    """Compare methods of a diffusion model with one column per pass."""
+    from specjax.cli.output.console import Console
+    from specjax.cli.runs.bench.denoisers import DenoiserComparison
+    from specjax.cli.runs.decoding import build_decoding
+    from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.session import open_denoiser
 
-    models = o.Models(target, None, given["dtype"], given["no_cache"], given["cache_dtype"], given["max_positions"])
-    session, denoiser = open_denoiser(log, models)
-    rows, skipped = _encode(lines, session, given["max_new_tokens"], given["raw"], prompts)
-    run = DenoisingBench(session, denoiser, decoding, ways, rows, given["batch_size"], given["repeats"])
-    _run(run, bad, skipped, prompts, given["out"], given["as_json"], log)
+    allowed = frozenset(vars(flags.models).keys() - {"draft", "same_bits"} | {"settings"})
+    refuse_flags((flags.models, flags.draft), allowed, diffusion.REASON)
+    decoding = build_decoding(flags.sampling)
+    names = [diffusion.check_method(name, flags.models.target) for name in flags.methods or ["fast_dllm"]]
+    variants = diffusion.read_variants(names, flags.draft.settings, flags.bench.grid)
+    lines = _read(flags)
+    log = Console(stderr=True)
+    session, denoiser = open_denoiser(log, flags.models)
+    rows, run_options = _encode(lines, session, flags)
+    run = DenoiserComparison(session, denoiser, decoding, variants, rows, run_options)
+    execute(run, Report(log, Console(), flags.bench.as_json, bad=lines[1], path=flags.prompts))
 
 
-def _read(prompts: Path, offset: int, limit: int | None, out: Path) -> tuple[list, list]:
-    """(good lines, bad ones) of the prompt file."""
+def _read(flags: Flags) -> Lines:
+    """Return the selected lines of the prompt file, and the bad ones."""
     from specjax.cli.options import prompts as p
     from specjax.cli.output import files
 
-    o.require(out.suffix != ".png", "--out names the JSON file; the plot goes beside it by itself")
+    out, path = flags.bench.out, flags.prompts
+    require(out.suffix != ".png", f"--out must be the JSON file, not {out}; the plot has the same name")
     files.check_writable(out, "--out")
-    lines, bad = p.read(prompts, "PROMPTS", jsonl=True)
-    o.require(bool(lines), f"PROMPTS: {p.describe(bad, prompts)}; no line is good" if bad else "")
-    lines = first_per_task(lines, offset, limit)
-    o.require(bool(lines), f"--offset {offset} passes over all prompts; lower it")
+    lines, bad = p.read(path, "PROMPTS", jsonl=True)
+    require(bool(lines), f"PROMPTS: {p.describe(bad, path)}; no line is good" if bad else "")
+    lines = first_per_task(lines, flags.bench.offset, flags.bench.limit)
+    require(bool(lines), f"--offset {flags.bench.offset} skips all prompts; lower it")
     return lines, bad
 
 
-def _encode(lines: list, session: Session, max_new_tokens: int, raw: bool, prompts: Path) -> tuple[list, list]:
-    """(prompts that fit the model, those that do not)."""
+def _encode(lines: Lines, session: Session, flags: Flags) -> tuple[list[Encoded], BenchOptions]:
+    """Return the prompts that fit the models, and the options of the run with the skipped prompts."""
     from specjax.cli.options import prompts as p
+    from specjax.cli.runs.bench.comparison import BenchOptions
 
-    rows, skipped = p.encode(lines, session.tokenizer, session.capacity, max_new_tokens, raw, session.shortest)
-    o.require(bool(rows), f"PROMPTS: {p.describe(skipped, prompts)}" if skipped else "")
-    return rows, skipped
-
-
-def _run(run: Runs, bad: list, skipped: list, prompts: Path, out: Path, as_json: bool, log: Console) -> None:
-    """Run everything, writing as it goes, and say what came out."""
-    from specjax.cli.options import prompts as p
-    from specjax.cli.output import files
-    from specjax.cli.output.console import Console, print_json
-    from specjax.cli.runs import bench_output
-
-    document: dict = {}
-    total = sum(len(group.rows) for group in run.groups)
-    try:
-        for _ in run.run(log):
-            document = bench_output.document(run, bad, skipped)
-            files.write_json(out, document)
-    except KeyboardInterrupt:
-        kept = f"{out} has the {total - run.left} of {total} prompts that had run"
-        raise KeyboardInterrupt(kept if document else "") from None
-    picture = bench_output.plot(document)
-    files.write_atomically(out.with_suffix(".png"), lambda file: file.write(picture))
-    if as_json:
-        print_json(document)
-    else:
-        bench_output.show(document, Console())
-    log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", soft_wrap=True)
-    for entry in skipped:
-        log.print(f"skipped: {p.describe([entry], prompts)}", soft_wrap=True)
-    for entry in document["differences"]:
-        log.print(bench_output.describe_difference(entry), soft_wrap=True)
-    _exit(document, bad, prompts)
+    options = flags.bench
+    rows, skipped = p.encode(
+        lines[0], session.tokenizer, session.capacity, flags.sampling.max_new_tokens, raw=options.raw,
+        owner=session.capacity_owner,
+    )  # fmt: skip
+    require(bool(rows), f"PROMPTS: {p.describe(skipped, flags.prompts)}" if skipped else "")
+    return rows, BenchOptions(options.out, options.batch_size, options.repeats, skipped)
 
 
-def first_per_task(lines: list, offset: int, limit: int | None) -> list:
-    """The lines from `offset` to `offset + limit` of every task, in the order of the file."""
-    seen: dict[str, int] = {}
-    kept = []
+def first_per_task(lines: Sequence[Prompt], offset: int, limit: int | None) -> list[Prompt]:
+    """Return the lines from `offset` to `offset + limit` of every task, in the order of the file."""
+    counts: dict[str, int] = {}
+    selected = []
     for line in lines:
-        place = seen[line.task] = seen.get(line.task, -1) + 1
-        if place >= offset and (limit is None or place < offset + limit):
-            kept.append(line)
-    return kept
-
-
-def _exit(document: dict, bad: list, path: Path) -> None:
-    from specjax.cli.options.prompts import describe
-    from specjax.cli.output.console import complain
-    from specjax.errors import UsageError
-
-    if bad:
-        raise UsageError(describe(bad, path) + "; mend or remove these lines")
-    refused = [name for name, entry in document["overall"].items() if entry["refused"]]
-    if refused:
-        complain(f"refused to state the speed of {', '.join(refused)}: outputs that should match do not")
-        raise typer.Exit(1)
+        index = counts[line.task] = counts.get(line.task, -1) + 1
+        if index >= offset and (limit is None or index < offset + limit):
+            selected.append(line)
+    return selected

@@ -9,7 +9,7 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion
-from specjax.cli.options.common import parsed
+from specjax.cli.options.common import parse_flag
 
 if TYPE_CHECKING:
     from specjax.catalog import Method, Option
@@ -125,7 +125,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     from specjax.catalog import METHODS, find_drafter
     from specjax.cli.output.console import print_json
 
-    row = METHODS.get(name) or parsed("METHOD", find_drafter, name)
+    row = METHODS.get(name) or parse_flag("METHOD", find_drafter, name)
     description = _describe(row)
     if as_json:
         print_json(description)

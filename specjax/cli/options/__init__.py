@@ -1,1 +1,1 @@
-"""Options that several commands share, and the validation of their values."""
+"""Options of the commands, and checks of their values."""

@@ -1,30 +1,23 @@
-"""What the command line asks before it loads a diffusion model."""
+"""Flags of diffusion models: methods, --grid, and flags that do not apply to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from specjax.cli.options.common import require
+from specjax.cli.options.drafter_flags import read_options, read_setting
+from specjax.errors import require
 
-OF_DRAFTS = (
-    "draft", "datastore", "num_draft_tokens", "tree", "draft_stop", "stop", "exit_layer", "source", "controller",
-    "costs", "verifier", "adapt", "checkpoint", "coordinator", "num_processes", "process_id", "data", "model",
-    "speculative_config", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
-    "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_token_map", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "ban", "regex", "json_schema", "stop_string",
-)  # fmt: skip
-"""Parameters that say something of drafts, or that diffusion models have no use for yet: processors, several hosts."""
-
-ELSEWHERE = {"sampling": "speculative", "same_bits": False, "distributed": False}
-"""And others, with the value that says nothing."""
+REASON = "applies to autoregressive models, and this is a diffusion model"
+"""The reason of errors about flags that drafts or autoregressive models need."""
 
 
-def is_diffusion(methods: Sequence[str] | None, target: str | None) -> bool:
-    """Whether a run is one of a diffusion model, by its methods or its checkpoint."""
+def is_diffusion(methods: Sequence[str], target: str | None) -> bool:
+    """Return True if the methods or the checkpoint are those of a diffusion model."""
     from specjax.catalog import METHODS
 
-    if any(METHODS[name].kind == "diffusion" for name in methods or () if name in METHODS):
+    if any(METHODS[name].kind == "diffusion" for name in methods if name in METHODS):
         return True
     if target is None:
         return False
@@ -33,34 +26,64 @@ def is_diffusion(methods: Sequence[str] | None, target: str | None) -> bool:
     return loading.is_diffusion(target)
 
 
-def check_flags(arguments: Mapping[str, Any]) -> None:
-    """Raises: UsageError for flags of a command that are not of diffusion models."""
-    nothing = {name: None for name in OF_DRAFTS} | ELSEWHERE
-    for name, default in nothing.items():
-        require(
-            arguments.get(name, default) in (default, []),
-            f"--{name.replace('_', '-')} is of autoregressive models; leave it out with a diffusion model",
-        )
-
-
 def check_method(method: str, target: str | None) -> str:
-    """The diffusion method of that name.
+    """Return the name of a diffusion method.
 
-    Raises: UsageError for the name of another one, and for one that the command line cannot give what it needs.
+    Raises: UsageError for a method of another kind, or one with inputs that the command line cannot load.
     """
     from specjax.catalog import METHODS, of_kind
 
     known = ", ".join(of_kind("diffusion"))
-    require(method in METHODS, f'--method: unknown method "{method}"; of diffusion models choose {known}')
+    require(method in METHODS, f'--method: unknown method "{method}"; for a diffusion model choose {known}')
     row = METHODS[method]
     require(
         row.kind == "diffusion",
-        f"--method {method} is a {row.kind} of autoregressive models, and --target {target} is a diffusion model; "
+        f"--method {method} is a {row.kind} for autoregressive models, and --target {target} is a diffusion model; "
         f"choose one of {known}",
     )
     require(
         not row.needs,
-        f"--method: the command line cannot load what {method} needs; call specjax.diffusion.methods.{method} in "
+        f"--method: the command line cannot load the inputs of {method}; call specjax.diffusion.methods.{method} in "
         "Python",
     )
     return method
+
+
+class Variant(NamedTuple):
+    """A method with values of its options."""
+
+    method: str
+    options: dict[str, Any]
+
+
+def read_variants(
+    names: Sequence[str], settings: Sequence[str] | None, grid: Sequence[str] | None
+) -> dict[str, Variant]:
+    """Return the runs of a comparison by label: each method with all combinations of the values of --grid and --set.
+
+    Raises: UsageError for an unknown method or option, a wrong value, or an option that is set twice.
+    """
+    from specjax.catalog import METHODS
+
+    rows = {name: METHODS[name] for name in names}
+    fixed = read_options(settings, rows)
+    axes: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in rows}  # values by their text
+    for text in grid or ():
+        name, option, values = read_setting(text, rows, "--grid")
+        flag = "--set" if option.name in fixed[name] else "--grid"
+        require(
+            option.name not in fixed[name] | axes[name],
+            f"--grid {text}: {flag} sets {option.name} already; remove one of them",
+        )
+        axes[name][option.name] = {value: option.parse(value, f"--grid {option.name}") for value in values.split(",")}
+    return dict(itertools.chain.from_iterable(_variants(name, fixed[name], grid) for name, grid in axes.items()))
+
+
+def _variants(
+    method: str, fixed: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Variant]]:
+    """Yield the label and the options of each combination of values."""
+    for combination in itertools.product(*(values.items() for values in axes.values())):
+        label = ", ".join(f"{option}={text}" for option, (text, _) in zip(axes, combination, strict=True))
+        options = {option: value for option, (_, value) in zip(axes, combination, strict=True)}
+        yield f"{method} {label}".strip(), Variant(method, {**fixed, **options})

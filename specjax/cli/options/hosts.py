@@ -1,119 +1,150 @@
-"""Options of a command that may run on several hosts and devices, and survive a restart."""
+"""Options of commands that run on several hosts and devices, and that continue after a restart."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from specjax.cli.options.common import require
-from specjax.errors import UsageError
+from specjax.errors import UsageError, require
 
 DistributedOption = Annotated[
     bool,
-    typer.Option("--distributed", help="One program on all hosts: start the same command on each; host 0 prints."),
+    typer.Option("--distributed", help="Run on all hosts: start the same command on each of them; host 0 prints."),
 ]
 CoordinatorOption = Annotated[
     str | None,
     typer.Option(
-        "--coordinator", help="HOST:PORT of process 0, off Cloud TPU, GKE, Slurm and Open MPI.", show_default=False
+        "--coordinator",
+        help="HOST:PORT of process 0; not needed on Cloud TPU, GKE, Slurm and Open MPI.",
+        show_default=False,
     ),
 ]
 NumProcessesOption = Annotated[
-    int | None, typer.Option("--num-processes", help="With --coordinator: how many.", show_default=False)
+    int | None,
+    typer.Option("--num-processes", help="Number of processes, with --coordinator.", show_default=False),
 ]
 ProcessIdOption = Annotated[
-    int | None, typer.Option("--process-id", help="With --coordinator: which this is, from 0.", show_default=False)
+    int | None,
+    typer.Option("--process-id", help="Number of this process from 0, with --coordinator.", show_default=False),
 ]
-ConnectOption = Annotated[float, typer.Option("--connect-timeout", help="Seconds to wait until all hosts are there.")]
+ConnectOption = Annotated[float, typer.Option("--connect-timeout", help="Seconds to wait for all hosts.")]
 HeartbeatOption = Annotated[
-    float, typer.Option("--heartbeat", help="Seconds of silence after which a host is dead, and the others end.")
+    float,
+    typer.Option("--heartbeat", help="Seconds without a signal after which a host counts as dead; the others end."),
 ]
 DataOption = Annotated[
     int | None,
-    typer.Option("--data", help="Devices that the batch is split over; default: as many as hosts.", show_default=False),
+    typer.Option(
+        "--data", help="Number of devices that share the batch. Default: the number of hosts.", show_default=False
+    ),
 ]
 ModelOption = Annotated[
     int | None,
     typer.Option(
-        "--model", help="Devices that the weights are split over; default: all that are left.", show_default=False
+        "--model", help="Number of devices that share the weights. Default: all remaining devices.", show_default=False
     ),
 ]
 CheckpointOption = Annotated[
-    str | None,  # not a Path, which would spoil gs://
+    str | None,  # a Path would change gs://
     typer.Option(
         "--checkpoint",
-        help="A folder, seen by all hosts, for the state of the run: the same command continues from it.",
+        help="Folder for the state of the run, visible to all hosts. The same command continues from it.",
         show_default=False,
     ),
 ]
-EveryOption = Annotated[int, typer.Option("--checkpoint-every", help="Steps between two writes.")]
+EveryOption = Annotated[int, typer.Option("--checkpoint-every", help="Steps between two checkpoints.")]
 
 LONGEST = 1_000_000
-"""Seconds to wait for anything."""
+"""Maximum timeout in seconds."""
 
 OF_ONE_HOST = ("coordinator", "process_id", "batch_file", "connect_timeout", "no_cache")
-"""Arguments that may differ between hosts (the prompts themselves are compared)."""
+"""Flags that may differ between hosts. The prompts themselves are compared."""
 
 
-def join(arguments: dict[str, Any]) -> None:
-    """Connect the hosts if asked to, and see that all were started alike.
+@dataclass(frozen=True)
+class HostOptions:
+    """Hosts and devices."""
 
-    arguments: of the command, by name.
+    distributed: DistributedOption = False
+    coordinator: CoordinatorOption = None
+    num_processes: NumProcessesOption = None
+    process_id: ProcessIdOption = None
+    connect_timeout: ConnectOption = 300
+    heartbeat: HeartbeatOption = 30
+    data: DataOption = None
+    model: ModelOption = None
 
-    Raises: UsageError.
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Checkpoints of the run."""
+
+    checkpoint: CheckpointOption = None
+    checkpoint_every: EveryOption = 64
+
+    def __post_init__(self):
+        from specjax.cli.options.prompts import is_text
+
+        require(self.checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
+        is_folder = self.checkpoint is None or (bool(self.checkpoint.strip()) and is_text(self.checkpoint))
+        require(is_folder, "--checkpoint is empty or not UTF-8 text; name a folder")
+
+
+def join(flags: Mapping[str, Any]) -> None:
+    """Connect the hosts with --distributed, and check that all of them have the same flags.
+
+    flags: the values of the command's flags by name.
+
+    Raises: UsageError for flags that are missing, wrong or different between hosts, and for hosts that do not connect.
     """
     names = ("coordinator", "num_processes", "process_id")
-    if not arguments["distributed"]:
+    if not flags["distributed"]:
         for name in names:
             flag = "--" + name.replace("_", "-")
-            require(arguments[name] is None, f"{flag} is given without --distributed; add it or leave {flag} out")
+            require(flags[name] is None, f"{flag} needs --distributed; add it, or remove {flag}")
         return
     for name in ("connect_timeout", "heartbeat"):
         flag = "--" + name.replace("_", "-")
-        good = 1 <= arguments[name] <= LONGEST
-        require(good, f"{flag} must be at least 1 second and at most {LONGEST:,}, not {arguments[name]:g}")
+        is_valid = 1 <= flags[name] <= LONGEST
+        require(is_valid, f"{flag} must be from 1 to {LONGEST:,} seconds, not {flags[name]:g}")
     from specjax.parallel import hosts
 
-    _keep_stdout()
+    _reserve_stdout()
     try:
         hosts.initialize(
-            *(arguments[name] for name in names),
-            timeout=arguments["connect_timeout"],
-            heartbeat=arguments["heartbeat"],
+            *(flags[name] for name in names), timeout=flags["connect_timeout"], heartbeat=flags["heartbeat"]
         )
     except UsageError as error:
-        sentence = str(error)
+        message = str(error)
         for name in names:
-            sentence = sentence.replace(name, "--" + name.replace("_", "-"))
-        raise UsageError(sentence) from None
+            message = message.replace(name, "--" + name.replace("_", "-"))
+        raise UsageError(message) from None
     hosts.check_same(hosts.versions(), "versions of specjax or jax")
-    settings = {name: value for name, value in arguments.items() if name not in OF_ONE_HOST}
-    hosts.check_same(settings, "options")
+    hosts.check_same({name: value for name, value in flags.items() if name not in OF_ONE_HOST}, "options")
 
 
-def _keep_stdout() -> None:
-    """Only what this program prints goes to stdout; what libraries print there, such as gloo, to stderr."""
+def _reserve_stdout() -> None:
+    """Send output of libraries such as gloo to stderr, and keep stdout for this program."""
     sys.stdout.flush()
-    ours = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors="replace", buffering=1)
+    sys.stdout = os.fdopen(descriptor, "w", encoding=sys.stdout.encoding, errors="replace", buffering=1)
 
 
 def is_first() -> bool:
-    """Whether this host prints."""
+    """Return True on the host that prints."""
     import jax
 
     return jax.process_index() == 0
 
 
 def make_mesh(distributed: bool, data: int | None, model: int | None):
-    """The mesh of the options; None: none was asked for.
-
-    Raises: UsageError if there are not that many devices.
-    """
+    """Build the mesh of the flags; return None without these flags. Raises: UsageError for too few devices."""
     if not distributed and data is None and model is None:
         return None
     import jax
@@ -127,11 +158,11 @@ def make_mesh(distributed: bool, data: int | None, model: int | None):
 
 
 def check_models(*targets) -> None:
-    """Raises: UsageError on every host if their models differ."""
+    """Raise a UsageError on every host if their models differ."""
     import jax
 
     from specjax.parallel import hosts
     from specjax.persistence import fingerprint
 
     if jax.process_count() > 1:
-        hosts.check_same([fingerprint.of_model(target) for target in targets if target is not None], "models")
+        hosts.check_same([fingerprint.digest_model(target) for target in targets if target is not None], "models")

@@ -1,4 +1,4 @@
-"""In which group of `--help` a flag stands."""
+"""The groups of flags in `--help`."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 PANELS: Mapping[str, str] = MappingProxyType(
     {
-        "What to write": "--max-new-tokens --stop-string --batch-file --raw --system --own-prompts --texts --prompts "
-        "--limit --offset --answers",
+        "Text": "--max-new-tokens --stop-string --batch-file --raw --system --own-prompts --texts --prompts --limit "
+        "--offset --answers",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --same-bits --adapt",
-        "How to draft": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller "
-        "--costs --recipe --on-policy --layers",
-        "How to choose tokens": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",
-        "What may be written": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban --regex "
-        "--json-schema",
-        "How to train": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "
+        "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller --costs "
+        "--recipe --on-policy --layers",
+        "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",
+        "Penalties and constraints": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban "
+        "--regex --json-schema",
+        "Training": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "
         "--states --every --patience --budgets --held-out --start --shape --draft-vocab",
-        "Several devices and hosts": "--distributed --coordinator --num-processes --process-id --connect-timeout "
-        "--heartbeat --data --model --checkpoint --checkpoint-every",
+        "Devices and hosts": "--distributed --coordinator --num-processes --process-id --connect-timeout --heartbeat "
+        "--data --model --checkpoint --checkpoint-every",
     }
 )
-"""The flags of each group, in the order in which help shows the groups; the others stand first."""
+"""The flags of each group, in the order of the groups in help. Other flags come first."""
 
 _PANEL = {flag: panel for panel, flags in PANELS.items() for flag in flags.split()}
 FEW = 12
-"""Flags of a command that need no groups."""
+"""Maximum number of flags of a command without groups."""
 
 
-def group(command: Any) -> None:
+def assign_panels(command: Any) -> None:
     """Put the flags of a click command, and of its subcommands, into their groups."""
     for sub in getattr(command, "commands", {}).values():
-        group(sub)
+        assign_panels(sub)
     options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
     for param in options:
         panel = _PANEL.get(param.opts[0])

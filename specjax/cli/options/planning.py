@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from specjax.cli.options import common as o
 from specjax.cli.options import completion
 from specjax.cli.output.console import Console
 
-SHAPES = "a built-in config, a folder with config.json or a GGUF file; shapes only"
+SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shapes are read"
 TargetOption = Annotated[
-    str, typer.Option("--target", help=f"The model: {SHAPES}.", show_default=False, autocompletion=completion.config)
+    str, typer.Option("--target", help=f"Target model: {SHAPES}.", show_default=False, autocompletion=completion.config)
 ]
 TopologyOption = Annotated[
-    str, typer.Option("--topology", help="The chips: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
+    str, typer.Option("--topology", help="TPU topology: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", help=f"The draft model: {SHAPES}.", show_default=False, autocompletion=completion.config),
+    typer.Option("--draft", help=f"Draft model: {SHAPES}.", show_default=False, autocompletion=completion.config),
 ]
 HeadOption = Annotated[
     str | None,
     typer.Option(
         "--head",
-        help="A learned head as its authors train it: eagle3, or eagle3:draft_vocab_size=8192.",
+        help="Draft head with its authors' shapes: eagle3, or eagle3:draft_vocab_size=8192.",
         show_default=False,
     ),
 ]
@@ -34,28 +36,52 @@ BlockOption = Annotated[
     int | None,
     typer.Option(
         "--block",
-        help="Columns of a block of a diffusion model; default: the model's own, or the method's.",
+        help="Block length of a diffusion model, in columns. Default: set by the model or the method.",
         show_default=False,
     ),
 ]
-ContextOption = Annotated[int, typer.Option("--context", help="Tokens of the prompt, which a step finds in the cache.")]
+ContextOption = Annotated[int, typer.Option("--context", help="Prompt tokens in the cache.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")]
-DataOption = Annotated[int, typer.Option("--data", help="Devices that the batch is split over.")]
+DataOption = Annotated[int, typer.Option("--data", help="Number of devices that share the batch.")]
 ModelOption = Annotated[
     int | None,
-    typer.Option("--model", help="Devices that weights and heads are split over; default: all.", show_default=False),
+    typer.Option("--model", help="Number of devices that share weights and heads. Default: all.", show_default=False),
 ]
 LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs at once.")]
-SequenceOption = Annotated[int, typer.Option("--sequence", help="Devices that the cache's slots are split over.")]
+SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]
 NoCacheOption = Annotated[
     bool,
-    typer.Option("--no-cache", envvar="SPECJAX_NO_CACHE", help="Compile anew; keep nothing in the cache folder."),
+    typer.Option("--no-cache", envvar="SPECJAX_NO_CACHE", help="Compile again, and store nothing in the cache folder."),
 ]
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """The shapes of the programs, and the devices that share them."""
+
+    batch_size: o.BatchOption = 1
+    context: ContextOption = 1024
+    dtype: DtypeOption = "bfloat16"
+    cache_dtype: o.CacheDtypeOption = None
+    data: DataOption = 1
+    model: ModelOption = None
+    layer: LayerOption = 1
+    sequence: SequenceOption = 1
+    no_cache: NoCacheOption = False
+
+    @property
+    def arguments(self) -> dict:
+        """The arguments of `specjax.planning` functions."""
+        return {
+            "batch": self.batch_size, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cache_dtype,
+            "data": self.data, "model": self.model, "layer": self.layer, "sequence": self.sequence,
+            "cache": not self.no_cache,
+        }  # fmt: skip
 
 
 @contextlib.contextmanager
 def progress(log: Console) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being compiled: a moving line on a terminal, else one line each."""
+    """Yield a function that shows the program being compiled: a moving line on a terminal, else one line each."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("compiling {task.description}"), BarColumn(), TimeElapsedColumn())

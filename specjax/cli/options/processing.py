@@ -1,144 +1,145 @@
-"""Options that change the target's logits, the checks of their values, and the processors that they ask for."""
+"""Options that change the target's logits: penalties, biases and constraints."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specjax.cli.options.common import parsed, require
-from specjax.errors import UsageError
+from specjax.cli.options.common import parse_flag
+from specjax.cli.output.files import read_text
+from specjax.errors import UsageError, require
 
 if TYPE_CHECKING:
     from specjax.types import Processor
 
-MinPOption = Annotated[
-    float | None,
-    typer.Option("--min-p", help="Sample from tokens of at least X times the best's probability.", show_default=False),
-]
 RepetitionOption = Annotated[
     float | None,
     typer.Option(
-        "--repetition-penalty", help="Above 1: tokens of prompt and text become less likely.", show_default=False
+        "--repetition-penalty",
+        help="Values above 1 make tokens of the prompt and the text less likely.",
+        show_default=False,
     ),
 ]
 PresenceOption = Annotated[
     float | None,
-    typer.Option("--presence-penalty", help="Taken from the logits of tokens of the text.", show_default=False),
+    typer.Option(
+        "--presence-penalty", help="Subtracted from the logits of tokens that the text contains.", show_default=False
+    ),
 ]
 FrequencyOption = Annotated[
     float | None,
     typer.Option(
-        "--frequency-penalty", help="Taken from these as often as the text has the token.", show_default=False
+        "--frequency-penalty",
+        help="Subtracted from the logit of a token once per occurrence in the text.",
+        show_default=False,
     ),
 ]
 BiasOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--logit-bias", help="ID=X, added to the logit of a token. May be given several times.", show_default=False
-    ),
+    typer.Option("--logit-bias", help="ID=X adds X to the logit of a token. Repeatable.", show_default=False),
 ]
 BanOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--ban",
-        help="A token that is never drawn: its id, or its text. May be given several times.",
-        show_default=False,
-    ),
+    typer.Option("--ban", help="Id or text of a token that is never sampled. Repeatable.", show_default=False),
 ]
 RegexOption = Annotated[
     str | None,
-    typer.Option("--regex", help="Only texts that match all of a regular expression.", show_default=False),
+    typer.Option("--regex", help="The whole text must match this regular expression.", show_default=False),
 ]
 SchemaOption = Annotated[
     Path | None,
-    typer.Option("--json-schema", help="Only JSON that satisfies the schema in a file.", show_default=False),
+    typer.Option(
+        "--json-schema", help="The text must be JSON that satisfies the schema in this file.", show_default=False
+    ),
 ]
 
 
 @dataclass(frozen=True)
-class Processing:
-    """What the flags say, checked as far as that goes without a model."""
+class ProcessingOptions:
+    """Penalties, biases and constraints of the text. Values are checked as far as that needs no model."""
 
-    repetition: float | None = None
-    presence: float | None = None
-    frequency: float | None = None
-    bias: tuple[str, ...] = ()
-    ban: tuple[str, ...] = ()
-    regex: str | None = None
-    schema: str | None = None  # the text of the file
+    repetition_penalty: RepetitionOption = None
+    presence_penalty: PresenceOption = None
+    frequency_penalty: FrequencyOption = None
+    logit_bias: BiasOption = None
+    ban: BanOption = None
+    regex: RegexOption = None
+    json_schema: SchemaOption = None
 
     def __post_init__(self):
-        good = self.repetition is None or 0 < self.repetition < math.inf
-        require(good, f"--repetition-penalty must be above 0, not {self.repetition}; 1 changes nothing")
-        for flag, value in (("--presence-penalty", self.presence), ("--frequency-penalty", self.frequency)):
+        penalty = self.repetition_penalty
+        is_valid = penalty is None or 0 < penalty < math.inf
+        require(is_valid, f"--repetition-penalty must be above 0, not {penalty}; 1 changes nothing")
+        for flag, value in (
+            ("--presence-penalty", self.presence_penalty), ("--frequency-penalty", self.frequency_penalty)
+        ):  # fmt: skip
             require(value is None or math.isfinite(value), f"{flag} must be a number, not {value}; 0 changes nothing")
         require(
-            self.regex is None or self.schema is None, "--regex and --json-schema both say what to write; choose one"
+            self.regex is None or self.json_schema is None,
+            "--regex and --json-schema are both given; remove one of them",
         )
-        for entry in self.bias:
-            _entry(entry)
-        require(all(self.ban), "--ban is empty; give the id or the text of a token")
+        for entry in self.logit_bias or ():
+            _parse_bias(entry)
+        require(all(self.ban or ()), "--ban is empty; give the id or the text of a token")
+        _ = self.schema
 
-    def processors(self, tokenizer, vocab_size: int) -> tuple[Processor, ...]:
-        """In the order of the flags' help. Raises: UsageError for tokens that there are not, or what no text can be."""
+    @property
+    def schema(self) -> str | None:
+        """The text of the schema. Raises: UsageError for a file that cannot be read."""
+        return None if self.json_schema is None else read_text(self.json_schema, "--json-schema")
+
+    def processors(self, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:
+        """Build the processors. Raises: UsageError for unknown tokens, and constraints that no text satisfies."""
         from specjax import processors as p
 
-        chosen = []
+        built = []
         for make, value in (
-            (p.repetition, self.repetition),
-            (p.presence, self.presence),
-            (p.frequency, self.frequency),
+            (p.repetition, self.repetition_penalty),
+            (p.presence, self.presence_penalty),
+            (p.frequency, self.frequency_penalty),
         ):
             if value is not None:
-                chosen.append(make(value))
-        entries = dict(map(_entry, self.bias))
+                built.append(make(value))
+        entries = dict(map(_parse_bias, self.logit_bias or ()))
         for token in entries:
-            _known("--logit-bias", token, vocab_size)
-        entries |= {_token(text, tokenizer, vocab_size): -math.inf for text in self.ban}
+            _check_token("--logit-bias", token, vocab_size)
+        entries |= {_banned_token(text, tokenizer, vocab_size): -math.inf for text in self.ban or ()}
         if entries:
-            chosen.append(p.bias(entries))
+            built.append(p.bias(entries))
         if self.regex is not None:
-            chosen.append(p.constraint(parsed("--regex", lambda text: p.regex(text, tokenizer), self.regex)))
+            built.append(p.constraint(parse_flag("--regex", lambda text: p.regex(text, tokenizer), self.regex)))
         if self.schema is not None:
-            schema = parsed("--json-schema", lambda text: p.json_schema(text, tokenizer), self.schema)
-            chosen.append(p.constraint(schema))
-        return tuple(chosen)
+            schema = parse_flag("--json-schema", lambda text: p.json_schema(text, tokenizer), self.schema)
+            built.append(p.constraint(schema))
+        return tuple(built)
 
 
-def read_schema(path: Path | None) -> str | None:
-    """The text of a schema's file. Raises: UsageError for a file that cannot be read."""
-    from specjax.cli.output.files import read_text
-
-    return None if path is None else read_text(path, "--json-schema")
-
-
-def _entry(text: str) -> tuple[int, float]:
-    """ID=X. Raises: UsageError for anything else."""
+def _parse_bias(text: str) -> tuple[int, float]:
+    """Parse ID=X. Raises: UsageError for any other form."""
     token, _, value = text.partition("=")
     try:
         entry = int(token), float(value)
         require(math.isfinite(entry[1]) and entry[0] >= 0, "")
     except (ValueError, UsageError):
-        raise UsageError(f'--logit-bias wants ID=X, a token\'s id and a number, not "{text}"') from None
+        raise UsageError(f'--logit-bias must be ID=X, the id of a token and a number, not "{text}"') from None
     return entry
 
 
-def _known(flag: str, token: int, vocab_size: int) -> int:
+def _check_token(flag: str, token: int, vocab_size: int) -> int:
+    """Return the id. Raises: UsageError for an id outside the vocabulary."""
     require(token < vocab_size, f"{flag}: there is no token {token}; the vocabulary has {vocab_size}")
     return token
 
 
-def _token(text: str, tokenizer, vocab_size: int) -> int:
-    """The id that `--ban` means."""
+def _banned_token(text: str, tokenizer: Any, vocab_size: int) -> int:
+    """Return the id of a token that --ban names."""
     if text.isascii() and text.isdigit():
-        return _known("--ban", int(text), vocab_size)
+        return _check_token("--ban", int(text), vocab_size)
     ids = tokenizer.encode(text, special=False)
     if len(ids) != 1:
-        raise UsageError(
-            f'--ban: "{text}" is {len(ids)} tokens, {ids}; a text that is one token can be banned, or an id'
-        )
+        raise UsageError(f'--ban: "{text}" has {len(ids)} tokens, {ids}; give a text of one token, or an id')
     return ids[0]

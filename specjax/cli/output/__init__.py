@@ -1,1 +1,1 @@
-"""Output of the command line: console, progress, tables, and files."""
+"""Console output, progress and files of the command line."""

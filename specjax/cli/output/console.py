@@ -1,8 +1,7 @@
-"""Where words leave the command line: control characters are escaped here, for names and texts are other people's.
+"""Console output with escaped control characters.
 
-A model's text, a tensor's name or a template's message may hold the sequences that set a terminal's title or hide a
-line. Everything printed goes through `Console`, `print_json` or `complain`, to a terminal or not, since a pipe often
-ends at one.
+A model's text, a tensor's name or a template's message may contain sequences that set a terminal's title or hide a
+line. All output goes through `Console`, `print_json` or `print_error`, also to pipes, which often end at a terminal.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, shorten
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""C0 but for tabs and ends of lines, C1, what turns the direction of writing, and halves of characters."""
+"""C0 without tabs and line ends, C1, marks that turn the direction of writing, and halves of surrogate pairs."""
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters escaped, such as \x1b or \u202e."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    r"""Return the text with control characters escaped, such as \x1b or \u202e."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class Console(rich.console.Console):
-    """Strings are shown as they are, without markup, colours or emoji of rich's own, and all text is `visible`."""
+    """A console that prints strings without rich's markup, colours and emoji, and with escaped control characters."""
 
     def __init__(self, *, stderr: bool = False, quiet: bool = False):
         super().__init__(stderr=stderr, quiet=quiet, markup=False, highlight=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)  # which would leave some of them out
+        return super().render_str(visible(text), **options)  # rich removes some of them
 
     def render(self, renderable, options=None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -48,50 +47,50 @@ class Console(rich.console.Console):
 
 
 def print_json(document: Any) -> None:
-    """One line on stdout. What a terminal could take for a command is written as an escape, which JSON reads back."""
+    """Print a document in one line. Control characters become escapes, which JSON readers undo."""
     text = json.dumps(document, allow_nan=False, ensure_ascii=False)
-    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    print(_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
-def complain(sentence: str) -> None:
-    """One line on stderr, under the program's name. What was given can be of any length, and is quoted."""
-    with contextlib.suppress(OSError):  # that of a disk which is full
-        print(f"specjax: {visible(shorten(' '.join(sentence.split()), 2 * SENTENCE))}", file=sys.stderr)
+def print_error(message: str) -> None:
+    """Print one line to stderr after the program's name. Long messages are shortened."""
+    with contextlib.suppress(OSError):  # the disk is full
+        print(f"specjax: {visible(shorten(' '.join(message.split()), 2 * SENTENCE))}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """What libraries say on stderr by themselves is dropped where a UsageError says it; else it is shown afterwards.
+def drop_library_messages() -> Iterator[None]:
+    """Drop the messages that libraries write to stderr before a UsageError; otherwise print them afterwards.
 
-    Those written in Rust print a panic and where it was before Python hears of it.
+    Libraries in Rust print a panic and its position before Python can catch the error.
     """
     sys.stderr.flush()
     with contextlib.ExitStack() as stack:
         try:
-            ours = os.dup(2)
-            said = stack.enter_context(tempfile.TemporaryFile())
-            os.dup2(said.fileno(), 2)
+            descriptor = os.dup(2)
+            messages = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(messages.fileno(), 2)
         except OSError:  # there is no stderr, or no room for such a file
             yield
             return
-        dropped = False
+        drop = False
         try:
             yield
         except UsageError:
-            dropped = True
+            drop = True
             raise
         finally:
-            os.dup2(ours, 2)
-            os.close(ours)
-            said.seek(0)
-            if not dropped:
-                os.write(2, said.read())
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            messages.seek(0)
+            if not drop:
+                os.write(2, messages.read())
 
 
 def show_traceback(kind, error, trace) -> None:
-    """As Python shows an exception that nobody expected.
+    """Print an unexpected exception as Python does.
 
-    But not those with which TensorStore calls back after a write has failed, which was told already: nobody waits.
+    TensorStore's callbacks after a failed write are left out, since the error was reported already.
     """
     if trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe":
         return

@@ -1,4 +1,4 @@
-"""How far a long run is, where neither its text nor a bar shows it."""
+"""Progress lines of a long run whose output is neither text nor a bar."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import time
 
 from specjax.cli.output.console import Console
 
-SAY_EVERY = 30.0  # seconds
+INTERVAL = 30.0  # seconds
 
 
-class Pace:
-    """Says on `log` how many prompts are done: at the first one, and then now and then."""
+class ProgressLines:
+    """Prints the number of finished prompts on `log`: at the first one, and then every INTERVAL seconds."""
 
     def __init__(self, log: Console, total: int, shown: bool):
-        """shown: something else shows it."""
+        """shown: True if something else shows the progress."""
         self.log, self.total, self.shown = log, total, shown
-        self.started, self.said = time.monotonic(), -SAY_EVERY
+        self.start, self.last = time.monotonic(), -INTERVAL
 
-    def tell(self, done: int) -> None:
-        passed = time.monotonic() - self.started
-        if self.shown or done >= self.total or passed - self.said < SAY_EVERY:
+    def update(self, num_done: int) -> None:
+        """Print a line if it is due."""
+        seconds = time.monotonic() - self.start
+        if self.shown or num_done >= self.total or seconds - self.last < INTERVAL:
             return
-        self.said = passed
-        self.log.print(f"{done} of {self.total} prompts, {passed:.0f} s", style="dim")
+        self.last = seconds
+        self.log.print(f"{num_done} of {self.total} prompts, {seconds:.0f} s", style="dim")

@@ -1,8 +1,9 @@
-"""Text while it arrives, each piece with who wrote it."""
+"""Text of a stream of tokens, with the style of its author."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.text import Text
 
@@ -14,43 +15,43 @@ DRAFTED_STYLE = "bold green"
 
 
 class TextStream:
-    """The text of one row, up to a stop string. Bytes that are not a whole character yet are held back."""
+    """The text of one row, up to a stop string. Bytes that are no whole character yet wait for the next tokens."""
 
-    def __init__(self, tokenizer, eos: Sequence[int], stop: Sequence[str] = ()):
-        self._whole, self._eos = Detokenizer(tokenizer, stop), frozenset(eos)
-        self.taken = 0  # tokens, without those after a stop string
-        self.is_over = False  # by an eos or a stop string
-        self.text = Text()  # to be shown
-        self.plain = ""  # as the tokenizer gives it
+    def __init__(self, tokenizer: Any, eos: Sequence[int], stop: Sequence[str] = ()):
+        self._detokenizer, self._eos = Detokenizer(tokenizer, stop), frozenset(eos)
+        self.num_tokens = 0  # without those after a stop string
+        self.has_ended = False  # by an eos or a stop string
+        self.text = Text()  # for the console
+        self.plain = ""  # as the tokenizer decodes it
 
     def push(self, token: int, drafted: bool) -> Text:
-        """Add a token; returns the text that became whole, in the style of the token that completed it."""
-        if self.is_over:
+        """Add a token; return the text that it completed, in the token's style."""
+        if self.has_ended:
             return Text()
-        self.taken += 1
+        self.num_tokens += 1
         if token in self._eos:
-            self.is_over = True
+            self.has_ended = True
             return self.flush()
-        new = self._add(self._whole.add(token), drafted)
-        self.is_over = self._whole.stopped
+        new = self._add(self._detokenizer.add(token), drafted)
+        self.has_ended = self._detokenizer.stopped
         return new
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string ended it."""
-        return self._whole.stopped
+        """True if a stop string ended the text."""
+        return self._detokenizer.stopped
 
     def flush(self) -> Text:
-        """What is still held back: the text ends here."""
-        return self._add(self._whole.flush(), False)
+        """Return the waiting bytes at the end of the text."""
+        return self._add(self._detokenizer.flush(), False)
 
     def push_step(self, step: StreamStep, row: int) -> Text:
-        """Add what a step gave a row."""
+        """Add the tokens of one row of a step."""
         drafted = int(step.accepted[row])
         return Text().join([self.push(token, i < drafted) for i, token in enumerate(step.tokens[row])])
 
-    def _add(self, whole: str, drafted: bool) -> Text:
-        self.plain += whole
-        new = Text(visible(whole), style=DRAFTED_STYLE if drafted else "")
+    def _add(self, piece: str, drafted: bool) -> Text:
+        self.plain += piece
+        new = Text(visible(piece), style=DRAFTED_STYLE if drafted else "")
         self.text.append_text(new)
         return new

@@ -1,1 +1,1 @@
-"""Runs behind the commands."""
+"""The runs of the commands: loaded models, settings, decoding and reports."""

@@ -1,6 +1,6 @@
-"""Batches that are done, in a folder: the same command goes on behind them.
+"""Checkpoints of finished batches: the same command continues after them.
 
-For programs that write a whole batch at once, within which there is nothing to go on from.
+They serve programs that write a whole batch at once, so that a batch has no state to continue from.
 """
 
 from __future__ import annotations
@@ -12,39 +12,40 @@ from typing import Any
 from specjax.cli.output.files import write_json
 from specjax.errors import UsageError
 from specjax.files.untrusted import guarded_read, read_json
+from specjax.persistence.fingerprint import check_run
 
 
-class Finished:
-    """A folder with a file of JSON per batch."""
+class BatchCheckpoints:
+    """A folder with a JSON file per finished batch."""
 
     def __init__(self, folder: str, run: Mapping[str, str]):
-        """run: digests of what decides the texts, under the names that an error may use.
+        """run: digests of all inputs that determine the texts, under names that errors can use.
 
-        Raises: UsageError if the folder cannot be made.
+        Raises: UsageError if the folder cannot be created.
         """
         self.folder, self.run = Path(folder).expanduser(), dict(run)
         if "://" in folder:
-            raise UsageError(f"--checkpoint of this method is a folder of this machine, not {folder}; give another one")
+            raise UsageError(f"--checkpoint of this method must be a local folder, not {folder}; choose another one")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--checkpoint: {folder} cannot be made ({error.strerror}); give another folder") from None
+            raise UsageError(
+                f"--checkpoint: cannot create {folder} ({error.strerror}); choose another folder"
+            ) from None
 
     def read(self, number: int) -> Any:
-        """What was written of a batch; None: nothing. Raises: UsageError for what is of another run, or damaged."""
-        from specjax.persistence.fingerprint import check_run
-
+        """Return the contents of a batch, or None. Raises: UsageError for another run's file, or a damaged one."""
         path = self._path(number)
         if not path.exists():
             return None
         with guarded_read(path):
-            document = read_json(path, "remove it, or give another folder")
+            document = read_json(path, "remove it, or choose another folder")
             run, batch = document["run"], document["batch"]
             check_run(self.folder, self.run, run)
         return batch
 
     def write(self, number: int, batch: Any) -> None:
-        """Raises: UsageError if that cannot be done."""
+        """Write a batch. Raises: UsageError if the file cannot be written."""
         write_json(self._path(number), {"run": self.run, "batch": batch})
 
     def _path(self, number: int) -> Path:

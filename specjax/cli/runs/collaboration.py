@@ -1,40 +1,46 @@
-"""`specjax generate` of texts that several models or samples write: who wrote what, and what it cost each of them."""
+"""The run of `specjax generate` for texts that several models or samples write: authors, and the cost of each model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from specjax.cli.options.common import Settings, require
-from specjax.cli.runs.batch_checkpoint import Finished
+import jax
+import numpy as np
+from rich.text import Text
+
+import specjax
+from specjax.bench.measure import row_keys
+from specjax.catalog import METHODS, Method
+from specjax.cli.options.groups import ModelOptions
+from specjax.cli.options.prompts import Encoded
+from specjax.cli.output.console import Console
+from specjax.cli.output.text import DRAFTED_STYLE, TextStream
+from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
+from specjax.cli.runs.decoding import Decoding
+from specjax.cli.runs.environment import stage
+from specjax.cli.runs.run import Report, Run, print_heading
+from specjax.cli.runs.session import Session
+from specjax.collaborate import TextResult, after_strings
+from specjax.errors import require
 from specjax.files.untrusted import guarded_read
+from specjax.persistence.fingerprint import describe, digest, digest_model
+from specjax.types import Processor
 
-if TYPE_CHECKING:
-    from specjax.catalog import Method
-    from specjax.cli.options.prompts import Encoded
-    from specjax.cli.output.console import Console
-    from specjax.cli.runs.session import Session
-    from specjax.collaborate import TextResult
+PROVIDED = {"draft", "safe", "segmenter", "judging", "cues"}
+"""Inputs that the command line provides: --draft, also as the safe model, and the words below."""
 
-GIVEN = {"draft", "safe", "segmenter", "judging", "cues"}
-"""What the command line can give: --draft, as the safe model too, and words of its own."""
+REASON = "does not apply to texts that several models or samples write"
+"""The reason of errors about flags that only drafts need."""
 
-OF_DRAFTS = (
-    "datastore", "num_draft_tokens", "tree", "draft_stop", "stop", "exit_layer", "source", "controller", "costs",
-    "verifier", "adapt", "coordinator", "num_processes", "process_id", "data", "model",
-    "speculative_config", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
-    "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_token_map", "stop_string",
-)  # fmt: skip
-ELSEWHERE = {"sampling": "speculative", "distributed": False, "show_what": "text"}
-
-STEPS = {
+STEP_ENDS = {
     "spec_reason": ["\n\n"],
     "speculative_thinking": ["\n\n"],
     "foreal": [". ", "? ", "! ", "\n"],
     "cntp": list(".,;:?!\n)]}"),
 }
-"""Where steps end; of cntp trials."""
+"""The strings that end a step, or a trial of cntp."""
 JUDGING = "\nFrom 0 (wrong) to 9 (right), the last step above is worth "
 CUES = {
     "positive": ("yeah", "yes", "final answer", "confident"),
@@ -44,60 +50,44 @@ CUES = {
 CHECK = "Let me check whether there are some wrong steps:"
 
 
-def is_collaboration(method: str | None) -> bool:
-    from specjax.catalog import METHODS
-
-    return method is not None and method in METHODS and METHODS[method].kind == "collaboration"
-
-
-def lacking(row: Method) -> list[str]:
-    """What a method needs and only Python can give it; one that takes a router cannot do without some judge."""
-    return sorted((row.needs | (row.takes & {"router"})) - GIVEN)
+def missing_inputs(row: Method) -> list[str]:
+    """Return the inputs of a method that only Python can provide. An optional router counts: it replaces the judge."""
+    return sorted((row.needs | (row.takes & {"router"})) - PROVIDED)
 
 
-def check_flags(arguments: Mapping[str, Any]) -> None:
-    """Raises: UsageError for a method that the command line cannot serve, and for flags that are of drafts."""
-    from specjax.catalog import METHODS
-
-    name, draft = arguments["method"], arguments["draft"]
-    row = METHODS[name]
-    missing = lacking(row)
+def check_inputs(method: str, models: ModelOptions) -> None:
+    """Raise a UsageError for a method that the command line cannot run, or a wrong number of models."""
+    row, draft = METHODS[method], models.draft
+    missing = missing_inputs(row)
     require(
         not missing,
-        f"--method: the command line cannot give {name} its {' and '.join(missing)}; call "
-        f"specjax.collaborate.methods.{name} in Python",
+        f"--method: the command line cannot provide the {' and '.join(missing)} of {method}; call "
+        f"specjax.collaborate.methods.{method} in Python",
     )
-    wants = bool(row.needs & {"draft", "safe"})
-    what = "safe" if "safe" in row.needs else "smaller"
-    require(draft is not None or not wants, f"method {name} needs a {what} model beside the target; give --draft")
-    require(draft is None or wants, f"method {name} has no use for a second model; leave --draft out")
-    for flag, default in ({flag: None for flag in OF_DRAFTS} | ELSEWHERE).items():
-        require(
-            arguments.get(flag, default) in (default, [], ()),
-            f"--{flag.replace('_', '-')} is not of texts that several models or samples write; leave it out",
-        )
+    needs_model = bool(row.needs & {"draft", "safe"})
+    kind = "safe" if "safe" in row.needs else "smaller"
+    require(draft is not None or not needs_model, f"method {method} needs a {kind} model; add --draft MODEL")
+    require(draft is None or needs_model, f"method {method} uses one model only; remove --draft")
 
 
-def words(name: str, tokenizer, vocab_size: int) -> dict[str, Any]:
-    """What a method is told in words, as tokens."""
-    from specjax.collaborate import after_strings
-
+def word_arguments(name: str, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return the arguments of a method that are words, as tokens."""
     ids = lambda text: list(tokenizer.encode(text, special=False))
-    found: dict[str, Any] = {}
-    if name in STEPS:
-        where = "punctuation" if name == "cntp" else "segmenter"
-        found[where] = after_strings(STEPS[name], tokenizer, vocab_size)
+    arguments: dict[str, Any] = {}
+    if name in STEP_ENDS:
+        argument = "punctuation" if name == "cntp" else "segmenter"
+        arguments[argument] = after_strings(STEP_ENDS[name], tokenizer, vocab_size)
     if name == "spec_reason":
-        found |= {"judging": ids(JUDGING), "digits": [ids(str(digit))[-1] for digit in range(10)]}
+        arguments |= {"judging": ids(JUDGING), "digits": [ids(str(digit))[-1] for digit in range(10)]}
     if name == "speculative_thinking":
         forms = lambda cue: (cue, f" {cue}", cue.capitalize(), f" {cue.capitalize()}")
-        found |= {side: [ids(form) for cue in cues for form in forms(cue)] for side, cues in CUES.items()}
-        found["check"] = ids(CHECK)
-    return found
+        arguments |= {side: [ids(form) for cue in cues for form in forms(cue)] for side, cues in CUES.items()}
+        arguments["check"] = ids(CHECK)
+    return arguments
 
 
-class Row(NamedTuple):
-    """A text that is done, of M models."""
+class WrittenText(NamedTuple):
+    """A finished text of M models."""
 
     tokens: list[int]
     authors: list[int]
@@ -107,96 +97,77 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is kept of one."""
+    """The texts of a batch and their times."""
 
-    rows: list[Row]
+    rows: list[WrittenText]
     seconds: float
     plain_seconds: float = 0.0
     plain_tokens: int = 0
 
 
-class Collaboration:
-    """One method over some prompts, and the target alone beside it if asked for."""
+class Collaboration(Run):
+    """One method over some prompts and, with --compare, the target alone after each batch."""
 
     def __init__(
-        self, session: Session, settings: Settings, method: str, options: Mapping[str, Any], rows: list[Encoded],
-        batch_size: int, compare: bool, processors: tuple = (), checkpoint: str | None = None,
+        self, session: Session, decoding: Decoding, method: tuple[str, Mapping[str, Any]], rows: Sequence[Encoded],
+        batch_size: int, *, compare: bool = False, processors: tuple[Processor, ...] = (),
+        checkpoint: str | None = None,
     ):  # fmt: skip
-        """checkpoint: a folder for the batches that are done, of which an earlier run may have left some there."""
-        from specjax.catalog import METHODS
-
-        self.session, self.settings, self.batch_size = session, settings, batch_size
-        self.method, self.options, self.rows, self.compare = METHODS[method], dict(options), rows, compare
-        self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        """method: its name and options. checkpoint: a folder for finished batches; those of an earlier run are read."""
+        super().__init__(session, decoding, rows, batch_size)
+        name, options = method
+        self.method, self.options, self.compare = METHODS[name], dict(options), compare
         self.models = [session.target] if session.draft is None else [session.draft, session.target]
-        self.told = words(method, session.tokenizer, session.target.model.vocab_size)
-        names = "top_k", "top_p", "min_p"
-        self.sampling: dict[str, Any] = {name: getattr(settings, name) for name in names if getattr(settings, name)}
-        if settings.temperature:  # 0 is what methods say themselves: some want samples
-            self.sampling["temperature"] = settings.temperature
+        self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size)
+        settings = decoding.settings
+        values = {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "temperature")}
+        # Methods have temperatures of their own, which 0 must not replace.
+        self.sampling: dict[str, Any] = {name: value for name, value in values.items() if value}
         if processors:
             self.sampling["processors"] = processors
-        self.batches: list[Batch] = []
-        self.kept = None if checkpoint is None else Finished(checkpoint, self._run())
+        self.finished: list[Batch] = []
+        self.checkpoints = None if checkpoint is None else BatchCheckpoints(checkpoint, self._fingerprints())
 
-    def _run(self) -> dict[str, str]:
-        """Digests of what decides the texts, by which a checkpoint is known again."""
-        import jax
-        import numpy as np
-
-        from specjax.persistence.fingerprint import describe, digest, of_model
-
-        settings = [self.method.name, self.settings, self.options, self.sampling, self.told, self.compare]
-        settings += [np.asarray(x) for x in jax.tree.leaves((self.sampling, self.told)) if isinstance(x, jax.Array)]
-        prompts = [[(list(row.ids), row.ordinal) for row in group] for group in self.groups]
+    def _fingerprints(self) -> dict[str, str]:
+        """Return digests of all inputs that determine the texts, which identify a checkpoint."""
+        settings = [self.method.name, self.decoding.record(), self.options, self.sampling, self.words, self.compare]
+        settings += [np.asarray(x) for x in jax.tree.leaves((self.sampling, self.words)) if isinstance(x, jax.Array)]
+        prompts = [[(list(row.ids), row.ordinal) for row in batch] for batch in self.batches]
         names = ["target"] if len(self.models) == 1 else ["draft model", "target"]
-        models = {name: of_model(model) for name, model in zip(names, self.models, strict=True)}
+        models = {name: digest_model(model) for name, model in zip(names, self.models, strict=True)}
         return {"prompts": digest(prompts), "settings": digest(describe(settings)), **models}
 
-    def _keywords(self, group: Sequence[Encoded]) -> dict[str, Any]:
-        from specjax.bench import measure
+    def run_batch(self, number: int, report: Report) -> None:
+        """Decode a batch, or read it from the checkpoint. With --compare each program runs once before it is timed."""
+        prompts, log = self.batches[number], report.log
+        stored = self._read(number)
+        if stored is not None:
+            log.print(f"batch {number + 1} was finished before", style="dim")
+        batch = stored or self._write(prompts, log)
+        self.finished.append(batch)
+        for prompt, row in zip(prompts, batch.rows, strict=True):
+            self._print(prompt, row, report.out)
+        if stored is not None:
+            return
+        if self.compare:
+            batch = self.finished[-1] = self._run_target(prompts, batch, log)
+        if self.checkpoints is not None:
+            self.checkpoints.write(number, batch)
 
-        keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group])
-        return {"key": keys, "max_new_tokens": self.settings.max_new_tokens, "eos": self.session.tokenizer.eos}
+    def _arguments(self, batch: Sequence[Encoded]) -> dict[str, Any]:
+        keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
+        return {"key": keys, "max_new_tokens": self.decoding.max_new_tokens, "eos": self.session.tokenizer.eos}
 
-    def _written(self, group: Sequence[Encoded]) -> TextResult:
-        prompts = [list(row.ids) for row in group]
-        return self.method.make(
-            *self.models, prompts, **self._keywords(group), **self.told, **self.options, **self.sampling
-        )
-
-    def _alone(self, group: Sequence[Encoded]):
-        import specjax
-
-        prompts = [list(row.ids) for row in group]
-        return specjax.decode(self.session.target, "autoregressive", prompts, **self._keywords(group), **self.sampling)
-
-    def run(self, log: Console, out: Console) -> None:
-        """Decode everything, printing texts to `out`. With a comparison each program has run before it is timed."""
-        for number, group in enumerate(self.groups):
-            found = None if self.kept is None else self._found(self.kept, number)
-            if found is not None:
-                log.print(f"batch {number + 1} was done before", style="dim")
-            batch = found or self._decoded(group, log)
-            self.batches.append(batch)
-            for prompt, row in zip(group, batch.rows, strict=True):
-                self._print(prompt, row, out)
-            if found is not None:
-                continue
-            if self.compare:
-                batch = self.batches[-1] = self._compared(group, batch, log)
-            if self.kept is not None:
-                self.kept.write(number, batch)
-
-    def _found(self, kept: Finished, number: int) -> Batch | None:
-        """A batch that was done before. Raises: UsageError for what is none."""
-        found, size = kept.read(number), self.session.target.model.vocab_size
-        if found is None:
+    def _read(self, number: int) -> Batch | None:
+        """Read a finished batch. Raises: UsageError for a damaged file."""
+        stored = None if self.checkpoints is None else self.checkpoints.read(number)
+        if stored is None or self.checkpoints is None:
             return None
-        with guarded_read(f"batch {number} in {kept.folder}"):
-            rows, seconds, plain_seconds, plain_tokens = found
-            batch = Batch([Row(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens))
-            assert len(rows) == len(self.groups[number]), "texts are missing"
+        size = self.session.target.model.vocab_size
+        with guarded_read(f"batch {number} in {self.checkpoints.folder}"):
+            rows, seconds, plain_seconds, plain_tokens = stored
+            batch = Batch([WrittenText(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens))
+            assert len(rows) == len(self.batches[number]), "texts are missing"
             for row in batch.rows:
                 assert len(row.tokens) == len(row.authors), "authors are missing"
                 assert all(type(token) is int and 0 <= token < size for token in row.tokens), "no tokens of this model"
@@ -204,64 +175,60 @@ class Collaboration:
                 assert sum(row.authors) + sum(row.passes) + sum(row.read) >= 0, "counts are negative"
         return batch
 
-    def _decoded(self, group: Sequence[Encoded], log: Console) -> Batch:
-        import jax
-
-        from specjax.cli.runs.session import stage
-
+    def _write(self, batch: Sequence[Encoded], log: Console) -> Batch:
+        """Decode a batch with the method."""
+        prompts = [list(row.ids) for row in batch]
+        arguments = {**self._arguments(batch), **self.words, **self.options, **self.sampling}
+        decode = lambda: jax.block_until_ready(self.method.make(*self.models, prompts, **arguments))
         with stage(log, "writing", "wrote"):
             if self.compare:
-                jax.block_until_ready(self._written(group))
-            begin = time.perf_counter()
-            result = jax.block_until_ready(self._written(group))
-            seconds = time.perf_counter() - begin
-        return Batch([_row(result, place) for place in range(len(group))], seconds)
+                decode()
+            start = time.perf_counter()
+            result: TextResult = decode()
+            seconds = time.perf_counter() - start
+        return Batch([_text_of(result, row) for row in range(len(batch))], seconds)
 
-    def _compared(self, group: Sequence[Encoded], batch: Batch, log: Console) -> Batch:
-        import jax
-
-        from specjax.cli.runs.session import stage
-
+    def _run_target(self, batch: Sequence[Encoded], written: Batch, log: Console) -> Batch:
+        """Decode a batch with the target alone, and add its time."""
+        prompts, arguments = [list(row.ids) for row in batch], {**self._arguments(batch), **self.sampling}
+        decode = lambda: jax.block_until_ready(
+            specjax.decode(self.session.target, "autoregressive", prompts, **arguments)
+        )
         with stage(log, "decoding with the target alone", "decoded with the target alone"):
-            jax.block_until_ready(self._alone(group))
-            begin = time.perf_counter()
-            alone = jax.block_until_ready(self._alone(group))
-            seconds = time.perf_counter() - begin
-        return batch._replace(plain_seconds=seconds, plain_tokens=int(alone.lengths.sum()))
+            decode()
+            start = time.perf_counter()
+            result = decode()
+            seconds = time.perf_counter() - start
+        return written._replace(plain_seconds=seconds, plain_tokens=int(result.lengths.sum()))
 
-    def _print(self, prompt: Encoded, row: Row, out: Console) -> None:
-        from rich.text import Text
-
-        from specjax.cli.output.text import DRAFTED_STYLE, TextStream
-        from specjax.cli.runs.generation import heading
-
-        heading(prompt, out)
+    def _print(self, prompt: Encoded, row: WrittenText, out: Console) -> None:
+        """Print a text; tokens of the draft model are coloured."""
+        print_heading(prompt, out)
         tokenizer = self.session.tokenizer
         stream = TextStream(tokenizer, tokenizer.eos)
-        small = len(self.models) > 1
+        has_draft = len(self.models) > 1
         pieces = [
-            stream.push(token, small and author == 0) for token, author in zip(row.tokens, row.authors, strict=True)
+            stream.push(token, has_draft and author == 0) for token, author in zip(row.tokens, row.authors, strict=True)
         ]
         out.print(Text.assemble(*pieces, stream.flush()), soft_wrap=True)
-        if small and out.color_system and not out.quiet:
-            out.print(Text.assemble((f"by {self.models[0].model.name}", DRAFTED_STYLE), ", plain: by the target"))
+        if has_draft and out.color_system and not out.quiet:
+            out.print(
+                Text.assemble((f"written by {self.models[0].model.name}", DRAFTED_STYLE), ", plain: by the target")
+            )
 
     @property
-    def finished(self) -> list[Row]:
-        return [row for batch in self.batches for row in batch.rows]
-
-    @property
-    def left(self) -> int:
-        """Prompts that are not done."""
-        return len(self.rows) - len(self.finished)
+    def texts(self) -> list[WrittenText]:
+        """All finished texts."""
+        return [row for batch in self.finished for row in batch.rows]
 
     def record(self) -> dict[str, Any]:
-        """The JSON record over all prompts that are done."""
-        rows, tokens = self.finished, sum(len(row.tokens) for row in self.finished)
-        of = lambda what: [sum(getattr(row, what)[who] for row in rows) for who in range(len(self.models))]
+        """Return the totals over all finished prompts as JSON."""
+        rows, tokens = self.texts, sum(len(row.tokens) for row in self.texts)
+        per_model = lambda field: [sum(getattr(row, field)[i] for row in rows) for i in range(len(self.models))]
         by_target = sum(row.authors.count(len(self.models) - 1) for row in rows)
         seconds, plain_seconds, plain_tokens = (
-            sum(getattr(batch, name) for batch in self.batches) for name in ("seconds", "plain_seconds", "plain_tokens")
+            sum(getattr(batch, name) for batch in self.finished)
+            for name in ("seconds", "plain_seconds", "plain_tokens")
         )
         speed = tokens / seconds if seconds else None
         plain = plain_tokens / plain_seconds if plain_seconds else None
@@ -276,56 +243,50 @@ class Collaboration:
             "tokens_per_second": speed,
             "share_of_target": by_target / tokens if tokens else None,
             "models": [model.model.name for model in self.models],
-            "passes": of("passes"),
-            "tokens_read": of("read"),
+            "passes": per_model("passes"),
+            "tokens_read": per_model("read"),
             "baseline_tokens_per_second": plain,
             "speedup": speed and plain and speed / plain,
         }
 
     def results(self) -> list[dict[str, Any]]:
-        """Per prompt that is done."""
+        """Return the results per finished prompt as JSON."""
         return [
             {
-                "line": asked.prompt.line,
-                "question_id": asked.prompt.question_id,
+                "line": prompt.prompt.line,
+                "question_id": prompt.prompt.question_id,
                 "text": self.session.tokenizer.decode(row.tokens),
                 "token_ids": row.tokens,
                 "authors": row.authors,
                 "finish_reason": "eos" if row.hit_eos else "length",
-                "prompt_tokens": len(asked.ids),
+                "prompt_tokens": len(prompt.ids),
                 "tokens": len(row.tokens),
                 "passes": row.passes,
             }
-            for asked, row in zip(self.rows, self.finished, strict=False)
+            for prompt, row in zip(self.rows, self.texts, strict=False)
         ]
 
+    def table(self) -> dict[str, str]:
+        """Return the totals as lines of a table."""
+        record = self.record()
+        lines = {
+            "method": f"{record['method']} (guarantee: {record['guarantee']})",
+            "tokens": f"{record['tokens']} in {record['seconds']:.2f} s"
+            + (", compilation included" if record["seconds_include_compilation"] else ""),
+        }
+        if len(record["models"]) > 1 and record["share_of_target"] is not None:
+            lines["written by the target"] = f"{record['share_of_target']:.0%}"
+        for name, passes, read in zip(record["models"], record["passes"], record["tokens_read"], strict=True):
+            lines[f"passes of {name}"] = f"{passes}, over {read} tokens"
+        if record["baseline_tokens_per_second"] is not None:
+            lines["tokens/s"] = f"{record['tokens_per_second']:.1f}"
+            lines["the target alone"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
+            lines["speed ratio"] = f"{record['speedup']:.2f}"
+        return lines
 
-def _row(result: TextResult, place: int) -> Row:
-    count = int(result.lengths[place])
-    text = result.tokens[place, :count].tolist(), result.authors[place, :count].tolist()
-    return Row(*text, bool(result.hit_eos[place]), result.passes[place].tolist(), result.read[place].tolist())
 
-
-def show(run: Collaboration, out: Console) -> None:
-    """The table."""
-    from rich.table import Table
-
-    record = run.record()
-    several = len(record["models"]) > 1
-    lines = {
-        "method": f"{record['method']} (guarantee: {record['guarantee']})",
-        "tokens": f"{record['tokens']} in {record['seconds']:.2f} s"
-        + (", compilation included" if record["seconds_include_compilation"] else ""),
-    }
-    if several and record["share_of_target"] is not None:
-        lines["written by the target"] = f"{record['share_of_target']:.0%}"
-    for name, passes, read in zip(record["models"], record["passes"], record["tokens_read"], strict=True):
-        lines[f"passes of {name}"] = f"{passes}, reading {read} tokens"
-    if record["baseline_tokens_per_second"] is not None:
-        lines["tokens/s"] = f"{record['tokens_per_second']:.1f}"
-        lines["the target alone"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
-        lines["speed ratio"] = f"{record['speedup']:.2f}"
-    table = Table(show_header=False)
-    for name, value in lines.items():
-        table.add_row(name, value)
-    out.print(table)
+def _text_of(result: TextResult, row: int) -> WrittenText:
+    """Return one row of a result."""
+    count = int(result.lengths[row])
+    text = result.tokens[row, :count].tolist(), result.authors[row, :count].tolist()
+    return WrittenText(*text, bool(result.hit_eos[row]), result.passes[row].tolist(), result.read[row].tolist())

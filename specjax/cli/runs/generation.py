@@ -1,211 +1,214 @@
-"""The run behind `specjax generate`: compile, stream, compare, tabulate."""
+"""The run of `specjax generate` for autoregressive models: it streams texts, and compares them with plain decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from specjax.bench import measure, near_ties
-from specjax.bench import records as report
+from specjax.bench import records as report_of
 from specjax.catalog import METHODS
-from specjax.cli.options.common import Settings
-from specjax.cli.options.drafter_flags import Drafting
+from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console
-from specjax.cli.output.progress import Pace
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
-from specjax.cli.runs.session import Session, peak_memory_bytes, stage
-from specjax.engine.carry_over import canonical
+from specjax.cli.runs.decoding import Decoding, without_draft
+from specjax.cli.runs.environment import peak_memory_bytes, stage
+from specjax.cli.runs.run import Report, Run, describe_memory, print_heading
+from specjax.cli.runs.session import Session
+from specjax.engine.run import canonical
 from specjax.persistence import Checkpoints
 from specjax.persistence.program_cache import ProgramCache
 from specjax.types import Drafter, Processor
 
 
-class Generation:
-    """One method over some prompts, and plain decoding beside it if asked for."""
+class GenerationOptions(NamedTuple):
+    """The parts of a generation besides method and prompts."""
+
+    compare: bool = False
+    checkpoint: str | None = None
+    checkpoint_every: int = 64
+    stop: tuple[str, ...] = ()
+    adapt: str | None = None
+    processors: tuple[Processor, ...] = ()
+    programs: ProgramCache | None = None
+
+
+class Generation(Run):
+    """One method over some prompts and, with --compare, plain decoding after it."""
 
     def __init__(
         self,
         session: Session,
-        settings: Settings,
+        decoding: Decoding,
         method: str,
-        drafting: Drafting,
-        rows: list[Encoded],
+        options: MethodOptions,
+        rows: Sequence[Encoded],
         batch_size: int,
-        compare: bool,
-        checkpoint: str | None = None,
-        checkpoint_every: int = 64,
-        processors: tuple[Processor, ...] = (),
-        stop: tuple[str, ...] = (),
-        programs: ProgramCache | None = None,
+        more: GenerationOptions,
     ):
-        self.session, self.settings, self.batch_size = session, settings, batch_size
-        self.method = METHODS[method]
-        self.guarantee = settings.promise(method)
-        self.drafter = session.drafter(method, drafting)
-        self.plain = session.drafter("autoregressive") if compare else None
-        self.rows = rows
-        self.groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        self.processors, self.stop = processors, stop
-        self.options = session.keywords(settings, method) | {"processors": processors, "programs": programs}
-        self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
-        # Each batch goes on from what the one before taught; a checkpoint of one that has ended keeps its text alone.
-        self.remembers = len(self.groups) > 1 and self.drafter.hooks.export is not None and checkpoint is None
-        if self.remembers:
+        super().__init__(session, decoding, rows, batch_size)
+        self.method, self.more = METHODS[method], more
+        self.guarantee = decoding.guarantee(method)
+        self.drafter = session.drafter(method, options)
+        self.plain = session.drafter("autoregressive") if more.compare else None
+        self.settings = session.settings(decoding, method, more.processors)
+        # Each batch starts with the parameters that the batch before learned. A checkpoint of a finished batch has its
+        # text only, so a run with checkpoints cannot.
+        is_exported = self.drafter.hooks.export is not None
+        self.carries_over = len(self.batches) > 1 and is_exported and more.checkpoint is None
+        if self.carries_over:
             self.drafter = session.on_mesh(canonical(session.target, self.drafter))
-        self.runs: list[report.Run] = []
-        self.plain_runs: list[report.Run] = []
+        self.runs: list[report_of.Run] = []
+        self.plain_runs: list[report_of.Run] = []
         self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
         self.texts: list[TextStream] = []
         self.differences: list[dict] = []
 
     def compile(self, log: Console) -> None:
         """Compile every program that `run` needs."""
-        shapes = {measure.bucket([row.ids for row in group]): group for group in self.groups}
+        shapes = {measure.bucket([row.ids for row in batch]): batch for batch in self.batches}
         with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if self.plain else ''}"):
-            for group in shapes.values():
-                rows = [row.ids for row in group]
+            for batch in shapes.values():
                 self.compile_seconds += measure.warm_stream(
-                    self.session.target, self.drafter, rows, self.options, measured=self.plain is not None
+                    self._task(batch), self.more.programs, measured=self.plain is not None
                 )
-                if self.plain:
-                    self.plain_compile_seconds += measure.warm_stream(
-                        self.session.target, self.plain, rows, self._options(self.plain)
-                    )
+                if self.plain is not None:
+                    plain = self._plain_task(batch, self.plain)
+                    self.plain_compile_seconds += measure.warm_stream(plain, self.more.programs)
 
-    def run(self, log: Console, out: Console) -> None:
-        """Decode everything, printing text to `out`."""
-        if out.color_system and not out.quiet:
-            log.print(Text.assemble(("drafted and accepted", DRAFTED_STYLE), ", plain: the target's own"))
-        pace = Pace(log, len(self.rows), shown=not out.quiet)
-        for number, group in enumerate(self.groups):
-            self._run_group(group, out, log, self._checkpoints(number))
-            pace.tell(len(self.texts))
-        if self.plain:
-            columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
-                for group in progress.track(self.groups):
-                    self.plain_runs.append(self._plain_run(group))
-            self._compare()
+    def run(self, report: Report) -> None:
+        """Decode all batches, and print the texts as they grow."""
+        if report.out.color_system and not report.out.quiet:
+            report.log.print(Text.assemble(("drafted and accepted", DRAFTED_STYLE), ", plain: written by the target"))
+        super().run(report)
 
-    def _checkpoints(self, number: int) -> Checkpoints | None:
-        """Each batch has a folder; that of a finished one holds its text."""
-        if self.checkpoint is None:
-            return None
-        return Checkpoints(f"{self.checkpoint.rstrip('/')}/batch-{number:05d}", self.checkpoint_every)
-
-    def _run_group(
-        self, group: list[Encoded], out: Console, log: Console, checkpoint: Checkpoints | None = None
-    ) -> None:
-        streams = self._text_streams(group)
-        live, memory = len(group) == 1, None
+    def run_batch(self, number: int, report: Report) -> None:
+        """Decode a batch and print its texts; the text of a batch of one is printed while it grows."""
+        batch, out = self.batches[number], report.out
+        streams = self._text_streams(batch)
+        is_live, export = len(batch) == 1, None
 
         def on_step(step):
-            nonlocal memory
-            memory = step.drafter
+            nonlocal export
+            export = step.drafter
             if step.earlier is not None:
-                found = sum(map(len, step.tokens))
-                log.print(f"continuing after {found} tokens", style="dim")
+                count = sum(map(len, step.tokens))
+                report.log.print(f"continuing after {count} tokens", style="dim")
             for row, stream in enumerate(streams):
                 new = stream.push_step(step, row)
-                if live:
+                if is_live:
                     out.print(new, end="", soft_wrap=True)
-            return self._are_over(streams)
+            return _have_stopped(streams)
 
-        if live:
-            heading(group[0], out)
-        self.runs.append(_cut(self._stream(self.drafter, group, on_step, checkpoint), streams))
-        for row, stream in zip(group, streams, strict=True):
-            rest = stream.flush()
-            if live:
-                out.print(rest, soft_wrap=True)
+        if is_live:
+            print_heading(batch[0], out)
+        run = measure.run_stream(
+            self._task(batch), on_step, checkpoint=self._checkpoints(number), programs=self.more.programs
+        )
+        self.runs.append(_cut(run, streams))
+        for row, stream in zip(batch, streams, strict=True):
+            end = stream.flush()
+            if is_live:
+                out.print(end, soft_wrap=True)
             else:
-                heading(row, out)
+                print_heading(row, out)
                 out.print(stream.text, soft_wrap=True)
         self.texts += streams
-        if memory is not None and self.remembers:
-            self.drafter = self.session.on_mesh(memory())
+        if export is not None and self.carries_over:
+            self.drafter = self.session.on_mesh(export())
 
-    def _plain_run(self, group: list[Encoded]) -> report.Run:
-        assert self.plain is not None
-        streams = self._text_streams(group)
+    def finish(self, report: Report) -> None:
+        """Run plain decoding, and compare the texts."""
+        if self.plain is None:
+            return
+        columns = (TextColumn("plain decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=report.log, transient=True, disable=not report.log.is_terminal) as progress:
+            for batch in progress.track(self.batches):
+                self.plain_runs.append(self._run_plain(batch, self.plain))
+        self._compare()
+
+    def _checkpoints(self, number: int) -> Checkpoints | None:
+        """Return the folder of a batch; that of a finished batch contains its text."""
+        if self.more.checkpoint is None:
+            return None
+        return Checkpoints(f"{self.more.checkpoint.rstrip('/')}/batch-{number:05d}", self.more.checkpoint_every)
+
+    def _run_plain(self, batch: Sequence[Encoded], plain: Drafter) -> report_of.Run:
+        """Decode a batch plainly, up to the same stop strings."""
+        streams = self._text_streams(batch)
 
         def on_step(step):
             for row, stream in enumerate(streams):
                 stream.push_step(step, row)
-            return self._are_over(streams)
+            return _have_stopped(streams)
 
-        return _cut(self._stream(self.plain, group, on_step if self.stop else lambda step: None), streams)
+        watch: Callable[[Any], bool | None] = on_step if self.more.stop else lambda step: None
+        return _cut(measure.run_stream(self._plain_task(batch, plain), watch, programs=self.more.programs), streams)
 
-    def _text_streams(self, group: list[Encoded]) -> list[TextStream]:
-        return [TextStream(self.session.tokenizer, self.options["eos"], self.stop) for _ in group]
+    def _text_streams(self, batch: Sequence[Encoded]) -> list[TextStream]:
+        tokenizer = self.session.tokenizer
+        return [TextStream(tokenizer, tokenizer.eos, self.more.stop) for _ in batch]
 
-    def _are_over(self, streams: list[TextStream]) -> bool:
-        """Whether nothing that may come is of the texts: a run that no stop string ended goes to its own end."""
-        return any(stream.is_stopped for stream in streams) and all(stream.is_over for stream in streams)
+    def _task(self, batch: Sequence[Encoded]) -> measure.Task:
+        return self.task(self.session.target, self.drafter, batch, self.settings)
 
-    def _stream(
-        self, drafter: Drafter, group: list[Encoded], on_step=lambda step: None, checkpoint: Checkpoints | None = None
-    ) -> report.Run:
-        keys = measure.row_keys(self.settings.seed, [row.ordinal for row in group])
-        rows = [row.ids for row in group]
-        options = self._options(drafter) | ({"checkpoint": checkpoint} if checkpoint else {})
-        return measure.run_stream(self.session.target, drafter, rows, keys, options, on_step)
-
-    def _options(self, drafter: Drafter) -> dict:
-        """Plain decoding has nothing to draft or verify."""
-        return self.options | ({"verifier": None, "controller": None} if drafter is self.plain else {})
-
-    @property
-    def left(self) -> int:
-        """Prompts that are not done."""
-        return len(self.rows) - len(self.texts)
+    def _plain_task(self, batch: Sequence[Encoded], plain: Drafter) -> measure.Task:
+        return self.task(self.session.target, plain, batch, without_draft(self.settings))
 
     @property
     def _is_compared(self) -> bool:
-        """Not if it was asked for, but the run has ended before."""
-        return bool(self.plain) and len(self.plain_runs) == len(self.groups)
+        """True if plain decoding has finished."""
+        return self.plain is not None and len(self.plain_runs) == len(self.batches)
 
     @property
     def is_comparable(self) -> bool:
-        """Whether plain decoding must give the same text."""
-        return self.settings.is_comparable(self.method.name, self.drafter.traits.draws)
+        """True if plain decoding must give the same text."""
+        return self.decoding.is_comparable(self.method.name, self.drafter.traits.draws)
 
     @property
     def identical(self) -> bool | None:
-        """None: not compared, or equality is not what the method promises."""
+        """True if the texts equal those of plain decoding; None: not compared, or the method does not promise it."""
         if not self._is_compared or not (self.is_comparable or self.guarantee == "lossy"):
             return None
-        return report.merge(self.runs).tokens == report.merge(self.plain_runs).tokens
+        return report_of.merge(self.runs).tokens == report_of.merge(self.plain_runs).tokens
 
     def _compare(self) -> None:
+        """Find the first difference of each pair of texts."""
         if self.identical is not False:
             return
-        pairs = zip(self.rows, report.merge(self.runs).tokens, report.merge(self.plain_runs).tokens, strict=True)
-        for number, (row, ours, plain) in enumerate(pairs):
-            found = near_ties.difference(
-                self.session.target, row.ids, ours, plain, self.session.coarsest, self.processors
+        tokens, plain_tokens = report_of.merge(self.runs).tokens, report_of.merge(self.plain_runs).tokens
+        for number, (row, text, plain) in enumerate(zip(self.rows, tokens, plain_tokens, strict=True)):
+            difference = near_ties.find_difference(
+                self.session.target, row.ids, text, plain, self.session.tie_dtype, self.settings.processors
             )
-            if found is not None:
-                where = {"prompt": number, "line": row.prompt.line}
-                self.differences.append(near_ties.difference_record(found, self.session.tokenizer, **where))
+            if difference is not None:
+                position = {"prompt": number, "line": row.prompt.line}
+                self.differences.append(near_ties.difference_record(difference, self.session.tokenizer, **position))
 
-    def record(self) -> dict:
-        """The JSON record over all prompts that are done."""
-        return report.record(
+    def record(self) -> dict[str, Any]:
+        """Return the totals over all finished prompts as JSON."""
+        return report_of.record(
             self.method.name,
             self.guarantee,
-            report.merge(self.runs),
-            report.merge(self.plain_runs) if self._is_compared else None,
+            report_of.merge(self.runs),
+            report_of.merge(self.plain_runs) if self._is_compared else None,
             identical=self.identical,
             compile_seconds=self.compile_seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )
 
-    def results(self) -> list[dict]:
-        """Per prompt that is done."""
-        run = report.merge(self.runs)
+    def document(self, bad) -> dict[str, Any]:
+        """Return the JSON document; its guarantee is relative to the target after --adapt, which is lossy itself."""
+        return super().document(bad) | {"adapt": self.more.adapt}
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return the results per finished prompt as JSON."""
+        run = report_of.merge(self.runs)
+        passes = run.stats.target_passes
         return [
             {
                 "line": row.prompt.line,
@@ -215,82 +218,76 @@ class Generation:
                 "finish_reason": "stop" if text.is_stopped else "eos" if eos else "length",
                 "prompt_tokens": len(row.ids),
                 "tokens": len(ids),
-                "target_passes": int(passes),
-                "block_efficiency": len(ids) / max(int(passes), 1),
+                "target_passes": int(count),
+                "block_efficiency": len(ids) / max(int(count), 1),
             }
-            for row, text, ids, eos, passes in zip(
-                self.rows[: len(self.texts)], self.texts, run.tokens, run.hit_eos, run.stats.target_passes, strict=True
+            for row, text, ids, eos, count in zip(
+                self.rows[: len(self.texts)], self.texts, run.tokens, run.hit_eos, passes, strict=True
             )
         ]
 
+    def table(self) -> dict[str, str]:
+        """Return the totals as lines of a table."""
+        record = self.record()
+        rates = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
+        first, resumed = record["time_to_first_token"], report_of.merge(self.runs).resumed
+        lines = {
+            "method": f"{record['method']} (guarantee: {record['guarantee']}{self._loss()})",
+            "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"
+            + (f", {resumed} before the restart" if resumed else ""),
+            "tokens/s": f"{record['tokens_per_second']:.1f}",
+            "tokens per target pass": f"{record['block_efficiency']:.2f} with the bonus token, "
+            f"{record['mean_accepted']:.2f} drafted",
+            "acceptance by depth": " ".join(rates) or "-",
+            "target passes": str(record["target_passes"]),
+            "time to first token": "-" if first is None else f"{first:.3f} s",
+            "compilation": f"{record['compile_seconds']:.1f} s",
+            "peak memory": describe_memory(record["peak_memory_bytes"]),
+        }
+        if self._is_compared:
+            lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
+            lines["speed ratio"] = f"{record['speedup']:.2f}"
+        return lines
 
-def _cut(run: report.Run, streams: list[TextStream]) -> report.Run:
-    """Without what came after a stop string."""
+    def _loss(self) -> str:
+        """Return the loss of a lossy rule and of --adapt in words."""
+        rule = self.settings.verifier
+        has_distance = rule is not None and rule.distance is not None and self.decoding.remark is None
+        distance = f", TV {rule.distance:g} on a toy pair" if rule is not None and has_distance else ""
+        return distance + ("" if self.more.adapt is None else f" relative to the target with {self.more.adapt}, lossy")
+
+    def verdict(self) -> list[str]:
+        """Return the result of the comparison in words."""
+        if self.plain is None:
+            return []
+        if self.identical is None:
+            return [
+                "outputs: not compared; sampled drafts keep the target's distribution, not its text for a given seed"
+                if self.guarantee == "distribution"
+                else "outputs: not compared; this method promises equal text at temperature 0 only"
+            ]
+        if self.identical:
+            return ["outputs: identical to plain decoding"]
+        lines = [] if self.is_comparable else ["outputs: differ from plain decoding; this method is lossy"]
+        for d in self.differences:
+            where = f"line {d['line']}: " if d["line"] else ""
+            lines.append(
+                f"outputs differ: {where}first at new token {d['position']}: {d['text']!r} instead of "
+                f"{d['plain_text']!r}; the two largest logits there are {d['top_two_gap']:.2g} apart"
+                + (" (a near-tie, decided by rounding)" if d["near_tie"] else "")
+            )
+        return lines
+
+
+def _have_stopped(streams: list[TextStream]) -> bool:
+    """Return True if all texts have ended and a stop string ended one of them."""
+    return any(stream.is_stopped for stream in streams) and all(stream.has_ended for stream in streams)
+
+
+def _cut(run: report_of.Run, streams: list[TextStream]) -> report_of.Run:
+    """Remove the tokens after a stop string."""
     tokens = [
-        text[: stream.taken] if stream.is_stopped else text for text, stream in zip(run.tokens, streams, strict=True)
+        text[: stream.num_tokens] if stream.is_stopped else text
+        for text, stream in zip(run.tokens, streams, strict=True)
     ]
     return run._replace(tokens=tokens)
-
-
-def heading(row: Encoded, out: Console) -> None:
-    """The line of the file that a text's prompt is from, if it is from one."""
-    if row.prompt.line is not None:
-        out.rule(f"line {row.prompt.line}", align="left", style="dim")
-
-
-def show(generation: Generation, out: Console, adapt: str | None = None) -> None:
-    """The table and, after a comparison, the verdict in words. adapt: what was left out of the target."""
-    record = generation.record()
-    table = Table(show_header=False)
-    depth = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
-    memory, first = record["peak_memory_bytes"], record["time_to_first_token"]
-    rule, resumed = generation.options["verifier"], report.merge(generation.runs).resumed
-    far = (
-        f", TV {rule.distance:g} on a toy pair"
-        if rule is not None and rule.distance is not None and not generation.settings.remark
-        else ""
-    )
-    lossy = "" if adapt is None else f" of the target by {adapt}, which is lossy"
-    lines = {
-        "method": f"{record['method']} (guarantee: {record['guarantee']}{far}{lossy})",
-        "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"
-        + (f", {resumed} before the restart" if resumed else ""),
-        "tokens/s": f"{record['tokens_per_second']:.1f}",
-        "tokens per target pass": f"{record['block_efficiency']:.2f} with the bonus token, "
-        f"{record['mean_accepted']:.2f} drafted",
-        "acceptance by depth": " ".join(depth) or "-",
-        "target passes": str(record["target_passes"]),
-        "time to first token": "-" if first is None else f"{first:.3f} s",
-        "compilation": f"{record['compile_seconds']:.1f} s",
-        "peak memory": f"{memory / 2**20:.0f} MiB" if memory else "unknown",
-    }
-    if generation.plain:
-        lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
-        lines["speed ratio"] = f"{record['speedup']:.2f}"
-    for name, value in lines.items():
-        table.add_row(name, value)
-    out.print(table)
-    if generation.plain:
-        for line in verdict(generation):
-            out.print(line, soft_wrap=True)
-
-
-def verdict(generation: Generation) -> list[str]:
-    """What the comparison found, in words."""
-    if generation.identical is None:
-        return [
-            "outputs: not compared; sampled drafts keep the target's distribution, not its text for a given seed"
-            if generation.guarantee == "distribution"
-            else "outputs: not compared; this method promises equal text at temperature 0 only"
-        ]
-    if generation.identical:
-        return ["outputs: identical to plain decoding"]
-    lines = [] if generation.is_comparable else ["outputs: differ from plain decoding; this method is lossy"]
-    for d in generation.differences:
-        where = f"line {d['line']}: " if d["line"] else ""
-        lines.append(
-            f"outputs differ: {where}first at new token {d['position']}: {d['text']!r} instead of {d['plain_text']!r}; "
-            f"the two largest logits there are {d['top_two_gap']:.2g} apart"
-            + (" (a near-tie, decided by rounding)" if d["near_tie"] else "")
-        )
-    return lines

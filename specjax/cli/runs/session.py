@@ -1,48 +1,48 @@
-"""What a command needs before it decodes: the compilation cache, the models, the machine."""
+"""The loaded models of a command, and the drafters and settings that it builds with them."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import platform
-import shlex
-import sys
-import time
-import warnings
-from collections.abc import Iterator, Mapping
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from rich.text import Text
+import jax
+from jax.sharding import Mesh
 
-from specjax import controllers
+from specjax import controllers, parallel
 from specjax import costs as costs_of
 from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.bench import near_ties
 from specjax.catalog import METHODS
 from specjax.catalog.defaults import defaults
-from specjax.cli.options.common import Models, Settings, parsed, require
-from specjax.cli.options.drafter_flags import AS_EACH_DOES, Drafting
+from specjax.cli.options.common import parse_flag
+from specjax.cli.options.drafter_flags import NO_FLAGS, MethodOptions
+from specjax.cli.options.groups import ModelOptions
+from specjax.cli.options.processing import ProcessingOptions
 from specjax.cli.output.console import Console, visible
+from specjax.cli.runs.decoding import Decoding
+from specjax.cli.runs.environment import (
+    choose_dtype,
+    describe_command,
+    describe_dtype,
+    describe_machine,
+    stage,
+    use_compilation_cache,
+)
 from specjax.diffusion import Denoiser
 from specjax.drafters.default import default_options
 from specjax.drafters.making import make_drafter
-from specjax.errors import UsageError
-from specjax.files.atomic import cache_folder
+from specjax.engine.prepare import Settings
+from specjax.errors import UsageError, require
+from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.layout import axis_that_changes_bits
-from specjax.models.loading import ModelKindError
+from specjax.models.loading import ModelKindError, first_difference
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
-from specjax.persistence.program_cache import ProgramCache
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Drafter, Processor, Target
-from specjax.verifiers.parsing import parse_rule
-
-if TYPE_CHECKING:
-    from specjax.cli.options.processing import Processing
 
 Part = TypeVar("Part", Drafter, Processor)
 
@@ -57,145 +57,204 @@ class Session(NamedTuple):
     load_seconds: float
     datastore: Datastore | None = None
     cache_dtype: str | None = None  # of both models; None: dtype
-    costs: costs_of.Curve | None = None  # of wide passes; None: the rule of thumb
-    draft_pass: float | None = None  # of the draft model, in passes of the target; None: the rule of thumb
-    head: LoadedHead | None = None  # a learned one, in place of a draft model
-    check: SelfCheck | None = None  # of the head
-    same_bits: bool = False  # of the target
+    costs: costs_of.Curve | None = None  # of wide target passes; None: the rule of thumb
+    draft_pass: float | None = None  # cost of a pass of the draft model, in target passes; None: the rule of thumb
+    head: LoadedHead | None = None  # a draft head, in place of a draft model
+    check: SelfCheck | None = None  # the comparison of the head with the target
+    same_bits: bool = False  # the target's logits do not depend on the pass
 
     @property
-    def coarsest(self) -> str:
-        """The dtype that decides how near a near-tie is."""
+    def tie_dtype(self) -> str:
+        """The coarsest dtype of the logits, which sets the gap of a near-tie."""
         return near_ties.SAME_BITS if self.same_bits else self.cache_dtype or self.dtype
 
     @property
     def capacity(self) -> int:
-        """Largest length of prompt and new tokens."""
-        return min(self._lengths.values())
+        """Maximum length of prompt and new tokens."""
+        return min(self._limits.values())
 
     @property
-    def shortest(self) -> str:
-        """What has that length."""
-        return min(self._lengths, key=lambda who: self._lengths[who])
+    def capacity_owner(self) -> str:
+        """The model that limits the length, in words."""
+        return min(self._limits, key=lambda name: self._limits[name])
 
     @property
-    def _lengths(self) -> dict[str, int]:
-        known = {"the model": self.target.model.max_positions}
+    def _limits(self) -> dict[str, int]:
+        limits = {"the model": self.target.model.max_positions}
         if self.draft is not None:
-            known["the draft model"] = self.draft.model.max_positions
+            limits["the draft model"] = self.draft.model.max_positions
         if self.head is not None and self.head.max_positions is not None:
-            known[f"the head of {self.head.kind}"] = self.head.max_positions
-        return known
+            limits[f"the draft head {self.head.kind}"] = self.head.max_positions
+        return limits
 
     def show_token(self, token: int) -> str:
-        """Its text, quoted, as `visible` has it; of what is no text its id."""
+        """Return the text of a token in quotes, without control characters; its id if it has no text."""
         text = self.tokenizer.decode([token])
         return visible(repr(text)) if text else f"<{token}>"
 
-    def draft_cost(self, method: str) -> float:
-        """A pass of what drafts by passes, in passes of the target."""
-        row = METHODS[method]
-        if "draft" not in row.needs or self.draft is None:
-            return row.draft_cost
-        return costs_of.of_draft(self.target, self.draft) if self.draft_pass is None else self.draft_pass
+    def drafter(self, method: str, flags: MethodOptions = NO_FLAGS) -> Drafter:
+        """Build the drafter of a method with the options of the flags and the method's defaults.
 
-    def drafter(self, method: str, drafting: Drafting = AS_EACH_DOES) -> Drafter:
-        """The drafter of a method, with what the flags say of it."""
-        import jax
-
-        row = METHODS[method]
+        Raises: UsageError that names the flag of a wrong option.
+        """
+        row, values = METHODS[method], flags.values(method)
         draft: Target | DraftHead | None = self.draft if "draft" in row.needs else None
         if self.head is not None and row.uses("head"):
             draft = self.head.head
-        values = drafting.values(method)
         choice = defaults(self.target, draft, jax.default_backend(), drafter=method)
         if values.keys() & {"tree", "num_tokens"}:
             choice = choice._replace(tree=None)
         options = default_options(choice) | values
         if row.uses("costs") and self.costs is not None:
             options["costs"] = self.costs
-        if row.uses("source") and drafting.source is not None:
-            options["source"] = [list(self.tokenizer.encode(drafting.source, special=False))]
+        if row.uses("source") and flags.source is not None:
+            options["source"] = [list(self.tokenizer.encode(flags.source, special=False))]
         try:
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:
-            raise UsageError(drafting.in_flags(method, str(error))) from None
+            raise UsageError(flags.name_flags(method, str(error))) from None
         return self.on_mesh(drafter)
 
     def on_mesh(self, drafter: Drafter) -> Drafter:
-        """With its own arrays whole on every device of the target's mesh, if there is one."""
+        """Copy the drafter's own arrays to every device of the target's mesh, if there is one."""
         mesh = self.target.model.mesh
         return drafter if mesh is None else _on_mesh(drafter, mesh)
 
-    def processors(self, processing: Processing) -> tuple[Processor, ...]:
-        """What the flags ask for, where the target's arrays lie."""
+    def processors(self, flags: ProcessingOptions) -> tuple[Processor, ...]:
+        """Build the processors of the flags, on every device of the target's mesh."""
         mesh = self.target.model.mesh
-        chosen = processing.processors(self.tokenizer, self.target.model.vocab_size)
-        return chosen if mesh is None else tuple(_on_mesh(processor, mesh) for processor in chosen)
+        processors = flags.processors(self.tokenizer, self.target.model.vocab_size)
+        return processors if mesh is None else tuple(_on_mesh(processor, mesh) for processor in processors)
 
-    def keywords(self, settings: Settings, method: str) -> dict[str, Any]:
-        """The settings as `decode` and `stream` want them, for a method."""
-        spec = settings.controller
-        return {
-            "max_new_tokens": settings.max_new_tokens,
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
-            "min_p": settings.min_p,
-            "eos": self.tokenizer.eos,
-            "sampling": settings.sampling,
-            "verifier": settings.verifier and parse_rule(settings.verifier),
-            "controller": spec and controllers.parse(spec, self.costs, self.dtype, draft_cost=self.draft_cost(method)),
-        }
+    def settings(self, decoding: Decoding, method: str, processors: tuple[Processor, ...] = ()) -> Settings:
+        """Return the engine's settings with the end-of-text ids, the processors and the controller of a method."""
+        controller = None
+        if decoding.controller is not None:
+            cost = self._draft_cost(method)
+            controller = controllers.parse(decoding.controller, self.costs, self.dtype, draft_cost=cost)
+        return dataclasses.replace(
+            decoding.settings, eos=self.tokenizer.eos, processors=processors, controller=controller
+        )
+
+    def _draft_cost(self, method: str) -> float:
+        """Return the cost of one drafting pass, in target passes."""
+        row = METHODS[method]
+        if "draft" not in row.needs or self.draft is None:
+            return row.draft_cost
+        return costs_of.of_draft(self.target, self.draft) if self.draft_pass is None else self.draft_pass
 
 
 def open_session(
     log: Console,
-    models: Models,
+    models: ModelOptions,
     datastore: Path | None = None,
     *,
-    mesh=None,
+    mesh: Mesh | None = None,
     has_head: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
 ) -> Session:
-    """Load the models, spread over the mesh if there is one, with a progress line on `log`.
+    """Load the models, over the mesh if there is one, and print a progress line on `log`.
 
-    has_head: --draft is a learned head, which is compared with the target. token_map: of its ids. flag: what gave it.
+    Args:
+      has_head: True if the draft is a draft head, which is then compared with the target. token_map: the ids that the
+        head drafts. flag: the flag of the head, for errors.
+
     Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
     """
-    from specjax.parallel import check_same
-
-    same_bits, draft = models.same_bits, models.draft
+    same_bits = models.same_bits
     axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None
-    require(axis is None, f"--same-bits is not promised where a mesh splits rows or slots; leave it or --{axis} out")
-    use_cache(not models.no_cache)
-    store = _open_datastore(datastore)
-    chosen = "bfloat16" if same_bits else choose_dtype(models.dtype)
-    said = "bfloat16, the same bits in every pass" if same_bits else describe_dtype(models.dtype, chosen)
-    doing, done = f"loading {models.target or 'SmolLM2-135M-Instruct'}", f"loaded ({said})"
-    with stage(log, doing, done) as clock:
-        model, tokenizer = _load(
-            "--target", models.target, chosen, models.cache_dtype, mesh, same_bits=same_bits,
+    require(axis is None, f"--same-bits does not hold on a mesh that splits rows or slots; remove it or --{axis}")
+    use_compilation_cache(not models.no_cache)
+    store = None if datastore is None else parse_flag("--datastore", open_datastore, datastore)
+    dtype = "bfloat16" if same_bits else choose_dtype(models.dtype)
+    loading = f"loading {models.target or 'SmolLM2-135M-Instruct'}"
+    loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto', same_bits=same_bits)})"
+    with stage(log, loading, loaded) as clock:
+        target, tokenizer = _load(
+            "--target", models.target, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, same_bits=same_bits,
             max_positions=models.max_positions,
         )  # fmt: skip
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
-            check_same(store.summary, "datastores")
-        draft_model, head = None, None
-        if draft is not None and has_head:
-            read = lambda source: read_token_map(source, model.model.vocab_size)
-            ids = None if token_map is None else parsed("--speculative-token-map", read, token_map)
-            head = parsed(flag, lambda source: read_head(source, model, token_map=ids), draft)
-        elif draft is not None:
-            everywhere = None if mesh is None else ()  # whole on every device
-            draft_model, other = _load("--draft", draft, chosen, models.cache_dtype, mesh, over=everywhere)
+            parallel.check_same(store.summary, "datastores")
+        draft, head = None, None
+        if has_head:
+            head = _load_head(flag, models.draft, target, token_map)
+        elif models.draft is not None:
+            over = None if mesh is None else ()  # a copy on every device
+            draft, other = _load(
+                "--draft", models.draft, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, over=over
+            )
             _check_vocabularies(tokenizer, other)
-    check = None if head is None else tell_head(head, model, tokenizer, log)
+    check = None if head is None else compare_head(head, target, tokenizer, log)
     return Session(
-        model, tokenizer, draft_model, chosen, clock.seconds, store, models.cache_dtype, head=head, check=check,
+        target, tokenizer, draft, dtype, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits,
     )  # fmt: skip
+
+
+def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser]:
+    """Load a diffusion model. Raises: UsageError for a model that cannot be loaded, or is autoregressive."""
+    import specjax
+
+    use_compilation_cache(not models.no_cache)
+    dtype, source = choose_dtype(models.dtype), models.target or "SmolLM2-135M-Instruct"
+    loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto')})"
+    with stage(log, f"loading {source}", loaded) as clock:
+        try:
+            denoiser, tokenizer = specjax.load_denoiser(
+                models.target, dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions
+            )
+        except ModelKindError:
+            raise UsageError(
+                f"--target: {source} is an autoregressive model, but --method is for diffusion models; choose a "
+                "drafter of `specjax methods`, or remove --method"
+            ) from None
+        except UsageError as error:
+            raise _name_flag("--target", error) from None
+    return Session(denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype), denoiser
+
+
+def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
+    """Load an autoregressive model. Raises: UsageError for a model that cannot be loaded, or is a diffusion model."""
+    import specjax
+
+    try:
+        return specjax.load(source, **options)
+    except ModelKindError:
+        raise UsageError(
+            f"{flag}: {source} is a diffusion model; only `specjax generate` and `specjax bench` decode these, as "
+            "--target"
+        ) from None
+    except UsageError as error:
+        raise _name_flag(flag, error) from None
+
+
+def _load_head(flag: str, source: str | None, target: Target, token_map: Path | None) -> LoadedHead:
+    """Load a draft head of the target. Raises: UsageError that names the flag."""
+    read_map = lambda path: read_token_map(path, target.model.vocab_size)
+    ids = None if token_map is None else parse_flag("--speculative-token-map", read_map, token_map)
+    return parse_flag(flag, lambda folder: read_head(folder, target, token_map=ids), source)
+
+
+def _name_flag(flag: str, error: UsageError) -> UsageError:
+    """Return an error of loading with the flag that it is about."""
+    message = str(error)
+    if message.startswith("max_positions "):
+        return UsageError(f"--max-positions {message.removeprefix('max_positions ')}")
+    return UsageError(f"{flag}: {message}")
+
+
+def _check_vocabularies(tokenizer: Any, other: Any) -> None:
+    """Raise a UsageError if the models' ids differ. Ids that only one model has, such as padding, are never drafted."""
+    difference = first_difference(tokenizer, other)
+    if difference is not None and difference[0] < min(len(tokenizer.vocab), len(other.vocab)):
+        index, target_text, draft_text = difference
+        raise UsageError(
+            f"--draft: its vocabulary differs from the target's, first at id {index} ({quote(draft_text)} in the draft "
+            f"model, {quote(target_text)} in the target); choose a draft model of the same family"
+        )
 
 
 def with_default_draft(session: Session, method: str, log: Console) -> tuple[Session, str]:
@@ -203,231 +262,76 @@ def with_default_draft(session: Session, method: str, log: Console) -> tuple[Ses
 
     method: the default method, chosen before the target was loaded.
     """
-    import jax
-
-    choice = defaults(session.target, None, jax.default_backend())
     if session.draft is not None or session.head is not None:
         return session, method
+    choice = defaults(session.target, None, jax.default_backend())
     if choice.head is None:
         return session, choice.drafter
     log.print("the draft head of the demo model drafts too; use --method auto to draft without it", style="dim")
     return session._replace(head=read_head(choice.head, session.target)), choice.drafter
 
 
-def adapted(session: Session, depth: DepthPolicy | None, log: Console) -> Session:
-    """With a target that runs a part of its layers, which is said."""
+def with_adapted_target(session: Session, depth: DepthPolicy | None, log: Console) -> Session:
+    """Return the session with a target that runs some of its layers, and print a note."""
     if depth is None:
         return session
-    log.print(f"lossy: {depth.name} leaves layers of {session.target.model.name} out, token by token", style="yellow")
-    return session._replace(target=parsed("--adapt", lambda depth: skip_layers(session.target, depth), depth))
+    name = session.target.model.name
+    log.print(f"lossy: {depth.name} skips layers of {name}, per token", style="yellow")
+    return session._replace(target=parse_flag("--adapt", lambda policy: skip_layers(session.target, policy), depth))
 
 
-def tell_head(head: LoadedHead, target: Target, tokenizer, log: Console) -> SelfCheck:
-    """Compare it with its target, and say how it was read and how well they agree."""
-    tokens = [*tokenizer.chat(QUESTION), *tokenizer.encode(ANSWER, special=False)][: target.model.max_positions]
-    with stage(log, "comparing the head with the target", "compared the head with the target"):
-        check = check_head(head, target, tokens)
-    for line in lines_of(head, check):
-        log.print(line, soft_wrap=True)
-    return check
-
-
-def lines_of(head: LoadedHead, check: SelfCheck) -> list[str]:
-    """How it was read, what was assumed, and whether it says what the target does."""
-    flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
-    who = "its authors write" if head.dialect == "authors" else f"{head.dialect} writes"
-    lines = [f"head: {head.kind} as {who} it ({flags})", *(f"note: {note}" for note in head.notes)]
-    if head.unused:
-        lines.append(f"note: not used: {', '.join(head.unused)}")
-    said = f"its first draft is the target's token at {check.agreement:.0%} of {check.places} places"
-    if check.reason is None:
-        return [*lines, said]
-    return [*lines, f"warning: {said}; the text will be right, but hardly faster. Likeliest: {check.reason}"]
-
-
-def weigh(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
-    """With the costs of wide passes; "measured": by timing them now."""
+def with_costs(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
+    """Return the session with the costs of wide passes; "measured" times them now."""
     if not isinstance(costs, str):
         return session._replace(costs=costs)
     draft_pass = None
     with stage(log, "measuring passes", "measured passes"):
-        costs = costs_of.measured(session.target, batch=batch_size)
+        curve = costs_of.measured(session.target, batch=batch_size)
         if session.draft is not None:
-            [[of_draft], [of_target]] = (costs_of.timed(m, (1,), batch_size) for m in (session.draft, session.target))
-            draft_pass = of_draft / of_target
-    said = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True))
-    said += "" if draft_pass is None else f"; one of the draft model: {draft_pass:.2f}"
-    log.print(f"tokens per pass: cost in passes over one: {said}", style="dim")
-    return session._replace(costs=costs, draft_pass=draft_pass)
+            [[draft_time], [target_time]] = (
+                costs_of.timed(model, (1,), batch_size) for model in (session.draft, session.target)
+            )
+            draft_pass = draft_time / target_time
+    listed = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*curve, strict=True))
+    listed += "" if draft_pass is None else f"; draft model: {draft_pass:.2f}"
+    log.print(f"cost of a pass by its width, in passes of one token: {listed}", style="dim")
+    return session._replace(costs=curve, draft_pass=draft_pass)
 
 
-def _on_mesh(part: Part, mesh) -> Part:
-    """Its own arrays, whole on every device; those of a model or a datastore lie on the mesh already."""
-    import jax
-
-    from specjax.parallel import place
-
-    here = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-    return part.replace(params=jax.tree.map(lambda x: x if here(x) else place(x, mesh), part.params))
-
-
-def _open_datastore(folder: Path | None) -> Datastore | None:
-    try:
-        return None if folder is None else open_datastore(folder)
-    except UsageError as error:
-        raise UsageError(f"--datastore: {error}") from None
+def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console) -> SelfCheck:
+    """Compare a draft head with its target, and print its format and their agreement."""
+    tokens = [*tokenizer.chat(QUESTION), *tokenizer.encode(ANSWER, special=False)][: target.model.max_positions]
+    with stage(log, "comparing the head with the target", "compared the head with the target"):
+        check = check_head(head, target, tokens)
+    for line in describe_head(head, check):
+        log.print(line, soft_wrap=True)
+    return check
 
 
-def open_denoiser(log: Console, models: Models) -> tuple[Session, Denoiser]:
-    """Load a diffusion model. Raises: UsageError for models that cannot be loaded, or are none."""
-    use_cache(not models.no_cache)
-    target, chosen = models.target, choose_dtype(models.dtype)
-    with stage(log, f"loading {target}", f"loaded ({describe_dtype(models.dtype, chosen)})") as clock:
-        model, tokenizer = _load_denoiser(target, chosen, models.cache_dtype, models.max_positions)
-    return Session(model.target, tokenizer, None, chosen, clock.seconds, None, models.cache_dtype), model
+def describe_head(head: LoadedHead, check: SelfCheck) -> list[str]:
+    """Return the format of a draft head, assumptions of its loading, and its agreement with the target, in words."""
+    flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
+    dialect = "its authors" if head.dialect == "authors" else head.dialect
+    lines = [f"head: {head.kind} in the format of {dialect} ({flags})", *(f"note: {note}" for note in head.notes)]
+    if head.unused:
+        lines.append(f"note: not used: {', '.join(head.unused)}")
+    agreement = f"its first draft equals the target's token at {check.agreement:.0%} of {check.places} positions"
+    if check.reason is None:
+        return [*lines, agreement]
+    return [*lines, f"warning: {agreement}; the text stays right, but drafting is slow. Likely cause: {check.reason}"]
 
 
-def _load(
-    flag: str, source: str | None, dtype: str, cache_dtype: str | None, mesh, over=None, same_bits=False,
-    max_positions=None,
-):  # fmt: skip
-    """Load an autoregressive model. Raises: UsageError for a model that cannot be loaded, or is a diffusion model."""
-    import specjax
-
-    try:
-        return specjax.load(
-            source, dtype=dtype, cache_dtype=cache_dtype, same_bits=same_bits, max_positions=max_positions, mesh=mesh,
-            over=over,
-        )  # fmt: skip
-    except ModelKindError:
-        raise UsageError(
-            f"{flag}: {source} is a diffusion model, which only `specjax generate` and `specjax bench` decode, as "
-            "--target"
-        ) from None
-    except UsageError as error:
-        raise _name_flag(flag, error) from None
+def _on_mesh(part: Part, mesh: Mesh) -> Part:
+    """Copy the arrays of a drafter or processor to every device, except those that lie on the mesh already."""
+    is_placed = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return part.replace(params=jax.tree.map(lambda x: x if is_placed(x) else parallel.place(x, mesh), part.params))
 
 
-def _load_denoiser(source: str | None, dtype: str, cache_dtype: str | None, max_positions: int | None):
-    """Load a diffusion model. Raises: UsageError for a model that cannot be loaded, or is autoregressive."""
-    import specjax
-
-    try:
-        return specjax.load_denoiser(source, dtype=dtype, cache_dtype=cache_dtype, max_positions=max_positions)
-    except ModelKindError:
-        raise UsageError(
-            f"--target: {source or 'SmolLM2-135M-Instruct'} is an autoregressive model, but --method is for diffusion "
-            "models; choose a drafter of `specjax methods`, or leave --method out"
-        ) from None
-    except UsageError as error:
-        raise _name_flag("--target", error) from None
-
-
-def _name_flag(flag: str, error: UsageError) -> UsageError:
-    """Return an error of loading with the flag that it is about."""
-    if str(error).startswith("max_positions "):
-        return UsageError(f"--max-positions {str(error).removeprefix('max_positions ')}")
-    return UsageError(f"{flag}: {error}")
-
-
-def _check_vocabularies(tokenizer, other) -> None:
-    """Ids that only one of the two has, such as padding, do not matter: they are never drafted."""
-    from specjax.files.untrusted import quote
-    from specjax.models.loading import first_difference
-
-    difference = first_difference(tokenizer, other)
-    if difference is not None and difference[0] < min(len(tokenizer.vocab), len(other.vocab)):
-        index, ours, theirs = difference
-        raise UsageError(
-            f"--draft: its vocabulary differs from the target's, first at id {index} ({quote(theirs)} in the draft, "
-            f"{quote(ours)} in the target); choose a draft model of the same family"
-        )
-
-
-def choose_dtype(dtype: str) -> str:
-    """auto: on CPU the type in which texts can be compared token by token, elsewhere the usual one.
-
-    In bfloat16 SmolLM2 ran 1.4 times as fast on a CPU with AMX, but near-ties flipped in 16 of 18 texts.
-    """
-    import jax
-
-    if dtype != "auto":
-        return dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def describe_dtype(asked: str, chosen: str) -> str:
-    """The dtype and, where specjax chose it, why."""
-    if asked != "auto":
-        return chosen
-    return f"{chosen}: in bfloat16 near-ties may flip" if chosen == "float32" else chosen
-
-
-def use_cache(on: bool) -> None:
-    """Keep compiled programs between processes, unless the user has set JAX's own cache up."""
-    import jax
-
-    if not on or jax.config.values["jax_compilation_cache_dir"]:
-        return
-    folder = cache_folder() / "compiled"
-    with contextlib.suppress(OSError):  # a cache is a convenience
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-
-
-OF_A_TEXT = ("prompt", "batch_file", "seed", "system")
-"""Arguments that no program depends on."""
-
-
-def kept_programs(arguments: Mapping[str, Any]) -> ProgramCache | None:
-    """Compiled programs of earlier commands; those of the last one with the same flags are read from now on. None: with
-    --no-cache."""
-    if arguments["no_cache"]:
-        return None
-    kept = ProgramCache(cache_folder() / "programs", plain_first=True)
-    kept.expect(repr(sorted((name, repr(value)) for name, value in arguments.items() if name not in OF_A_TEXT)))
-    return kept
-
-
-class Clock:
-    """Seconds of a stage, once it is over."""
-
-    seconds = 0.0
-
-
-@contextlib.contextmanager
-def stage(log: Console, doing: str, done: str) -> Iterator[Clock]:
-    """A spinner while it lasts (on a terminal), one line when it is over."""
-    clock, start = Clock(), time.perf_counter()
-    with log.status(Text(visible(f"{doing} ..."))) if log.is_terminal else contextlib.nullcontext():
-        yield clock
-    clock.seconds = time.perf_counter() - start
-    log.print(f"{done}, {clock.seconds:.1f} s", style="dim")
-
-
-def provenance(session: Session) -> dict:
-    """What a number needs to be believed: command, date, machine, models."""
-    import jax
-
-    from specjax import __version__
-
-    device = jax.devices()[0]
+def provenance(session: Session) -> dict[str, Any]:
+    """Return the facts that a measurement needs: command, date, machine, models."""
     return {
-        "command": shlex.join(["specjax", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "specjax": __version__,
-        "machine": {
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "backend": jax.default_backend(),
-            "device_kind": device.device_kind,
-            "device_count": jax.device_count(),
-            "hosts": jax.process_count(),
-        },
+        **describe_command(),
+        "machine": describe_machine(),
         "target": session.target.model.name,
         "draft": session.draft.model.name if session.draft else None,
         "head": session.head.kind if session.head else None,
@@ -439,18 +343,3 @@ def provenance(session: Session) -> dict:
         "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,
     }
-
-
-def peak_memory_bytes() -> int | None:
-    """Peak of the first device since the process began, or of the process's own memory where devices do not tell."""
-    import jax
-
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in statistics:
-        return int(statistics["peak_bytes_in_use"])
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -30,7 +30,7 @@ from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.job import Parts
 from specjax.engine.packing import Prompts
-from specjax.engine.prefill import CHUNK, prefill_reading
+from specjax.engine.prefill import CHUNK, prefill_and_read
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import warp
@@ -156,7 +156,7 @@ def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
 
     cache = target.model.init_cache(target.params, None, batch, size)
     seen = jnp.int32(0), jnp.zeros(tokens.shape)
-    return prefill_reading(target.model, target.params, cache, tokens, length - 1, see, seen)[1][1]
+    return prefill_and_read(target.model, target.params, cache, tokens, length - 1, see, seen)[1][1]
 
 
 @functools.partial(jax.jit, static_argnames=("debt", "tokens"))

@@ -25,12 +25,12 @@ from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
-from specjax.engine import logits_processing
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.numerics.sampling import entropy, fold_in, warp
+from specjax.processors import pipeline
 from specjax.types import Array, Drafter, Info, Target
 
 METHOD = Method(
@@ -125,7 +125,7 @@ def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_m
         going, start = text.going, text.length
         text, logits, _ = texts.look(writers, text, 0, going)
         known = texts.known_to_processors(writers, text, 0, going)
-        logits = logits_processing.of_text(writers[0].processors, known, texts.last(text), logits)
+        logits = pipeline.process_root(writers[0].processors, known, texts.last(text), logits)
         nats = entropy(jax.nn.log_softmax(warp(logits, writers[0].sampling), -1))
         tries = number_of_trials(nats, n_min, n)
         # A round that is no trial draws as plain sampling does; what a trial drew, whether it was kept or not, is not

@@ -312,7 +312,7 @@ def _rank(
     """Rank the drafted nodes, and cut the tree to the best width."""
     tree, chance = node_statistics.rank(config.prior, config.shape, drafted, past, counts)
     pass_costs = costs_of.evaluate(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
-    width, saved = best_width(config.widths, pass_costs, chance, weight_of(context.left, limit > 0))
+    width, saved = best_width(config.widths, pass_costs, chance, weight_of(context.remaining, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(chance.shape[1]) < width))
     return RankedDraft(operations.cut(tree, max(config.widths)), drafted, saved)
 

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.composed import longest_of_each, read_each, remember_each
 from specjax.drafters.making import make_inner_drafter
-from specjax.engine.autoregressive import autoregressive
 from specjax.errors import UsageError
 from specjax.retrieval.datastore import Datastore
 from specjax.retrieval.datastore.index import Index, continuations, search
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
+from specjax.trees.autoregressive import autoregressive
 from specjax.trees.operations import chain, pad_nodes
 from specjax.types import Array, Context, Drafter, PyTree, Target, TokenTree, TreeSize
 

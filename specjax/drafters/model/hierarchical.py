@@ -30,7 +30,7 @@ from specjax.controllers.fixed import fixed
 from specjax.drafters.making import make_inner_drafter
 from specjax.drafters.model.two_model import caught_up, feed_last
 from specjax.engine.job import Keep, Parts
-from specjax.engine.prefill import prefill_reading
+from specjax.engine.prefill import prefill_and_read
 from specjax.engine.prepare import check_pair
 from specjax.engine.step import LOOP, step
 from specjax.errors import UsageError
@@ -153,12 +153,12 @@ def _functions(config: _Config) -> Drafter:
 def _init(config: _Config, params, context: Context) -> State:
     model, (middle, inner) = match_vocabulary(config.model, context.target), params
     room = context.tokens.shape[1] + config.longest + config.inner.num_nodes
-    cache = model.start_cache(middle, model.reads(context.inputs), context.length, room)
+    cache = model.start_cache(middle, model.select_inputs(context.inputs), context.length, room)
     num_cached = jnp.maximum(context.length - 1, 0)
     below = context._replace(target=Target(model, middle))
     draft, read = config.inner.init(inner, below), config.inner.hooks.prefill
     see = lambda draft, *chunk: draft if read is None else read(inner, draft, below, *chunk)
-    cache, draft = prefill_reading(
+    cache, draft = prefill_and_read(
         model, middle, cache, context.tokens, num_cached, see, draft, taps=config.inner.traits.taps
     )
     return State(cache, draft, num_cached)

@@ -157,7 +157,7 @@ def functions(
     def init(params, context: Context):
         prompts = context if shorten is None else shorten(context)
         weights, buffer = weights_of(params), prompts.tokens.shape[1]
-        cache = model.start_cache(weights, model.reads(prompts.inputs), prompts.length, buffer + slots)
+        cache = model.start_cache(weights, model.select_inputs(prompts.inputs), prompts.length, buffer + slots)
         cache = prefill(match_vocabulary(model, context.target), weights, cache, prompts.tokens, start(prompts.length))
         return State(cache, start(prompts.length), context.length - prompts.length)
 

@@ -75,14 +75,14 @@ def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
     monkeypatch.delenv("SPECJAX_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(session, "use_cache", lambda on: None)  # XLA's cache is of the whole process
-    found, of = [], ProgramCache.of
+    found, of = [], ProgramCache.programs
 
     def noted(self, *arguments):
         programs = of(self, *arguments)
-        found.append(self.found)
+        found.append(self.hit)
         return programs
 
-    monkeypatch.setattr(ProgramCache, "of", noted)
+    monkeypatch.setattr(ProgramCache, "programs", noted)
     new = "--method", "prompt_lookup", "--max-new-tokens", 11  # of no other chat: XLA cannot keep all that has run
     texts = [said(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
     assert texts[0] == texts[1] == visible(answer("Be brief.", "hello", count=11)) + "\n"

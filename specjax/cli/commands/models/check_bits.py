@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specjax.cli.options import common as o
+from specjax.errors import require
 
-HELP = """Ask this device whether a token's logits depend on the pass that it is in.
+if TYPE_CHECKING:
+    from specjax.analysis.check_bits import Promise
+
+HELP = """Check whether the logits of a token depend on its pass, on this device.
 
 Plain decoding is compared, bit by bit, with passes over several tokens, with
-trees, batches, larger caches and prompts. Where nothing differs, speculative
-text is that of plain decoding exactly. Ends with 1 if something differs.
+trees, batches, larger caches and prompts. If no bit differs, speculative text is
+exactly that of plain decoding. The exit code is 1 if a bit differs.
 """
 
 TEXT = (
@@ -24,41 +29,43 @@ TEXT = (
 
 def check_bits(
     target: o.TargetOption = None,
-    length: Annotated[int, typer.Option("--length", help="Tokens of the text that is read.")] = 140,
-    plain: Annotated[bool, typer.Option("--without", help="Ask the model as it is without --same-bits.")] = False,
+    length: Annotated[int, typer.Option("--length", help="Length of the text, in tokens.")] = 140,
+    plain: Annotated[bool, typer.Option("--without", help="Check the model without --same-bits.")] = False,
     dtype: o.DtypeOption = "bfloat16",
     cache_dtype: o.CacheDtypeOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
     from specjax.analysis import check_bits
+    from specjax.cli.options.groups import ModelOptions
     from specjax.cli.output.console import Console, print_json
-    from specjax.cli.runs.session import open_session, stage
+    from specjax.cli.runs.environment import stage
+    from specjax.cli.runs.session import open_session
 
-    least = 2 * max(check_bits.WIDTHS)
-    o.require(length >= least, f"--length must be at least {least}, not {length}")
-    o.require(plain or dtype != "float32", "--dtype float32 has no same bits; add --without to look at it as it is")
+    o.check_minimum("--length", length, 2 * max(check_bits.WIDTHS))
+    require(plain or dtype != "float32", "--dtype float32 has no --same-bits; add --without to check it without")
     log = Console(stderr=True)
-    session = open_session(log, o.Models(target, None, dtype, no_cache, cache_dtype, same_bits=not plain))
-    most = session.target.model.max_positions
-    o.require(length <= most, f"--length {length} is more than the {most} tokens that the model reads")
+    session = open_session(log, ModelOptions(target, None, dtype, no_cache, cache_dtype, same_bits=not plain))
+    limit = session.target.model.max_positions
+    require(length <= limit, f"--length must be at most {limit}, the model's limit, not {length}")
     tokens = list(session.tokenizer.encode(TEXT * (1 + length // 20)))[:length]
     with stage(log, "comparing passes, for some minutes", "compared passes"):
         promises = check_bits.check_bits(
             session.target, tokens, progress=lambda name: log.print(f"  {name}", style="dim", highlight=False)
         )
-    differ = [promise for promise in promises if promise.differ]
+    holds = not any(promise.differ for promise in promises)
     if as_json:
         print_json({
             "target": session.target.model.name, "dtype": session.dtype, "same_bits": session.same_bits,
-            "cache_dtype": session.cache_dtype, "holds": not differ, "promises": [p._asdict() for p in promises],
+            "cache_dtype": session.cache_dtype, "holds": holds, "promises": [p._asdict() for p in promises],
         })  # fmt: skip
     else:
-        _show(promises)
-    raise typer.Exit(1 if differ else 0)
+        _show(promises, holds)
+    raise typer.Exit(0 if holds else 1)
 
 
-def _show(promises) -> None:
+def _show(promises: Sequence[Promise], holds: bool) -> None:
+    """Print the table of all comparisons."""
     from rich.table import Table
 
     from specjax.cli.output.console import Console
@@ -69,11 +76,8 @@ def _show(promises) -> None:
         table.add_row(p.name, str(p.compared), str(p.differ) if p.differ else "none", largest, p.first or "")
     out = Console()
     out.print(table)
-    holds = not any(p.differ for p in promises)
-    out.print(
-        "No bit differs: speculative text is that of plain decoding." if holds else "Texts may part at near-ties.",
-        highlight=False,
-    )
+    verdict = "No bit differs: speculative text equals plain decoding." if holds else "Texts may differ at near-ties."
+    out.print(verdict, highlight=False)
 
 
 check_bits.__doc__ = HELP

@@ -1,38 +1,25 @@
-"""What `specjax bench` leaves behind: the JSON document, the table and the plot."""
+"""The report of `specjax bench`: JSON per group, the table and the plot."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from specjax.bench.records import dtypes, tokens_per_second
-from specjax.cli.options.prompts import BadLine
 from specjax.cli.output.console import Console
-from specjax.cli.runs.bench import PLAIN, Runs
-from specjax.cli.runs.session import provenance
 from specjax.files import plotting
 
+if TYPE_CHECKING:
+    from specjax.cli.runs.bench.comparison import Group
 
-def document(bench: Runs, bad: list[BadLine], skipped: list[BadLine]) -> dict:
-    """Everything about the runs so far, as JSON: `overall` by method, `tasks` by task and method, then the prompts;
-    `left`: prompts that were not reached."""
-    settings = {
-        name: getattr(bench.settings, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    }
-    return {
-        **provenance(bench.session),
-        "settings": settings | {"batch_size": bench.batch_size, "repeats": bench.repeats},
-        "overall": {name: bench.record(name) for name in bench.methods},
-        "tasks": {task: {name: bench.record(name, task) for name in bench.methods} for task in bench.tasks},
-        "prompts": [_prompts(bench, group) for group in bench.done],
-        "differences": [entry for group in bench.done for found in group.differences.values() for entry in found],
-        "left": bench.left,
-        "skipped": [entry._asdict() for entry in skipped],
-        "errors": [entry._asdict() for entry in bad],
-    }
+PLAIN = "plain decoding"
+"""The program that drafters are compared with."""
 
 
-def _prompts(bench: Runs, group) -> dict:
+def describe_group(group: Group) -> dict[str, Any]:
+    """Return the prompts of a group and their runs as JSON."""
     return {
         "task": group.task,
         "lines": [row.prompt.line for row in group.rows],
@@ -52,38 +39,38 @@ def _prompts(bench: Runs, group) -> dict:
 
 
 def sections(document: dict) -> dict[str, dict[str, dict]]:
-    """Tasks, then "overall" if there are several, each with its records by method."""
+    """Return the records by task and method, with "overall" unless there is one task."""
     return document["tasks"] | ({"overall": document["overall"]} if len(document["tasks"]) != 1 else {})
 
 
-SPEED = {
+SPEED_COLUMNS = {
     "n": lambda entry: str(entry["prompts"]),
     "tok/s": lambda entry: f"{entry['tokens_per_second']:.1f}",
     "plain": lambda entry: f"{entry['baseline_tokens_per_second']:.1f}",
     "ratio": lambda entry: "refused" if entry["refused"] else f"{entry['speedup']:.2f}",
 }
-OF_DRAFTS = {
+DRAFT_COLUMNS = {
     "tok/pass": lambda entry: f"{entry['block_efficiency']:.2f}",
     "accepted": lambda entry: f"{entry['mean_accepted']:.2f}",
 }
-OF_DENOISING = {
+DENOISER_COLUMNS = {
     "tok/pass": lambda entry: f"{entry['tokens_per_pass']:.2f}",
     "col/tok": lambda entry: f"{entry['columns_per_token']:.1f}",
     "plain col/tok": lambda entry: f"{entry['baseline_columns_per_token']:.1f}",
     "equal": lambda entry: f"{entry['agreement']:.0%}",
 }
-SAME = {"same": lambda entry: {True: "yes", False: "no", None: "-"}[entry["identical"]]}
-"""Columns of the table, of the records."""
+EQUALITY_COLUMN = {"same": lambda entry: {True: "yes", False: "no", None: "-"}[entry["identical"]]}
+"""Columns of the table: their heading, and their text for a record."""
 
 
 def is_denoising(document: dict) -> bool:
-    """Whether it is of a diffusion model."""
+    """Return True for the document of a diffusion model."""
     return any("columns_per_token" in entry for entry in document["overall"].values())
 
 
 def show(document: dict, out: Console) -> None:
-    """The table."""
-    cells = SPEED | (OF_DENOISING if is_denoising(document) else OF_DRAFTS) | SAME
+    """Print the table."""
+    cells = SPEED_COLUMNS | (DENOISER_COLUMNS if is_denoising(document) else DRAFT_COLUMNS) | EQUALITY_COLUMN
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for heading in ("task", "method"):
         table.add_column(heading, no_wrap=True)
@@ -97,29 +84,30 @@ def show(document: dict, out: Console) -> None:
 
 
 def describe_difference(entry: dict) -> str:
-    """One line about a text that differs."""
+    """Return one line about a text that differs."""
     if "top_two_gap" not in entry:
         return (
-            f"{entry['method']} differs from what it speeds up on line {entry['line']} ({entry['task']}) first at new "
-            f"token {entry['position']}: {entry['text']!r} instead of {entry['plain_text']!r}"
+            f"{entry['method']} differs from the procedure that it accelerates on line {entry['line']} "
+            f"({entry['task']}), first at new token {entry['position']}: {entry['text']!r} instead of "
+            f"{entry['plain_text']!r}"
         )
     return (
-        f"{entry['method']} differs on line {entry['line']} ({entry['task']}) first at new token {entry['position']}: "
+        f"{entry['method']} differs on line {entry['line']} ({entry['task']}), first at new token {entry['position']}: "
         f"{entry['text']!r} instead of {entry['plain_text']!r}; the two largest logits there are "
         f"{entry['top_two_gap']:.2g} apart" + (" (a near-tie)" if entry["near_tie"] else "")
     )
 
 
 def plot(document: dict) -> bytes:
-    """A PNG: the speed-up per task and method, with tokens per target pass (and what they cost) above the bars."""
+    """Return a PNG of the speedup per task and method, with tokens per target pass above the bars."""
     groups = sections(document)
     methods = list(document["overall"])
     denoising = is_denoising(document)
-    above = "tokens per target pass, bonus token included"
-    said = lambda entry: f"{entry['block_efficiency']:.2f}"
+    caption = "tokens per target pass, bonus token included"
+    label = lambda entry: f"{entry['block_efficiency']:.2f}"
     if denoising:
-        above = "tokens per pass | columns computed per token"
-        said = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['columns_per_token']:.0f}"
+        caption = "tokens per pass | columns computed per token"
+        label = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['columns_per_token']:.0f}"
     figure = plotting.new_figure(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
@@ -127,14 +115,14 @@ def plot(document: dict) -> bytes:
         places = [i - 0.4 + width * (number + 0.5) for i in range(len(groups))]
         entries = [records[name] for records in groups.values()]
         bars = axes.bar(places, [entry["speedup"] or 0 for entry in entries], width * 0.92, label=name)
-        labels = ["refused" if entry["refused"] else said(entry) for entry in entries]
+        labels = ["refused" if entry["refused"] else label(entry) for entry in entries]
         axes.bar_label(bars, labels, padding=2, fontsize=8)
     axes.axhline(1.0, color="0.3", linewidth=1, linestyle="--")
     axes.set_xticks(range(len(groups)), [task.replace("_", "\n") for task in groups])
-    axes.set_ylabel(f"tokens/s, relative to {'one column a pass' if denoising else 'plain decoding'}")
+    axes.set_ylabel(f"tokens/s, relative to {'one column per pass' if denoising else 'plain decoding'}")
     axes.margins(y=0.15)
     where = f"{document['target']}, {dtypes(document)}, {document['machine']['device_kind']}"
-    axes.set_title(f"{where}\nabove the bars: {above}", fontsize=9)
+    axes.set_title(f"{where}\nabove the bars: {caption}", fontsize=9)
     figure.legend(loc="outside lower center", ncols=min(len(methods), 4), frameon=False)
     plotting.hide_top_right_spines(axes)
     return plotting.to_png(figure)

@@ -19,7 +19,7 @@ METHOD = Method(
     name="autoregressive",
     kind="drafter",
     guarantee="distribution",
-    summary="plain decoding, one token per pass: the baseline",
+    summary="decodes one token per target pass without a draft; the baseline",
 )
 
 

@@ -1,0 +1,96 @@
+"""`specjax compile`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specjax.cli.options import common as o
+from specjax.cli.options import completion
+from specjax.cli.options import planning as p
+from specjax.cli.options.drafter_flags import read_settings
+from specjax.cli.options.groups import with_groups
+
+HELP = """Compile a decode for TPUs without a TPU: memory, and estimates of the speed.
+
+It needs the TPU compiler (pip install 'specjax\\[tpu-compile]'), but no TPU and no
+weights. --target and --draft are shapes only: a built-in config (llama3_8b,
+smollm2_135m, ...), a folder with a config.json, or a GGUF file.
+
+The report covers prefill, one step and the whole loop, per device: memory in the
+compiler's layout (args + temps + out - alias), the minimum and the actual memory
+traffic, FLOPs, collectives, and the time by two estimates. Roofline is bytes over
+the published HBM bandwidth, FLOPs over the peak, and collectives; it is a lower
+bound without waiting. Schedule is the compiler's own cycle count, an upper bound
+for programs of many small pieces. Neither is a measurement; docs/tpu.md explains
+their use.
+
+For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) the programs are a pass, a
+pass that also updates the cache, such as the pass over a finished block that
+includes the first one over the next, and the whole loop. The table is by the
+columns that a pass decides. The report names the largest array of logits, which
+should have the columns of a window, not of the canvas.
+
+A program that does not compile is a result (exit code 0), with the smallest
+changes that compile. The table by acceptance assumes that the siblings in a tree
+have equal chances, one after another.
+"""
+
+
+@with_groups
+def compile_(
+    target: p.TargetOption,
+    topology: p.TopologyOption,
+    programs: p.ProgramOptions,
+    draft: p.DraftOption = None,
+    head: p.HeadOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            help="A method of `specjax methods`. Default: that of --head; two_model with --draft; sdar or llada for "
+            "diffusion models.",
+            show_default=False,
+            autocompletion=completion.words("drafters", "diffusion"),
+        ),
+    ] = None,
+    block: p.BlockOption = None,
+    tree: o.TreeOption = None,
+    num_draft_tokens: o.NumDraftTokensOption = None,
+    settings: o.SetOption = None,
+    max_new_tokens: o.LengthOption = 128,
+    same_bits: o.SameBitsOption = False,
+    temperature: o.TemperatureOption = 0.0,
+    as_json: o.JsonOption = False,
+) -> None:
+    named = method or (head and head.partition(":")[0]) or (draft and "two_model")
+    options = read_settings(settings, named or _default_method(target)) if settings else {}
+
+    from specjax.cli.output.console import Console, print_json
+    from specjax.planning import compile_report
+    from specjax.planning.reports.tables import show_report
+
+    log = Console(stderr=True)
+    with p.progress(log) as notify:
+        report = compile_report(
+            target, topology, draft=draft, head=head, method=method, block=block, tree=tree,
+            num_draft_tokens=num_draft_tokens, options=options, max_new_tokens=max_new_tokens, same_bits=same_bits,
+            temperature=temperature, on_step=notify, **programs.arguments,
+        )  # fmt: skip
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_report(report, Console())
+
+
+def _default_method(target: str) -> str:
+    """Return the method of a run without flags for drafting."""
+    from specjax.planning.inputs.denoiser_inputs import default_method
+    from specjax.planning.inputs.model_configs import load_denoiser_settings
+
+    settings = load_denoiser_settings(target)
+    return "autoregressive" if settings is None else default_method(settings)
+
+
+compile_.__doc__ = HELP

@@ -1,0 +1,68 @@
+"""`specjax plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specjax.cli.options import common as o
+from specjax.cli.options import planning as p
+from specjax.cli.options.groups import with_groups
+from specjax.errors import UsageError
+
+HELP = """Propose the token tree for a pair of models on TPUs, without a TPU.
+
+It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft model
+(see `specjax compile`). Then it minimises seconds per token over all sizes and
+depths: (depth x draft + verify(nodes)) / expected tokens of the best tree
+(Sequoia, arXiv 2402.12374), by each of the two estimates of `specjax compile`.
+Without --draft, drafting costs nothing.
+
+--acceptance has the probability that the first, second, ... child of an accepted
+node is the accepted one, joined by commas. It can also be the JSON of `specjax
+compare-verifiers` (ranks from its --drafts), or of `specjax bench` (the first
+rank only, so a chain is proposed).
+"""
+
+
+@with_groups
+def plan(
+    target: p.TargetOption,
+    topology: p.TopologyOption,
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            "--acceptance",
+            help="Acceptance probabilities by rank, such as .6,.2,.1, or a JSON file.",
+            show_default=False,
+        ),
+    ],
+    programs: p.ProgramOptions,
+    draft: p.DraftOption = None,
+    widths: Annotated[
+        str, typer.Option("--widths", help="Sizes of the target passes to compile, in nodes.")
+    ] = "1,2,4,8,16,32,64",
+    as_json: o.JsonOption = False,
+) -> None:
+    try:
+        sizes = [int(n) for n in widths.split(",")]
+    except ValueError:
+        raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{widths}"') from None
+
+    from specjax import planning
+    from specjax.cli.output.console import Console, print_json
+    from specjax.planning.reports.tables import show_plan
+
+    log = Console(stderr=True)
+    with p.progress(log) as notify:
+        result = planning.plan(
+            target, topology, acceptance=acceptance, widths=sizes, draft=draft, on_step=notify, **programs.arguments
+        )
+    if as_json:
+        print_json(result.to_json())
+    else:
+        show_plan(result, Console())
+
+
+plan.__doc__ = HELP

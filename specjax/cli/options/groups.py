@@ -1,0 +1,174 @@
+"""Groups of options: frozen dataclasses whose fields are flags, and the decorator that gives them to a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from specjax.cli.options import common as o
+from specjax.cli.options import vllm_sglang_flags as names
+from specjax.errors import require
+
+
+def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the fields of the option groups among the function's parameters as flags.
+
+    Typer reads the signature of the result. A group's checks run when the group is built.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        group = parameter.annotation
+        if not dataclasses.is_dataclass(group):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints, fields = get_type_hints(group, include_extras=True), dataclasses.fields(group)
+        groups[name] = group, [field.name for field in fields]
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in fields
+        ]
+
+    def command(**values: Any) -> None:
+        built = {
+            name: group(**{field: values.pop(field) for field in fields}) for name, (group, fields) in groups.items()
+        }
+        function(**values, **built)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def flag_values(*groups: Any) -> dict[str, Any]:
+    """Return the values of all flags of some groups by name."""
+    return {name: value for group in groups for name, value in vars(group).items()}
+
+
+def refuse_flags(groups: tuple[Any, ...], allowed: frozenset[str], reason: str) -> None:
+    """Raise a UsageError for a flag that is set and not allowed. `reason` follows the flag in the message."""
+    for group in groups:
+        for field in dataclasses.fields(group):
+            is_set = getattr(group, field.name) not in (field.default, [], ())
+            require(not is_set or field.name in allowed, f"{flag_of(field.name)} {reason}; leave it out")
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + {"settings": "set", "show_order": "show"}.get(name, name).replace("_", "-")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The models, and how they are loaded."""
+
+    target: o.TargetOption = None
+    draft: o.DraftOption = None
+    dtype: o.DtypeOption = "auto"
+    no_cache: o.NoCacheOption = False
+    cache_dtype: o.CacheDtypeOption = None
+    max_positions: o.PositionsOption = None
+    same_bits: o.SameBitsOption = False
+
+    def __post_init__(self):
+        require(
+            self.dtype in ("auto", "float32", "bfloat16"),
+            f'--dtype must be auto, float32 or bfloat16, not "{self.dtype}"',
+        )
+        require(self.cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{self.cache_dtype}"')
+        require(
+            not self.same_bits or self.dtype != "float32",
+            "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
+        )
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How tokens are drafted and verified."""
+
+    datastore: o.DatastoreOption = None
+    num_draft_tokens: o.NumDraftTokensOption = None
+    tree: o.TreeOption = None
+    draft_stop: o.DraftStopOption = None
+    stop: o.OldStopOption = None
+    exit_layer: o.ExitOption = None
+    settings: o.SetOption = None
+    source: o.SourceOption = None
+    controller: o.ControllerOption = None
+    costs: o.CostsOption = None
+    verifier: o.VerifierOption = None
+    sampling: o.SamplingOption = "speculative"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The flags that set one option of a method each."""
+        return {
+            "--num-draft-tokens": self.num_draft_tokens, "--tree": self.tree, "--draft-stop": self.draft_stop,
+            "--exit-layer": self.exit_layer,
+        }  # fmt: skip
+
+    @property
+    def is_default(self) -> bool:
+        """True if no flag sets how to draft."""
+        return all(
+            value is None or value == [] for name, value in vars(self).items() if name not in ("costs", "sampling")
+        )
+
+
+@dataclass(frozen=True)
+class WarpOptions:
+    """Length, distribution and seed of the text."""
+
+    max_new_tokens: o.LengthOption = 128
+    temperature: o.TemperatureOption = 0.0
+    top_k: o.TopKOption = None
+    top_p: o.TopPOption = None
+    seed: o.SeedOption = 0
+
+    def __post_init__(self):
+        o.check_minimum("--max-new-tokens", self.max_new_tokens, 1)
+        o.check_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(WarpOptions):
+    """Length, distribution and seed of the text, with --min-p."""
+
+    min_p: o.MinPOption = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt becomes tokens."""
+
+    raw: o.RawOption = False
+    system: o.SystemOption = None
+
+    def __post_init__(self):
+        o.check_system(self.raw, self.system)
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How results are printed."""
+
+    as_json: o.JsonOption = False
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """The names that vLLM and SGLang use for drafting."""
+
+    speculative_config: names.ConfigOption = None
+    speculative_algorithm: names.AlgorithmOption = None
+    speculative_draft_model_path: names.ModelOption = None
+    speculative_num_steps: names.StepsOption = None
+    speculative_eagle_topk: names.TopKOption = None
+    speculative_num_draft_tokens: names.TokensOption = None
+    speculative_token_map: names.MapOption = None

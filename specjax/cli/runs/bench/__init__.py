@@ -1,0 +1,1 @@
+"""The runs of `specjax bench`: methods, their baselines, and the report."""

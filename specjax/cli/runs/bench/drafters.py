@@ -1,0 +1,73 @@
+"""The run of `specjax bench` for autoregressive models: drafters and plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specjax.bench import measure, near_ties, records
+from specjax.cli.options.drafter_flags import MethodOptions
+from specjax.cli.options.prompts import Encoded
+from specjax.cli.runs.bench.comparison import BenchOptions, Comparison, Group
+from specjax.cli.runs.bench.output import PLAIN
+from specjax.cli.runs.decoding import Decoding, without_draft
+from specjax.cli.runs.environment import peak_memory_bytes
+from specjax.cli.runs.session import Session
+from specjax.types import Drafter
+
+
+class DrafterComparison(Comparison):
+    """Drafters and plain decoding."""
+
+    def __init__(
+        self, session: Session, decoding: Decoding, methods: Sequence[str], flags: MethodOptions,
+        rows: Sequence[Encoded], options: BenchOptions,
+    ):  # fmt: skip
+        super().__init__(session, decoding, methods, rows, options)
+        self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
+        self.drafters |= {name: session.drafter(name, flags) for name in methods}
+        self.settings = {name: session.settings(decoding, name) for name in methods}
+        self.settings[PLAIN] = without_draft(session.settings(decoding, "autoregressive"))
+        self.plain, self.programs = dict.fromkeys(methods, PLAIN), list(self.drafters)
+
+    def decode(self, program: str, group: Group) -> records.Run:
+        """Decode a group with a drafter, or plainly."""
+        settings = self.settings[program]
+        return measure.run_decode(self.task(self.session.target, self.drafters[program], group.rows, settings))
+
+    def must_equal(self, name: str) -> bool | None:
+        """Return True if the text must equal that of plain decoding, False if it may differ (lossy).
+
+        None: the method keeps the distribution, so a comparison of texts is meaningless.
+        """
+        if self.decoding.is_comparable(name, self.drafters[name].traits.draws):
+            return True
+        return False if self.decoding.guarantee(name) == "lossy" else None
+
+    def find_differences(self, group: Group, method: str) -> Iterator[dict]:
+        """Yield the differences from plain decoding, if a comparison is meaningful."""
+        if self.must_equal(method) is None:
+            return
+        for row, text, plain in zip(group.rows, group.runs[method].tokens, group.runs[PLAIN].tokens, strict=True):
+            difference = near_ties.find_difference(self.session.target, row.ids, text, plain, self.session.tie_dtype)
+            if difference is not None:
+                position = {"method": method, "task": group.task, "line": row.prompt.line}
+                yield near_ties.difference_record(
+                    difference, self.session.tokenizer, **position, question_id=row.prompt.question_id
+                )
+
+    def record_of(self, method: str, task: str | None = None) -> dict[str, Any]:
+        """Return the JSON record of a method on a finished task; None: on all tasks."""
+        runs, must_equal = self.runs_of(method, task), self.must_equal(method)
+        refused = must_equal is True and not all(entry["near_tie"] for entry in runs.differences)
+        record = records.record(
+            method,
+            self.decoding.guarantee(method),
+            runs.run,
+            runs.plain,
+            identical=None if must_equal is None else not runs.differences,
+            refused=refused,
+            compile_seconds=runs.compile_seconds,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+        return record | {"median_speedup": None if refused else runs.median_speedup, "refused": refused}
