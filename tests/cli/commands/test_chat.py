@@ -9,7 +9,7 @@ import pytest
 
 import specjax
 from specjax.cli.output.console import visible
-from specjax.cli.runs import session
+from specjax.cli.runs import session as sessions
 from specjax.persistence.program_cache import ProgramCache
 
 
@@ -47,7 +47,7 @@ def test_a_turn_is_answered_by_all_that_was_said(said):
     )  # fmt: skip
     assert done.code == 0
     assert done.out == "".join(f"{visible(text)}\n" for text in (first, second, alone, alone))
-    assert "nothing was said yet" in done.err and "24 tokens" in done.err and "there is no command /what" in done.err
+    assert "no answers yet" in done.err and "24 tokens" in done.err and "unknown command /what" in done.err
     for told in (
         "(all turns are forgotten)",
         "(no system prompt)",
@@ -74,7 +74,7 @@ def test_what_is_too_long_is_said_and_the_chat_goes_on(said):
 def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
     monkeypatch.delenv("SPECJAX_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(session, "use_cache", lambda on: None)  # XLA's cache is of the whole process
+    monkeypatch.setattr(sessions, "use_compilation_cache", lambda enabled: None)  # XLA's cache is of the whole process
     found, of = [], ProgramCache.programs
 
     def noted(self, *arguments):
@@ -92,6 +92,6 @@ def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
 
 def test_bad_input(refused):
     assert "--context must be at least 64" in refused("chat", "--context", 8)
-    assert "leaves no room" in refused("chat", "--max-new-tokens", 480)
+    assert "leaves 32 of 512 tokens" in refused("chat", "--max-new-tokens", 480)
     assert "--context must be at most 500" in refused("chat", "--max-new-tokens", 12, "--context", 600)
     assert "unknown method" in refused("chat", "--method", "minerva")
