@@ -136,8 +136,8 @@ def test_a_lane_with_too_few_slots_is_seen(slots):
 
 
 def test_crowding_check_sees_a_kernel_that_does_not_look_again(fault):
-    choose = tpu._choose
-    fault("_choose", lambda *arguments: (*choose(*arguments)[:2], jnp.zeros((8, 128), jnp.int32)))
+    choose = tpu._select
+    fault("_select", lambda *arguments: (*choose(*arguments)[:2], jnp.zeros((8, 128), jnp.int32)))
     with pytest.raises(AssertionError):
         one_lane(1)
 
@@ -217,7 +217,7 @@ def test_law_check_sees_noise_that_rows_share(fault):
 
 def test_arguments_that_do_not_fit_are_refused():
     keys, logits = rows_of_keys(2), jnp.zeros((2, 100))
-    with pytest.raises(ValueError, match="between 1 and the vocabulary's 100, not 101"):
+    with pytest.raises(ValueError, match="from 1 to the vocabulary size 100, not 101"):
         gumbel_topk(keys, logits, 101)
     with pytest.raises(ValueError, match=r"shape \(2,\), one per row"):
         gumbel_topk(keys[:1], logits, 1)
