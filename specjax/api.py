@@ -1,4 +1,7 @@
-"""`load`, `decode`, `denoise`, `stream` and `serve`: the engine, with names for methods and folders for checkpoints."""
+"""The public functions `load`, `decode`, `denoise`, `stream` and `serve`.
+
+They resolve names of methods, verifiers and controllers, and call the engine.
+"""
 
 from __future__ import annotations
 
@@ -86,51 +89,57 @@ def decode(
     processors: Sequence[Processor] = (),
     samples_per_prompt: int = 1,
 ) -> DecodeResult:
-    """Decode a batch of prompts: prefill and the whole loop in one compiled program.
+    """Decode a batch of prompts, with prefill and the whole loop in one compiled program.
 
-    May be called inside the caller's own `jit` with `target`, `drafter`, `prompts` and `key` as arguments. A second
-    call with the same batch compiles nothing, whatever its prompts and `max_new_tokens`, if prompt and new tokens fit
-    the same buffer; buffers grow by a third or a half, so a chat that grows compiles a handful of programs in its life.
-    Inside the caller's own `shard_map` over rows that needs `check_vma=False`: the loop starts from constants, which
-    JAX takes for equal on all shards.
+    The function may be called inside the caller's own `jit`, with `target`, `drafter`, `prompts` and `key` as
+    arguments. A second call with the same batch size is not compiled again if its prompts and new tokens fit the same
+    buffer. Buffers grow by a third or a half, so a growing chat compiles only a few programs. A caller's own
+    `shard_map` over rows needs `check_vma=False`, since JAX assumes that the constants in the initial state of the loop
+    are equal on all shards.
+
+    Guarantee: With the default verifier, greedy text equals plain greedy decoding. Sampled text has exactly the
+    distribution of the target after temperature, top-k, top-p and min-p. A verifier with guarantee "lossy" promises
+    neither. A row's text depends on its own key and prompt only, unless rows share learned state or draft lengths.
 
     Args:
       target: the model and its parameters.
-      drafter: one of `specjax.drafters`, whose parameters are its leaves, or the name of a row of METHODS that needs
-        only the target. A draft model, a draft head or None select the defaults of the command line
-        (`specjax.catalog.defaults`): a draft model drafts with the goodput controller, a head drafts in "auto", and
-        None is "auto" with the draft head that comes with specjax, if there is one ("prompt_lookup" for targets that
-        accept chains only). Inside of `jit`, None uses no head.
+      drafter: a drafter of `specjax.drafters`, whose parameters are its pytree leaves, or the name of a method in
+        METHODS that needs only the target. A draft model, a draft head and None use the defaults of the command line
+        (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto".
+        None is "auto" with the draft head that comes with specjax, if there is one. For targets that accept chains
+        only, None is "prompt_lookup". Inside of `jit`, None uses no head.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
-      key: one PRNG key or seed, from which row b takes `fold_in(key, b)`, or one key per row [B]; of any kind, legacy
-        `PRNGKey` arrays too. A row's text depends on its key and prompt only, not on the batch.
-      max_new_tokens: exact, unless the row ends with an eos.
-      temperature: a Python 0 compiles the greedy program; else a float or [B], traced, where 0 is greedy too.
-      top_k, top_p: None, or a number or [B], applied to target and draft alike, after the temperature.
-      eos: ids that end a row; the eos itself is the last token of the row.
-      sampling: "speculative" accepts a drafted token by its p/q, as often as any rule for one token can, and keeps the
-        distribution of the text. "coupled" draws target and draft with the same noise, so that the text for a key is
-        that of plain sampling, whatever drafter, tree, batch or mesh; it accepts a little less of one chain, and more
-        of wide trees (docs/verifiers.md).
-      verifier: one of `specjax.verifiers`, its name, or your own `VerifyFn`; default: the exact rule for
-        how the drafter draws.
-      controller: how deep to draft, one of `specjax.controllers` or its name; default: always as deep as possible.
-      capacity: largest length of prompt plus new tokens; default: the model's own limit. No buffer is larger than it
-        takes.
-      logprobs: also return the log-probability of each token under the target's distribution it was drawn from: after
-        temperature, top-k and top-p, so 0 for a greedy token and -inf for one that only a lossy rule lets through.
-      debug: check every draft for what its verifier needs (`specjax.engine.value_checks`) and raise UsageError if one lacks
-        it; inside the caller's `jit`, where nothing can be raised, look at `stats.violations`.
-      inputs: what the texts are conditioned on besides their tokens, arrays [B, ...], for models whose `begin` takes
-        them.
-      min_p: None, or a number or [B]: tokens of less than so many times the probability of the likeliest one go, after
-        top-k and top-p.
-      processors: what changes the target's logits by the text so far, before the temperature: `specjax.processors`.
-      samples_per_prompt: n texts of each prompt, which is read once: rows b n, ..., b n + n - 1 of the result are those
-        of prompt b, row b n + s with the key `fold_in(key of b, s)`. What is given per row is given per prompt.
+      key: PRNG key or seed, from which row b derives `fold_in(key, b)`, or one key per row, key[B]. All kinds of keys
+        are accepted, legacy `PRNGKey` arrays included.
+      max_new_tokens: exact number of new tokens, unless the row ends with an eos.
+      temperature: a Python 0 compiles the greedy program. Otherwise a float or float[B], which is traced; 0 is greedy.
+      top_k, top_p: None, a number, or one number per row [B]. They apply to target and draft, after the temperature.
+      eos: ids that end a row. The eos is the last token of its row.
+      sampling: "speculative" accepts a drafted token with probability min(1, p/q) and keeps the distribution of the
+        text. "coupled" draws target and draft with the same noise. Then the text for a key equals plain sampling, for
+        any drafter, tree, batch or mesh. It accepts slightly less on single chains and more on wide trees
+        (docs/verifiers.md).
+      verifier: a verifier of `specjax.verifiers`, its name, or your own `VerifyFn`. Default: the exact verifier for the
+        drafter's `draws`.
+      controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default: the maximum.
+      capacity: maximum length of prompt plus new tokens. Default: the model's own limit. It also limits buffer sizes.
+      logprobs: also return the log-probability of each token under the distribution that it was drawn from, after
+        temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a lossy verifier
+        accepts.
+      debug: check that every draft is valid for its verifier (`specjax.engine.value_checks`). Inside the caller's
+        `jit`, where no error can be raised, read `stats.violations`.
+      inputs: inputs that condition the texts besides their tokens, arrays [B, ...], for models that read them.
+      min_p: None, a number, or one number per row [B]. It removes tokens below `min_p` times the largest probability,
+        after top-k and top-p.
+      processors: logits processors of `specjax.processors`, applied before the temperature.
+      samples_per_prompt: number n of texts per prompt. Each prompt is read once. Prompt b has the n rows from b n on,
+        and its sample s has the key `fold_in(key of b, s)`. Per-row arguments have one entry per prompt.
 
-    Returns: DecodeResult.
-    Raises: UsageError for an empty prompt, one over the capacity, or a setting outside its range, before compiling.
+    Returns: DecodeResult, with tokens int32[B, max_new_tokens] without the prompts, then -1, and lengths int32[B].
+
+    Raises: UsageError for an empty prompt, a prompt over the capacity, or ids outside of the vocabulary. The same is
+      raised for a setting outside its range, and for a drafter or verifier that does not fit. These checks run before
+      anything is compiled. With debug, an invalid draft raises it after the run.
     """
     if isinstance(target, Denoiser):
         raise UsageError("decode takes an autoregressive target; a diffusion model is decoded by specjax.denoise")
@@ -159,24 +168,24 @@ def denoise(
     samples_per_prompt: int = 1,
     **settings: Any,
 ) -> Denoised:
-    """Let a diffusion language model continue a batch of prompts: the whole loop in one compiled program.
+    """Continue a batch of prompts with a diffusion language model, in one compiled program.
 
-    May be called inside the caller's own `jit`, as `decode`, and compiles for a second call as little.
+    Like `decode`, the function may be called inside the caller's own `jit`, and a second call is not compiled again.
 
     Args:
-      denoiser: the model, and how it is read.
-      method: how its columns are decided: the name of a row of METHODS, or a `specjax.diffusion.Procedure`, such as
-        `specjax.diffusion.methods.sdar(denoiser, tau=0.9)`; None: one column a pass.
-      prompts, key, max_new_tokens, samples_per_prompt: as for `decode`. A row's text depends on its prompt and key
-        alone, not on the batch.
-      settings: `temperature`, `top_k`, `top_p`, `min_p`, `eos`, `capacity` and `logprobs` of `decode`.
-        Log-probabilities are those of each token in the distribution that it was drawn from, in the pass that decided
-        it.
+      denoiser: the model with its denoiser settings, as `load_denoiser` returns it.
+      method: the name of a method of kind diffusion in METHODS, or a `specjax.diffusion.Procedure`, such as
+        `specjax.diffusion.methods.sdar(denoiser, tau=0.9)`. None decides one position per pass.
+      prompts, key, max_new_tokens, samples_per_prompt: as in `decode`. A row's text depends on its prompt and key only.
+      settings: `temperature`, `top_k`, `top_p`, `min_p`, `eos`, `capacity` and `logprobs` of `decode`. The
+        log-probability of a token belongs to the pass that decided it.
 
-    Raises: UsageError for parts that do not fit each other, and as `decode`.
+    Returns: Denoised, a `DecodeResult` with the statistics of the denoising loop.
+
+    Raises: UsageError if denoiser, method and settings do not fit each other, and in the cases of `decode`.
     """
     if not isinstance(denoiser, Denoiser):
-        raise UsageError("denoise takes a specjax.Denoiser, which says how a model is read; for others there is decode")
+        raise UsageError("denoise takes a specjax.Denoiser; use decode for autoregressive models")
     job = job_of(
         denoiser, method, prompts, settings_of(**settings), key=key, max_new_tokens=max_new_tokens,
         samples=samples_per_prompt,
@@ -192,14 +201,14 @@ def job_of(
     settings: Settings,
     **call: Any,
 ) -> Job:
-    """What `decode`, `denoise`, `stream` and `serve` run: their arguments, checked and laid out."""
+    """Build the checked job that `decode`, `denoise`, `stream` and `serve` run."""
     if isinstance(target, Denoiser):
         if call.pop("inputs", None) is not None:
             raise UsageError("a denoiser reads tokens only; leave inputs out")
         return prepare_canvas(target, _procedure(target, drafter), prompts, settings, **call)
     _check_target(target)
     if isinstance(drafter, Procedure):
-        raise UsageError("a procedure is of diffusion models; give a Denoiser for a target, or a drafter")
+        raise UsageError("procedures need a Denoiser as target; pass a drafter for other models")
     drafter, settings = _with_defaults(target, drafter, settings)
     return prepare(target, drafter, prompts, settings, **call)
 
@@ -208,7 +217,7 @@ def _check_target(target: Any) -> None:
     if not isinstance(target, Target | Denoiser):
         raise UsageError(
             f"target must be a specjax.Target, not {type(target).__name__}; specjax.load reads one, and "
-            "specjax.target_of makes one of a model of yours"
+            "specjax.as_target converts a model of yours"
         )
 
 
@@ -218,12 +227,12 @@ def _procedure(denoiser: Denoiser, method: Any) -> Procedure:
     raise UsageError(f"a denoiser takes a method of kind diffusion, not {type(method).__name__}; see specjax.METHODS")
 
 
-def settings_of(verifier: Any = None, controller: Any = None, **others: Any) -> Settings:
-    """With rules and controllers for their names."""
+def settings_of(verifier: Any = None, controller: Any = None, **settings: Any) -> Settings:
+    """Build the settings, with verifiers and controllers resolved by name. Raises: UsageError."""
     return Settings(
         verifier=parse_rule(verifier) if isinstance(verifier, str) else verifier,
         controller=parse(controller) if isinstance(controller, str) else controller,
-        **others,
+        **settings,
     )
 
 
@@ -248,7 +257,7 @@ def _with_defaults(target: Target, drafter: Any, settings: Settings) -> tuple[Dr
 
 
 def refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
-    """Raises: UsageError for a setting of `decode` whose outcome would be lost there."""
+    """Raise UsageError for the first of `names` that is set. The function `where` cannot report its outcome."""
     for name in names:
         if settings.get(name):
             raise UsageError(f"{where} does not report {name}; leave it out, or use decode")
@@ -267,17 +276,20 @@ def stream(
     programs: ProgramCache | None = None,
     **settings: Any,
 ) -> Generator[StreamStep, None, None]:
-    """Like `decode` or `denoise`, with the same arguments, but yields what each step added, as soon as it is known.
+    """Decode or denoise like `decode` and `denoise`, and yield the tokens of each step as soon as they are available.
 
-    The step is the one that `decode` loops. On several hosts each must run through all steps; every one sees all rows.
-    What the drafter learnt is called for at the last step, `drafter = step.drafter()` (`StreamStep`).
+    The arguments are those of `decode` or `denoise`, and so is the text. On several hosts, each host must run through
+    all steps, and each one receives all rows.
 
-    checkpoint: `specjax.persistence.Checkpoints`, to survive a restart. A run that finds its own state in the folder
-    yields the text so far as its first step, without saying which of it was drafted, and goes on from there: together
-    the tokens of an uninterrupted run. One that finds that of another run raises UsageError. Not with `logprobs`, which
-    it does not keep.
+    Args:
+      checkpoint: `specjax.persistence.Checkpoints`, to continue after a restart. A run that finds its own state in the
+        folder yields the text so far as its first step, without counts of drafted tokens. Then it continues. The tokens
+        equal those of an uninterrupted run. Does not support `logprobs`.
+      programs: `specjax.ProgramCache(folder)`, to load the compiled programs of an earlier process without tracing.
 
-    programs: `specjax.ProgramCache(folder)`, to have the compiled programs of an earlier process, and nothing traced.
+    Yields: StreamStep. In the last step, `step.drafter()` returns the drafter with the parameters that it learned.
+
+    Raises: UsageError in the cases of `decode`, and if the folder holds the checkpoint of another run.
     """
     refuse(settings, "stream", ("debug",))
     job = job_of(
@@ -285,7 +297,7 @@ def stream(
         samples=samples_per_prompt,
     )  # fmt: skip
     if checkpoint is not None and isinstance(target, Denoiser):
-        raise UsageError("a checkpoint keeps runs of autoregressive models; leave it out")
+        raise UsageError("checkpoints support autoregressive models only; leave checkpoint out")
     return stream_job(job, checkpoint, programs)
 
 
@@ -297,11 +309,11 @@ def stream_job(
     if checkpoint is None:
         return steps(job, programs=compiled)
     if job.parts.keep.logprobs:
-        raise UsageError("a checkpoint does not keep log-probabilities; leave logprobs or checkpoint out")
+        raise UsageError("checkpoints do not store log-probabilities; leave logprobs or checkpoint out")
     from specjax.persistence.resume import RunCheckpoint
 
-    record = RunCheckpoint(checkpoint, job)
-    return record.closing(steps(job, record, compiled))
+    recorder = RunCheckpoint(checkpoint, job)
+    return recorder.closing(steps(job, recorder, compiled))
 
 
 def serve(
@@ -317,28 +329,31 @@ def serve(
     programs: ProgramCache | None = None,
     **settings: Any,
 ) -> Generator[Served, PyTree, None]:
-    """Decode requests as they come, `slots` of them at a time, and yield what each step adds to each of them.
+    """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
 
-    After the first request nothing is compiled any more, whatever the lengths and settings of the others. What the
-    drafter learns from one text serves the next ones; `Served.drafter` has it, at the end of each, for a later call.
+    Only the first request compiles programs, for any lengths and settings of later requests. The drafter keeps the
+    parameters that it learns from one text for the next ones. `Served.drafter` returns them at the end of each request.
 
     Args:
-      target, drafter: as for `decode`, or as for `denoise`.
-      requests: asked for the next one whenever a slot is free; None where there is none yet, and it is asked again
-        after the next step. While it makes one wait nothing is decoded: see `arrivals`.
-      slots: rows of the batch. longest_prompt, max_new_tokens: of any request, which set the size of the cache.
-      tokenizer: to have the text too (`Served.text`), and for requests with stop strings; its `decode(ids)` is used.
-      inputs: those of one request, for their shapes, if the model takes any (`Request.inputs`).
-      programs: as for `stream`.
-      settings: those of `decode` but `logprobs`: sampling, verifier, controller and capacity for all requests alike;
-        temperature, top_k, top_p, min_p, eos and processors of those that do not say. Requests have a min_p or
-        processors only if `serve` has (0, and ones that change nothing, will do): others are not compiled.
+      target, drafter: as in `decode` or `denoise`.
+      requests: an iterable, read whenever a slot is free. It may yield None while it has no request, and is read again
+        after the next step. A blocking iterable stops the decoding of all rows; wrap it in `arrivals`.
+      slots: number of rows of the batch.
+      longest_prompt, max_new_tokens: limits of every request. They set the size of the cache.
+      tokenizer: an object with `decode(ids) -> str`, to return text (`Served.text`) and to support stop strings.
+      inputs: example inputs of one request, for their shapes, if the model reads any (`Request.inputs`).
+      programs: as in `stream`.
+      settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity hold
+        for all requests. The others are defaults, which a request can override. Requests can have a min_p or processors
+        only if `serve` has them too (min_p=0, or processors without effect), since others are not compiled.
 
-    What is sent to the generator (`send`) are new parameters of the drafter from the next step on, of one that learns
-    while it serves (`specjax.training.methods.online`).
+    Yields: Served. A request that does not fit is refused (`Served.error`), and the others continue.
 
-    A request that does not fit is refused (`Served.error`), and the others go on. On several hosts each must give the
-    same requests at the same times, and sees all of their texts.
+    Sends: new parameters of the drafter, or None, with `generator.send`. They apply from the next step on. This is for
+      drafters that are trained while they serve (`specjax.training.methods.online`).
+
+    On several hosts, each host must pass the same requests at the same times, and each one receives all texts.
+
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
     refuse(settings, "serve", ("debug", "logprobs"))
@@ -347,10 +362,10 @@ def serve(
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
         raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
-    of_all = settings_of(**settings)
-    limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, of_all, inputs, tokenizer)
+    defaults = settings_of(**settings)
+    limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, defaults, inputs, tokenizer)
     processor_settings(limits)
-    per_row = dataclasses.replace(of_all, **row_settings(limits).sampling._asdict(), eos=())
+    per_row = dataclasses.replace(defaults, **row_settings(limits).sampling._asdict(), eos=())
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)

@@ -402,12 +402,12 @@ class Processor:
 
     `process(params, state, tree, ancestors, logits[B, N, V]) -> logits` changes the logits of every node. Row i must
     equal the result of plain decoding after the committed text and the path to node i. `ancestors` bool[B, N, N] marks
-    the nodes on that path, node i and the root included. The root is already committed and part of the state. Row i must depend only on
-    nodes that are ancestors of node i. Rows of invalid nodes may hold any value, and their tokens may lie outside of
-    the vocabulary.
+    the nodes on that path, node i and the root included. The root is already committed and part of the state. Row i
+    must depend only on nodes that are ancestors of node i. Rows of invalid nodes may hold any value, and their tokens
+    may lie outside of the vocabulary.
 
-    `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts. All arrays of the state are
-    [B, ...]. Default: the settings.
+    `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts. All arrays of the state
+    are [B, ...]. Default: the settings.
 
     `update(params, state, tokens[B, N], count[B]) -> state` receives the first `count` tokens, which were committed.
     Default: the state stays unchanged.

@@ -14,7 +14,7 @@ import numpy as np
 
 from specjax import parallel
 from specjax.api import job_of, stream_job
-from specjax.bench.records import Run
+from specjax.bench.records import MeasuredRun
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.job import Job
 from specjax.engine.prepare import Settings
@@ -31,7 +31,7 @@ from specjax.types import Array, Drafter, Target
 Rows = Sequence[Sequence[int]]
 
 
-class Task(NamedTuple):
+class DecodeTask(NamedTuple):
     """A batch of prompts, and how it is decoded."""
 
     target: Target | Denoiser
@@ -70,23 +70,23 @@ def pack(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.asarray([len(row) for row in rows], np.int32)
 
 
-def run_decode(task: Task) -> Run:
+def run_decode(task: DecodeTask) -> MeasuredRun:
     """Time the loop on the device, which `decode` and `denoise` run."""
     start = time.perf_counter()
     result = jax.block_until_ready(run(task.job()).cut(task.max_new_tokens))
     seconds = time.perf_counter() - start
     _check_finite(task, result.finite)
     hit_eos, stats, columns = jax.device_get((result.hit_eos, result.stats, getattr(result, "columns", None)))
-    return Run(result.to_lists(), hit_eos, stats, seconds, columns=columns)
+    return MeasuredRun(result.to_lists(), hit_eos, stats, seconds, columns=columns)
 
 
 def run_stream(
-    task: Task,
+    task: DecodeTask,
     on_step: Callable[[StreamStep], bool | None] = lambda step: None,
     *,
     checkpoint: Checkpoints | None = None,
     programs: ProgramCache | None = None,
-) -> Run:
+) -> MeasuredRun:
     """Time the steps that `stream` runs from Python. `on_step` is called with each step, and True ends the run."""
     count = len(task.rows)
     tokens: list[list[int]] = [[] for _ in task.rows]
@@ -107,14 +107,14 @@ def run_stream(
             break
     seconds = time.perf_counter() - start
     stats = jax.device_get(functools.reduce(jax.jit(add_stats), infos, total))
-    return Run(tokens, stats.hit_eos, stats, seconds, first, resumed)
+    return MeasuredRun(tokens, stats.hit_eos, stats, seconds, first, resumed)
 
 
 REPEATED = 24
 """Length of a prompt of one repeated token, on which drafters that copy the text draft as deep as they can."""
 
 
-def warm_stream(task: Task, programs: ProgramCache | None = None, *, measured: bool = True) -> float:
+def warm_stream(task: DecodeTask, programs: ProgramCache | None = None, *, measured: bool = True) -> float:
     """Compile the programs of `run_stream`; return the seconds of tracing, compiling and a few steps.
 
     The prompts consist of one repeated token, in buffers of the real size. Prefill and a few steps run, so that passes
@@ -131,7 +131,7 @@ def warm_stream(task: Task, programs: ProgramCache | None = None, *, measured: b
     start = time.perf_counter()
     job = task.job_of(prompts, row_keys(0, range(count)))
     if programs is not None:
-        programs.of(job)
+        programs.programs(job)
         if not measured:
             return time.perf_counter() - start
         programs.finish()
@@ -158,7 +158,7 @@ def _remove_copies(step: StreamStep, batch: int) -> StreamStep:
     return step._replace(tokens=step.tokens[:batch], accepted=accepted, info=info, earlier=earlier)
 
 
-def _check_finite(task: Task, finite: Array | None) -> None:
+def _check_finite(task: DecodeTask, finite: Array | None) -> None:
     """Raise a UsageError if a prompt has logits without finite values, because its text would be meaningless."""
     if finite is None or np.all(finite):
         return

@@ -28,7 +28,7 @@ from specjax.diffusion.types import (
     WindowOutput,
     is_eos,
 )
-from specjax.engine.job import Keep, Loop
+from specjax.engine.job import DecodeLoop, Keep
 from specjax.engine.results import DecodeResult
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
@@ -55,7 +55,7 @@ class DenoisingParts:
     memory: CanvasCache
     width: int = field(metadata={"static": True})  # W
     keep: Keep = field(default=Keep(), metadata={"static": True})
-    loop: Loop = field(kw_only=True, metadata={"static": True})
+    loop: DecodeLoop = field(kw_only=True, metadata={"static": True})
     serving: bool = field(default=False, metadata={"static": True})
     drafter: Drafter = NO_DRAFTER
     processors: tuple[()] = ()
@@ -408,4 +408,4 @@ def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoise
     return Denoised(**fields, decided_at=order, columns=own.columns)
 
 
-LOOP = Loop(init, step, axes, _result)
+LOOP = DecodeLoop(init, step, axes, _result)

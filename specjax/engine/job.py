@@ -22,7 +22,7 @@ class Keep(NamedTuple):
     scored: bool = False
 
 
-class Loop(NamedTuple):
+class DecodeLoop(NamedTuple):
     """The functions of a decoding loop. `run`, `stream` and `serve` drive every loop through them.
 
     `init(parts, tokens[B, L], length[B], keys[B], stop[B], inputs=None, beside=None) -> DecodeState` reads prompts.
@@ -41,7 +41,7 @@ class LoopParts(Protocol):
     """The fields that the parts of every loop have in common."""
 
     @property
-    def loop(self) -> Loop: ...
+    def loop(self) -> DecodeLoop: ...
     @property
     def target(self) -> Target: ...
     @property
@@ -75,7 +75,7 @@ class Parts:
     keep: Keep = field(default=Keep(), metadata=STATIC)
     plain: bool = field(default=False, metadata=STATIC)  # steps draft nothing, but the state has the drafter's fields
     processors: tuple[Processor, ...] = ()  # in the order in which they change the target's logits
-    loop: Loop = field(kw_only=True, metadata=STATIC)
+    loop: DecodeLoop = field(kw_only=True, metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass

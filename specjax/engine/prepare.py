@@ -194,8 +194,8 @@ def check_pair(target: Target, drafter: Drafter) -> None:
         )
     if drafter.hooks.soft_prompts is not None and not capabilities.vectors:
         raise UsageError(
-            f"the drafter's soft prompts are vectors, and the model {name} reads tokens only; choose a drafter without, "
-            "such as token_recycling, or set Capabilities(vectors=True) for a model that takes `specjax.types.Appended`"
+            f"the drafter's soft prompts are vectors, and the model {name} reads tokens only; choose a drafter "
+            "without, such as token_recycling, or set Capabilities(vectors=True) for a model that takes `Appended`"
         )
     if drafter.traits.taps and not capabilities.taps:
         raise UsageError(

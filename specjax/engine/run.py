@@ -95,14 +95,14 @@ def run(job: Job) -> DecodeResult:
     return parts.loop.result(state, lengths, result)
 
 
-class Programs(NamedTuple):
+class StepPrograms(NamedTuple):
     """The two compiled functions that drive a job from Python."""
 
     start: Callable[[Job], DecodeState]
     step: Callable[[LoopParts, DecodeState], tuple[DecodeState, Info, Array]]
 
 
-TRACED = Programs(start, step)
+TRACED = StepPrograms(start, step)
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.engine import contract_checks, value_checks
-from specjax.engine.job import Loop, Parts
+from specjax.engine.job import DecodeLoop, Parts
 from specjax.engine.prefill import CHUNK, prefill_and_read
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
@@ -29,7 +29,7 @@ def buffer_size(longest: int, max_new_tokens: int, num_nodes: int, capacity: int
 
     The buffer has room for a whole tree and a whole prefill chunk behind the text. `dynamic_update_slice` clamps its
     start silently near the end of a buffer, and this slack keeps writes away from there. Sizes are 1 or 1.5 times a
-    power of two, so texts of all lengths share a few programs. No size exceeds the needs of a text of `capacity` tokens.
+    power of two, so texts of all lengths share a few programs. No size exceeds the needs of `capacity` tokens.
     """
     needed = longest + max(max_new_tokens + num_nodes, CHUNK) + 1
     if capacity is not None:
@@ -219,4 +219,4 @@ def axes(parts: Parts, state: DecodeState) -> DecodeState:
     )
 
 
-LOOP = Loop(init, step, axes)
+LOOP = DecodeLoop(init, step, axes)

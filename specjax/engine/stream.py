@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.engine.job import Job
 from specjax.engine.results import StreamStep
-from specjax.engine.run import TRACED, Programs, learned
+from specjax.engine.run import TRACED, StepPrograms, learned
 from specjax.numerics.global_arrays import replicate
 from specjax.types import DecodeState, Drafter, Info, Stats
 
@@ -33,7 +33,9 @@ class Recorder(Protocol):
         ...
 
 
-def steps(job: Job, recorder: Recorder | None = None, programs: Programs = TRACED) -> Generator[StreamStep, None, None]:
+def steps(
+    job: Job, recorder: Recorder | None = None, programs: StepPrograms = TRACED
+) -> Generator[StreamStep, None, None]:
     """Yield the tokens of each step as soon as they are available.
 
     The next step is dispatched before the tokens of the previous one are read, so the device does not wait for Python.

@@ -228,7 +228,7 @@ def _is_key(x) -> bool:
 
 
 def _flat(tree: PyTree) -> dict:
-    """Flatten a tree to a dict of path -> array with plain dtypes. Orbax accepts no custom nodes and no empty arrays."""
+    """Flatten a tree to a dict of path -> array with plain dtypes. Orbax rejects custom nodes and empty arrays."""
     leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if x.size]
     plain = {jax.tree_util.keystr(path): jax.random.key_data(x) if _is_key(x) else x for path, x in leaves}
     return plain or {"empty": np.zeros((), np.int32)}

@@ -46,12 +46,12 @@ def digest_weights(params: PyTree) -> str:
 
 
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Check that a checkpoint in `folder` has the digests of this run. Raises: UsageError that names the differences."""
+    """Check that a checkpoint in `folder` has the digests of this run. Raises: UsageError that names differences."""
     different = [name for name, value in ours.items() if theirs.get(name) != value]
     if different:
         raise UsageError(
-            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(different)}; repeat that one, "
-            "or give another folder"
+            f"the checkpoint in {folder} is of another run, which differs in {' and '.join(different)}; repeat that "
+            "one, or give another folder"
         )
 
 

@@ -39,7 +39,7 @@ class Family(NamedTuple):
     """The programs that drive a job together."""
 
     name: str
-    traced: Any  # NamedTuple of jitted functions, such as `engine.run.Programs`
+    traced: Any  # NamedTuple of jitted functions, such as `engine.run.StepPrograms`
     lower: Callable[[Job], Iterator[Any]]  # yields the lowered programs of a job, in the same order
 
 

@@ -1,10 +1,10 @@
 """Keys of compiled programs: digests that are equal in every process, and for equal values only.
 
-They are stricter than `specjax.persistence.fingerprint`, which compares only the inputs of a text. Here, two values that
-could compile to different programs must have different keys, so unknown kinds of values are refused. Array leaves of
-arguments are data and count by their shapes. Arrays in the closure of a function are constants of the program and count
-by their values. Code counts by its location. `digest_package` covers the files of specjax, and `digest_releases` the
-versions of the packages that they import.
+They are stricter than `specjax.persistence.fingerprint`, which compares only the inputs of a text. Here, two values
+that could compile to different programs must have different keys, so unknown kinds of values are refused. Array leaves
+of arguments are data and count by their shapes. Arrays in the closure of a function are constants of the program and
+count by their values. Code counts by its location. `digest_package` covers the files of specjax, and `digest_releases`
+the versions of the packages that they import.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Admission(NamedTuple):
     processors: list[PyTree]  # settings of the processors
 
 
-class Programs(NamedTuple):
+class ServePrograms(NamedTuple):
     """The compiled functions that serve requests."""
 
     empty: Callable[[Job], tuple[PyTree, DecodeState]]
@@ -121,7 +121,7 @@ class Batch:
         job = dataclasses.replace(
             job, parts=dataclasses.replace(job.parts, serving=True, **self._settings._asdict())
         )  # fmt: skip
-        self._programs: Programs = programs_of(job, cache, SERVING)
+        self._programs: ServePrograms = programs_of(job, cache, SERVING)
         exported, self._state = self._programs.empty(job)
         self._parts = _with_exported(job.parts, exported)  # parameters in the form that `Hooks.export` returns
         self._rows: list[_Row | None] = [None] * len(job.lengths)
@@ -280,7 +280,7 @@ def _with_exported(parts: Parts, exported: PyTree) -> Parts:
 
 
 def _lower(job: Job) -> Iterator[Any]:
-    """Yield the lowered programs, in the order of `Programs`."""
+    """Yield the lowered programs, in the order of `ServePrograms`."""
     empty = _empty.lower(job)
     yield empty
     exported, state = shapes(empty.out_info)
@@ -292,4 +292,4 @@ def _lower(job: Job) -> Iterator[Any]:
     yield _end.lower(parts.drafter, state, np.int32(0))
 
 
-SERVING = Family("serve", Programs(_empty, step, _admit, _end), _lower)
+SERVING = Family("serve", ServePrograms(_empty, step, _admit, _end), _lower)

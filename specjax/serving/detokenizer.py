@@ -7,8 +7,8 @@ from typing import Protocol
 
 UNFINISHED = "\ufffd"
 BYTES = 4
-"""Largest number of bytes of a character. Some tokenizers decode each byte of an unfinished character to one U+FFFD, and
-even the bytes of the complete characters before it."""
+"""Largest number of bytes of a character. Some tokenizers decode each byte of an unfinished character to one U+FFFD,
+and even the bytes of the complete characters before it."""
 
 
 class TextDecoder(Protocol):

@@ -14,7 +14,7 @@ def test_models_and_methods_that_do_not_fit_are_refused_in_a_sentence():
     settings = {"key": 0, "max_new_tokens": 4}
     for call, words in (
         (lambda: specjax.decode(denoiser, None, [[1]], **settings), "decoded by specjax.denoise"),
-        (lambda: specjax.denoise(target, "llada", [[1]], **settings), "for others there is decode"),
+        (lambda: specjax.denoise(target, "llada", [[1]], **settings), "use decode for autoregressive models"),
         (lambda: specjax.stream(denoiser, "prompt_lookup", [[1]], **settings), "unknown diffusion method"),
         (lambda: specjax.stream(denoiser, specjax.drafters.prompt_lookup(), [[1]], **settings), "of kind diffusion"),
         (lambda: specjax.stream(target, "llada", [[1]], **settings), "decodes diffusion models"),

@@ -86,7 +86,7 @@ def test_a_step_without_its_metadata(tmp_path):
     (tmp_path / "3").mkdir()
     with pytest.raises(UsageError, match=r"step 3 in .* is not a whole checkpoint of stream; remove that step"):
         run(markov(), prompt_lookup(2), tmp_path)
-    with pytest.raises(UsageError, match="does not keep log-probabilities"):
+    with pytest.raises(UsageError, match="do not store log-probabilities"):
         run(markov(), prompt_lookup(2), tmp_path / "new", logprobs=True)
 
 
@@ -134,7 +134,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
 
 def test_fingerprints_do_not_depend_on_the_mesh_or_the_process():
     whole = tiny_llama(layers=1, num_heads=8, num_kv_heads=4)
-    assert fingerprint.digest_model(whole) == fingerprint.digest_model(spread(2, 4)) != fingerprint.digest_model(tiny_llama())
+    assert (
+        fingerprint.digest_model(whole)
+        == fingerprint.digest_model(spread(2, 4))
+        != fingerprint.digest_model(tiny_llama())
+    )
     assert fingerprint.digest_model(tiny_llama()) != fingerprint.digest_model(tiny_llama(seed=1))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_llama().params)
     assert fingerprint.digest_weights(half) == fingerprint.digest_weights(tiny_llama().params)

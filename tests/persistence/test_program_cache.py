@@ -167,7 +167,7 @@ def test_requests_too(target, tmp_path, monkeypatch):
     assert kept == expected and first.hit is False
     for name in ("_empty", "_ended", "step", "_admit"):
         monkeypatch.setattr(serve_module, name, None)
-    broken = serve_module.SERVING._replace(traced=serve_module.Programs(None, None, None, None))
+    broken = serve_module.SERVING._replace(traced=serve_module.ServePrograms(None, None, None, None))
     monkeypatch.setattr(serve_module, "SERVING", broken)
     other = ProgramCache(tmp_path)
     assert served(target, drafter, other) == expected and other.hit is True
