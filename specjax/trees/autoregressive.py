@@ -1,6 +1,6 @@
-"""Plain autoregressive decoding: the tree with one node.
+"""Plain autoregressive decoding, as a drafter whose trees have one node.
 
-No draft, so every pass of the target gives one token. It runs through the same loop as every method: the baseline of
+Without a draft, every target pass yields one token. It runs in the same loop as every method, so it is the baseline of
 all comparisons.
 Guarantee: distribution.
 """
@@ -25,7 +25,7 @@ METHOD = Method(
 
 @functools.cache
 def autoregressive() -> Drafter:
-    """The drafter that drafts nothing."""
+    """Return a drafter with empty drafts."""
     return Drafter(propose=_propose, size=TreeSize(1, 0), traits=Traits(widths=(), follows_any_tree=True))
 
 

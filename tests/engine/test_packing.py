@@ -33,9 +33,9 @@ def test_prompts_change_no_node_and_none_is_accepted():
         rows = jnp.arange(len(PROMPTS))
         root = state.tokens[rows, state.length - 1][:, None]
         tree = operations.chain(jnp.concatenate([root, jnp.full((2, 2), 7)], 1), jnp.ones((2, 3), bool))
-        judge = lambda tree, observe, prompt: judge_at(parts, state, tree, observe, prompt, state.cache, 3)[0]
+        judge = lambda tree, observe, prompt: judge_at(parts, state, tree, observe, prompt, state.cache, 3)
         plain = judge(tree, lambda *seen: (), None)
-        best = jnp.argmax(plain[-1].scored.logits, -1)  # [B, 3]
+        best = jnp.argmax(plain.diagnostics.scored.logits, -1)  # [B, 3]
         # Below node 0 the token after the root and, below that, another one; below node 1 the one after it.
         tokens = jnp.stack([best[:, 0], best[:, 1], best[:, 1]], 1)
         parents = jnp.broadcast_to(jnp.array([0, 3, 1]), tokens.shape)
@@ -49,11 +49,11 @@ def test_prompts_change_no_node_and_none_is_accepted():
         return plain, beside, as_nodes.logits
 
     plain, beside, as_nodes = judged(parts, state)
-    np.testing.assert_allclose(beside[-1].scored.logits, plain[-1].scored.logits, atol=1e-4)
-    np.testing.assert_allclose(beside[2], as_nodes, atol=1e-4)
-    for one, other in zip(plain[0], beside[0], strict=True):
+    np.testing.assert_allclose(beside.diagnostics.scored.logits, plain.diagnostics.scored.logits, atol=1e-4)
+    np.testing.assert_allclose(beside.observed, as_nodes, atol=1e-4)
+    for one, other in zip(plain.verdict, beside.verdict, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert plain[0].num_nodes.tolist() == [1, 1]  # as nodes, two of these would have been accepted
+    assert plain.verdict.num_nodes.tolist() == [1, 1]  # as nodes, two of these would have been accepted
 
 
 def test_a_model_that_reads_tokens_alone_is_refused():

@@ -278,7 +278,7 @@ def test_another_process_finds_them_where_it_expects_them(tmp_path):
         import sys, jax, specjax
         from toy import tiny_llama
         from specjax.engine import run
-        kept = specjax.Kept(sys.argv[1])
+        kept = specjax.ProgramCache(sys.argv[1])
         kept.expect("a command")
         target = tiny_llama()
         steps = specjax.stream(target, "prompt_lookup", [[1, 2, 3, 1, 2]], key=0, max_new_tokens=12, programs=kept)

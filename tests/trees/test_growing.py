@@ -119,7 +119,7 @@ def test_the_children_of_one_of_two_equal_siblings_come_from_its_own_logits(rule
 )
 def test_paths_that_the_shape_ends_apart_are_not_verified_as_one_block(paths, even):
     drafter = two_model(markov(DRAFT_ROWS), tree=trees.static(paths, "with_replacement"))
-    verifier = Settings(temperature=1.0, verifier=verifiers.multipath_block()).verifier_for
+    verifier = Settings(temperature=1.0, verifier=verifiers.multipath_block()).select_verifier
     if even:
         assert verifier(drafter).name == "multipath_block"
     else:
