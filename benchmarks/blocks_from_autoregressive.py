@@ -5,8 +5,8 @@
 
 `train` begins with the weights as they are and teaches them to fill masked columns of blocks, of which each sees itself
 as it is masked and the blocks before as they are (`specjax.training.objectives.masked`). With --alignment shifted the
-row of a column goes on predicting the next one, and the first column of a block is the autoregressive model's own. A run that
-was ended goes on in its folder.
+row of a column goes on predicting the next one, and the first column of a block is the autoregressive model's own. A
+run that was ended goes on in its folder.
 
 `measure` decodes beginnings of texts that were held out, greedily, and says of each way: tokens per pass, columns per
 token, how the model that it was made from judges the text (nats per token), and whether what promises the text of the

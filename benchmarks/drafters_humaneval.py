@@ -3,9 +3,9 @@
     python benchmarks/drafters_humaneval.py HumanEval.jsonl.gz --target T.gguf --draft D.gguf --head HEAD
 
 The target answers --limit problems greedily, once (kept in --answers); a pass over its answers says exactly what a
-chain of each draft model or head would serve (`specjax.training.served`). Of --timed problems all sides are decoded in
-turns, after a first time that compiles: plain seconds over a drafter's, the prompt's included, median of --repeats and
-of problems. `auto` is timed too, alone and with each head.
+chain of each draft model or head would serve (`specjax.training.measure_acceptance`). Of --timed problems all sides are
+decoded in turns, after a first time that compiles: plain seconds over a drafter's, the prompt's included, median of
+--repeats and of problems. `auto` is timed too, alone and with each head.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/head_by_task.py question.jsonl HEAD HEAD ... --limit 12 --answers answers.json
 
 The target answers Spec-Bench's prompts once (--answers keeps that), and a pass over its answers says exactly what a
-head would serve (`specjax.training.served`), so that many prompts are counted in the time of a few that are timed
-(`shipped_head.py`). Prints a table; the mean is over chat, maths, qa and summarization.
+head would serve (`specjax.training.measure_acceptance`), so that many prompts are counted in the time of a few that are
+timed (`shipped_head.py`). Prints a table; the mean is over chat, maths, qa and summarization.
 """
 
 from __future__ import annotations

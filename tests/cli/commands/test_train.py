@@ -123,7 +123,9 @@ def test_budgets_give_a_law(cli, prompts, tmp_path):
 def test_states_that_cannot_be_kept_are_refused_before_anything_is_answered(refused, prompts, tmp_path):
     out = tmp_path / "head"
     flags = ("train", "--prompts", prompts, "--out", out, "--keep-states", 1, *SMALL)
-    assert "the loss of kangaroo is not a function of the target's activations" in refused(*flags, "--method", "kangaroo")
+    assert "the loss of kangaroo is not a function of the target's activations" in refused(
+        *flags, "--method", "kangaroo"
+    )
     (tmp_path / "activations.json").write_text('{"target": "another"}')
     assert "holds activations with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
     assert "cannot hold the activations" in refused(*flags, "--method", "medusa", "--states", prompts / "below")

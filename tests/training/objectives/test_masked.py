@@ -44,7 +44,7 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
     size = block if denoiser.is_causal else 7
     hide = jnp.zeros((2, 1, 16), bool).at[0, 0, prompt : prompt + size].set(True)
     said = jax.jit(
-        lambda denoiser: jax.nn.log_softmax(forward.compute_logits(denoiser, masked.read(denoiser, packed, hide)))
+        lambda denoiser: jax.nn.log_softmax(forward.compute_logits(denoiser, masked.forward_views(denoiser, packed, hide)))
     )
     text = specjax.denoise(
         denoiser, methods.llada(denoiser, block=None, steps=1), [list(range(1, 5))], key=0, max_new_tokens=size,
@@ -63,7 +63,7 @@ def test_complementary_views_hide_every_column_once_and_rates_belong_to_texts_or
         view = masked.mask_randomly(denoiser, packed, jax.random.key(0))
         other = masked.complement(packed, view)
         assert jnp.array_equal(view.masked ^ other.masked, packed.loss_mask)
-        unit = np.asarray(masked.units(denoiser, packed))
+        unit = np.asarray(masked.block_starts(denoiser, packed))
         rate = np.asarray(view.rate)
         pairs = {(row, place): rate[row][unit[row] == place] for row in range(2) for place in set(unit[row].tolist())}
         assert all(np.ptp(values) == 0 for values in pairs.values()) and len(np.unique(rate)) == len(pairs)
