@@ -103,10 +103,10 @@ def test_lengths_that_no_run_has(length, tmp_path):
 
     retained = checkpoint.Running.save
 
-    def spoiled(self, step, state, stats, *, over=False):
-        retained(self, step, state._replace(length=state.length * 0 + length), stats, over=over)
+    def spoiled(self, step, state, stats, *, is_last=False):
+        retained(self, step, state._replace(length=state.length * 0 + length), stats, is_last=is_last)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.Running, "save", spoiled)
         go_on(tmp_path / "run", stop=4)
-    assert "is not a whole checkpoint of stream" in survives(lambda: go_on(tmp_path / "run"))
+    assert "is not a complete checkpoint of stream" in survives(lambda: go_on(tmp_path / "run"))

@@ -84,7 +84,7 @@ def test_what_is_not_a_checkpoint_stays(tmp_path):
 
 def test_a_step_without_its_metadata(tmp_path):
     (tmp_path / "3").mkdir()
-    with pytest.raises(UsageError, match=r"step 3 in .* is not a whole checkpoint of stream; remove that step"):
+    with pytest.raises(UsageError, match=r"step 3 in .* is not a complete checkpoint of stream; remove that step"):
         run(markov(), prompt_lookup(2), tmp_path)
     with pytest.raises(UsageError, match="do not store log-probabilities"):
         run(markov(), prompt_lookup(2), tmp_path / "new", logprobs=True)
