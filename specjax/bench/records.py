@@ -18,7 +18,7 @@ from specjax.catalog.method import Guarantee
 from specjax.types import Draws, Stats
 
 
-class Run(NamedTuple):
+class MeasuredRun(NamedTuple):
     """A decoded batch, or several, with their times."""
 
     tokens: list[list[int]]  # per row
@@ -30,10 +30,10 @@ class Run(NamedTuple):
     columns: np.ndarray | None = None  # int32[B], columns that a denoising loop computed
 
 
-def merge(runs: Sequence[Run]) -> Run:
+def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
     """Join the rows of several runs. Seconds are added; the time to the first token is the median."""
     first = [run.first_token_seconds for run in runs if run.first_token_seconds is not None]
-    return Run(
+    return MeasuredRun(
         [row for run in runs for row in run.tokens],
         np.concatenate([run.hit_eos for run in runs]),
         jax.tree.map(lambda *fields: np.concatenate(fields), *(run.stats for run in runs)),
@@ -50,7 +50,7 @@ def dtypes(record: dict) -> str:
     return record["dtype"] + (f", {cache} cache" if cache else "") + (", same bits" if record.get("same_bits") else "")
 
 
-def tokens_per_second(run: Run) -> float:
+def tokens_per_second(run: MeasuredRun) -> float:
     """Return the new tokens of all rows, divided by the wall time."""
     return (sum(map(len, run.tokens)) - run.resumed) / run.seconds
 
@@ -58,8 +58,8 @@ def tokens_per_second(run: Run) -> float:
 def record(
     method: str,
     guarantee: Guarantee,
-    run: Run,
-    baseline: Run | None = None,
+    run: MeasuredRun,
+    baseline: MeasuredRun | None = None,
     *,
     identical: bool | None = None,
     refused: bool = False,
@@ -94,8 +94,8 @@ def record(
 def denoising_record(
     method: str,
     guarantee: Guarantee,
-    run: Run,
-    baseline: Run,
+    run: MeasuredRun,
+    baseline: MeasuredRun,
     *,
     refused: bool = False,
     compile_seconds: float | None = None,

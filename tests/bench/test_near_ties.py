@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.analysis import last_token_model
-from specjax.bench.near_ties import NEAR_TIE, difference, next_logits
+from specjax.bench.near_ties import NEAR_TIE, find_difference, next_logits
 
 LAWS = np.array([[0.1, 0.5, 0.4], [0.2, 0.2, 0.6], [0.5, 0.4999, 0.0001]])
 
@@ -25,10 +25,10 @@ def test_the_logits_are_those_after_the_last_token():
     ],
 )
 def test_a_flip_is_a_near_tie_only_between_the_likeliest(ours, plain, position, pair, near_tie):
-    found = difference(last_token_model(LAWS), [0], ours, plain, "float32")
+    found = find_difference(last_token_model(LAWS), [0], ours, plain, "float32")
     assert (found.position, (found.token, found.plain_token), found.near_tie) == (position, pair, near_tie)
     assert (found.behind < NEAR_TIE["float32"]) == near_tie
 
 
 def test_equal_texts_do_not_part():
-    assert difference(last_token_model(LAWS), [0], [1, 2], [1, 2], "float32") is None
+    assert find_difference(last_token_model(LAWS), [0], [1, 2], [1, 2], "float32") is None

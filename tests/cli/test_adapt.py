@@ -23,7 +23,7 @@ def six_layers(monkeypatch):
 def test_the_text_is_that_of_the_thinned_target(cli, six_layers):
     result = cli("generate", "hello", "--adapt", "skip_decode:1.5", *SHORT, "--json", "--compare")
     document = json.loads(result.out)
-    assert "lossy: skip_decode leaves layers of llama out, token by token" in " ".join(result.err.split())
+    assert "lossy: skip_decode skips layers of llama, per token" in " ".join(result.err.split())
     assert document["adapt"] == "skip_decode:1.5" and document["target"] == "llama by skip_decode"
     assert document["method"] == "autoregressive" and document["identical"]
     prompts = [specjax.load()[1].chat("hello")]
@@ -45,7 +45,7 @@ def test_as_a_drafter_it_is_lossless(cli):
 
 def test_the_table_says_that_it_is_lossy(cli):
     said = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
-    assert "(guarantee: distribution of the target by unified:1.5, which is lossy)" in said
+    assert "(guarantee: distribution relative to the target with unified:1.5, lossy)" in said
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_generate_interrupted_keeps_what_was_done(tmp_path):
     document = json.loads(command.read("out"))
     done = len(document["results"])
     assert code == 130 and 0 < done < 5000 and document["left"] == 5000 - done
-    assert line == f"specjax: interrupted; stdout has the {done} of 5000 prompts that were done"
+    assert line == f"specjax: interrupted; stdout has the {done} of 5000 prompts that are finished"
     assert all(len(entry["token_ids"]) == 24 or entry["finish_reason"] == "eos" for entry in document["results"])
 
 
@@ -112,7 +112,7 @@ def test_bench_interrupted_keeps_what_was_done(tmp_path):
     document = json.loads(out.read_text())
     done = 2000 - document["left"]
     assert code == 130 and 0 < done < 2000
-    assert line == f"specjax: interrupted; {out} has the {done} of 2000 prompts that had run"
+    assert line == f"specjax: interrupted; {out} has the {done} of 2000 prompts that are finished"
     assert {path.name for path in tmp_path.glob("*bench*")} == {"bench.json"}, "nothing half-written is left"
 
 
@@ -126,7 +126,7 @@ def test_datastore_build_interrupted_goes_on(tmp_path):
     part = tmp_path / ".store.part"
     command.wait_for(lambda: len(json.loads(read(part / "meta.json") or '{"shards": []}')["shards"]) > 1)
     command.interrupt()
-    assert command.end() == (130, "specjax: interrupted; run the same command again to go on")
+    assert command.end() == (130, "specjax: interrupted; run the same command to continue")
     assert not out.exists() and part.exists()
     again = Command(tmp_path, *options)
     assert again.process.wait(200) == 0, again.read("err")
@@ -207,7 +207,7 @@ def test_an_interrupt_that_is_dropped_comes_again():
         Callback()
         with pytest.raises(KeyboardInterrupt):
             time.sleep(60)
-    assert interrupts.came
+    assert interrupts.received
 
 
 def test_interrupts_that_a_library_changed(cli, monkeypatch):
@@ -273,7 +273,7 @@ def test_a_prompt_from_a_closed_or_endless_stdin(refused, monkeypatch):
     assert "the PROMPT is empty" in refused("generate", "-")
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
-        monkeypatch.setattr(prompts, "MOST", 1 << 20)
+        monkeypatch.setattr(prompts, "MAX_TEXT_BYTES", 1 << 20)
         assert "the PROMPT on stdin has more than 1,048,576 characters" in refused("generate", "-")
 
 
@@ -324,7 +324,7 @@ def test_a_datastore_on_a_full_disk(tmp_path):
     code, line = Command(tmp_path, *options, largest=100_000).end()
     assert code == 2
     assert line == (
-        f"specjax: --out: cannot write {out} (File too large); make room and run the same command again to go on"
+        f"specjax: --out: cannot write {out} (File too large); make room and run the same command to continue"
     )
     assert not out.exists()
     again = Command(tmp_path, *options)

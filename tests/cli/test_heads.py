@@ -12,7 +12,8 @@ from heads import tiny_head
 import specjax
 from specjax.catalog.defaults import SHIPPED_HEADS, ShippedHead
 from specjax.cli.options.drafter_flags import default_method
-from specjax.cli.options.vllm_sglang_flags import read_speculative
+from specjax.cli.options.groups import SpeculativeOptions
+from specjax.cli.options.vllm_sglang_flags import DraftFlags, translate
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.decision_heads import save_acceptance, save_judge
 from specjax.models.loading.heads import recognise, shipped
@@ -38,8 +39,8 @@ def test_a_head_alone_drafts_within_auto(cli, saved):
     document = json.loads(result.out)
     assert (document["method"], document["head"], document["draft"]) == ("auto", "eagle", None)
     assert document["identical"] is True
-    assert "head: eagle as safeailab writes it (bias=True" in result.err
-    assert "warning: its first draft is the target's token at" in result.err  # its weights are random
+    assert "head: eagle in the format of safeailab (bias=True" in result.err
+    assert "warning: its first draft equals the target's token at" in result.err  # its weights are random
 
 
 def test_the_demo_model_drafts_with_the_head_that_comes_with_it(cli, saved, monkeypatch):
@@ -82,25 +83,27 @@ def test_inspect_says_what_a_head_is(cli, saved):
     assert found["places"] > 100 and 0 <= found["agreement"] < 0.2 and found["reason"]
     assert found["unused"] == [] and found["parameters"] > 10_000
     shown = cli("inspect", saved("eagle3")).out
-    assert "eagle3 as speculators writes it (taps=(0, 1, 1)" in shown and "Likeliest: " in shown
+    assert "eagle3 in the format of speculators (taps=(0, 1, 1)" in shown and "Likely cause: " in shown
 
 
 def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
     eagle = saved("eagle")
-    assert "is a head of eagle, and method eagle3 drafts with one of eagle3; use --method eagle" in refused(
+    assert "is a draft head of kind eagle, and method eagle3 needs one of kind eagle3; use --method eagle" in refused(
         "generate", "ab", "--draft", eagle, "--method", "eagle3"
     )
-    assert "is a head of eagle, and method two_model drafts with a whole model" in refused(
+    assert "is a draft head of kind eagle, and method two_model needs a draft model" in refused(
         "generate", "ab", "--draft", eagle, "--method", "two_model"
     )
-    assert "--draft is a head of eagle, but suffix drafts without one" in refused(
+    assert "--draft is a draft head of kind eagle, and suffix does not use one" in refused(
         "generate", "ab", "--draft", eagle, "--method", "suffix"
     )
-    assert "no learned head that specjax knows, and method eagle drafts" in refused(
+    assert "no draft head of a known kind, and method eagle needs" in refused(
         "generate", "ab", "--draft", "draft", "--method", "eagle"
     )
-    assert "method eagle needs a draft head of the target; give one" in refused("generate", "ab", "--method", "eagle")
-    assert "--speculative-token-map is of a learned head" in refused(
+    assert "method eagle needs a draft head of the target; add --draft" in refused(
+        "generate", "ab", "--method", "eagle"
+    )
+    assert "--speculative-token-map needs a draft head" in refused(
         "generate", "ab", "--speculative-token-map", tmp_path / "freq.pt"
     )
     nothing = refused("generate", "ab", "--draft", eagle, "--speculative-token-map", tmp_path / "freq.pt")
@@ -116,8 +119,9 @@ def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):
         "generate", "ab", "--draft", tmp_path
     )
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
-    assert "the prompt has 4 tokens and --max-new-tokens is 250, over the head of eagle's capacity of 200" in refused(
-        "generate", "ab", "--draft", tmp_path, "--max-new-tokens", 250
+    assert (
+        "the prompt has 4 tokens and --max-new-tokens is 250, over the draft head eagle's capacity of 200"
+        in refused("generate", "ab", "--draft", tmp_path, "--max-new-tokens", 250)
     )
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     assert "is not a whole safetensors file" in refused("generate", "ab", "--draft", tmp_path)
@@ -138,9 +142,13 @@ def test_heads_that_decide(cli, tmp_path):
 
 
 def asked(**given):
-    none = dict.fromkeys(("config", "algorithm", "model", "steps", "topk", "tokens"))
     plain = {name: given.pop(name, None) for name in ("method", "draft", "num_draft_tokens", "tree", "settings")}
-    return read_speculative(**plain, **none | given)
+    names = {
+        "config": "config", "algorithm": "algorithm", "model": "draft_model_path", "steps": "num_steps",
+        "topk": "eagle_topk", "tokens": "num_draft_tokens",
+    }  # fmt: skip
+    flags = SpeculativeOptions(**{f"speculative_{names[name]}": value for name, value in given.items()})
+    return translate(DraftFlags(**plain), flags)
 
 
 def test_the_words_of_vllm_and_sglang():
@@ -149,7 +157,7 @@ def test_the_words_of_vllm_and_sglang():
     assert asked(config=config, draft="org/head", num_draft_tokens=5)[:3] == ("eagle3", "org/head", 5)
     ngram = asked(config='{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3}')
     assert ngram == ("prompt_lookup", None, 3, None, ["max_ngram=4"], ())
-    assert asked(config='{"method": "dflash"}').also == ("dflash2", "domino") and asked(method="dflash").also == ()
+    assert asked(config='{"method": "dflash"}').kinds == ("dflash2", "domino") and asked(method="dflash").kinds == ()
     assert asked(config='{"method": "draft_model", "model": "m"}')[:2] == ("two_model", "m")
     assert asked(algorithm="EAGLE3", model="org/head", steps=5, tokens=6)[:4] == ("eagle3", "org/head", 5, None)
     assert asked(algorithm="EAGLE", tokens=6).num_draft_tokens == 5
@@ -162,21 +170,21 @@ def test_the_words_of_vllm_and_sglang():
     [
         (
             {"config": '{"method": "eagle"}', "method": "eagle3"},
-            "--method says eagle3 and --speculative-config: method",
+            "--method is eagle3 and --speculative-config: method",
         ),
-        ({"config": '{"model": "a"}', "draft": "b"}, "--draft says b and --speculative-config: model says a"),
-        ({"config": '{"num_speculative_tokens": 5}', "steps": 4}, "says 5 and --speculative-num-steps says 4"),
+        ({"config": '{"model": "a"}', "draft": "b"}, "--draft is b and --speculative-config: model is a"),
+        ({"config": '{"num_speculative_tokens": 5}', "steps": 4}, "is 5 and --speculative-num-steps is 4"),
         ({"config": "[]"}, "must be a JSON object"),
         ({"config": "{"}, "--speculative-config is not valid JSON"),
-        ({"config": '{"quantization": "fp8"}'}, 'the key "quantization", and of vLLM\'s only method, model'),
-        ({"config": '{"method": "mtp"}'}, '"mtp" is no method here; choose one of ngram, draft_model'),
+        ({"config": '{"quantization": "fp8"}'}, 'the unknown key "quantization"; the supported keys are method, model'),
+        ({"config": '{"method": "mtp"}'}, 'unknown method "mtp"; choose one of ngram, draft_model'),
         ({"config": '{"num_speculative_tokens": "5"}'}, 'num_speculative_tokens "5", which must be a whole number'),
-        ({"algorithm": "NEXTN"}, '"NEXTN" is no method here'),
-        ({"algorithm": "EAGLE", "method": "eagle3"}, "--method says eagle3 and --speculative-algorithm says eagle"),
+        ({"algorithm": "NEXTN"}, 'unknown method "NEXTN"'),
+        ({"algorithm": "EAGLE", "method": "eagle3"}, "--method is eagle3 and --speculative-algorithm is eagle"),
         ({"steps": 5, "tokens": 5}, "a chain of --speculative-num-steps 5 has 6, not 5"),
-        ({"topk": 4, "steps": 5}, "--speculative-eagle-topk 4 wants --speculative-num-steps"),
+        ({"topk": 4, "steps": 5}, "--speculative-eagle-topk 4 also needs --speculative-num-steps"),
         ({"tokens": 1}, "--speculative-num-draft-tokens must be at least 2, not 1"),
-        ({"tree": "2x2", "topk": 2, "steps": 3, "tokens": 8}, "--tree says 2x2 and --speculative-eagle-topk 2"),
+        ({"tree": "2x2", "topk": 2, "steps": 3, "tokens": 8}, "--tree is 2x2 and --speculative-eagle-topk 2"),
     ],
 )
 def test_words_that_contradict_each_other_are_both_named(given, message):

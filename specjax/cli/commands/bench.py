@@ -91,7 +91,7 @@ class BenchFlags:
             o.check_minimum(flag, value, minimum)
 
 
-class Flags(NamedTuple):
+class BenchRequest(NamedTuple):
     """The flags of `bench`."""
 
     prompts: Path
@@ -120,7 +120,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    flags = Flags(prompts, list(method or ()), models, draft, sampling, options)
+    flags = BenchRequest(prompts, list(method or ()), models, draft, sampling, options)
     if diffusion.is_diffusion(flags.methods, models.target):
         _bench_denoiser(flags)
         return
@@ -131,7 +131,7 @@ def bench(
 bench.__doc__ = HELP
 
 
-def _bench_drafters(flags: Flags) -> None:
+def _bench_drafters(flags: BenchRequest) -> None:
     """Compare drafters with plain decoding."""
     from specjax.cli.output.console import Console
     from specjax.cli.runs.bench.drafters import DrafterComparison
@@ -150,7 +150,7 @@ def _bench_drafters(flags: Flags) -> None:
     execute(run, Report(log, Console(), options.as_json, bad=lines[1], path=flags.prompts))
 
 
-def _bench_denoiser(flags: Flags) -> None:
+def _bench_denoiser(flags: BenchRequest) -> None:
     """Compare methods of a diffusion model with one column per pass."""
     from specjax.cli.output.console import Console
     from specjax.cli.runs.bench.denoisers import DenoiserComparison
@@ -171,7 +171,7 @@ def _bench_denoiser(flags: Flags) -> None:
     execute(run, Report(log, Console(), flags.bench.as_json, bad=lines[1], path=flags.prompts))
 
 
-def _read(flags: Flags) -> Lines:
+def _read(flags: BenchRequest) -> Lines:
     """Return the selected lines of the prompt file, and the bad ones."""
     from specjax.cli.options import prompts as p
     from specjax.cli.output import files
@@ -186,7 +186,7 @@ def _read(flags: Flags) -> Lines:
     return lines, bad
 
 
-def _encode(lines: Lines, session: Session, flags: Flags) -> tuple[list[Encoded], BenchOptions]:
+def _encode(lines: Lines, session: Session, flags: BenchRequest) -> tuple[list[Encoded], BenchOptions]:
     """Return the prompts that fit the models, and the options of the run with the skipped prompts."""
     from specjax.cli.options import prompts as p
     from specjax.cli.runs.bench.comparison import BenchOptions

@@ -125,10 +125,10 @@ def _draw(rounds: list[Round], session: Session, method: str, picture: PictureOp
     number, out, count = picture.number, picture.out, len(rounds)
     assert out is not None
     require(number is None or number <= count, f"--round must be at most {count}, the last step, not {number}")
-    chosen = best(rounds) if number is None else number - 1
-    image = draw(rounds, session.show_token, chosen, f"{method} with {session.target.model.name}")
+    index = best(rounds) if number is None else number - 1
+    image = draw(rounds, session.show_token, index, f"{method} with {session.target.model.name}")
     files.write_atomically(out, lambda file: file.write(image))
-    log.print(f"wrote {out}, with the tree of step {chosen + 1}", style="dim", soft_wrap=True)
+    log.print(f"wrote {out}, with the tree of step {index + 1}", style="dim", soft_wrap=True)
 
 
 def _print(rounds: list[Round], session: Session, method: str, decoding: Decoding, as_json: bool) -> None:

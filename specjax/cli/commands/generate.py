@@ -96,7 +96,7 @@ class RunOptions:
         require(self.show in ("text", "order"), f'--show must be text or order, not "{self.show}"')
 
 
-class Flags(NamedTuple):
+class GenerateFlags(NamedTuple):
     """The flags of `generate`."""
 
     prompt: str | None
@@ -142,8 +142,10 @@ def generate(
     from specjax.catalog import METHODS
     from specjax.cli.runs.decoding import build_decoding
 
-    flags = Flags(prompt, method, models, draft, sampling, processing, prompts, run, devices, checkpoints, speculative)
-    if method in METHODS and METHODS[method].kind == "collaboration":
+    flags = GenerateFlags(
+        prompt, method, models, draft, sampling, processing, prompts, run, devices, checkpoints, speculative
+    )
+    if method is not None and method in METHODS and METHODS[method].kind == "collaboration":
         _collaborate(flags, method)
         return
     if diffusion.is_diffusion([method] if method else [], models.target):
@@ -159,7 +161,7 @@ def generate(
 generate.__doc__ = HELP
 
 
-def _draft(flags: Flags) -> None:
+def _draft(flags: GenerateFlags) -> None:
     """Generate with drafts, over all hosts and devices."""
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
@@ -199,14 +201,14 @@ def _draft(flags: Flags) -> None:
             programs.finish()
 
 
-def _select(flags: Flags):
+def _select(flags: GenerateFlags):
     """Return the flags after vLLM's and SGLang's are translated, and the methods that they select."""
     from specjax.cli.options.vllm_sglang_flags import DraftFlags, translate
     from specjax.cli.runs.selection import Extras, select
 
     draft = flags.draft
-    given = DraftFlags(flags.method, flags.models.draft, draft.num_draft_tokens, draft.tree, draft.settings)
-    result = translate(given, flags.speculative)
+    plain = DraftFlags(flags.method, flags.models.draft, draft.num_draft_tokens, draft.tree, draft.settings)
+    result = translate(plain, flags.speculative)
     models = dataclasses.replace(flags.models, draft=result.draft)
     draft = dataclasses.replace(
         draft, num_draft_tokens=result.num_draft_tokens, tree=result.tree, settings=result.settings
@@ -218,7 +220,7 @@ def _select(flags: Flags):
     return flags._replace(method=result.method, models=models, draft=draft), selection
 
 
-def _shared_values(flags: Flags, source: str | None) -> dict[str, Any]:
+def _shared_values(flags: GenerateFlags, source: str | None) -> dict[str, Any]:
     """Return the flags that all hosts must share, with the contents of files, which may differ between hosts."""
     from specjax.trees import inline
 
@@ -227,7 +229,7 @@ def _shared_values(flags: Flags, source: str | None) -> dict[str, Any]:
     return flags.values() | contents
 
 
-def _denoise(flags: Flags) -> None:
+def _denoise(flags: GenerateFlags) -> None:
     """Generate with a diffusion model."""
     from specjax.catalog import METHODS
     from specjax.cli.options.drafter_flags import read_options
@@ -260,7 +262,7 @@ def _denoise(flags: Flags) -> None:
     execute(denoising, Report(log, out, run.as_json, bad=bad, path=run.batch_file))
 
 
-def _collaborate(flags: Flags, method: str) -> None:
+def _collaborate(flags: GenerateFlags, method: str) -> None:
     """Generate texts that several models or samples write."""
     from specjax.catalog import METHODS
     from specjax.cli.options.drafter_flags import read_options

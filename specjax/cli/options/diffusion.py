@@ -33,13 +33,13 @@ def check_method(method: str, target: str | None) -> str:
     """
     from specjax.catalog import METHODS, of_kind
 
-    known = ", ".join(of_kind("diffusion"))
-    require(method in METHODS, f'--method: unknown method "{method}"; for a diffusion model choose {known}')
+    names = ", ".join(of_kind("diffusion"))
+    require(method in METHODS, f'--method: unknown method "{method}"; for a diffusion model choose {names}')
     row = METHODS[method]
     require(
         row.kind == "diffusion",
         f"--method {method} is a {row.kind} for autoregressive models, and --target {target} is a diffusion model; "
-        f"choose one of {known}",
+        f"choose one of {names}",
     )
     require(
         not row.needs,

@@ -160,7 +160,7 @@ def _read_named(named: Mapping[str, Any], rows: Mapping[str, Method]) -> dict[st
 
 
 def _check_size(row: Method, values: Mapping[str, FlagValue]) -> None:
-    """Raise a UsageError for a draft whose size is set twice, or too large."""
+    """Raise a UsageError if the size of the draft is set twice, or too large."""
     size, tree = values.get(row.size or ""), values.get("tree")
     if size is None:
         return
@@ -220,8 +220,8 @@ def default_method(
 ) -> str:
     """Return the method that drafts if none is named.
 
-    A draft head drafts by its own method, not in `auto`, if a flag sets how to draft or verify, or if --set sets an
-    option that only its own method has.
+    A draft head drafts in `auto`. It drafts by its own method if a flag sets how to draft or verify, or if --set has
+    an option that `auto` lacks.
 
     Args:
       head: the kind of draft head that `draft` is, or None. flags: values of the flags that set how to draft or verify.
@@ -229,11 +229,11 @@ def default_method(
     from specjax.catalog import METHODS
     from specjax.catalog.defaults import default_drafter
 
-    chosen = default_drafter(head or ("model" if draft is not None else None))
-    if head is None or chosen == head:
-        return chosen
-    own = any(_has_option(METHODS[head], text) and not _has_option(METHODS["auto"], text) for text in settings or ())
-    return head if own or any(value is not None for value in flags) else chosen
+    method = default_drafter(head or ("model" if draft is not None else None))
+    if head is None or method == head:
+        return method
+    is_own = any(_has_option(METHODS[head], text) and not _has_option(METHODS["auto"], text) for text in settings or ())
+    return head if is_own or any(value is not None for value in flags) else method
 
 
 class Resolved(NamedTuple):
@@ -252,14 +252,14 @@ def resolve_defaults(method: str | None, files: DraftFiles, flags: DraftOptions)
     named = flags.named
     if method is not None:
         return Resolved(method, flags.controller, named)
-    chosen = default_method(files.draft, files.head, (*named.values(), flags.verifier), flags.settings)
+    method = default_method(files.draft, files.head, (*named.values(), flags.verifier), flags.settings)
     is_set = flags.settings or any(value is not None for value in (*named.values(), flags.controller))
-    if chosen != "two_model" or is_set:
-        return Resolved(chosen, flags.controller, named)
+    if method != "two_model" or is_set:
+        return Resolved(method, flags.controller, named)
     from specjax.catalog.defaults import DRAFT_MODEL
 
     size = DRAFT_MODEL.options["num_tokens"]
-    return Resolved(chosen, DRAFT_MODEL.controller, {**named, "--num-draft-tokens": size})
+    return Resolved(method, DRAFT_MODEL.controller, {**named, "--num-draft-tokens": size})
 
 
 def _has_option(row: Method, setting: str) -> bool:
@@ -339,9 +339,9 @@ def read_setting(text: str, rows: Mapping[str, Method], flag: str = "--set") -> 
     )
     name = name or next(iter(rows))
     require(name in rows, f"{flag} {text}: {name} is not a method of this run; choose one of {', '.join(rows)}")
-    option, known = rows[name].option(word), ", ".join(option.name for option in rows[name].options)
+    option, names = rows[name].option(word), ", ".join(option.name for option in rows[name].options)
     if option is None:
-        fix = f"its options are {known}" if known else "it has no options; remove the flag"
+        fix = f"its options are {names}" if names else "it has no options; remove the flag"
         raise UsageError(f'{flag} {text}: method {name} has no option "{word}"; {fix}')
     return name, option, value
 

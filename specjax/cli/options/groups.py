@@ -1,4 +1,4 @@
-"""Groups of options: frozen dataclasses whose fields are flags, and the decorator that gives them to a command."""
+"""Groups of options: frozen dataclasses with flags as fields, and the decorator that gives them to a command."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse_flags(groups: tuple[Any, ...], allowed: frozenset[str], reason: str) 
     for group in groups:
         for field in dataclasses.fields(group):
             is_set = getattr(group, field.name) not in (field.default, [], ())
-            require(not is_set or field.name in allowed, f"{flag_of(field.name)} {reason}; leave it out")
+            require(not is_set or field.name in allowed, f"{flag_of(field.name)} {reason}; remove it")
 
 
 def flag_of(name: str) -> str:
@@ -90,7 +90,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How tokens are drafted and verified."""
+    """The flags of drafting and verification."""
 
     datastore: o.DatastoreOption = None
     num_draft_tokens: o.NumDraftTokensOption = None
@@ -145,20 +145,13 @@ class SamplingOptions(WarpOptions):
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a prompt becomes tokens."""
+    """The flags that turn a prompt into tokens."""
 
     raw: o.RawOption = False
     system: o.SystemOption = None
 
     def __post_init__(self):
         o.check_system(self.raw, self.system)
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How results are printed."""
-
-    as_json: o.JsonOption = False
 
 
 @dataclass(frozen=True)

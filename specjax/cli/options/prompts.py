@@ -21,7 +21,7 @@ MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 
 
 class Prompt(NamedTuple):
-    """One prompt, and its position in a file."""
+    """A prompt, and its position in a file."""
 
     text: str
     line: int | None = None  # from 1

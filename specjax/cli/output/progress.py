@@ -1,4 +1,4 @@
-"""Progress lines of a long run whose output is neither text nor a bar."""
+"""Progress lines of a long run that shows neither text nor a bar."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import specjax
 from specjax.cli.options.prompts import system_turn
 from specjax.cli.output.text import TextStream
 from specjax.cli.runs.decoding import Decoding
-from specjax.cli.runs.run import Report, Run
+from specjax.cli.runs.run import PromptRun, Report
 from specjax.cli.runs.session import Session
 from specjax.persistence.program_cache import ProgramCache
 from specjax.serving.requests import Request
@@ -31,7 +31,7 @@ COMMANDS = {
 COMMAND_LIST = ", ".join(COMMANDS)
 
 
-class Chat(Run):
+class Chat(PromptRun):
     """The turns of a chat, and the totals over its answers."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Chat(Run):
                 text = TextStream(tokenizer, tokenizer.eos)
 
     def report(self, report: Report) -> None:
-        """Print nothing: the answers are on the screen, and /stats prints the totals."""
+        """Skip the report: the answers are on the screen, and /stats prints the totals."""
 
     def record(self) -> dict[str, Any]:
         """Return the totals over all answers."""

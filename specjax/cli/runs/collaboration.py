@@ -20,7 +20,7 @@ from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import stage
-from specjax.cli.runs.run import Report, Run, print_heading
+from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.collaborate import TextResult, after_strings
 from specjax.errors import require
@@ -96,7 +96,7 @@ class WrittenText(NamedTuple):
     read: list[int]  # [M]
 
 
-class Batch(NamedTuple):
+class WrittenBatch(NamedTuple):
     """The texts of a batch and their times."""
 
     rows: list[WrittenText]
@@ -105,8 +105,8 @@ class Batch(NamedTuple):
     plain_tokens: int = 0
 
 
-class Collaboration(Run):
-    """One method over some prompts and, with --compare, the target alone after each batch."""
+class Collaboration(PromptRun):
+    """A method over some prompts and, with --compare, the target alone after each batch."""
 
     def __init__(
         self, session: Session, decoding: Decoding, method: tuple[str, Mapping[str, Any]], rows: Sequence[Encoded],
@@ -125,7 +125,7 @@ class Collaboration(Run):
         self.sampling: dict[str, Any] = {name: value for name, value in values.items() if value}
         if processors:
             self.sampling["processors"] = processors
-        self.finished: list[Batch] = []
+        self.finished: list[WrittenBatch] = []
         self.checkpoints = None if checkpoint is None else BatchCheckpoints(checkpoint, self._fingerprints())
 
     def _fingerprints(self) -> dict[str, str]:
@@ -158,7 +158,7 @@ class Collaboration(Run):
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
         return {"key": keys, "max_new_tokens": self.decoding.max_new_tokens, "eos": self.session.tokenizer.eos}
 
-    def _read(self, number: int) -> Batch | None:
+    def _read(self, number: int) -> WrittenBatch | None:
         """Read a finished batch. Raises: UsageError for a damaged file."""
         stored = None if self.checkpoints is None else self.checkpoints.read(number)
         if stored is None or self.checkpoints is None:
@@ -166,7 +166,9 @@ class Collaboration(Run):
         size = self.session.target.model.vocab_size
         with guarded_read(f"batch {number} in {self.checkpoints.folder}"):
             rows, seconds, plain_seconds, plain_tokens = stored
-            batch = Batch([WrittenText(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens))
+            batch = WrittenBatch(
+                [WrittenText(*row) for row in rows], float(seconds), float(plain_seconds), int(plain_tokens)
+            )
             assert len(rows) == len(self.batches[number]), "texts are missing"
             for row in batch.rows:
                 assert len(row.tokens) == len(row.authors), "authors are missing"
@@ -175,7 +177,7 @@ class Collaboration(Run):
                 assert sum(row.authors) + sum(row.passes) + sum(row.read) >= 0, "counts are negative"
         return batch
 
-    def _write(self, batch: Sequence[Encoded], log: Console) -> Batch:
+    def _write(self, batch: Sequence[Encoded], log: Console) -> WrittenBatch:
         """Decode a batch with the method."""
         prompts = [list(row.ids) for row in batch]
         arguments = {**self._arguments(batch), **self.words, **self.options, **self.sampling}
@@ -186,9 +188,9 @@ class Collaboration(Run):
             start = time.perf_counter()
             result: TextResult = decode()
             seconds = time.perf_counter() - start
-        return Batch([_text_of(result, row) for row in range(len(batch))], seconds)
+        return WrittenBatch([_text_of(result, row) for row in range(len(batch))], seconds)
 
-    def _run_target(self, batch: Sequence[Encoded], written: Batch, log: Console) -> Batch:
+    def _run_target(self, batch: Sequence[Encoded], written: WrittenBatch, log: Console) -> WrittenBatch:
         """Decode a batch with the target alone, and add its time."""
         prompts, arguments = [list(row.ids) for row in batch], {**self._arguments(batch), **self.sampling}
         decode = lambda: jax.block_until_ready(

@@ -19,7 +19,7 @@ from specjax.cli.output.console import Console, visible
 from specjax.cli.output.text import TextStream
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import peak_memory_bytes, stage
-from specjax.cli.runs.run import Report, Run, describe_memory, print_heading
+from specjax.cli.runs.run import PromptRun, Report, describe_memory, print_heading
 from specjax.cli.runs.session import Session
 from specjax.diffusion import Denoiser, Procedure
 from specjax.diffusion.frames import Frame, frames
@@ -39,7 +39,7 @@ class DenoisedText(NamedTuple):
     columns: int  # computed ones
 
 
-class Totals(NamedTuple):
+class DenoisedTotals(NamedTuple):
     """Sums over finished texts."""
 
     rows: list[DenoisedText]
@@ -63,8 +63,8 @@ class Totals(NamedTuple):
         return sum(row.columns for row in self.rows) / max(self.tokens, 1)
 
 
-class Denoising(Run):
-    """One method over some prompts and, with --compare, one column per pass after it."""
+class Denoising(PromptRun):
+    """A method over some prompts and, with --compare, one column per pass after it."""
 
     def __init__(
         self, session: Session, denoiser: Denoiser, decoding: Decoding, method: tuple[str, Mapping[str, Any]],
@@ -77,7 +77,7 @@ class Denoising(Run):
         self.settings = session.settings(decoding, name)
         self.procedure: Procedure = self.method.make(denoiser, **options)
         self.plain = one_column_per_pass(denoiser, options) if compare else None
-        self.totals, self.plain_totals = Totals([], 0.0, []), Totals([], 0.0, [])
+        self.totals, self.plain_totals = DenoisedTotals([], 0.0, []), DenoisedTotals([], 0.0, [])
         self.texts: list[TextStream] = []
         self.compile_seconds = 0.0
 
@@ -139,9 +139,9 @@ class Denoising(Run):
         return frames(self.task(self.denoiser, procedure, batch, self.settings).job())
 
     def _decode(
-        self, totals: Totals, procedure: Procedure, batch: Sequence[Encoded],
+        self, totals: DenoisedTotals, procedure: Procedure, batch: Sequence[Encoded],
         on_frame: Callable[[Frame], None] = lambda frame: None,
-    ) -> Totals:  # fmt: skip
+    ) -> DenoisedTotals:  # fmt: skip
         """Decode a batch, and return the sums with its texts."""
         start, first, last = time.perf_counter(), None, None
         for last in self._frames(procedure, batch):
@@ -156,7 +156,7 @@ class Denoising(Run):
             for i in range(len(batch))
         ]
         seconds = totals.seconds + time.perf_counter() - start
-        return Totals(totals.rows + rows, seconds, totals.first + ([] if first is None else [first]))
+        return DenoisedTotals(totals.rows + rows, seconds, totals.first + ([] if first is None else [first]))
 
     @property
     def identical(self) -> bool | None:

@@ -17,7 +17,7 @@ from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes, stage
-from specjax.cli.runs.run import Report, Run, describe_memory, print_heading
+from specjax.cli.runs.run import PromptRun, Report, describe_memory, print_heading
 from specjax.cli.runs.session import Session
 from specjax.engine.run import canonical
 from specjax.persistence import Checkpoints
@@ -37,8 +37,8 @@ class GenerationOptions(NamedTuple):
     programs: ProgramCache | None = None
 
 
-class Generation(Run):
-    """One method over some prompts and, with --compare, plain decoding after it."""
+class Generation(PromptRun):
+    """A method over some prompts and, with --compare, plain decoding after it."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Generation(Run):
         self.carries_over = len(self.batches) > 1 and is_exported and more.checkpoint is None
         if self.carries_over:
             self.drafter = session.on_mesh(canonical(session.target, self.drafter))
-        self.runs: list[report_of.Run] = []
-        self.plain_runs: list[report_of.Run] = []
+        self.runs: list[report_of.MeasuredRun] = []
+        self.plain_runs: list[report_of.MeasuredRun] = []
         self.compile_seconds, self.plain_compile_seconds = 0.0, 0.0
         self.texts: list[TextStream] = []
         self.differences: list[dict] = []
@@ -137,7 +137,7 @@ class Generation(Run):
             return None
         return Checkpoints(f"{self.more.checkpoint.rstrip('/')}/batch-{number:05d}", self.more.checkpoint_every)
 
-    def _run_plain(self, batch: Sequence[Encoded], plain: Drafter) -> report_of.Run:
+    def _run_plain(self, batch: Sequence[Encoded], plain: Drafter) -> report_of.MeasuredRun:
         """Decode a batch plainly, up to the same stop strings."""
         streams = self._text_streams(batch)
 
@@ -153,10 +153,10 @@ class Generation(Run):
         tokenizer = self.session.tokenizer
         return [TextStream(tokenizer, tokenizer.eos, self.more.stop) for _ in batch]
 
-    def _task(self, batch: Sequence[Encoded]) -> measure.Task:
+    def _task(self, batch: Sequence[Encoded]) -> measure.DecodeTask:
         return self.task(self.session.target, self.drafter, batch, self.settings)
 
-    def _plain_task(self, batch: Sequence[Encoded], plain: Drafter) -> measure.Task:
+    def _plain_task(self, batch: Sequence[Encoded], plain: Drafter) -> measure.DecodeTask:
         return self.task(self.session.target, plain, batch, without_draft(self.settings))
 
     @property
@@ -284,7 +284,7 @@ def _have_stopped(streams: list[TextStream]) -> bool:
     return any(stream.is_stopped for stream in streams) and all(stream.has_ended for stream in streams)
 
 
-def _cut(run: report_of.Run, streams: list[TextStream]) -> report_of.Run:
+def _cut(run: report_of.MeasuredRun, streams: list[TextStream]) -> report_of.MeasuredRun:
     """Remove the tokens after a stop string."""
     tokens = [
         text[: stream.num_tokens] if stream.is_stopped else text

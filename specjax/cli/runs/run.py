@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from specjax.bench.measure import Task, row_keys
+from specjax.bench.measure import DecodeTask, row_keys
 from specjax.cli.options.prompts import BadLine, Encoded, describe
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.output.progress import ProgressLines
@@ -21,7 +21,7 @@ from specjax.types import Drafter, Target
 
 
 class Report(NamedTuple):
-    """Where and how the results of a run are printed."""
+    """The consoles and the form of a run's results."""
 
     log: Console
     out: Console
@@ -31,7 +31,7 @@ class Report(NamedTuple):
     path: Path | None = None  # the file of the prompts
 
 
-class Run:
+class PromptRun:
     """Prompts that are decoded batch by batch. `execute` calls `compile`, `run` and `report`.
 
     A subclass implements `run_batch`, `record` and `table`. It may implement `compile`, `finish` and `results`, too.
@@ -52,7 +52,7 @@ class Run:
         raise NotImplementedError
 
     def finish(self, report: Report) -> None:
-        """Do what follows the last batch, such as a comparison."""
+        """Run the steps after the last batch, such as a comparison."""
 
     def record(self) -> dict[str, Any]:
         """Return the totals over all finished prompts as JSON."""
@@ -77,10 +77,10 @@ class Run:
 
     def task(
         self, target: Target | Denoiser, drafter: Drafter | Procedure, batch: Sequence[Encoded], settings: Settings
-    ) -> Task:
+    ) -> DecodeTask:
         """Return a batch with its keys and settings."""
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
-        return Task(target, drafter, [row.ids for row in batch], keys, settings, self.decoding.max_new_tokens)
+        return DecodeTask(target, drafter, [row.ids for row in batch], keys, settings, self.decoding.max_new_tokens)
 
     def run(self, report: Report) -> None:
         """Decode all batches."""
@@ -122,7 +122,7 @@ class Run:
         return "stdout"
 
 
-def execute(run: Run, report: Report) -> None:
+def execute(run: PromptRun, report: Report) -> None:
     """Compile, run and report. A run that ends early reports the prompts that are finished.
 
     Raises: KeyboardInterrupt with the place of the finished results, and UsageError about bad lines.

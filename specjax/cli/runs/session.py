@@ -160,7 +160,7 @@ def open_session(
       has_head: True if the draft is a draft head, which is then compared with the target. token_map: the ids that the
         head drafts. flag: the flag of the head, for errors.
 
-    Raises: UsageError for models and datastores that cannot be loaded or whose vocabularies differ.
+    Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
     same_bits = models.same_bits
     axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None

@@ -53,9 +53,9 @@ def watch_compilation(monkeypatch) -> list[list[str]]:
     compiled, by_run = [], []
     honest = measure.run_decode
 
-    def watched(*arguments):
+    def watched(task):
         before = len(compiled)
-        run = honest(*arguments)
+        run = honest(task)
         by_run.append(compiled[before:])
         return run
 
@@ -114,9 +114,9 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(cli, prompts, tmp_path, m
         return honest(*arguments)
 
     monkeypatch.setattr(measure, "run_decode", stopped)
-    monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json")
-    assert result.code == 130 and "2 of 3 prompts that had run" in result.err and "Traceback" not in result.err
+    assert result.code == 130 and "2 of 3 prompts that are finished" in result.err and "Traceback" not in result.err
     assert "1 of 3 prompts, " in result.err
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["left"] == 1 and set(document["tasks"]) == {"mt_bench"} and len(document["prompts"]) == 2
@@ -128,7 +128,7 @@ def test_a_lossy_rule_that_is_none_at_temperature_0_is_told(cli, prompts, tmp_pa
     """Before anything is loaded: here there is nothing."""
     options = ("--verifier", "rollback", "--temperature", temperature, "--target", tmp_path / "none")
     result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json", *options)
-    assert result.err.count("the text is exactly the greedy one; add --temperature 1") == told and result.code == 2
+    assert result.err.count("the text is the greedy one; add --temperature 1") == told and result.code == 2
 
 
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
@@ -142,17 +142,17 @@ def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
 def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
     honest = measure.run_decode
 
-    def wrong(target, drafter, rows, *rest):
-        run = honest(target, drafter, rows, *rest)
-        if drafter.max_depth and rows[0][1] == ord("w") + 3:  # the task qa
+    def wrong(task):
+        run = honest(task)
+        if task.drafter.max_depth and task.rows[0][1] == ord("w") + 3:  # the task qa
             run.tokens[0][2] = (run.tokens[0][2] + 1) % 259
         return run
 
     monkeypatch.setattr(measure, "run_decode", wrong)
     out = tmp_path / "out.json"
     result = cli("bench", prompts, *SHORT, "--out", out)
-    assert result.code == 1 and "refused" in result.err and "refused" in result.out
-    assert "line 3 (qa) first at new token 2" in result.err
+    assert result.code == 1 and "no speed is reported for auto" in result.err and "refused" in result.out
+    assert "line 3 (qa), first at new token 2" in result.err
     document = json.loads(out.read_text())
     assert document["tasks"]["mt_bench"]["auto"]["identical"] is True
     for record in (document["tasks"]["qa"]["auto"], document["overall"]["auto"]):
@@ -162,8 +162,8 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
         found = honest_difference(*arguments)
         return found and Difference(found.position, found.token, found.plain_token, 1e-5, 1e-5, True)
 
-    honest_difference = near_ties.difference
-    monkeypatch.setattr(near_ties, "difference", near_tie)
+    honest_difference = near_ties.find_difference
+    monkeypatch.setattr(near_ties, "find_difference", near_tie)
     result = cli("bench", prompts, *SHORT, "--out", out)
     assert result.code == 0 and "near-tie" in result.err
     record = json.loads(out.read_text())["overall"]["auto"]
@@ -189,7 +189,7 @@ def test_bad_lines_and_long_prompts(cli, tmp_path):
     [
         (["--method", "magic"], "--method"),
         (["--method", "two_model"], "--draft"),
-        (["--grid", "tau=0.5,0.7"], "--grid is of diffusion models"),
+        (["--grid", "tau=0.5,0.7"], "--grid needs a diffusion model"),
         (["--draft-stop", "entropy:1"], "--draft-stop"),
         (["--controller", "fixed:0.5"], "--controller"),
         (["--limit", 0], "--limit"),
@@ -211,7 +211,7 @@ def test_bad_input_leaves_no_file(refused, prompts, tmp_path, arguments, words):
 
 def test_bad_prompt_files(refused, tmp_path):
     assert "PROMPTS" in refused("bench", tmp_path / "nowhere.jsonl")
-    assert "holds no prompts" in refused("bench", write(tmp_path / "empty.jsonl", ""))
+    assert "contains no prompts" in refused("bench", write(tmp_path / "empty.jsonl", ""))
     assert "line 1" in refused("bench", write(tmp_path / "bad.jsonl", "{", "}"))
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("bench", tmp_path / "bytes.jsonl")

@@ -72,7 +72,7 @@ def test_what_was_recorded_before_an_interrupt_is_kept(cli, prompts, tmp_path, m
     monkeypatch.setattr(records, "decode", stopped)
     options = ("--save-record", saved) if named else ()
     result = cli("compare-verifiers", prompts, *PAIR, *SHORT, "--out", out, *options)
-    assert result.code == 130 and f"{saved} has the 1 of 2 prompts that were recorded" in " ".join(result.err.split())
+    assert result.code == 130 and f"{saved} has the 1 of 2 prompts that are finished" in " ".join(result.err.split())
     kept = analysis.load_record(saved)
     assert kept.prompt.tolist() == [0] * 5 and kept.about["temperature"] == 1.0
     assert not left_over(tmp_path) and not out.exists()
@@ -118,7 +118,7 @@ def test_bad_lines_are_named_and_the_good_ones_run(cli, prompts, tmp_path):
         (("--record", "FUTURE"), "version 99"),
         (("--record", "DAMAGED"), "damaged"),
         (("--record", "LAWS", "--out", "LAWS"), "name one file"),
-        (("--record", "LAWS", "--draft", "draft"), "leave --draft out"),
+        (("--record", "LAWS", "--draft", "draft"), "remove --draft"),
     ],
 )
 def test_bad_input(refused, prompts, distributions, tmp_path, monkeypatch, arguments, words):

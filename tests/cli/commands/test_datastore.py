@@ -89,7 +89,7 @@ def test_two_hosts_read_one(cli, corpus, tmp_path):
 def test_bad_input(refused, store, corpus, tmp_path):
     generate = ("generate", "abc", *SHORT)
     assert "needs a datastore" in refused(*generate, "--method", "rest")
-    assert "leave it out" in refused(*generate, "--datastore", store)
+    assert "remove it" in refused(*generate, "--datastore", store)
     rest = (*generate, "--method", "rest", "--datastore")
     assert "--datastore: " in refused(*rest, tmp_path / "none")
     assert "another tokenizer" in refused(*rest, store, "--target", "odd")
@@ -102,7 +102,7 @@ def test_bad_input(refused, store, corpus, tmp_path):
     assert "--target: " in refused(*build, tmp_path / "new", "--target", "none")
     assert "cannot read" in refused("datastore", "build", tmp_path / "none.txt", "--out", tmp_path / "new")
     assert "--limit" in refused("datastore", "find", store, "a", "--limit", 0)
-    assert "leave it out" in refused("bench", corpus, "--datastore", store)
+    assert "remove it" in refused("bench", corpus, "--datastore", store)
 
 
 def test_methods_say_what_they_need(cli):
@@ -119,7 +119,7 @@ def test_an_interrupted_build_can_be_continued(cli, corpus, tmp_path, monkeypatc
         patch.setattr("pydivsufsort.divsufsort", stop)
         result = cli("datastore", "build", corpus, "--out", tmp_path / "store")
     assert result.code == 130
-    assert "run the same command again" in result.err
+    assert "run the same command to continue" in result.err
     assert cli("datastore", "build", corpus, "--out", tmp_path / "store").code == 0
 
 

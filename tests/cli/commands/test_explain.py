@@ -27,35 +27,35 @@ def test_sampled_it_has_generates_key(cli):
 def test_a_lossy_text_is_called_so(cli):
     flags = ("hello", "--method", "prompt_lookup", "--verifier", "typical", *SHORT)
     result = cli("explain", *flags, "--temperature", 1)
-    assert result.out.splitlines()[-1] == "lossy: the text need not be one that the target would write"
+    assert result.out.splitlines()[-1] == "lossy: the text may differ from the target's own text"
     result = cli("explain", *flags, "--json", "--min-p", 0.1)
     document = json.loads(result.out)
     assert document["guarantee"] == "distribution" and document["settings"]["min_p"] == 0.1
-    assert "the text is exactly the greedy one" in " ".join(result.err.split())
+    assert "the text is the greedy one" in " ".join(result.err.split())
 
 
 def test_rounds_are_told(cli, tmp_path):
     picture = tmp_path / "run.png"
     result = cli("explain", "ababab", "--method", "token_recycling", *SHORT, "--out", picture)
     assert result.code == 0, result.err
-    assert "drafted; a pass of" in result.out and "└ " in result.out
-    assert "24 tokens in" in result.out and "of plain decoding's speed if drafting were free" in result.out
+    assert "accepted; cost of the pass" in result.out and "└ " in result.out
+    assert "24 tokens in" in result.out and "times the speed of plain decoding" in result.out
     content = picture.read_bytes()
     assert content.startswith(b"\x89PNG") and struct.unpack(">I", content[16:20])[0] > 500
-    assert "with the tree of round" in " ".join(result.err.split())
+    assert "with the tree of step" in " ".join(result.err.split())
 
 
 def test_plain_rounds_share_a_line(cli):
     lines = cli("explain", "hello", "--method", "autoregressive", *SHORT).out.splitlines()
-    assert lines[0].split()[0] == "1-24" and "nothing drafted" in lines[0] and len(lines) == 3
+    assert lines[0].split()[0] == "1-24" and "no draft" in lines[0] and len(lines) == 3
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--out", "run.pdf"], "--out must end in .png, not run.pdf"),
-        (["--raw", "--system", "be brief"], "--system is said through the chat template, which --raw leaves out"),
-        (["--round", 2], "--round says whose tree --out draws; give --out too"),
+        (["--raw", "--system", "be brief"], "--system needs the chat template, and --raw leaves the template out"),
+        (["--round", 2], "--round selects the tree that --out draws; add --out"),
         (["--method", "nothing"], '"nothing"'),
         (["--method", "spec_reason"], "spec_reason"),
         (["--max-new-tokens", 100000], "over the model's capacity"),

@@ -189,9 +189,9 @@ def test_compare_finds_a_difference(cli, monkeypatch):
 
     honest = measure.run_stream
 
-    def wrong(target, drafter, *rest, **more):
-        run = honest(target, drafter, *rest, **more)
-        if drafter.max_depth:
+    def wrong(task, *rest, **more):
+        run = honest(task, *rest, **more)
+        if task.drafter.max_depth:
             run.tokens[0][3] = (run.tokens[0][3] + 1) % 259
         return run
 
@@ -261,7 +261,7 @@ def test_what_the_system_says_comes_first(cli):
     result = json.loads(cli("generate", "hello", "--system", "be brief", *SHORT, "--json").out)["results"][0]
     assert result["prompt_tokens"] == 1 + len("be brief") + 1 + len("hello") + 1
     refused = cli("generate", "hello", "--system", "be brief", "--raw", *SHORT)
-    assert refused.code == 2 and "--system is said through the chat template, which --raw leaves out" in refused.err
+    assert refused.code == 2 and "--system needs the chat template, and --raw leaves the template out" in refused.err
 
 
 def test_raw_has_no_template(cli):
@@ -323,7 +323,7 @@ def test_a_lossy_rule_says_how_far_it_is_from_the_target(cli):
     run = ("generate", "abc", *SHORT, "--verifier", "rollback")
     assert "lossy, TV 0.497" in cli(*run, "--temperature", 1).out
     greedy = cli(*run)
-    assert "the text is exactly the greedy one; add --temperature 1" in greedy.err and "lossy" not in greedy.out
+    assert "the text is the greedy one; add --temperature 1" in greedy.err and "lossy" not in greedy.out
 
 
 class Bytes:
@@ -346,7 +346,7 @@ def test_characters_are_shown_whole_and_in_style():
 
 def test_record_by_hand():
     stats = specjax.types.Stats(*map(np.array, ([4], [6], [3], [[4, 2, 0]], [[2, 1, 0]], [True])))
-    entry = report.record("m", "distribution", report.Run([[1] * 7], np.array([True]), stats, 0.5))
+    entry = report.record("m", "distribution", report.MeasuredRun([[1] * 7], np.array([True]), stats, 0.5))
     assert entry["tokens_per_second"] == 14 and entry["block_efficiency"] == 7 / 4 and entry["mean_accepted"] == 3 / 4
     assert entry["acceptance_by_depth"] == [0.5, 0.5, None] and entry["speedup"] is None
 
@@ -384,11 +384,11 @@ def test_processors_and_stop_strings(cli, monkeypatch):
         (("--min-p", 2), "--min-p must be from 0 to 1, not 2.0"),
         (("--repetition-penalty", 0), "--repetition-penalty must be above 0, not 0.0"),
         (("--frequency-penalty", "inf"), "--frequency-penalty must be a number, not inf"),
-        (("--logit-bias", "a=1"), '--logit-bias wants ID=X, a token\'s id and a number, not "a=1"'),
+        (("--logit-bias", "a=1"), '--logit-bias must be ID=X, the id of a token and a number, not "a=1"'),
         (("--logit-bias", "999=1"), "--logit-bias: there is no token 999; the vocabulary has 259"),
-        (("--ban", "ab"), '--ban: "ab" is 2 tokens, [100, 101]'),
+        (("--ban", "ab"), '--ban: "ab" has 2 tokens, [100, 101]'),
         (("--stop-string", ""), "--stop-string is empty"),
-        (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema both say what to write; choose one"),
+        (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema exclude each other; remove one"),
     ],
 )
 def test_bad_processors(refused, tmp_path, flags, words):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 
@@ -11,9 +10,9 @@ import pytest
 
 import specjax
 from specjax import drafters
-from specjax.cli.options.common import Settings
 from specjax.cli.options.completion import LOADABLE
-from specjax.cli.options.drafter_flags import Given, read_drafting, resolve_defaults
+from specjax.cli.options.drafter_flags import DraftFiles, FlagValue, read_method_options, resolve_defaults
+from specjax.cli.options.groups import DraftOptions
 from specjax.cli.runs.session import Session
 from specjax.trees import parse, parse_paths
 
@@ -48,18 +47,16 @@ def store(cli, tmp_path):
 def test_a_draft_model_drafts_as_deep_as_pays_unless_it_is_said(generate):
     assert len(generate("--draft", "draft")["acceptance_by_depth"]) == 7
     assert len(generate("--draft", "draft", "--num-draft-tokens", 3)["acceptance_by_depth"]) == 3
-    plain = Settings(8, 0.0, None, None, 0)
-    asked = lambda method=None, draft="model", head=None, decoding=plain, named=None, settings=None: resolve_defaults(
-        method, draft, head, decoding, named or {"--tree": None}, settings
-    )
-    method, decoding, named = asked()
-    assert (method, decoding.controller, named["--num-draft-tokens"]) == ("two_model", "goodput", 7)
-    for said in (
-        {"method": "two_model"}, {"named": {"--tree": "2x1"}}, {"settings": ["num_tokens=2"]}, {"draft": None},
-        {"draft": "head", "head": "eagle"}, {"decoding": dataclasses.replace(plain, controller="fixed:2")},
+    model = DraftFiles("model")
+    resolve = lambda method=None, files=model, **flags: resolve_defaults(method, files, DraftOptions(**flags))
+    method, controller, named = resolve()
+    assert (method, controller, named["--num-draft-tokens"]) == ("two_model", "goodput", 7)
+    for flags in (
+        {"method": "two_model"}, {"tree": "2x1"}, {"settings": ["num_tokens=2"]}, {"files": DraftFiles()},
+        {"files": DraftFiles("head", "eagle")}, {"controller": "fixed:2"},
     ):  # fmt: skip
-        _, decoding, named = asked(**said)
-        assert decoding is said.get("decoding", plain) and "--num-draft-tokens" not in named
+        _, controller, named = resolve(**flags)
+        assert controller == flags.get("controller") and named["--num-draft-tokens"] is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_a_text_to_be_edited(generate, refused, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     assert "is empty" in refused(*run, "--method", "input_guided", "--source", tmp_path / "empty.txt")
     words = refused(*run, "--method", "input_guided", "--source", tmp_path / "draft.txt", "--batch-size", 2)
-    assert "leave --batch-size 2 out" in words
+    assert "remove --batch-size 2" in words
 
 
 @pytest.mark.parametrize(
@@ -180,9 +177,9 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
     result = cli(*run, *both, "--set", "jacobi.window=2", "--set", "suffix.num_tokens=5", "--json")
     overall = json.loads(result.out)["overall"]
     assert {name: len(entry["acceptance_by_depth"]) for name, entry in overall.items()} == {"jacobi": 2, "suffix": 5}
-    assert "say which one, such as --set jacobi.window=2" in refused(*run, *both, "--set", "window=2")
+    assert "write --set jacobi.window=2" in refused(*run, *both, "--set", "window=2")
     words = refused(*run, *both, "--set", "lookahead.window=2")
-    assert "lookahead is not among the methods of this run, jacobi, suffix" in words
+    assert "lookahead is not a method of this run; choose one of jacobi, suffix" in words
     assert "--set jacobi.window must be a whole number" in refused(*run, *both, "--set", "jacobi.window=x")
     words = refused(*run, *both, "--num-draft-tokens", 3)
     assert "--num-draft-tokens does not apply to method jacobi" in words
@@ -193,19 +190,19 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
     [
         (
             ["--stop", "confidence:0.4"],
-            "--stop of drafts is called --draft-stop now; write --draft-stop confidence:0.4",
+            "--stop is no flag; write --draft-stop confidence:0.4",
         ),
-        (["--stop", "###"], "--stop: `specjax generate` takes stop strings with --stop-string"),
+        (["--stop", "###"], "--stop is no flag; use --stop-string for texts"),
         (["--method", "pearl"], "--method: method pearl has its own decoding loop"),
-        (["--method", "nar_block"], "cannot load what nar_block needs; call specjax.drafters.nar_block in Python"),
-        (["--set", "group"], '--set wants NAME=VALUE, such as group=3, not "group"'),
-        (["--set", "=3"], "--set wants NAME=VALUE"),
+        (["--method", "nar_block"], "cannot load the inputs of nar_block; call specjax.drafters.nar_block in Python"),
+        (["--set", "group"], '--set must be NAME=VALUE, such as group=3, not "group"'),
+        (["--set", "=3"], "--set must be NAME=VALUE"),
         (["--set", "windows=3"], 'method auto has no option "windows"; its options are widths, num_recycled, head'),
-        (["--method", "autoregressive", "--set", "x=3"], "it has none; leave it out"),
+        (["--method", "autoregressive", "--set", "x=3"], "it has no options; remove the flag"),
         (["--method", "jacobi", "--set", "window=wide"], '--set window must be a whole number, not "wide"'),
         (["--method", "jacobi", "--set", "window=0"], "--set window must be at least 1, not 0"),
         (["--method", "jacobi", "--set", "initial=left"], "--set initial must be one of random, repeat, sample"),
-        (["--method", "jacobi", "--set", "window=2", "--set", "window=3"], "--set window has set window already"),
+        (["--method", "jacobi", "--set", "window=2", "--set", "window=3"], "--set window sets window already"),
         (["--method", "jacobi", "--set", "ids=1,2,3"], '--set ids must be two whole numbers joined by a comma, not "1'),
         (["--method", "swift", "--set", "stop=nan"], '--set stop must be a number, not "nan"'),
         (["--method", "auto", "--set", "num_recycled=0"], "--set num_recycled: num_nodes must be from 1 to 80, not 0"),
@@ -215,9 +212,9 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--method", "suffix", "--set", "fallback=jacobi"], "--set fallback must be a drafter without randomness"),
         (["--method", "suffix", "--set", "fallback=rest"], "rest needs a datastore"),
         (["--method", "suffix", "--set", "fallback=aded:depth=x"], "--set fallback: depth must be a whole number"),
-        (["--method", "suffix", "--set", "num_tokens=2", "--num-draft-tokens", "3"], "--num-draft-tokens has set"),
+        (["--method", "suffix", "--set", "num_tokens=2", "--num-draft-tokens", "3"], "--num-draft-tokens sets"),
         (["--method", "suffix", "--tree", "2x1"], "--tree does not apply to method suffix, only to two_model and"),
-        (["--method", "suffix", "--tree", "2x1"], "others; leave it out, or choose one with --method"),
+        (["--method", "suffix", "--tree", "2x1"], "others; remove it, or choose one with --method"),
         (["--draft", "draft", "--tree", "2x1", "--num-draft-tokens", "3"], "both set the size of the draft"),
         (
             ["--draft", "draft", "--tree", "2x1", "--set", "num_tokens=3"],
@@ -234,7 +231,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--draft", "draft", "--method", "rasd", "--tree", "2x1"], "--tree must be grown without randomness"),
         (
             ["--draft", "draft", "--draft-stop", "trained:0.3"],
-            "trained:0.3 goes by a trained acceptance head, and two_model is given none; add --set acceptance=FOLDER",
+            "trained:0.3 needs a trained acceptance head, and two_model has none; add --set acceptance=FOLDER",
         ),
         (["--verifier", "typical:high"], '--verifier: epsilon must be a number, not "high"'),
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
@@ -305,8 +302,9 @@ def test_every_option_can_be_written(name):
         draft = "draft" if row.needs & {"draft", "head"} else None
         datastore = "store" if "datastore" in row.needs else None
         head = name if "head" in row.needs else None
-        given = read_drafting([name], draft, datastore, settings=flags, head=head).options[name]
-        assert set(given) == {option.name} and isinstance(given[option.name], Given)
+        files = DraftFiles(draft, head, datastore)
+        given = read_method_options([name], files, DraftOptions(settings=flags), {}).options[name]
+        assert set(given) == {option.name} and isinstance(given[option.name], FlagValue)
         assert given[option.name].flag == f"--set {option.name}"
         assert given[option.name].value == values.get(option.form, given[option.name].value)
 
@@ -315,6 +313,7 @@ def test_a_session_makes_a_drafter_with_the_options_of_the_machine_beneath():
     target, tokenizer = specjax.load()
     session = Session(target, tokenizer, None, "float32", 0.0)
     assert session.drafter("lookahead") is specjax.make_drafter("lookahead", target, ngram=4, window=3, guesses=2)
-    drafting = read_drafting(["lookahead"], None, settings=["window=5"])
+    flags = DraftOptions(settings=["window=5"])
+    options = read_method_options(["lookahead"], DraftFiles(), flags, {})
     wanted = specjax.make_drafter("lookahead", target, ngram=4, window=5, guesses=2)
-    assert session.drafter("lookahead", drafting) == wanted
+    assert session.drafter("lookahead", options) == wanted

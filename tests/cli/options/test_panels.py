@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from specjax.cli.app import app, run
-from specjax.cli.options.panels import PANELS, group
+from specjax.cli.options.panels import PANELS, assign_panels
 from specjax.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def test_every_flag_of_a_group_exists_and_long_commands_are_grouped():
     command = typer.main.get_command(app)
     grouped = {flag for flags in PANELS.values() for flag in flags.split()}
     assert grouped <= set(flags_of(command))
-    group(command)
+    assign_panels(command)
     first = [flag for flag, param in flags_of(command.commands["generate"]).items() if param.rich_help_panel is None]
     assert len([flag for flag in first if flag != "--stop"]) <= 6  # what stands before the groups
     assert flags_of(command.commands["methods"])["--rules"].rich_help_panel is None

@@ -60,7 +60,7 @@ def test_many_bad_lines_are_counted(refused, tmp_path):
     for arguments in (("generate", "--target", "none", "--batch-file", file), ("bench", file, "--target", "none")):
         sentence = refused(*arguments)
         assert sentence.count("no text: it needs the field") == 5 and "line 5: " in sentence, sentence
-        assert "; and 3 more such lines" in sentence
+        assert "; and 3 more bad lines" in sentence
 
 
 def test_what_never_ends_is_not_read_to_its_end(refused, monkeypatch, tmp_path):

@@ -19,9 +19,9 @@ from rich.text import Text
 
 import specjax
 import specjax.cli
-from specjax.cli.output.console import Console, complain, one_sentence, print_json, show_traceback, visible
+from specjax.cli.output.console import Console, drop_library_messages, print_error, print_json, show_traceback, visible
 from specjax.cli.output.text import TextStream
-from specjax.cli.runs import session
+from specjax.cli.runs import environment
 
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"a{TITLE}b\x9b31m\u202egpj\u2066\x7f\r\b"
@@ -47,7 +47,7 @@ def test_callbacks_that_nobody_waits_for(capsys):
 
 @pytest.mark.parametrize("error", [None, specjax.UsageError("why"), ValueError("other")])
 def test_libraries_that_complain_too(error, capfd):
-    with contextlib.suppress(Exception), one_sentence():
+    with contextlib.suppress(Exception), drop_library_messages():
         os.write(2, b"thread panicked\n")
         if error is not None:
             raise error
@@ -93,7 +93,7 @@ def test_strings_are_no_markup():
     out = Console()
     out.file = io.StringIO()
     out.print("[/x] [bold]a[/] :smile:", soft_wrap=True)
-    with session.stage(out, "loading [/x]", "loaded"):
+    with environment.stage(out, "loading [/x]", "loaded"):
         pass
     assert "[/x] [bold]a[/] :smile:" in out.file.getvalue()
 
@@ -107,7 +107,7 @@ def test_json_reads_back(capsys):
 
 
 def test_errors(capsys):
-    complain(f"no file\n{HOSTILE}")
+    print_error(f"no file\n{HOSTILE}")
     try:
         raise ValueError(HOSTILE)
     except ValueError as error:

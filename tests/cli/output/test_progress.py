@@ -7,9 +7,9 @@ from specjax.cli.output.console import Console
 def test_the_first_and_then_now_and_then(capsys, monkeypatch):
     clock = iter([0.0, 2.0, 31.0, 33.0, 90.0, 99.0])  # made; after each prompt
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    told = progress.Pace(Console(), 5, shown=False)
+    told = progress.ProgressLines(Console(), 5, shown=False)
     for done in range(1, 6):
-        told.tell(done)
+        told.update(done)
     assert capsys.readouterr().out.splitlines() == [
         "1 of 5 prompts, 2 s",
         "3 of 5 prompts, 33 s",
@@ -18,5 +18,5 @@ def test_the_first_and_then_now_and_then(capsys, monkeypatch):
 
 
 def test_nothing_where_it_is_seen(capsys):
-    progress.Pace(Console(), 5, shown=True).tell(1)
+    progress.ProgressLines(Console(), 5, shown=True).update(1)
     assert capsys.readouterr().out == ""

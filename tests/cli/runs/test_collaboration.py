@@ -11,7 +11,7 @@ from specjax.catalog import of_kind
 from specjax.cli.runs import collaboration
 
 SHORT = ("--max-new-tokens", 12)
-SERVED = [name for name, row in of_kind("collaboration").items() if not collaboration.lacking(row)]
+SERVED = [name for name, row in of_kind("collaboration").items() if not collaboration.missing_inputs(row)]
 
 
 def test_json_says_who_wrote_which_token(cli):
@@ -56,7 +56,7 @@ def test_what_can_be_served():
 def test_words_are_what_the_method_takes(name):
     """Of a method that is told something in words: the tokens that its function has parameters for."""
     _, tokenizer = specjax.load()
-    found = collaboration.words(name, tokenizer, 259)
+    found = collaboration.word_arguments(name, tokenizer, 259)
     assert set(found) <= set(inspect.signature(of_kind("collaboration")[name].make).parameters)
     row = of_kind("collaboration")[name]
     assert ("segmenter" in row.needs) == bool({"segmenter", "punctuation"} & set(found))
@@ -66,13 +66,13 @@ def test_words_are_what_the_method_takes(name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--method", "reward_smc"], "cannot give reward_smc its reward; call specjax.collaborate"),
-        (["--method", "arbitrage", "--draft", "draft"], "cannot give arbitrage its router; call"),
-        (["--method", "spec_reason"], "method spec_reason needs a smaller model beside the target; give --draft"),
-        (["--method", "anchored"], "method anchored needs a safe model beside the target; give --draft"),
-        (["--method", "cntp", "--draft", "draft"], "method cntp has no use for a second model; leave --draft out"),
-        (["--method", "cntp", "--tree", "2x1"], "--tree is not of texts that several models"),
-        (["--method", "cntp", "--adapt", "calm"], "--adapt is not of texts that several models"),
+        (["--method", "reward_smc"], "cannot provide the reward of reward_smc; call specjax.collaborate"),
+        (["--method", "arbitrage", "--draft", "draft"], "cannot provide the router of arbitrage; call"),
+        (["--method", "spec_reason"], "method spec_reason needs a smaller model; add --draft MODEL"),
+        (["--method", "anchored"], "method anchored needs a safe model; add --draft MODEL"),
+        (["--method", "cntp", "--draft", "draft"], "method cntp uses one model only; remove --draft"),
+        (["--method", "cntp", "--tree", "2x1"], "--tree does not apply to texts that several models"),
+        (["--method", "cntp", "--adapt", "calm"], "--adapt does not apply to texts that several models"),
         (["--method", "cntp", "--set", "trials=3"], 'method cntp has no option "trials"'),
         (["--method", "power_smc", "--temperature", "1"], "temperature"),
         (["--method", "fs_gen", "--draft", "odd"], "vocabular"),
@@ -100,22 +100,22 @@ def same(document):
 def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monkeypatch, compare):
     command = ("generate", "--batch-file", prompts, *FEW, *compare)
     whole = json.loads(cli(*command).out)
-    folder, written, asked = tmp_path / "kept", collaboration.Collaboration._written, []
+    folder, written, asked = tmp_path / "kept", collaboration.Collaboration._write, []
 
-    def killed(self, group):
+    def killed(self, group, log):
         asked.append([row.ordinal for row in group])
         if 2 in asked[-1]:
             raise KeyboardInterrupt
-        return written(self, group)
+        return written(self, group, log)
 
-    monkeypatch.setattr(collaboration.Collaboration, "_written", killed)
+    monkeypatch.setattr(collaboration.Collaboration, "_write", killed)
     ended = cli(*command, "--checkpoint", folder)
     assert ended.code == 130 and json.loads(ended.out)["left"] == 1
     assert [path.name for path in folder.iterdir()] == ["batch-00000.json"]
     asked.clear()
-    monkeypatch.setattr(collaboration.Collaboration, "_written", lambda *given: asked.append(0) or written(*given))
+    monkeypatch.setattr(collaboration.Collaboration, "_write", lambda *given: asked.append(0) or written(*given))
     again = json.loads(cli(*command, "--checkpoint", folder).out)
-    assert same(again) == same(whole) and len(asked) == (2 if compare else 1)
+    assert same(again) == same(whole) and len(asked) == 1
     assert bool(again["baseline_tokens_per_second"]) == bool(compare)
     asked.clear()
     assert same(json.loads(cli(*command, "--checkpoint", folder).out)) == same(whole) and not asked
@@ -158,5 +158,5 @@ def test_tokens_that_are_none_are_refused(cli, refused, prompts, tmp_path, token
 
 def test_where_batches_cannot_be_kept(refused, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "give another folder" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
-    assert "give another one" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")
+    assert "choose another one" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
+    assert "choose another one" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")

@@ -63,24 +63,30 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
     options = ("--batch-file", file, "--batch-size", 2, "--show", "order", "--compare", *SHORT)
     result = cli("generate", "--target", "full", *options)
     assert result.code == 0, result.err
-    assert "outputs: identical to one column a pass" in result.out  # the method is one column a pass
+    assert "outputs: identical to one column per pass" in result.out  # the method is one column per pass
     assert "line 2" in result.out and "pass 10: " in result.out and "columns computed per token" in result.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--target", "full", "--method", "auto"), "--method auto is a drafter of autoregressive models, and --target"),
-        (("--target", "full", "--method", "pearl"), "--method pearl is a decoder of autoregressive models"),
-        (("--target", "full", "--method", "none"), 'unknown method "none"; of diffusion models choose llada'),
+        (
+            ("--target", "full", "--method", "auto"),
+            "--method auto is a drafter for autoregressive models, and --target",
+        ),
+        (("--target", "full", "--method", "pearl"), "--method pearl is a decoder for autoregressive models"),
+        (("--target", "full", "--method", "none"), 'unknown method "none"; for a diffusion model choose llada'),
         (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, but --method is for diffusion"),
-        (("--show", "order"), "--show order draws the canvas of a diffusion model"),
+        (("--show", "order"), "--show order needs a diffusion model"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
         (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
-        (("--target", "full", "--draft", "draft"), "--draft is of autoregressive models; leave it out"),
-        (("--target", "full", "--verifier", "typical"), "--verifier is of autoregressive models"),
-        (("--target", "full", "--adapt", "calm"), "--adapt is of autoregressive models"),
-        (("--target", "full", "--method", "constraint"), "the command line cannot load what constraint needs"),
+        (
+            ("--target", "full", "--draft", "draft"),
+            "--draft applies to autoregressive models, and this is a diffusion model; remove it",
+        ),
+        (("--target", "full", "--verifier", "typical"), "--verifier applies to autoregressive models"),
+        (("--target", "full", "--adapt", "calm"), "--adapt applies to autoregressive models"),
+        (("--target", "full", "--method", "constraint"), "the command line cannot load the inputs of constraint"),
         (("--target", "full", "--set", "tau=1"), 'method llada has no option "tau"'),
         (("--target", "full", "--set", "steps=some"), "--set steps"),
     ],
@@ -113,13 +119,13 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     assert not ahead["refused"] and document["differences"] == [] and ahead["tokens_per_pass"] >= 2.0
     assert ahead["columns_per_token"] == pytest.approx(4 * whole / 2 / ahead["tokens_per_pass"], rel=0.2)
     runs = document["prompts"][0]["runs"]
-    assert set(runs) == {"fast_dllm", "freedave", "one column a pass, blocks of 10"}
+    assert set(runs) == {"fast_dllm", "freedave", "one column per pass, blocks of 10"}
     assert sum(entry["runs"]["fast_dllm"]["columns"] for entry in document["prompts"]) == whole
     assert len(document["tasks"]) == 2 and (tmp_path / "b.png").exists()
 
 
 def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
-    """A threshold that nothing reaches is one column a pass, one that all reach is a block a pass."""
+    """A threshold that nothing reaches is one column per pass, one that all reach is a block a pass."""
     grid = ("--method", "fast_dllm", "--grid", "tau=2,0", "--grid", "block=5,10", "--set", "rule=threshold")
     result = cli(
         "bench", prompts, "--limit", 1, "--target", "full", *grid, "--repeats", 1, "--out", tmp_path / "b.json", *SHORT,
@@ -142,31 +148,31 @@ def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
 def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts, tmp_path, monkeypatch):
     from specjax.bench import measure
 
-    honest = measure.run_denoise
+    honest = measure.run_decode
 
-    def wrong(denoiser, procedure, *rest):
-        run = honest(denoiser, procedure, *rest)
-        return run if procedure.verify is None else run._replace(tokens=[[*row[:-1], 9] for row in run.tokens])
+    def wrong(task):
+        run = honest(task)
+        return run if task.drafter.verify is None else run._replace(tokens=[[*row[:-1], 9] for row in run.tokens])
 
-    monkeypatch.setattr(measure, "run_denoise", wrong)
+    monkeypatch.setattr(measure, "run_decode", wrong)
     options = ("--method", "freedave", "--repeats", 1, "--out", tmp_path / "b.json", *SHORT)
     result = cli("bench", prompts, "--target", "full", *options)
     assert result.code == 1 and "refused" in result.out and "columns" not in result.err
-    assert "freedave differs from what it speeds up on line 1 (qa) first at new token 9" in result.err
-    assert "col/tok" in result.out and "refused to state the speed of freedave" in result.err
+    assert "freedave differs from the procedure that it accelerates on line 1 (qa), first at new token 9" in result.err
+    assert "col/tok" in result.out and "no speed is reported for freedave" in result.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--method", "prompt_lookup"), "--method prompt_lookup is a drafter of autoregressive models"),
-        (("--verifier", "typical"), "--verifier is of autoregressive models"),
-        (("--method", "constraint"), "the command line cannot load what constraint needs; call specjax.diffusion"),
+        (("--method", "prompt_lookup"), "--method prompt_lookup is a drafter for autoregressive models"),
+        (("--verifier", "typical"), "--verifier applies to autoregressive models"),
+        (("--method", "constraint"), "the command line cannot load the inputs of constraint; call specjax.diffusion"),
         (("--set", "steps=2"), 'method fast_dllm has no option "steps"'),
         (("--grid", "steps=2,3"), '--grid steps=2,3: method fast_dllm has no option "steps"'),
         (("--grid", "tau=0.5,,1"), "--grid tau"),
-        (("--grid", "tau=0.5,1", "--set", "tau=1"), "--grid tau=0.5,1: --set has set tau already"),
-        (("--grid", "tau=1", "--grid", "tau=2"), "--grid tau=2: --grid has set tau already"),
+        (("--grid", "tau=0.5,1", "--set", "tau=1"), "--grid tau=0.5,1: --set sets tau already"),
+        (("--grid", "tau=1", "--grid", "tau=2"), "--grid tau=2: --grid sets tau already"),
     ],
 )
 def test_what_does_not_fit_a_bench_is_one_sentence(arguments, words, prompts, refused):

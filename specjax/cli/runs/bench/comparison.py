@@ -18,7 +18,7 @@ from specjax.cli.output.console import print_error, print_json
 from specjax.cli.output.progress import ProgressLines
 from specjax.cli.runs.bench import output
 from specjax.cli.runs.decoding import Decoding
-from specjax.cli.runs.run import Report, Run
+from specjax.cli.runs.run import PromptRun, Report
 from specjax.cli.runs.session import Session, provenance
 
 
@@ -28,7 +28,7 @@ class Group:
 
     task: str
     rows: list[Encoded]
-    runs: dict[str, records.Run] = field(default_factory=dict)  # by program: a method or its baseline
+    runs: dict[str, records.MeasuredRun] = field(default_factory=dict)  # by program: a method or its baseline
     differences: dict[str, list[dict]] = field(default_factory=dict)  # by method
 
     @property
@@ -41,8 +41,8 @@ class TaskRuns(NamedTuple):
 
     groups: list[Group]
     differences: list[dict]
-    run: records.Run
-    plain: records.Run
+    run: records.MeasuredRun
+    plain: records.MeasuredRun
     compile_seconds: float
     median_speedup: float
 
@@ -56,7 +56,7 @@ class BenchOptions(NamedTuple):
     skipped: Sequence[BadLine] = ()  # prompts that do not fit the models
 
 
-class Comparison(Run):
+class BenchRun(PromptRun):
     """Programs over all prompts in turn, each with its baseline.
 
     A subclass sets `plain` and `programs`, and implements `decode` and `record_of`.
@@ -79,7 +79,7 @@ class Comparison(Run):
         self.first_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # of a first call, by program and bucket
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}
 
-    def decode(self, program: str, group: Group) -> records.Run:
+    def decode(self, program: str, group: Group) -> records.MeasuredRun:
         """Run a program once, with a clock."""
         raise NotImplementedError
 

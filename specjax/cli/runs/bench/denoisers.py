@@ -12,7 +12,7 @@ from specjax.bench.near_ties import first_difference
 from specjax.catalog import METHODS
 from specjax.cli.options.diffusion import Variant
 from specjax.cli.options.prompts import Encoded
-from specjax.cli.runs.bench.comparison import BenchOptions, Comparison, Group
+from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun, Group
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.denoising import one_column_per_pass
 from specjax.cli.runs.environment import peak_memory_bytes
@@ -22,7 +22,7 @@ from specjax.diffusion import Denoiser, Procedure
 ONE = "one column per pass"
 
 
-class DenoiserComparison(Comparison):
+class DenoiserComparison(BenchRun):
     """Methods and one column per pass in the same blocks.
 
     A method with the guarantee `identical` is also compared with the procedure that it accelerates.
@@ -50,15 +50,15 @@ class DenoiserComparison(Comparison):
                 self.accelerated[label] = accelerated
         self.programs = list(self.procedures)
 
-    def decode(self, program: str, group: Group) -> records.Run:
+    def decode(self, program: str, group: Group) -> records.MeasuredRun:
         """Decode a group with a procedure."""
         return self._run(self.procedures[program], group)
 
-    def _run(self, procedure: Procedure, group: Group) -> records.Run:
+    def _run(self, procedure: Procedure, group: Group) -> records.MeasuredRun:
         return measure.run_decode(self.task(self.denoiser, procedure, group.rows, self.settings))
 
     def find_differences(self, group: Group, method: str) -> Iterator[dict]:
-        """Yield the differences from the procedure whose text the method promises."""
+        """Yield the differences from the procedure that the method accelerates."""
         if METHODS[self.variants[method].method].guarantee != "identical":
             return
         accelerated = self.accelerated.get(method)

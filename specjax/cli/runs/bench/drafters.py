@@ -8,7 +8,7 @@ from typing import Any
 from specjax.bench import measure, near_ties, records
 from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.options.prompts import Encoded
-from specjax.cli.runs.bench.comparison import BenchOptions, Comparison, Group
+from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun, Group
 from specjax.cli.runs.bench.output import PLAIN
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes
@@ -16,7 +16,7 @@ from specjax.cli.runs.session import Session
 from specjax.types import Drafter
 
 
-class DrafterComparison(Comparison):
+class DrafterComparison(BenchRun):
     """Drafters and plain decoding."""
 
     def __init__(
@@ -30,7 +30,7 @@ class DrafterComparison(Comparison):
         self.settings[PLAIN] = without_draft(session.settings(decoding, "autoregressive"))
         self.plain, self.programs = dict.fromkeys(methods, PLAIN), list(self.drafters)
 
-    def decode(self, program: str, group: Group) -> records.Run:
+    def decode(self, program: str, group: Group) -> records.MeasuredRun:
         """Decode a group with a drafter, or plainly."""
         settings = self.settings[program]
         return measure.run_decode(self.task(self.session.target, self.drafters[program], group.rows, settings))
