@@ -12,8 +12,7 @@ from heads import tiny_head
 import specjax
 from specjax.catalog.defaults import SHIPPED_HEADS, ShippedHead
 from specjax.cli.options.drafter_flags import default_method
-from specjax.cli.options.groups import SpeculativeOptions
-from specjax.cli.options.vllm_sglang_flags import DraftFlags, translate
+from specjax.cli.options.vllm_sglang_flags import DraftFlags, SpeculativeOptions, translate
 from specjax.models.heads.acceptance import init_acceptance
 from specjax.models.loading.decision_heads import save_acceptance, save_judge
 from specjax.models.loading.heads import recognise, shipped

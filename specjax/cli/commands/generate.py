@@ -16,12 +16,12 @@ from specjax.cli.options.groups import (
     ModelOptions,
     PromptOptions,
     SamplingOptions,
-    SpeculativeOptions,
     flag_values,
     refuse_flags,
     with_groups,
 )
 from specjax.cli.options.processing import ProcessingOptions
+from specjax.cli.options.vllm_sglang_flags import SpeculativeOptions
 from specjax.errors import require
 
 HELP = """Generate text from one prompt or many, and report the speed.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from specjax.cli.options import common as o
-from specjax.cli.options import vllm_sglang_flags as names
 from specjax.errors import require
 
 
@@ -152,16 +151,3 @@ class PromptOptions:
 
     def __post_init__(self):
         o.check_system(self.raw, self.system)
-
-
-@dataclass(frozen=True)
-class SpeculativeOptions:
-    """The names that vLLM and SGLang use for drafting."""
-
-    speculative_config: names.ConfigOption = None
-    speculative_algorithm: names.AlgorithmOption = None
-    speculative_draft_model_path: names.ModelOption = None
-    speculative_num_steps: names.StepsOption = None
-    speculative_eagle_topk: names.TopKOption = None
-    speculative_num_draft_tokens: names.TokensOption = None
-    speculative_token_map: names.MapOption = None

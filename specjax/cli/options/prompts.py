@@ -7,14 +7,11 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.cli.output.console import drop_library_messages
 from specjax.cli.output.files import MAX_TEXT_BYTES, read_text
 from specjax.errors import UsageError, require
-
-if TYPE_CHECKING:
-    from specjax.cli.runs.session import Session
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports as one task."""
@@ -185,7 +182,7 @@ class PromptSource(NamedTuple):
             raise UsageError(describe(bad, self.batch_file))
         return prompts, bad
 
-    def encode(self, lines: Lines, session: Session, max_new_tokens: int) -> tuple[list[Encoded], list[BadLine]]:
+    def encode(self, lines: Lines, session: Any, max_new_tokens: int) -> tuple[list[Encoded], list[BadLine]]:
         """Return the ids of the prompts that fit the models, and all bad lines. Raises: UsageError if none fits."""
         prompts, bad = lines
         rows, unfit = encode(

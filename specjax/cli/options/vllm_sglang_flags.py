@@ -8,16 +8,14 @@ of --speculative-num-steps 5 has 6 of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import parse_json, quote
-
-if TYPE_CHECKING:
-    from specjax.cli.options.groups import SpeculativeOptions
 
 PANEL = "Names of vLLM and SGLang"
 ConfigOption = Annotated[
@@ -80,6 +78,20 @@ MapOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """The names that vLLM and SGLang use for drafting."""
+
+    speculative_config: ConfigOption = None
+    speculative_algorithm: AlgorithmOption = None
+    speculative_draft_model_path: ModelOption = None
+    speculative_num_steps: StepsOption = None
+    speculative_eagle_topk: TopKOption = None
+    speculative_num_draft_tokens: TokensOption = None
+    speculative_token_map: MapOption = None
+
 
 VLLM_METHODS = {"ngram": "prompt_lookup", "draft_model": "two_model"}
 SGLANG_METHODS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup"}

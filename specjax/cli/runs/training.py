@@ -118,11 +118,16 @@ def run_training(
     card = _make_card(session, trained, flags.settings)
     if is_first:
         _write_report(trained, card, session, log)
-    if as_json:
-        if is_first:
-            print_json(card)
-        return
-    _print_result(trained, card, flags.settings, log, Console(quiet=not is_first))
+    if not trained.improved:
+        log.print(
+            "no step improved the start, which is kept; train on more responses, or with a --learning-rate below "
+            f"{trained.recipe.learning_rate:g}",
+            style="dim", soft_wrap=True,
+        )  # fmt: skip
+    if not as_json:
+        _print_result(trained, card, Console(quiet=not is_first))
+    elif is_first:
+        print_json(card)
 
 
 def _read_ids(
@@ -204,7 +209,8 @@ class ConsoleObserver(TrainingObserver):
             self._title, self._started = title, time.perf_counter()
         self._bar.update(self._bar.task_ids[0], total=total, completed=done, rate=rate)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
@@ -252,16 +258,8 @@ def _write_report(trained: TrainedDrafter, card: dict[str, Any], session: Sessio
                 (out / PLOT).write_bytes(image)
 
 
-def _print_result(
-    trained: TrainedDrafter, card: dict[str, Any], settings: TrainingSettings, log: Console, out: Console
-) -> None:
+def _print_result(trained: TrainedDrafter, card: dict[str, Any], out: Console) -> None:
     """Print the result for people."""
-    if not trained.improved:
-        log.print(
-            "no step improved the start, which is kept; train on more responses, or with a --learning-rate below "
-            f"{trained.recipe.learning_rate:g}",
-            style="dim", soft_wrap=True,
-        )  # fmt: skip
     measured = trained.measured
     out.print(
         f"{trained.kind}: {measured.per_pass:.2f} tokens per pass on {trained.held_out} held-out texts (greedy chain "

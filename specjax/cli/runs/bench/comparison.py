@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,23 +16,10 @@ from specjax.cli.output import files
 from specjax.cli.output.console import print_error, print_json
 from specjax.cli.output.progress import ProgressLines
 from specjax.cli.runs.bench import output
+from specjax.cli.runs.bench.group import Group
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.run import PromptRun, Report
 from specjax.cli.runs.session import Session, provenance
-
-
-@dataclass
-class Group:
-    """Prompts of one task that are decoded together, and their runs."""
-
-    task: str
-    rows: list[Encoded]
-    runs: dict[str, records.MeasuredRun] = field(default_factory=dict)  # by program: a method or its baseline
-    differences: dict[str, list[dict]] = field(default_factory=dict)  # by method
-
-    @property
-    def ids(self) -> list[list[int]]:
-        return [row.ids for row in self.rows]
 
 
 class TaskRuns(NamedTuple):

@@ -12,7 +12,8 @@ from specjax.bench.near_ties import first_difference
 from specjax.catalog import METHODS
 from specjax.cli.options.diffusion import Variant
 from specjax.cli.options.prompts import Encoded
-from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun, Group
+from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun
+from specjax.cli.runs.bench.group import Group
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.denoising import one_column_per_pass
 from specjax.cli.runs.environment import peak_memory_bytes

@@ -8,8 +8,8 @@ from typing import Any
 from specjax.bench import measure, near_ties, records
 from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.options.prompts import Encoded
-from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun, Group
-from specjax.cli.runs.bench.output import PLAIN
+from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun
+from specjax.cli.runs.bench.group import PLAIN, Group
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes
 from specjax.cli.runs.session import Session

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from specjax.bench.records import dtypes, tokens_per_second
 from specjax.cli.output.console import Console
+from specjax.cli.runs.bench.group import PLAIN, Group
 from specjax.files import plotting
-
-if TYPE_CHECKING:
-    from specjax.cli.runs.bench.comparison import Group
-
-PLAIN = "plain decoding"
-"""The program that drafters are compared with."""
 
 
 def describe_group(group: Group) -> dict[str, Any]:
