@@ -1,4 +1,4 @@
-"""The arguments of a workload's programs as shapes with shardings. Nothing is allocated."""
+"""Arguments of a workload's programs as shapes with shardings. No array is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specjax.types import Drafter, PyTree, Sampling, Target
 
 
 class Abstract(NamedTuple):
-    """What `specjax.decode` would run, as shapes with shardings."""
+    """The arguments of `specjax.decode` as shapes with shardings."""
 
     job: Job
     mesh: Mesh
@@ -40,9 +40,10 @@ class Abstract(NamedTuple):
 
 
 def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
-    """What `decode` would pass to its program, for a drafter of one's own or that of the workload's method.
+    """Return the arguments of the program of `decode`, for a given drafter or that of the workload's method.
 
-    Rows of the batch lie over "data", parameters and caches as `specjax.models.layout` says, all else everywhere.
+    Rows of the batch are sharded over "data", parameters and caches as in `specjax.models.layout`. Everything else is
+    replicated.
     """
     mesh = work.mesh(devices)
     target = spread(work.target, mesh)
@@ -68,13 +69,15 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
 
 
 def _head(work: Workload, mesh: Mesh) -> DraftHead:
-    """Shapes of the workload's head, laid out beside its target."""
+    """Return the shapes of the workload's head, sharded like its target."""
     head = abstract_head(work.method, work.head)
     return head.replace(params=with_shardings(head.params, parallel.head_shardings(head, mesh)))
 
 
 def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
-    """Shapes of a model, over as much of the mesh as divides it; on one device the plain model, as `load` gives it."""
+    """Return the shapes of a model, sharded over as much of the mesh as divides it. On one device it is the plain
+    model.
+    """
     if mesh.size == 1:
         params = abstract_params(config)
         return Target(
@@ -87,7 +90,7 @@ def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
 
 
 def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
-    """Shapes with their rows, on these axes, over "data"."""
+    """Return shapes whose rows, on these axes, are sharded over "data"."""
 
     def one(axis: int, leaf) -> NamedSharding:
         if axis == SHARED or work.data == 1 or work.batch % work.data:
@@ -98,7 +101,7 @@ def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree
 
 
 def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
-    """The state between two steps: caches as their models have them, all else by its rows."""
+    """Shard the state between two steps: caches as their models do, everything else by rows."""
     placed = place_rows(state, step.axes(args.job.parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
@@ -119,13 +122,13 @@ def _place_cache(target: Target, cache: PyTree) -> PyTree:
 
 
 def is_cache_of(target: Target, part: PyTree) -> bool:
-    """Whether a part of a drafter's state has the form of this model's cache."""
+    """Return True if a part of a drafter's state has the structure of this model's cache."""
     wanted: Any = jax.tree.structure(cache_shapes(target, 1, 1))
     return jax.tree.structure(part) == wanted
 
 
 def is_pending_of(target: Target, part: PyTree) -> bool:
-    """Whether it has the form of what is pending after a pass of this model."""
+    """Return True if it has the structure of this model's pending arrays."""
     one = jnp.zeros((1, 1), jnp.int32)
 
     def pending(params: PyTree) -> PyTree:
@@ -137,17 +140,17 @@ def is_pending_of(target: Target, part: PyTree) -> bool:
 
 
 def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
-    """Shapes of a cache of the model."""
+    """Return the shapes of a cache of the model."""
     return jax.eval_shape(lambda params: target.model.init_cache(params, None, batch, capacity), target.params)
 
 
 def shard_bytes(tree: PyTree) -> int:
-    """Bytes that one device holds of shapes with shardings."""
+    """Return the bytes that one device stores of shapes with shardings."""
     return sum(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def local_shape(leaf) -> tuple[int, ...]:
-    """Of the part that one device holds."""
+    """Return the shape of the shard on one device."""
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 

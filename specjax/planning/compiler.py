@@ -1,4 +1,4 @@
-"""Compile the programs of a workload and read what the compiler says of them."""
+"""Compilation of a workload's programs, and the compiler's figures for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specjax.planning.traffic import must_bytes
 from specjax.planning.workload import Workload
 
 Notify = Callable[[str], None]
-"""Told what is about to be compiled."""
+"""Called with the name of the program before it is compiled."""
 
 ROUNDS_AT = 0.7  # acceptance rate at which the whole loop is timed
 
@@ -32,18 +32,19 @@ def compile_programs(
     rename: dict[str, str] | None = None,
     nodes: int | None = None,
 ) -> list[ProgramReport]:
-    """Reports on the programs of a workload named `only`; None: on all.
+    """Return reports on the programs named in `only`, or on all programs.
 
-    nodes: verify so many with a draft that costs nothing.
+    Args:
+      nodes: verify this many nodes with a draft that costs nothing.
     """
     rename = rename or {}
     if only is None:
         only = ("prefill", "step", "loop") if work.reading is None else denoising.names_of(work)
     reports: dict[str, ProgramReport] = {}
     for name in only:
-        kept = report_cache.load(work, name, nodes) if cache else None
-        if kept is not None:
-            reports[name] = kept
+        cached = report_cache.load(work, name, nodes) if cache else None
+        if cached is not None:
+            reports[name] = cached
     missing = [name for name in only if name not in reports]
     if missing:
         built, needed = build(work, nodes)
@@ -57,7 +58,9 @@ def compile_programs(
 
 
 def build(work: Workload, nodes: int | None = None) -> tuple[Programs, dict[str, float]]:
-    """The programs of a workload, and the bytes that a device has to move in each. nodes: as for `compile_programs`."""
+    """Return the programs of a workload, and the bytes that a device has to move in each. `nodes` is as in
+    `compile_programs`.
+    """
     devices = describe_devices(work.topology)
     if work.reading is not None:
         return denoising.build(work, devices)
@@ -68,8 +71,8 @@ def build(work: Workload, nodes: int | None = None) -> tuple[Programs, dict[str,
     return built, must_bytes(work, built.arguments, built.state, passes, rounds)
 
 
-def compile_program(work: Workload, program: Program, least: float) -> ProgramReport:
-    """What the compiler says of one program, of which a device must move `least` bytes."""
+def compile_program(work: Workload, program: Program, required_bytes: float) -> ProgramReport:
+    """Compile one program and report on it. A device must move at least `required_bytes` bytes."""
     chip = work.topology.chip
     start = time.perf_counter()
     try:
@@ -84,7 +87,7 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes
     )
     vocab = work.target.vocab_size
-    found = hlo.findings(module, program.trips, program.taken, vocab_size=vocab, large=program.large)
+    findings_in_program = hlo.findings(module, program.trips, program.taken, vocab_size=vocab, large=program.large)
     parts = frozenset({vocab, vocab // (work.devices // work.data)})
     logits = hlo.largest_logits(module, program.trips, program.taken, vocab_sizes=parts)
     return ProgramReport(
@@ -94,12 +97,12 @@ def compile_program(work: Workload, program: Program, least: float) -> ProgramRe
         memory=memory,
         flops=totals.flops,
         moved_bytes=totals.hbm_bytes,
-        must_bytes=least,
+        must_bytes=required_bytes,
         cycles=totals.cycles,
         kernel_calls=totals.kernels.calls,
-        seconds=dataclasses.asdict(roofline.estimate(chip, totals, least)),
+        seconds=dataclasses.asdict(roofline.estimate(chip, totals, required_bytes)),
         collectives=tuple(dataclasses.asdict(entry) for entry in totals.collectives),
-        findings=tuple(dataclasses.asdict(entry) for entry in found),
+        findings=tuple(dataclasses.asdict(entry) for entry in findings_in_program),
         assumed=program.assumed if hlo.dynamic_loops(module) else {},
         logits=logits and {**logits._asdict(), "shape": list(logits.shape)},  # as it is read back from a file
     )
@@ -119,13 +122,13 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
 def needed_bytes(message: str) -> int | None:
-    """How much HBM a refused program needed, from the compiler's message; None: it was refused for another reason."""
+    """Parse the HBM that a refused program needed from the compiler's message; None for another reason."""
     for pattern in (
         rf"total memory required for [\w ]+\({_SIZE}\) exceeds available HBM",
         rf"Used {_SIZE} of {_SIZE} hbm",
         rf"Exceeded hbm capacity.*?Total hbm usage >= {_SIZE}",
     ):
-        found = re.search(pattern, message, re.IGNORECASE | re.DOTALL)
-        if found:
-            return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+        match = re.search(pattern, message, re.IGNORECASE | re.DOTALL)
+        if match:
+            return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     return None

@@ -1,8 +1,8 @@
-"""The programs of a diffusion model: prompts, a pass, one that also renews what is kept, and the whole loop.
+"""Programs of a diffusion model: prompts, a pass, a pass that also renews the cache, and the complete loop.
 
-A pass and the renewing one are the same compiled program, of which the branch behind `turns.RENEWAL` runs in the latter
-alone: of block-causal models that reads a finished block beside the first look at the next one (*fused pass*), of a
-cache over full attention the canvas (*renewing pass*).
+A pass and a renewing pass are the same compiled program. The branch with the scope `scopes.RENEWAL` runs only in the
+latter. In block-causal models it reads a finished block beside the first pass over the next one (*fused pass*). In a
+cache over full attention it reads the canvas (*renewing pass*).
 """
 
 from __future__ import annotations
@@ -41,19 +41,16 @@ COLUMNS_AT = 2  # columns that a pass decides, in the whole loop as it is timed
 
 
 def procedure(work: Workload, denoiser: Denoiser) -> Procedure:
-    """Of the workload's method.
-
-    Raises: UsageError where it is not made for the model.
-    """
+    """Return the procedure of the workload's method. Raises: UsageError if it does not fit the model."""
     row, written = METHODS[work.method], dict(work.options)
     options = {option.name: option.parse(written[option.name]) for option in row.options if option.name in written}
-    made = procedure_of(work.method, denoiser, **options)
-    check_parts(denoiser, made, select_cache(denoiser, made))
-    return made
+    method_procedure = procedure_of(work.method, denoiser, **options)
+    check_parts(denoiser, method_procedure, select_cache(denoiser, method_procedure))
+    return method_procedure
 
 
 def shape(work: Workload) -> tuple[Denoiser, Procedure]:
-    """The denoiser on one device, of which only the static fields are used, and its procedure."""
+    """Return the denoiser on one device, for its static fields, and its procedure."""
     assert work.reading is not None
     target = Target(make_model(work.target), abstract_params(work.target))
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
@@ -61,21 +58,24 @@ def shape(work: Workload) -> tuple[Denoiser, Procedure]:
 
 
 def window(work: Workload) -> int:
-    """Columns that a pass looks at to decide."""
+    """Return the columns of the window."""
     return shape(work)[1].schedule.width or round_up(work.max_new_tokens)
 
 
 def canvas_columns(work: Workload, width: int) -> int:
-    """Of the token buffer: with slack behind the text where a cache needs it, of full attention what a pass reads."""
+    """Return the columns of the token buffer.
+
+    A cache needs slack after the text. Full attention needs exactly the columns that a pass reads.
+    """
     size = buffer_size(work.context, work.max_new_tokens, 2 * width, work.target.max_positions)
     assert work.reading is not None
     return size if work.reading.attention == "block_causal" else min(size, round_up(work.context + work.max_new_tokens))
 
 
 def renewal(work: Workload) -> str | None:
-    """What the pass is called that renews what is kept; None: there is none."""
-    denoiser, made = shape(work)
-    memory = select_cache(denoiser, made)
+    """Return the name of the pass that renews the cache, or None."""
+    denoiser, method_procedure = shape(work)
+    memory = select_cache(denoiser, method_procedure)
     name = memory.name.partition(",")[0]  # of guided ones, two looks
     if name == "append":
         return None if denoiser.is_shifted or memory == append(fuse=False) else "fused pass"
@@ -83,28 +83,28 @@ def renewal(work: Workload) -> str | None:
 
 
 def names_of(work: Workload) -> tuple[str, ...]:
-    """Of the programs; prompts of full attention are part of the canvas, and not read before."""
+    """Return the names of the programs. Full attention has no prefill, because prompts are part of the canvas."""
     assert work.reading is not None
-    found = ("prefill" if work.reading.attention == "block_causal" else None, "pass", renewal(work), "loop")
-    return tuple(name for name in found if name)
+    programs = ("prefill" if work.reading.attention == "block_causal" else None, "pass", renewal(work), "loop")
+    return tuple(name for name in programs if name)
 
 
 def abstract_denoising(work: Workload, devices: list) -> Abstract:
-    """What `denoise` would pass to its program, as `specjax.planning.abstract.abstract_job` has it."""
+    """Return the arguments of the program of `denoise`, like `specjax.planning.abstract.abstract_job`."""
     assert work.reading is not None
     mesh = work.mesh(devices)
     target = spread(work.target, mesh)
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
-    made, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
+    method_procedure, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
     everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
     by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
-    width = made.schedule.width or round_up(work.max_new_tokens)
+    width = method_procedure.schedule.width or round_up(work.max_new_tokens)
     parts = DenoisingParts(
         denoiser=denoiser,
-        procedure=made,
+        procedure=method_procedure,
         sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
         eos=everywhere(1, dtype=jnp.int32),
-        memory=select_cache(denoiser, made),
+        memory=select_cache(denoiser, method_procedure),
         width=width,
         loop=LOOP,
     )
@@ -115,19 +115,19 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
 
 
 def _placed(work: Workload, args: Abstract, state: PyTree) -> PyTree:
-    """The state between two passes: keys and values as the model has them, all else by its rows."""
+    """Shard the state between two passes: keys and values as the model does, everything else by rows."""
     parts = args.job.parts
     placed = place_rows(state, parts.loop.axes(parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
     target = parts.target
-    held = lambda part: is_cache_of(target, part) or is_pending_of(target, part)
-    own = lambda part: with_shardings(part, target.model.shardings(part)) if held(part) else part
-    return placed._replace(cache=jax.tree.map(own, placed.cache, is_leaf=held))
+    is_model_part = lambda part: is_cache_of(target, part) or is_pending_of(target, part)
+    place = lambda part: with_shardings(part, target.model.shardings(part)) if is_model_part(part) else part
+    return placed._replace(cache=jax.tree.map(place, placed.cache, is_leaf=is_model_part))
 
 
 def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
-    """The programs of the workload, and the bytes that a device has to move in each."""
+    """Return the programs of the workload, and the bytes that a device has to move in each."""
     args = abstract_denoising(work, devices)
     parts = args.job.parts
     with device_kind(args.mesh):
@@ -150,33 +150,33 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
         return Program(name, compiled, arguments, trips, assumed, large, _renewing(renewals))
 
     of_job = lambda function: compiler_of(function, (args.job,), args.mesh)
-    found = [
+    programs = [
         program("prefill", of_job(start), in_prefill, 1.0, (args.job,)),
         program("pass", one, in_step, 0.0, (parts, state)),
         program(renewal(work) or "", one, in_step, 1.0, (parts, state)),
         program("loop", of_job(run), in_loop_of(chunks, blocks, float(rounds)), share, (args.job,)),
     ]
     names = names_of(work)
-    return Programs([one for one in found if one.name in names], args, state), _must_bytes(
+    return Programs([one for one in programs if one.name in names], args, state), _must_bytes(
         work, args, state, chunks, rounds
     )
 
 
 def _renewing(share: float) -> hlo.Taken:
-    """How often what is kept is renewed; of other branches the dearest one runs."""
+    """Return the share of passes that renew the cache. Of other branches the most expensive one runs."""
     name = re.compile(rf'op_name="[^"]*/{scopes.RENEWAL}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def _must_bytes(work: Workload, args: Abstract, state: PyTree, chunks: int, rounds: int) -> dict[str, float]:
-    """Per program: the weights of each pass, and of what is kept the text's share, or all of a canvas."""
+    """Return the bytes per program: the weights of each pass, and the cached text or the whole canvas."""
     target = args.job.parts.target
     is_cache = lambda part: is_cache_of(target, part)
     caches = [part for part in jax.tree.leaves(state.cache, is_leaf=is_cache) if is_cache(part)]
     grows = args.job.parts.denoiser.is_causal
     per_token = sum(bytes_per_token(target, work.batch, cache) for cache in caches) if grows else 0.0
-    whole = 0.0 if grows else float(shard_bytes(state.cache))
-    one = lambda context, **more: pass_bytes(work.target, target.params, per_token, context, **more) + whole
+    canvas_bytes = 0.0 if grows else float(shard_bytes(state.cache))
+    one = lambda context, **more: pass_bytes(work.target, target.params, per_token, context, **more) + canvas_bytes
     prefill = chunks * one(work.context / 2, head=False) if grows else 0.0
     of_pass, middle = one(work.context), work.context + work.max_new_tokens / 2
     return {

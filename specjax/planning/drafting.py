@@ -1,4 +1,4 @@
-"""The drafter of a workload: what it costs in passes, and what it is worth in tokens."""
+"""The drafter of a workload: its cost in passes and its value in tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from specjax.types import Array, Drafter, PyTree, Target, TokenTree, Traits, Tre
 
 
 def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None) -> Drafter:
-    """The drafter of the workload's method; the parameters of both models may be shapes."""
+    """Return the drafter of the workload's method. The parameters of both models may be shapes."""
     takes_draft = find_drafter(work.method).needs & {"draft", "head"}
     return make_drafter(work.method, target, draft if takes_draft else None, **_options(work))
 
 
 def _options(work: Workload) -> dict[str, Any]:
-    """Of the workload's method, as its factory takes them."""
+    """Return the options of the workload's method for its factory."""
     method = find_drafter(work.method)
     options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
     written = dict(work.options)
@@ -52,22 +52,22 @@ def _options(work: Workload) -> dict[str, Any]:
 
 @functools.cache
 def drafter_shape(work: Workload) -> Drafter:
-    """The workload's drafter, of which only the static fields are used."""
-    whole = lambda config: Target(make_model(config), abstract_params(config))
+    """Return the workload's drafter for its static fields."""
+    abstract_target = lambda config: Target(make_model(config), abstract_params(config))
     if work.head is not None:
-        return drafter_of(work, whole(work.target), abstract_head(work.method, work.head))
-    return drafter_of(work, whole(work.target), None if work.draft is None else whole(work.draft))
+        return drafter_of(work, abstract_target(work.target), abstract_head(work.method, work.head))
+    return drafter_of(work, abstract_target(work.target), None if work.draft is None else abstract_target(work.draft))
 
 
 def draft_passes(work: Workload) -> int:
-    """Passes of the draft model or head per round: one per level of its tree, at most, for methods with one."""
+    """Return the passes of the draft model or head per step: at most one per level of its tree, or 0 for other methods."""
     if not find_drafter(work.method).needs & {"draft", "head"}:
         return 0
     return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth
 
 
 def share_of_layers(work: Workload) -> float:
-    """Of the target's layers, how many a pass runs in which the method skips some; 1: it skips none."""
+    """Return the share of the target's layers that a drafting pass runs; 1 if it skips none."""
     layers, options, method = work.target.num_layers, _options(work), find_drafter(work.method)
     if work.head is not None:
         stretches = abstract_head(work.method, work.head).head.target_layers(layers)
@@ -78,11 +78,11 @@ def share_of_layers(work: Workload) -> float:
 
 
 def tokens_of(work: Workload) -> Callable[[float], float]:
-    """(acceptance rate) -> expected tokens per pass of the workload's drafter.
+    """Return a function from acceptance rate to expected tokens per pass of the workload's drafter.
 
-    Exact for chains, branching specs, independent paths and static trees. Trees that grow where the drafter is sure
-    count as the best static tree of their size and depth (Sequoia's programme), which they beat or miss a little.
-    Trees with prompts: by the chance of each state, with the same rate at every distance.
+    It is exact for chains, branching specs, independent paths and static trees. Trees that grow by confidence count as
+    the best static tree of their size and depth (Sequoia's dynamic program), which is close to their value. Trees with
+    soft prompts use the probability of each state, with the same rate at every distance.
     """
     if work.method == "ppd":
         shapes = plan_trees(ppd_head(work.head), **_options(work))[1]
@@ -110,10 +110,10 @@ def _static_paths(work: Workload, num_nodes: int, max_depth: int) -> Paths | Non
 
 
 def probe(num_nodes: int) -> Drafter:
-    """A drafter that costs nothing: a chain of `num_nodes` nodes, the root included, of token 0.
+    """Return a drafter without cost: a chain of `num_nodes` nodes of token 0, root included.
 
-    A step with it is one verify pass over so many nodes; the distribution of the draft does not matter for what a pass
-    costs.
+    A step with it is one target pass over that many nodes. The cost of a pass does not depend on the draft's
+    distribution.
     """
     if num_nodes == 1:
         return autoregressive()

@@ -1,6 +1,6 @@
-"""The programs of a workload: prefill, one step, and the whole loop, ready to be lowered for chips that are not here.
+"""Programs of a workload: prefill, one step, and the complete loop, ready to be lowered for absent devices.
 
-The state between steps is what `jax.eval_shape` says of the real functions of `specjax.engine`.
+The state between steps is the `jax.eval_shape` of the real functions of `specjax.engine`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
 
 BLOCK = 256
-"""Slots of the cache that attention of many tokens reads at a time (pallas_kernels.tree_attention.xla.BLOCK)."""
+"""Cache slots that attention over many tokens reads at a time (pallas_kernels.tree_attention.xla.BLOCK)."""
 
 
 class Programs(NamedTuple):
-    """The programs of a workload, and what they were made from."""
+    """The programs of a workload and their arguments."""
 
     programs: list[Program]
     arguments: Abstract
@@ -37,7 +37,7 @@ class Programs(NamedTuple):
 
 
 class Program(NamedTuple):
-    """One function and its abstract arguments."""
+    """A function and its abstract arguments."""
 
     name: str
     compiled: Callable[[], Any]  # -> jax.stages.Compiled
@@ -49,9 +49,10 @@ class Program(NamedTuple):
 
 
 def build(work: Workload, devices: list, *, drafter: Drafter | None = None, rounds: float | None = None) -> Programs:
-    """Prefill, one step, and the whole loop of the workload's method.
+    """Build prefill, one step, and the complete loop of the workload's method.
 
-    Args: rounds: how often the loop of the third is assumed to run; None: once per new token.
+    Args:
+      rounds: assumed iterations of the loop; None: one per new token.
     """
     args = abstract_job(work, devices, drafter)
     parts = args.job.parts
@@ -79,16 +80,16 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
             name, compiler_of(function, arguments, args.mesh), arguments, trips, assumed, large, _sublayers(share)
         )
 
-    found = [
+    program_list = [
         program("prefill", start, (args.job,), in_prefill),
         program("step", step, (parts, state), in_step),
         program("loop", run, (args.job,), in_loop),
     ]
-    return Programs(found, args, state)
+    return Programs(program_list, args, state)
 
 
 def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any]:
-    """Lowers and compiles a function for the devices of its arguments; what it gives is kept, a refusal too."""
+    """Return a function that lowers and compiles once, for the devices of the arguments. Its result or error is cached."""
 
     @functools.cache
     def outcome() -> Any:
@@ -100,40 +101,43 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
             return refusal
 
     def compiled() -> Any:
-        found = outcome()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        program_list = outcome()
+        if isinstance(program_list, Exception):
+            raise program_list
+        return program_list
 
     return compiled
 
 
 def device_kind(mesh: Mesh):
-    """Tells kernels which chip they are lowered for; they would ask the devices of this process."""
+    """Tell kernels the chip that they are lowered for. They would otherwise inspect the devices of this process."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
 
-def _named(passes: float, others: hlo.Trips) -> hlo.Trips:
-    """Trips of the loops that have a name, in a round that drafts on `passes` levels behind the root's; of other loops,
-    what `others` says."""
-    known = {scopes.LEVELS: passes, scopes.NARROW: 0.0, scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0}
-    name = re.compile(rf'op_name="[^"]*/({"|".join(known)})/while"')
+def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
+    """Return iteration counts of named loops, for a step that drafts `passes` levels below the root; others by
+    `default_trips`.
+    """
+    named_trips = {scopes.LEVELS: passes, scopes.NARROW: 0.0, scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0}
+    name = re.compile(rf'op_name="[^"]*/({"|".join(named_trips)})/while"')
 
     def trips(loop: hlo.Loop) -> float:
-        found = name.search(loop.instruction.attributes)
-        return float(known[found.group(1)]) if found else others(loop)
+        program_list = name.search(loop.instruction.attributes)
+        return float(named_trips[program_list.group(1)]) if program_list else default_trips(loop)
 
     return trips
 
 
 def _sublayers(share: float) -> hlo.Taken:
-    """Of passes that skip layers: how many of them run. Stacked layers are one loop, with a branch for each."""
+    """Return the share of layers that run in passes that skip layers. Stacked layers are one loop with a branch per
+    layer.
+    """
     name = re.compile(rf'op_name="[^"]*/{scopes.SUBLAYER}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
-    """Trips in the whole program: the loops over prompts come first, the loop over rounds last; within them, blocks."""
+    """Return iteration counts for the whole program: loops over prompts come first, and the decoding loop last."""
     last: set[str] = set()
 
     def trips(loop: hlo.Loop) -> float:
@@ -148,7 +152,7 @@ def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
 
 
 def keys_of(tree: PyTree) -> set[tuple]:
-    """(dtype, sorted dims) of the arrays of over a megabyte that one device holds."""
+    """Return (dtype, sorted dims) of the arrays above one megabyte on one device."""
     names = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}
     leaves = [leaf for leaf in jax.tree.leaves(tree) if str(leaf.dtype) in names]
     return {

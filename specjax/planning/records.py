@@ -1,4 +1,4 @@
-"""What the planner found, as dataclasses and JSON."""
+"""Planner results as dataclasses and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specjax.costs.roofline import CLOCKS
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one device, as the compiler lays them out."""
+    """Bytes on one device in the compiler's layout."""
 
     arguments: int
     temporaries: int
@@ -26,7 +26,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program, per device. What was not compiled has a reason and no figures."""
+    """A program, per device. A program that was not compiled has a reason and no figures."""
 
     name: str
     compiles: bool
@@ -54,7 +54,7 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Fit:
-    """A change with which a program that did not fit was compiled."""
+    """A change with which a program fits that did not fit before."""
 
     change: str  # such as --topology v5e:4x4
     needed_bytes: int
@@ -62,7 +62,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """One row of the table by acceptance."""
+    """A row of the table by acceptance rate."""
 
     acceptance: float
     tokens: float  # per target pass
@@ -72,7 +72,7 @@ class SpeedUp:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Of a diffusion model: what a block costs if each pass decides so many of its columns."""
+    """The cost of a block of a diffusion model for a number of columns per pass."""
 
     columns: int
     passes: int  # per block, one that only reads what is decided among them if there is one
@@ -83,7 +83,7 @@ class BlockRow:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Everything about one target, draft and topology."""
+    """All results for one target, draft and topology."""
 
     inputs: dict[str, Any]
     chip: dict[str, Any]
@@ -97,7 +97,7 @@ class PlanReport:
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds, speed-ups and cost ratio
 
     def program(self, name: str) -> ProgramReport | None:
-        """By name, None if there is none."""
+        """Return the report of a program by name, or None."""
         return next((p for p in self.programs if p.name == name), None)
 
     @property
@@ -105,5 +105,5 @@ class PlanReport:
         return all(program.compiles for program in self.programs)
 
     def to_json(self) -> dict:
-        """Plain dicts and lists."""
+        """Return plain dicts and lists."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""Reports kept on disk by what they depend on."""
+"""Reports on disk, keyed by everything that they depend on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from specjax.version import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of everything that decides what is compiled."""
-    found = {"specjax": __version__, "jax": jax.__version__}
+    """Return the versions of all packages that affect compilation."""
+    package_versions = {"specjax": __version__, "jax": jax.__version__}
     for name in ("jaxlib", "libtpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            package_versions[name] = importlib.metadata.version(name)
+    return package_versions
 
 
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
@@ -39,7 +39,7 @@ def _file(work: Workload, name: str, nodes: int | None) -> Path:
 
 
 def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
-    """The report on program `name` of a workload, verifying `nodes`; None: there is none, or it cannot be read."""
+    """Return the cached report on program `name` of a workload that verifies `nodes`, or None."""
     try:
         return ProgramReport.from_json(json.loads(_file(work, name, nodes).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
@@ -47,6 +47,6 @@ def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
 
 
 def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
-    """Whole or not at all; without a writable folder, not at all."""
+    """Write a report completely or not at all. Without a writable folder, nothing is written."""
     with contextlib.suppress(OSError):
         write_atomic(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())

@@ -1,4 +1,4 @@
-"""Bytes that the programs of a workload have to move, by the shapes of their parameters and caches."""
+"""Bytes that the programs of a workload have to move, from the shapes of their parameters and caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from specjax.types import PyTree, Target
 
 
 def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, rounds: float) -> dict[str, float]:
-    """Per program, the bytes that a device has to move: `draft_passes` of the draft model and one of the target."""
+    """Return the bytes per program that a device has to move: `draft_passes` passes of the draft model and one target
+    pass.
+    """
     passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache))]
     cache = None if args.draft is None else _cache_in(state.draft, args.draft)
     if args.draft is not None and cache is not None:
@@ -41,21 +43,20 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
 
 
 def _of_head(draft: DraftHead, context: float, *, head: bool = True) -> float:
-    """Bytes of a pass of a learned head: its weights; its cache, of a layer or two, is left out."""
-    own = draft.params.get("head") if isinstance(draft.params, dict) else None
-    return shard_bytes(draft.params) - (0 if head or own is None else shard_bytes(own))
+    """Return the bytes of a pass of a draft head: its weights, without its small cache."""
+    head_params = draft.params.get("head") if isinstance(draft.params, dict) else None
+    return shard_bytes(draft.params) - (0 if head or head_params is None else shard_bytes(head_params))
 
 
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
-    """`pass_bytes` of a model, by the context."""
+    """Return `pass_bytes` of a model as a function of the context."""
     return functools.partial(pass_bytes, config, target.params, bytes_per_token(target, batch, cache))
 
 
 def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, head: bool = True) -> float:
-    """Bytes that one pass moves on a device: its weights, and what the cache holds of `context` tokens.
+    """Return the bytes that one pass moves on a device: its weights, and the cache of `context` tokens.
 
-    An embedding that is not the head too is only looked up; prompts are read without the head. Windowed layers read
-    their window.
+    An untied embedding is only looked up. Prefill does not use the output head. Windowed layers read their window.
     """
     weights = shard_bytes(params)
     weights -= 0 if config.tied and head else shard_bytes(params["embed"])
@@ -64,7 +65,7 @@ def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, he
 
 
 def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
-    """Bytes of a model's `cache` that a device holds per token of all rows: of what grows with the capacity."""
+    """Return the bytes per token of all rows that a device stores in `cache`: the part that grows with the capacity."""
     small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
 
     def of_leaf(leaf, less, more) -> float:
@@ -75,13 +76,13 @@ def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
 
 
 def _cache_in(state: PyTree, draft: Target) -> PyTree | None:
-    """The first part of a drafter's state that is a cache of the model; None: there is none."""
+    """Return the first part of a drafter's state that is a cache of the model, or None."""
     is_cache = functools.partial(is_cache_of, draft)
     return next(filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)), None)
 
 
 def _mean_context(config: Any, context: float) -> float:
-    """Cached tokens that a layer reads, in the mean over layers."""
+    """Return the cached tokens that a layer reads, averaged over layers."""
     window = getattr(config, "window", None)
     if window is None:
         return context

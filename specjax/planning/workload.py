@@ -1,4 +1,4 @@
-"""What is to be planned: a decode, with its models, method, sizes, and chips."""
+"""The workload of a plan: a decode with its models, method, sizes, and devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specjax.planning.inputs.topologies import Topology, parse_topology
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be planned. Hashable; everything that a report depends on, besides the versions of the packages."""
+    """A decode to plan. It is hashable and contains everything that a report depends on, except package versions."""
 
     target: Any  # a config of specjax.models
     topology: Topology
@@ -45,7 +45,9 @@ class Workload:
     model: int = 1
     layer: int = 1
     sequence: int = 1
-    reading: DenoiserSettings | None = None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
+    reading: DenoiserSettings | None = (
+        None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
+    )
 
     @property
     def devices(self) -> int:
@@ -53,18 +55,18 @@ class Workload:
 
     @property
     def is_layer_parallel(self) -> bool:
-        """Whether the draft model's layers lie side by side."""
+        """True if the draft model's layers are distributed over devices."""
         return self.method == "easyspec" and self.layer > 1
 
     @property
     def plain(self) -> Workload:
-        """The same, decoded without a draft."""
+        """The same workload without a draft."""
         return dataclasses.replace(
             self, method="autoregressive", draft=None, head=None, tree=None, num_draft_tokens=None, options=()
         )
 
     def mesh(self, devices: list) -> Mesh:
-        """In libtpu's order of the devices: "model" along neighbours."""
+        """Return the mesh in libtpu's device order, with "model" along neighbours."""
         return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
 
 
@@ -92,18 +94,18 @@ def make_workload(
     reading: DenoiserSettings | None = None,
     block: int | None = None,
 ) -> Workload:
-    """Check what is asked for, before anything is compiled.
+    """Check the options of a plan before anything is compiled.
 
     Args:
-      reading: how a config given as `target` is read as a denoiser; sources that are names or files say it themselves.
-      block: of a diffusion model, columns of a block.
-      head: a kind of learned head as its authors train it for such a target, such as "eagle3", or with changes, such as
+      reading: denoiser settings for a config given as `target`. Names and files provide their own.
+      block: columns of a block of a diffusion model.
+      head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
-      options: values of other options of the method, as texts by name.
-      data, layer, sequence, model: axes of the mesh, as of `specjax.mesh`; model None: as many as there are and the
+      options: other options of the method, as texts by name.
+      data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
-      same_bits: as `specjax.load` has it, of the target.
-      cache_dtype: "int8" for both models' caches; None: as their configs say, else their dtype.
+      same_bits: as in `specjax.load`, for the target.
+      cache_dtype: "int8" for both models' caches. None: the dtype of their configs.
 
     Raises: UsageError that names the option at fault.
     """
@@ -155,9 +157,11 @@ def make_workload(
             f"{target_config.vocab_size}; choose a draft model of the same family"
         )
     head_config = None if head is None else _read_head(head, target_config)
-    most = min(c.max_positions for c in (target_config, draft_config) if c is not None)
-    if context + max_new_tokens > most:
-        raise UsageError(f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {most}")
+    max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
+    if context + max_new_tokens > max_positions:
+        raise UsageError(
+            f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {max_positions}"
+        )
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
@@ -169,7 +173,7 @@ def make_workload(
 
 
 def _drafter(method: str) -> Method:
-    """Its row. Raises: UsageError for another method."""
+    """Return the row of a drafter. Raises: UsageError for another method."""
     try:
         return find_drafter(method)
     except UsageError as error:
@@ -180,8 +184,10 @@ def _check_needs(row: Method, draft: Any) -> None:
     """Raises: UsageError for a method that needs what nothing is known of here, or a draft model too many or few."""
     needs = sorted(row.needs - {"draft", "head"})
     if needs:
-        what = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
-        raise UsageError(f"--method {row.name} needs {what}, of which nothing is known here; choose another method")
+        heads_text = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
+        raise UsageError(
+            f"--method {row.name} needs {heads_text}, of which nothing is known here; choose another method"
+        )
     if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {row.name} needs {'a' if draft is None else 'no'} draft model; {fix}")
@@ -198,7 +204,7 @@ def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
 
 
 def _check_head(row: Method, head: str | None, draft: Any) -> None:
-    """Raises: UsageError for a head that is missing, or that the method does not draft with."""
+    """Raise a UsageError for a missing head, or one that the method does not draft with."""
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and draft is not None:
         raise UsageError("--head and --draft both draft; leave one out")
@@ -214,10 +220,10 @@ def _check_head(row: Method, head: str | None, draft: Any) -> None:
 
 
 def _read_head(text: str, target: Any) -> Any:
-    """The config of a head for a target, from a text such as `eagle3:draft_vocab_size=8192`."""
-    kind, _, rest = text.partition(":")
+    """Return the config of a head for a target, from a text such as `eagle3:draft_vocab_size=8192`."""
+    kind, _, changes_text = text.partition(":")
     changes: dict[str, Any] = {}
-    for part in rest.split(",") if rest else ():
+    for part in changes_text.split(",") if changes_text else ():
         change = KINDS[kind].parse_change(part)
         if change is None:
             forms = " or ".join(KINDS[kind].forms) or "nothing"
@@ -229,12 +235,12 @@ def _read_head(text: str, target: Any) -> Any:
 
 
 def _check_options(row: Method, options: Mapping[str, str], tree: str | None, num_draft_tokens: int | None) -> None:
-    """Raises: UsageError for options that the method has not, that have a flag of their own here, or bad values."""
+    """Raise a UsageError for unknown options, options with a flag of their own, or invalid values."""
     for name, text in options.items():
         option = row.option(name)
         if option is None:
-            known = ", ".join(option.name for option in row.options) or "no options"
-            raise UsageError(f'--set {name}={text}: method {row.name} has no option "{name}", but {known}')
+            names = ", ".join(option.name for option in row.options) or "no options"
+            raise UsageError(f'--set {name}={text}: method {row.name} has no option "{name}", but {names}')
         if name == "tree" or (name == row.size and num_draft_tokens is not None):
             raise UsageError(
                 f"--set {name}={text}: give it with {'--tree' if name == 'tree' else '--num-draft-tokens'}"
@@ -245,7 +251,7 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
 
 
 def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
-    """Raises: UsageError for another dtype than bfloat16, or a mesh that splits rows or slots."""
+    """Raise a UsageError for a dtype other than bfloat16, or a mesh that splits rows or slots."""
     if config.dtype != "bfloat16":
         raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
     axis = axis_that_changes_bits(axes)
@@ -255,7 +261,7 @@ def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
 
 
 def _check_layers(draft: Any, layer: int) -> None:
-    """Raises: UsageError for a draft model with too few layers for a group of `layer`."""
+    """Raise a UsageError for a draft model with too few layers for a group of `layer`."""
     if draft.num_layers < layer + 2:
         raise UsageError(
             f"--layer {layer}: {draft.name} has {draft.num_layers} layers, too few for such a group between the first "
@@ -264,31 +270,33 @@ def _check_layers(draft: Any, layer: int) -> None:
 
 
 def _close(one: int, other: int) -> bool:
-    """Whether two sizes of a vocabulary may be one and its padding: pads and special tokens are less than 1 %."""
+    """Return True if two vocabulary sizes may differ by padding and special tokens only, which are less than 1 %."""
     return abs(one - other) <= max(one, other) // 100
 
 
-def _model_axis(config: Any, slice_: Topology, others: dict[str, int], model: int | None) -> int:
-    """The size of the axis "model". Raises: UsageError for too many devices, or heads that they do not divide."""
-    left, layer = slice_.num_devices // math.prod(others.values()), others["--layer"]
-    if left < (model or 1):
-        asked = " times ".join(f"{flag} {n}" for flag, n in (others | {"--model": model or 1}).items() if n > 1)
-        raise UsageError(f"{asked} is more than the {slice_.num_devices} devices of {slice_.name}")
-    fitting = [n for n in range(1, left + 1) if fits_heads(config, layer * n)]
+def _model_axis(config: Any, slice_: Topology, other_axes: dict[str, int], model: int | None) -> int:
+    """Return the size of the axis "model". Raises: UsageError for too many devices, or an axis that does not divide the
+    heads.
+    """
+    free_devices, layer = slice_.num_devices // math.prod(other_axes.values()), other_axes["--layer"]
+    if free_devices < (model or 1):
+        axes_text = " times ".join(f"{flag} {n}" for flag, n in (other_axes | {"--model": model or 1}).items() if n > 1)
+        raise UsageError(f"{axes_text} is more than the {slice_.num_devices} devices of {slice_.name}")
+    fitting = [n for n in range(1, free_devices + 1) if fits_heads(config, layer * n)]
     if model is None and fitting:
         return fitting[-1]
     if model not in fitting:
-        what = f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}"
+        heads_text = f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}"
         flags = (
             f"--layer {layer}" if model is None else f"--model {model}" + (f" x --layer {layer}" if layer > 1 else "")
         )
         fix = f"--model {' or '.join(map(str, fitting))}" if fitting else "a lower --layer"
-        raise UsageError(f"{flags} does not divide the {what}; choose {fix}")
+        raise UsageError(f"{flags} does not divide the {heads_text}; choose {fix}")
     return model
 
 
 def describe(work: Workload) -> dict[str, Any]:
-    """What was asked for, as JSON."""
+    """Return the options of the plan as JSON."""
     names = (
         "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "temperature", "data", "layer",
         "sequence", "model",

@@ -1,10 +1,10 @@
-"""What a compiled TPU program says about itself: cycles, traffic, FLOPs, collectives. Pure functions of its HLO text.
+"""Figures of a compiled TPU program: cycles, traffic, FLOPs, collectives. Pure functions of its HLO text.
 
-The compiler schedules every fusion and leaves its own estimate in the text, `"estimated_cycles":"..."`. Those of the
-computations that control flow reaches are summed here, a loop's body times its trip count. That is a schedule, not a
-clock: it knows the units and the memory, not contention, and it charges about 2,000 cycles for each fusion however
-small. `cost_analysis()["optimal_seconds"]` is never used: it does not multiply loop bodies by their trips, counts
-prefetch copies twice, and came out negative for unrolled layers.
+The compiler schedules every fusion and writes its own estimate into the text, `"estimated_cycles":"..."`. This package
+sums the estimates of all computations that control flow reaches, with a loop's body times its iterations. The sum is a
+schedule, not a clock. It models the units and the memory but no contention, and it charges about 2,000 cycles for each
+fusion, however small. `cost_analysis()["optimal_seconds"]` is not used. It does not multiply loop bodies by their
+iterations, counts prefetch copies twice, and was negative for unrolled layers.
 """
 
 from specjax.planning.hlo.control_flow import Loop, Taken, Trips, always, dynamic_loops, trip_count, walk

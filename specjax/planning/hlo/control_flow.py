@@ -1,4 +1,4 @@
-"""What of a program runs, and how often: calls, branches, and loops with their trip counts."""
+"""Control flow of a program: calls, branches, and loops with their iteration counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specjax.planning.hlo.parsing import Instruction, Module
 
 @dataclass(frozen=True)
 class Loop:
-    """A while loop, where control flow reaches it."""
+    """A while loop at its place in the control flow."""
 
     instruction: Instruction
     depth: int  # loops around it
@@ -22,10 +22,12 @@ class Loop:
 
 
 Trips = Callable[[Loop], float]
-"""How often a loop runs whose trip count depends on the data."""
+"""Iterations of a loop whose count depends on data."""
 
 Taken = Callable[[Instruction], float]
-"""How often a conditional takes the branch that counts, from 0 to 1; else it takes the cheapest of the others."""
+"""Share, from 0 to 1, with which a conditional takes the branch that counts. Otherwise it takes the cheapest of the
+others.
+"""
 
 
 def always(conditional: Instruction) -> float:
@@ -35,10 +37,12 @@ def always(conditional: Instruction) -> float:
 def walk(
     module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always
 ) -> Iterator[tuple[str, Instruction, float]]:
-    """(computation, instruction, how often it runs) of everything that control flow reaches; fusions are one thing.
+    """Yield (computation, instruction, executions) of everything that control flow reaches. A fusion is one
+    instruction.
 
-    Of a conditional's branches one runs as often as `taken` says: that within which the name of the scope around the
-    conditional stands again, or else the dearest in cycles: here, the widest verify pass. Otherwise the cheapest runs.
+    One branch of a conditional counts with the share `taken`. It is the branch inside which the scope around the
+    conditional is named again, or else the one with most cycles (here the widest target pass). Otherwise the cheapest
+    branch runs.
     """
 
     def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
@@ -70,43 +74,43 @@ def walk(
 
 
 def _named(module: Module, conditional: Instruction, branches: list[str]) -> str | None:
-    """The branch within which the scope around a conditional is named again; None: there is none."""
-    found = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
-    if found is None:
+    """Return the branch inside which the scope around a conditional is named again, or None."""
+    result = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
+    if result is None:
         return None
-    again = re.compile(rf"/{re.escape(found.group(1))}/cond/branch_\d+_fun/{re.escape(found.group(1))}(/|$)")
+    again = re.compile(rf"/{re.escape(result.group(1))}/cond/branch_\d+_fun/{re.escape(result.group(1))}(/|$)")
     inside = lambda branch: any(again.search(i.source) for i in module.computations.get(branch, {}).values())
     return next(filter(inside, branches), None)
 
 
 def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = ()) -> dict[str, Loop]:
-    """The while loops of one computation, by name, in schedule order."""
-    found = [i for i in module.computations.get(name, {}).values() if i.opcode == "while"]
-    counts = [trip_count(module, name, i) for i in found]
-    dynamic = [i.name for i, count in zip(found, counts, strict=True) if count is None]
+    """Return the while loops of one computation, by name, in schedule order."""
+    result = [i for i in module.computations.get(name, {}).values() if i.opcode == "while"]
+    counts = [trip_count(module, name, i) for i in result]
+    dynamic = [i.name for i, count in zip(result, counts, strict=True) if count is None]
     place = {name: index for index, name in enumerate(dynamic)}
     return {
         i.name: Loop(i, depth, path, place.get(i.name, -1), len(dynamic), count)
-        for i, count in zip(found, counts, strict=True)
+        for i, count in zip(result, counts, strict=True)
     }
 
 
 def dynamic_loops(module: Module) -> list[Loop]:
-    """Loops whose trip count depends on the data, outer ones first, each computation once."""
-    found: list[Loop] = []
+    """Return loops whose iteration count depends on data, outer ones first, each computation once."""
+    result: list[Loop] = []
 
     def note(loop: Loop) -> float:
-        if loop.instruction.name not in {other.instruction.name for other in found}:
-            found.append(loop)
+        if loop.instruction.name not in {other.instruction.name for other in result}:
+            result.append(loop)
         return 1.0
 
     for _ in walk(module, note):
         pass
-    return found
+    return result
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often a loop runs: what the compiler notes, or a counter compared with a constant; None: neither."""
+    """Return the iterations of a loop: the compiler's note, or a counter compared with a constant, or None."""
     noted = re.search(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)', loop.attributes)
     if noted:
         return int(noted.group(1))
@@ -130,23 +134,23 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
 
 
 def _behind_copies(computation: dict[str, Instruction], instruction: Instruction | None) -> Instruction | None:
-    """What an instruction copies, or itself."""
+    """Follow copies to their source."""
     while instruction is not None and instruction.opcode in ("copy", "bitcast") and instruction.operands:
         instruction = computation.get(instruction.operands[0])
     return instruction
 
 
 def _counter(computation: dict[str, Instruction], instruction: Instruction | None) -> int | None:
-    """Which element of the loop's state is read; None: it is no such read."""
+    """Return the index of the loop-state element that an instruction reads, or None."""
     instruction = _behind_copies(computation, instruction)
     if instruction is None or instruction.opcode != "get-tuple-element":
         return None
-    found = re.search(r"index=(\d+)", instruction.attributes)
-    return int(found.group(1)) if found else None
+    result = re.search(r"index=(\d+)", instruction.attributes)
+    return int(result.group(1)) if result else None
 
 
 def _constant(computation: dict[str, Instruction], instruction: Instruction | None) -> int | None:
-    """The value of an integer."""
+    """Return the value of an integer constant."""
     instruction = _behind_copies(computation, instruction)
     if instruction is None or instruction.opcode != "constant":
         return None
@@ -161,7 +165,7 @@ def _initial(computation: dict[str, Instruction], loop: Instruction, index: int 
 
 
 def _step(body: dict[str, Instruction], index: int | None) -> int | None:
-    """By how much the body raises element `index` of its state."""
+    """Return the increment of element `index` of the loop state in the body."""
     root = next((i for i in body.values() if i.is_root), None)
     if root is None or root.opcode != "tuple" or index is None or index >= len(root.operands):
         return None

@@ -1,4 +1,4 @@
-"""Multiplications and additions of an instruction."""
+"""Floating-point operations of an instruction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_FLOPS = FREE | {
 
 
 def flops_of(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> float:
-    """Multiplications and additions of one run, as XLA counts them: 2 per product of a dot, 1 per element otherwise."""
+    """Count the operations of one execution as XLA does: 2 per product of a dot, 1 per element otherwise."""
     if instruction.opcode == "fusion":
         inner = module.computations.get((instruction.called("calls") or [""])[0], {})
         return sum(flops_of(module, inner, part) for part in inner.values())
@@ -39,12 +39,14 @@ def flops_of(module: Module, computation: dict[str, Instruction], instruction: I
 
 def _dot_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:
     dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-    chosen = [int(n) for n in dims.group(1).split(",") if n] if dims else []
-    return out * math.prod(left.dims[d] for d in chosen)
+    contracted = [int(n) for n in dims.group(1).split(",") if n] if dims else []
+    return out * math.prod(left.dims[d] for d in contracted)
 
 
 def _convolution_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:
-    """Products of a convolution. The TPU compiler writes dots as such, batch dimensions as dilated windows."""
+    """Count the products of a convolution. The TPU compiler writes dots as convolutions, and batch dimensions as
+    dilated windows.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
         return 0.0
@@ -61,18 +63,18 @@ def _convolution_products(out: float, left: Array, right: Array, instruction: In
 
 
 def _window(attributes: str, axes: int) -> tuple[list[int], ...]:
-    """size, stride, padding in front, dilation of the data, dilation of the window, per spatial axis."""
+    """Return size, stride, low padding, data dilation and window dilation, each per spatial axis."""
     text = (re.search(r"window=\{([^}]*)\}", attributes) or ["", ""])[1]
 
     def read(key: str, default: int) -> list[int]:
-        found = re.search(rf"\b{key}=([\d\-_x]+)", text)
-        values = [int(part.split("_")[0]) for part in found.group(1).split("x")] if found else []
+        match = re.search(rf"\b{key}=([\d\-_x]+)", text)
+        values = [int(part.split("_")[0]) for part in match.group(1).split("x")] if match else []
         return values + [default] * (axes - len(values))
 
     return read("size", 1), read("stride", 1), read("pad", 0), read("lhs_dilate", 1), read("rhs_dilate", 1)
 
 
 def _valid_pairs(size_in, size_out, size, stride, pad, dilate_in, dilate_window) -> float:
-    """(output position, window position) pairs that meet an element of the data, not padding or a hole."""
+    """Count the (output position, window position) pairs on an element of the data, not on padding or a hole."""
     place = np.arange(size_out)[:, None] * stride + np.arange(size) * dilate_window - pad
     return float(np.sum((place >= 0) & (place < (size_in - 1) * dilate_in + 1) & (place % dilate_in == 0)))

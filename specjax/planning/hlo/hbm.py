@@ -11,9 +11,9 @@ _VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}  # within a fusi
 
 
 def traffic(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> float:
-    """Bytes that one run of an instruction moves to or from HBM; what lies in on-chip memory is free.
+    """Return the bytes that one execution moves to or from HBM. On-chip memory is free.
 
-    A fusion that slices an operand reads the slice only, and one that updates a slice in place writes that only.
+    A fusion that slices an operand reads only the slice, and one that updates a slice in place writes only the slice.
     """
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0.0
@@ -36,26 +36,26 @@ def traffic(module: Module, computation: dict[str, Instruction], instruction: In
         return float(part.bytes * (not instruction.arrays[0].in_vmem) + part.bytes * (not part.in_vmem))
     if instruction.opcode in ("copy-start", "async-start"):  # (destination, source, context)
         first = instruction.arrays[0].bytes if instruction.arrays else 0
-        kept = [a for a in instruction.arrays[:1] if not a.in_vmem]
-        return float(first + sum(a.bytes for a in kept))
+        off_chip = [a for a in instruction.arrays[:1] if not a.in_vmem]
+        return float(first + sum(a.bytes for a in off_chip))
     return float(sum(a.bytes for arrays in outer for a in arrays) + written)
 
 
 def _read(module: Module, inner: dict[str, Instruction], index: int, outer: list[Array]) -> float:
-    """What a fusion reads of its operand `index`, whose arrays in HBM are `outer`."""
-    whole = float(sum(a.bytes for a in outer))
-    if not whole:
+    """Return the bytes that a fusion reads of operand `index`, whose arrays in HBM are `outer`."""
+    operand_bytes = float(sum(a.bytes for a in outer))
+    if not operand_bytes:
         return 0.0
     parameter = next((i for i in inner.values() if i.opcode == "parameter" and i.inside == str(index)), None)
     if parameter is None:
-        return whole
+        return operand_bytes
     total, names = 0.0, {parameter.name}
     for user in inner.values():
         if not names & set(user.operands):
             continue
         if user.opcode in _VIEWS or "output_to_operand_aliasing" in user.attributes:
             if user.is_root:
-                return whole
+                return operand_bytes
             names.add(user.name)  # computed where it is read
         elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] in names:
             total += sum(a.bytes for a in user.arrays)
@@ -65,8 +65,8 @@ def _read(module: Module, inner: dict[str, Instruction], index: int, outer: list
             nested = module.computations.get((user.called("calls") or [""])[0], {})
             total += sum(_read(module, nested, i, outer) for i, name in enumerate(user.operands) if name in names)
         else:
-            return whole
-    return min(total, whole)
+            return operand_bytes
+    return min(total, operand_bytes)
 
 
 def _written(inner: dict[str, Instruction], fusion: Instruction) -> float:

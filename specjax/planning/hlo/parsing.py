@@ -1,4 +1,4 @@
-"""The text of a compiled program as computations and instructions."""
+"""Parser of the text of a compiled program into computations and instructions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "copy-done", "slice-done", "while", "conditional", "call", "async-done", "async-update",
 }  # fmt: skip
-"""Opcodes that do nothing themselves."""
+"""Opcodes without work of their own."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a shape."""
+    """An array of a shape."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -42,7 +42,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """A line of a computation."""
 
     name: str
     shape: str
@@ -58,22 +58,22 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        found = re.search(r'"estimated_cycles":"?(-?\d+)', self.attributes)
-        return max(int(found.group(1)), 0) if found else 0
+        match = re.search(r'"estimated_cycles":"?(-?\d+)', self.attributes)
+        return max(int(match.group(1)), 0) if match else 0
 
     def called(self, *keys: str) -> list[str]:
-        """The computations named by attributes such as body=%x or branch_computations={%x, %y}."""
+        """Return the computations named by attributes such as body=%x or branch_computations={%x, %y}."""
         names: list[str] = []
         for key in keys:
-            found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
-            names += re.findall(r"[\w.\-]+", found.group(1)) if found else []
+            match = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
+            names += re.findall(r"[\w.\-]+", match.group(1)) if match else []
         return names
 
     @property
     def source(self) -> str:
-        """What the program calls it, such as jit(_step)/while/body/dot_general."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        """The name of the operation in the program, such as jit(_step)/while/body/dot_general."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Computations by name, from the text of a compiled module."""
+    """Parse the text of a compiled module into computations by name."""
     module = Module()
     current: dict[str, Instruction] | None = None
     for line in text.splitlines():
@@ -119,22 +119,22 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _close(line: str, at: int) -> int:
-    """The index behind the parenthesis that closes the one at `at`."""
+    """Return the index after the parenthesis that closes the one at `at`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(line, at):
-        depth += 1 if found.group() == "(" else -1
+    for match in re.compile(r"[()]").finditer(line, at):
+        depth += 1 if match.group() == "(" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     return len(line)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(shape: str) -> tuple[Array, ...]:
-    """The arrays of a shape, a tuple's in order."""
-    found = re.findall(r"(\b[a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", shape)
+    """Return the arrays of a shape; those of a tuple are in order."""
+    match = re.findall(r"(\b[a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", shape)
     return tuple(
         Array(dtype, _numbers(dims), "S(1)" in layout, layout.strip("{}").split(":")[0])
-        for dtype, dims, layout in found
+        for dtype, dims, layout in match
         if dtype in ITEM_BYTES
     )
 

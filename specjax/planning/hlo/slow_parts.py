@@ -1,4 +1,4 @@
-"""What makes a program slow: sorts of the vocabulary, calls of the host, copies of caches and parameters."""
+"""Causes of slow programs: sorts of the vocabulary, host calls, copies of caches and parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specjax.planning.hlo.parsing import Array, Instruction, Module
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes a program slow, or that its author should know."""
+    """A cause of slowness, or another fact that an author should know."""
 
     kind: str
     count: float  # runs
@@ -27,12 +27,13 @@ def findings(
     vocab_size: int = 0,
     large: frozenset[tuple] = frozenset(),
 ) -> list[Finding]:
-    """Sorts of the vocabulary, calls of the host, and copies of arrays whose (dtype, dims) are in `large`.
+    """Find sorts of the vocabulary, host calls, and copies of arrays whose (dtype, dims) are in `large`.
 
-    A move into on-chip memory or out of it is no copy: the compiler keeps there what it uses most (of Gemma 3 270M half
-    of the cache, through all of a prefill). A change of the order in memory is one wherever it goes.
+    A move into or out of on-chip memory is not a copy: the compiler keeps frequently used arrays there (for Gemma 3
+    270M half of the cache, during a whole prefill). A change of the memory order always is.
 
-    Args: large: the cache and the parameters as one device holds them; only these are worth naming.
+    Args:
+      large: the cache and the parameters as one device stores them. Smaller copies are not reported.
     """
     sorts = host = 0.0
     copies: dict[tuple, list[float]] = {}
@@ -50,16 +51,16 @@ def findings(
             sums = copies.setdefault((array.dtype, array.dims), [0.0, 0.0])
             sums[0] += times
             sums[1] += times * array.bytes
-    found = []
+    results = []
     if sorts:
-        found.append(Finding("vocabulary_sort", sorts, 0.0, f"sorts the vocabulary of {vocab_size} {sorts:g} times"))
+        results.append(Finding("vocabulary_sort", sorts, 0.0, f"sorts the vocabulary of {vocab_size} {sorts:g} times"))
     if host:
-        found.append(Finding("host_call", host, 0.0, f"calls the host {host:g} times"))
+        results.append(Finding("host_call", host, 0.0, f"calls the host {host:g} times"))
     for (dtype, dims), (count, moved) in copies.items():
         shape = f"{dtype}[{','.join(map(str, dims))}]"
         sentence = f"copies {shape} {count:g} times, {moved / 1e6:.0f} MB together"
-        found.append(Finding("copy", count, moved, sentence))
-    return found
+        results.append(Finding("copy", count, moved, sentence))
+    return results
 
 
 def _is_copy(computation: dict[str, Instruction], instruction: Instruction, array: Array) -> bool:
@@ -72,7 +73,7 @@ def _is_copy(computation: dict[str, Instruction], instruction: Instruction, arra
 
 
 def _parts(module: Module, name: str, instruction: Instruction):
-    """An instruction, or all of a fusion's, each with its computation."""
+    """Yield an instruction, or all instructions of a fusion, each with its computation."""
     yield module.computations[name], instruction
     if instruction.opcode == "fusion":
         inner = module.computations.get((instruction.called("calls") or [""])[0], {})

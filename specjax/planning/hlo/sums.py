@@ -13,7 +13,7 @@ from specjax.planning.hlo.parsing import COLLECTIVES, FREE, Instruction, Module
 
 
 def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Totals:
-    """Cycles, FLOPs, bytes to and from HBM, and collectives."""
+    """Sum cycles, FLOPs, bytes to and from HBM, and collectives."""
     cycles = flops = moved = instructions = 0.0
     kernels = Kernel(0)
     collectives: dict[tuple[str, int], list[float]] = {}
@@ -35,14 +35,14 @@ def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = alway
             sums = collectives.setdefault((kind, group), [0.0, 0.0, 0.0])
             for place, value in enumerate((1, size, wire)):
                 sums[place] += times * value
-    found = tuple(
+    collective_sums = tuple(
         Collective(kind, count, size, wire, group) for (kind, group), (count, size, wire) in sorted(collectives.items())
     )
-    return Totals(cycles, flops, moved, instructions, kernels, found)
+    return Totals(cycles, flops, moved, instructions, kernels, collective_sums)
 
 
 def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, float, int]:
-    """(bytes of the result, bytes that a device sends on a ring, devices of a group)."""
+    """Return (bytes of the result, bytes that a device sends on a ring, devices of a group)."""
     group = _group_size(instruction.attributes)
     operands = sum(a.bytes for name in instruction.operands if name in computation for a in computation[name].arrays)
     share = (group - 1) / group if group > 1 else 1.0
@@ -56,12 +56,12 @@ def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, floa
 
 
 def _group_size(attributes: str) -> int:
-    """From replica_groups={{0,1},{2,3}}, [4,2]<=[8] (groups, devices of each) or mesh['x'=2,'y'=4] {'y'}."""
+    """Parse replica_groups={{0,1},{2,3}}, [4,2]<=[8] (groups, devices of each) or mesh['x'=2,'y'=4] {'y'}."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
     if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        chosen = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))  # a whole axis, or a part of one
-        return math.prod(int(part) if part else sizes.get(name, 1) for name, part in chosen)
+        selected = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))  # a whole axis, or a part of one
+        return math.prod(int(part) if part else sizes.get(name, 1) for name, part in selected)
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     if listed:
         return len(listed.group(1).split(","))

@@ -1,4 +1,4 @@
-"""Over how many tokens a program multiplies with the output head: the largest array of logits that it makes."""
+"""The largest array of logits in a program: the tokens that it multiplies with the output head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRODUCTS = ("dot", "convolution")
 
 
 class Logits(NamedTuple):
-    """The result of a product with the head, on one device."""
+    """The result of a product with the output head, on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -23,23 +23,24 @@ class Logits(NamedTuple):
 def largest_logits(
     module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always, *, vocab_sizes: frozenset[int]
 ) -> Logits | None:
-    """Of all products of what runs that have a dimension of one of these sizes; None: there is none.
+    """Find the product with a dimension of one of these sizes that covers most tokens, or None.
 
-    vocab_sizes: of the vocabulary, and of the part of it that a device holds.
+    Args:
+      vocab_sizes: size of the vocabulary, and of its shard on one device.
     """
-    found: Logits | None = None
+    largest: Logits | None = None
     for _, instruction, times in walk(module, trips, taken):
         for part in _products(module, instruction) if times else ():
             for array in part.arrays:
-                held = vocab_sizes & set(array.dims)
-                rows = array.elements // max(held) if held else 0
-                if rows > (found.rows if found else 0):
-                    found = Logits(array.dtype, array.dims, rows, array.bytes)
-    return found
+                vocab_dims = vocab_sizes & set(array.dims)
+                rows = array.elements // max(vocab_dims) if vocab_dims else 0
+                if rows > (largest.rows if largest else 0):
+                    largest = Logits(array.dtype, array.dims, rows, array.bytes)
+    return largest
 
 
 def _products(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The instruction, or those within its fusion, that multiply matrices."""
+    """Yield the instruction, or those inside its fusion, that multiply matrices."""
     parts = [instruction]
     if instruction.opcode == "fusion":
         parts = list(module.computations.get((instruction.called("calls") or [""])[0], {}).values())

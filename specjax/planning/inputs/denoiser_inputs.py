@@ -1,4 +1,4 @@
-"""What is asked of a diffusion model, and what is not."""
+"""Checks of options for autoregressive and for diffusion models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specjax.models.loading.families.denoisers import DenoiserSettings
 
 
 def default_method(reading: DenoiserSettings) -> str:
-    """Of a diffusion model: what it was published with."""
+    """Return the published procedure of a diffusion model."""
     return "sdar" if reading.attention == "block_causal" else "llada"
 
 
 def check_autoregressive(target: Any, method: str | None, block: int | None) -> None:
-    """Raises: UsageError for what is of diffusion models."""
-    if method in METHODS and METHODS[method].kind == "diffusion":
+    """Raise a UsageError for options of diffusion models."""
+    if method is not None and method in METHODS and METHODS[method].kind == "diffusion":
         raise UsageError(
             f"--method {method} decodes diffusion models, and {target.name} is autoregressive; choose another method, "
             "or a --target such as llada_8b"
@@ -27,17 +27,17 @@ def check_autoregressive(target: Any, method: str | None, block: int | None) -> 
 
 
 def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, drafts: Mapping[str, Any]) -> str:
-    """The method, by default that of the model's paper. Raises: UsageError for what is of autoregressive models."""
+    """Return the method, by default that of the model's paper. Raises: UsageError for options of autoregressive models."""
     for flag, value in drafts.items():
         if value is not None:
             raise UsageError(
                 f"{flag} is of autoregressive models, and {target.name} is a diffusion model; leave it out"
             )
-    known = of_kind("diffusion")
-    if method is not None and method not in known:
-        what = f"is a {METHODS[method].kind} of autoregressive models" if method in METHODS else "is unknown"
+    methods = of_kind("diffusion")
+    if method is not None and method not in methods:
+        problem = f"is a {METHODS[method].kind} of autoregressive models" if method in METHODS else "is unknown"
         raise UsageError(
-            f"--method {method} {what}, and {target.name} is a diffusion model; choose one of {', '.join(known)}"
+            f"--method {method} {problem}, and {target.name} is a diffusion model; choose one of {', '.join(methods)}"
         )
     return method or default_method(reading)
 
@@ -45,9 +45,9 @@ def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, d
 def in_blocks(
     reading: DenoiserSettings, row: Method, options: Mapping[str, str], block: int | None
 ) -> tuple[DenoiserSettings, Mapping[str, str]]:
-    """With blocks of so many columns: the model's own, or those that the method lays over full attention.
+    """Return settings and options with blocks of `block` columns: the model's own, or those of the method.
 
-    Raises: UsageError for a method that has no blocks.
+    Raises: UsageError for a method without blocks.
     """
     if block is None:
         return reading, options

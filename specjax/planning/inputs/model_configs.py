@@ -23,7 +23,7 @@ from specjax.models.loading.formats import gguf, hf
 
 
 def builtin_configs() -> dict[str, Callable[..., Any]]:
-    """`get_config` of every file of configs/, by name."""
+    """Return `get_config` of every file of configs/, by name."""
     return {name: module.get_config for name, module in _modules().items()}
 
 
@@ -33,27 +33,27 @@ def _modules() -> dict[str, Any]:
 
 
 def _name(source: str | Path) -> str:
-    """As a file of configs/ would be called."""
+    """Return the name that a file of configs/ would have."""
     return str(source).replace("-", "_").replace(".", "_").lower()
 
 
 ON_TPU = {"stacked": True, "cache_lanes": cache_lanes_for("tpu")}
-"""How `specjax.load` lays out a model there."""
+"""The layout of a model that `specjax.load` uses on a TPU."""
 
 
 def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
-    """The config of a built-in name, a Hugging Face folder or a GGUF file; no weights are read.
+    """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
 
-    Raises: UsageError for anything else, naming `flag`.
+    Raises: UsageError for anything else. It names `flag`.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f'--dtype must be float32 or bfloat16, not "{dtype}"')
-    known = builtin_configs()
+    configs_by_name = builtin_configs()
     name = _name(source)
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # of names that no system takes too
-    if name in known and not os.path.exists(path):
-        return dataclasses.replace(known[name](), dtype=dtype, **ON_TPU)
+    if name in configs_by_name and not os.path.exists(path):
+        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **ON_TPU)
     options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
     try:
         with guarded_read(path):
@@ -65,19 +65,21 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
         f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or .gguf file; '
-        f"built in are {', '.join(known)}"
+        f"built in are {', '.join(configs_by_name)}"
     )
 
 
 def load_denoiser_settings(source: str | Path, flag: str = "--target") -> DenoiserSettings | None:
-    """How the model of a source that `load_config` takes is read as a denoiser; None: it is autoregressive.
+    """Return the denoiser settings of a source that `load_config` accepts, or None for an autoregressive model.
 
-    Raises: UsageError for a folder that does not say it, naming `flag`.
+    Raises: UsageError for a folder without these settings. It names `flag`.
     """
     folder = os.path.expanduser(source)
     if not os.path.exists(folder):
         module = _modules().get(_name(source))
-        return None if module is None or not hasattr(module, "get_denoiser_settings") else module.get_denoiser_settings()
+        return (
+            None if module is None or not hasattr(module, "get_denoiser_settings") else module.get_denoiser_settings()
+        )
     try:
         return loading.load_denoiser_settings(folder) if os.path.isdir(folder) else None
     except UsageError as error:
@@ -93,12 +95,12 @@ def _from_folder(folder: Path, options: dict) -> Any:
 
 
 def num_params(config: Any) -> int:
-    """Parameters of a model."""
+    """Count the parameters of a model."""
     return _count(abstract_params(config))
 
 
 def num_params_of_head(kind: str, config: Any) -> int:
-    """Parameters of a learned head, and the map of its vocabulary."""
+    """Count the parameters of a draft head, including the map of its vocabulary."""
     return _count(abstract_head(kind, config).params)
 
 

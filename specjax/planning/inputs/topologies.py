@@ -1,4 +1,4 @@
-"""Slices of TPU chips such as `v5e:2x4`, as the compiler knows them."""
+"""Slices of TPU chips such as `v5e:2x4`, as the compiler names them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _SHAPES = {
     2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
 }
-"""Slices that are offered: those of the pages that `specjax.costs.chips` names, of the 3-D tori the common ones; larger
-multiples of 4 are good too.
+"""Slices that are offered: those of the pages in `specjax.costs.chips`, and common ones of the 3-D tori.
+
+Larger multiples of 4 are valid too.
 """
 
 
@@ -37,12 +38,12 @@ class Topology:
 
 
 def known_topologies() -> list[str]:
-    """Names that `parse_topology` takes, in the order of the table."""
+    """Return the names that `parse_topology` accepts, in the order of the table."""
     return [f"{chip.name}:{shape}" for chip in CHIPS.values() for shape in _SHAPES[chip.dimensions]]
 
 
 def parse_topology(name: str) -> Topology:
-    """From `v5e:2x4`. Raises: UsageError that lists the known ones."""
+    """Parse a name such as `v5e:2x4`. Raises: UsageError that lists the known ones."""
     kind, _, sizes = name.partition(":")
     shape = tuple(int(n) for n in sizes.split("x")) if re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", sizes) else ()
     chip = CHIPS.get(kind)
@@ -53,22 +54,23 @@ def parse_topology(name: str) -> Topology:
 
 
 def one_of(chip: Chip) -> Topology:
-    """A single chip."""
+    """Return a single chip."""
     return parse_topology(f"{chip.name}:{'x'.join('1' * chip.dimensions)}")
 
 
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """One chip, or whole hosts, of at most a pod: 16 x 16 for v5e and v6e; the largest, of v5p, is 16 x 20 x 28 (How
-    to Scale Your Model, part 2).
+    """Return True for one chip, or for complete hosts of at most a pod.
+
+    A pod has 16 x 16 chips for v5e and v6e. The largest, v5p, has 16 x 20 x 28 (How to Scale Your Model, part 2).
     """
     if math.prod(shape) == 1:
         return True
-    most = 16 if chip.dimensions == 2 else 28
-    return max(shape) <= most and all(n % h == 0 for n, h in zip(shape, chip.host, strict=True))
+    longest_axis = 16 if chip.dimensions == 2 else 28
+    return max(shape) <= longest_axis and all(n % h == 0 for n, h in zip(shape, chip.host, strict=True))
 
 
 def larger(topology: Topology) -> Topology | None:
-    """The next larger slice of the table; None: there is none."""
+    """Return the next larger slice of the table, or None."""
     for shape in _SHAPES[topology.chip.dimensions]:
         sizes = tuple(map(int, shape.split("x")))
         if math.prod(sizes) > math.prod(topology.shape):
@@ -77,9 +79,9 @@ def larger(topology: Topology) -> Topology | None:
 
 
 def describe_devices(topology: Topology) -> list[Any]:
-    """The slice's devices, to compile for; there need be no TPU.
+    """Return the slice's devices to compile for. No TPU is needed.
 
-    Raises: UsageError if libtpu, which holds the compiler, is missing or cannot be used.
+    Raises: UsageError if libtpu, which contains the compiler, is missing or unusable.
     """
     import importlib.util
 
@@ -96,8 +98,8 @@ def describe_devices(topology: Topology) -> list[Any]:
     if topology.chip.chip_config:
         options["chip_config_name"] = topology.chip.chip_config
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
     except Exception as error:  # of several kinds, from libtpu and from jax
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"--topology: libtpu does not give {topology.name} ({reason})") from error
-    return list(found.devices)
+    return list(description.devices)

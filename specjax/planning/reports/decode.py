@@ -1,4 +1,4 @@
-"""Everything about a decode: its programs, its speed-up over plain decoding, and what would fit."""
+"""The report on a decode: its programs, its speed-up over plain decoding, and configurations that fit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
 def compile_report(
     target: str | Any, topology: str, *, cache: bool = True, on_step: Notify | None = None, **options: Any
 ) -> PlanReport:
-    """Compile a decode for TPUs that are not here: does it fit, what does it move, how fast might it be.
+    """Compile a decode for absent TPUs: does it fit, how many bytes does it move, how fast might it be.
 
     Args:
       target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
       topology: a slice of chips such as "v5e:2x4".
-      cache: keep results on disk. on_step: told what is about to be compiled.
-      options: of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context, max_new_tokens,
-        dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence; of diffusion models reading, block.
+      cache: keep results on disk. on_step: called with the name of each program before it is compiled.
+      options: those of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
+        max_new_tokens, dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence. Diffusion models also
+        accept reading and block.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """
@@ -35,34 +36,38 @@ def compile_report(
 
 
 def report_on(work: Workload, cache: bool, notify: Notify) -> PlanReport:
-    """As `compile_report`, for a workload."""
+    """Return the report on a workload, like `compile_report`."""
     if work.reading is not None:
         return _of_denoising(work, cache, notify)
     plain = work.plain
-    found: list[ProgramReport] = []
+    program_reports: list[ProgramReport] = []
     speedups: list[SpeedUp] = []
     ratio: dict[str, float] = {}
     if work.method == "autoregressive":
-        found = compile_programs(work, cache, notify)
+        program_reports = compile_programs(work, cache, notify)
     else:
-        found += compile_programs(plain, cache, notify, only=("step",), rename={"step": "plain step"})
-        found += compile_programs(work, cache, notify, rename={"step": f"{work.method} step"})
-        steps = found[0], next(p for p in found if p.name == f"{work.method} step")
+        program_reports += compile_programs(plain, cache, notify, only=("step",), rename={"step": "plain step"})
+        program_reports += compile_programs(work, cache, notify, rename={"step": f"{work.method} step"})
+        steps = program_reports[0], next(p for p in program_reports if p.name == f"{work.method} step")
         if all(p.compiles for p in steps):
             ratio = {side: steps[1].seconds[side] / steps[0].seconds[side] for side in ("roofline", "schedule")}
             tokens = tokens_of(work)
             for rate in ACCEPTANCE_RATES:
                 e = tokens(rate)
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
-    fits = suggest(work, found, cache, notify)
-    return PlanReport(describe(work), _chip(work), versions(), tuple(found), tuple(speedups), ratio, tuple(fits))
+    fits = suggest(work, program_reports, cache, notify)
+    return PlanReport(
+        describe(work), _chip(work), versions(), tuple(program_reports), tuple(speedups), ratio, tuple(fits)
+    )
 
 
 def _of_denoising(work: Workload, cache: bool, notify: Notify) -> PlanReport:
-    """Of a diffusion model."""
-    found, blocks, window = programs_and_blocks(work, cache, notify)
-    fits = tuple(suggest(work, found, cache, notify))
-    return PlanReport(describe(work), _chip(work), versions(), tuple(found), fits=fits, blocks=blocks, window=window)
+    """Return the report on a diffusion model."""
+    program_reports, blocks, window = programs_and_blocks(work, cache, notify)
+    fits = tuple(suggest(work, program_reports, cache, notify))
+    return PlanReport(
+        describe(work), _chip(work), versions(), tuple(program_reports), fits=fits, blocks=blocks, window=window
+    )
 
 
 def _chip(work: Workload) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What decoding with a diffusion model costs: its programs, and a block by how many columns a pass decides."""
+"""Costs of decoding with a diffusion model: its programs, and a block by the columns per pass."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ SOME = (1, 2, 4, 8, 16, 32)  # columns per pass
 def programs_and_blocks(
     work: Workload, cache: bool, notify: Notify
 ) -> tuple[list[ProgramReport], tuple[BlockRow, ...], dict[str, int]]:
-    """The reports on all programs, the rows by columns, and the sizes of window and canvas."""
+    """Return the reports on all programs, the rows by columns, and the sizes of window and canvas."""
     width = denoising.window(work)
-    found = compile_programs(work, cache, notify)
+    program_reports = compile_programs(work, cache, notify)
     sizes = {"window": width, "canvas": work.context + work.max_new_tokens}
-    return found, _blocks(work, {program.name: program for program in found}, width), sizes
+    return program_reports, _blocks(work, {program.name: program for program in program_reports}, width), sizes
 
 
-def _blocks(work: Workload, found: dict[str, ProgramReport], width: int) -> tuple[BlockRow, ...]:
-    """By columns that a pass decides. None where passes decide by what is accepted, or do not compile."""
-    denoiser, made = denoising.shape(work)
-    one, renewing = found["pass"], found.get(denoising.renewal(work) or "")
-    if made.verify is not None or not all(program.compiles for program in (one, renewing or one)):
+def _blocks(work: Workload, program_reports: dict[str, ProgramReport], width: int) -> tuple[BlockRow, ...]:
+    """Return one row per number of columns in a pass.
+
+    The result is empty if passes decide by acceptance, or do not compile.
+    """
+    denoiser, method_procedure = denoising.shape(work)
+    one, renewing = program_reports["pass"], program_reports.get(denoising.renewal(work) or "")
+    if method_procedure.verify is not None or not all(program.compiles for program in (one, renewing or one)):
         return ()
     return tuple(
         _row(columns, width, one, renewing, denoiser.is_causal, denoiser.seeding == "seed_and_mask")
@@ -38,8 +41,10 @@ def _blocks(work: Workload, found: dict[str, ProgramReport], width: int) -> tupl
 def _row(
     columns: int, width: int, one: ProgramReport, renewing: ProgramReport | None, causal: bool, seeded: bool
 ) -> BlockRow:
-    """A block has a pass per `columns`. Its clean pass is the first one's part if that is fused; else it is one more,
-    which of seeded models decides a column."""
+    """Compute the cost of a block with one pass per `columns`.
+
+    A fused clean pass is part of the first one. Otherwise it is one more pass, which decides a column in seeded models.
+    """
     looks = math.ceil((width - seeded) / columns)
     fused = causal and renewing is not None
     passes = looks + (causal and not fused)

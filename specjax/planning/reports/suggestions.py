@@ -1,4 +1,4 @@
-"""What would fit where a program did not."""
+"""Changes with which a program fits that did not fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from specjax.planning.workload import Workload
 TRIES = 4  # compilations per kind of change
 
 
-def suggest(work: Workload, found: list[ProgramReport], cache: bool, notify: Notify) -> list[Fit]:
-    """The smallest change of each kind with which the largest program that did not fit is compiled; each was compiled.
+def suggest(work: Workload, program_reports: list[ProgramReport], cache: bool, notify: Notify) -> list[Fit]:
+    """Return the smallest change of each kind with which the largest refused program compiles. Each change was
+    compiled.
 
-    More devices for the model, then a smaller batch, then a shorter context. Changes whose arguments alone are too
-    large are not compiled.
+    The kinds are more devices for the model, a smaller batch, and a shorter context. Changes whose arguments alone are
+    too large are not compiled.
     """
-    refused = [p for p in found if not p.compiles and p.needed_bytes is not None]
+    refused = [p for p in program_reports if not p.compiles and p.needed_bytes is not None]
     if not refused:
         return []
     failed = max(refused, key=lambda p: p.needed_bytes or 0)
@@ -43,31 +44,31 @@ def suggest(work: Workload, found: list[ProgramReport], cache: bool, notify: Not
 
 
 def _more_devices(work: Workload) -> list[tuple[str, Workload]]:
-    """The same slice with all of its devices, then larger slices; what the model cannot be split over is left out."""
+    """Return the same slice with all devices, then larger slices, as far as the model can be split over them."""
     changes = []
-    model, topology, others = work.model, work.topology, work.devices // work.model
+    model, topology, other_axes = work.model, work.topology, work.devices // work.model
     fits = lambda model: fits_heads(work.target, work.layer * model)
-    while others * model * 2 <= topology.num_devices and fits(model * 2):
+    while other_axes * model * 2 <= topology.num_devices and fits(model * 2):
         model *= 2
         changes.append((f"--model {model}", dataclasses.replace(work, model=model)))
     while (bigger := larger(topology)) is not None:
-        topology, model = bigger, bigger.num_devices // others
+        topology, model = bigger, bigger.num_devices // other_axes
         if not fits(model) or work.target.mlp_width % model:
             break
         changes.append((f"--topology {topology.name}", dataclasses.replace(work, topology=topology, model=model)))
     return changes
 
 
-def _halved(work: Workload, name: str, flag: str, least: int) -> list[tuple[str, Workload]]:
+def _halved(work: Workload, name: str, flag: str, minimum: int) -> list[tuple[str, Workload]]:
     changes, value = [], getattr(work, name)
-    while value // 2 >= least and (value // 2) % (work.data if name == "batch" else 1) == 0:
+    while value // 2 >= minimum and (value // 2) % (work.data if name == "batch" else 1) == 0:
         value //= 2
         changes.append((f"{flag} {value}", dataclasses.replace(work, **{name: value})))
     return changes
 
 
 def _arguments(work: Workload) -> int:
-    """Bytes per device of the parameters and the cache of a workload, without compiling."""
+    """Return the bytes per device of the parameters and the cache of a workload, without compiling."""
     built, _ = build(work)
     step = next(p for p in built.programs if p.name in ("step", "pass"))
     return shard_bytes(step.arguments)

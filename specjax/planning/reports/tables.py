@@ -1,4 +1,4 @@
-"""What the planner found, in tables and sentences."""
+"""Planner results as tables and sentences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def milliseconds(seconds: float) -> str:
 
 
 def mesh_of(inputs: dict[str, Any]) -> str:
-    """The axes of a job's mesh that split anything."""
+    """Return the axes of a job's mesh with more than one device."""
     axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "model") if inputs[name] > 1]
     return f"mesh {' x '.join(axes)}" if axes else "one device"
 
 
 def warnings(report: PlanReport) -> list[str]:
-    """One sentence each: what does not compile, what would, and what the HLO shows."""
+    """Return one sentence for each program that does not compile, each change that fits, and each finding in the HLO."""
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
     if any(p.needed_bytes for p in report.programs):
         lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
@@ -48,19 +48,19 @@ def warnings(report: PlanReport) -> list[str]:
 
 
 def show_report(report: PlanReport, out) -> None:
-    """Tables and sentences on a rich console."""
+    """Print tables and sentences on a rich console."""
     from rich import box
     from rich.table import Table
 
-    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = report.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     if inputs["head_params"]:
         models += f", head of {inputs['head_params'] / 1e6:,.0f} M parameters"
     written = [f"{name}={text}" for name, text in inputs["options"].items()]
-    what = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
-    say(
-        f"{models}; {what}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
+    method = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
+    write(
+        f"{models}; {method}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
         f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     # Two tables, as one of all columns is too wide for 80 characters.
@@ -90,13 +90,13 @@ def show_report(report: PlanReport, out) -> None:
     if times.row_count:
         out.print(times)
     page = DOCS + report.chip["name"]
-    say(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
+    write(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
     for line in warnings(report):
-        say(line, style="yellow" if "not" in line.split(":")[0] else "")
+        write(line, style="yellow" if "not" in line.split(":")[0] else "")
     if report.speedups:
         ratio = report.cost_ratio
-        say(
-            f"\na step of {what} costs {ratio['roofline']:.2f} plain steps by the roofline, {ratio['schedule']:.2f} by "
+        write(
+            f"\na step of {method} costs {ratio['roofline']:.2f} plain steps by the roofline, {ratio['schedule']:.2f} by "
             "the compiler's schedule"
         )
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -106,20 +106,20 @@ def show_report(report: PlanReport, out) -> None:
             table.add_row(f"{row.acceptance:.2f}", f"{row.tokens:.2f}", f"{row.roofline:.2f}", f"{row.schedule:.2f}")
         out.print(table)
     if report.window:
-        _show_blocks(report, out, say)
-    _show_clocks(report.clocks, say)
+        _show_blocks(report, out, write)
+    _show_clocks(report.clocks, write)
 
 
-def _show_blocks(report: PlanReport, out, say: Callable[..., None]) -> None:
-    """Of a diffusion model: over how many columns logits are made, and what a block costs."""
+def _show_blocks(report: PlanReport, out, write: Callable[..., None]) -> None:
+    """Print the logits of each program and the cost of a block of a diffusion model."""
     from rich import box
     from rich.table import Table
 
-    made = [program for program in report.programs if program.logits is not None and program.name != "loop"]
-    for program in made:
+    programs = [program for program in report.programs if program.logits is not None and program.name != "loop"]
+    for program in programs:
         logits: dict[str, Any] = program.logits or {}
         shape = f"{logits['dtype']}[{','.join(map(str, logits['shape']))}]"
-        say(
+        write(
             f"{program.name}: the largest logits are {shape} per device, of {logits['rows']} columns; a window has "
             f"{report.window['window']}, a canvas {report.window['canvas']}"
         )
@@ -141,19 +141,19 @@ def _show_blocks(report: PlanReport, out, say: Callable[..., None]) -> None:
 
 
 def show_training(report: TrainingReport, out) -> None:
-    """A step of training on a rich console."""
+    """Print a training step on a rich console."""
     from rich import box
     from rich.table import Table
 
-    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs, p = report.inputs, report.program
-    say(
+    write(
         f"{inputs['target']}, {inputs['method']} of {inputs['head_params'] / 1e6:,.0f} M parameters; a step of "
         f"{inputs['rows']} rows of {inputs['length']} tokens, {report.places} of which are learnt from, "
         f"{inputs['recipe']['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     if not p.compiles or p.memory is None:
-        say(f"it does not compile: {p.reason}; give fewer --rows, a shorter --length or more chips", style="yellow")
+        write(f"it does not compile: {p.reason}; give fewer --rows, a shorter --length or more chips", style="yellow")
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("HBM GiB", "args", "temps", "TFLOP", "moved GB", "collectives"):
@@ -169,18 +169,18 @@ def show_training(report: TrainingReport, out) -> None:
         f"{p.moved_bytes / 1e9:.3g}", f"{wire / 1e9:.3g} GB" if wire else "-", *times,
     )  # fmt: skip
     out.print(table)
-    say("two clocks, neither a measurement; tokens/s: of those that are learnt from", style="dim")
+    write("two clocks, neither a measurement; tokens/s: of those that are learnt from", style="dim")
 
 
-def show_plan(found: Plan, out) -> None:
-    """The curve and the proposal on a rich console."""
+def show_plan(plan_result: Plan, out) -> None:
+    """Print the cost curve and the proposal on a rich console."""
     from rich import box
     from rich.table import Table
 
-    say = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
-    inputs = found.inputs
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs = plan_result.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
-    say(
+    write(
         f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}; "
         f"{inputs['topology']}, {mesh_of(inputs)}"
     )
@@ -188,8 +188,8 @@ def show_plan(found: Plan, out) -> None:
     table.add_column("program", no_wrap=True)
     for heading in ("roofline ms", "of plain", "schedule ms", "of plain", "GFLOP", "moved MB"):
         table.add_column(heading, justify="right")
-    plain = found.widths[0].seconds
-    for report in (*found.widths, *([found.draft] if found.draft else [])):
+    plain = plan_result.widths[0].seconds
+    for report in (*plan_result.widths, *([plan_result.draft] if plan_result.draft else [])):
         if not report.compiles:
             table.add_row(report.name, report.reason, style="yellow")
             continue
@@ -197,21 +197,23 @@ def show_plan(found: Plan, out) -> None:
         times = [x for side in CLOCKS for x in (milliseconds(s[side]), f"{s[side] / plain[side]:.2f}")]
         table.add_row(report.name, *times, f"{report.flops / 1e9:.4g}", f"{report.moved_bytes / 1e6:.0f}")
     out.print(table)
-    say(f"acceptance by rank {', '.join(f'{a:.3g}' for a in found.acceptance)} ({found.acceptance_source})")
-    for choice in found.choices:
+    write(
+        f"acceptance by rank {', '.join(f'{a:.3g}' for a in plan_result.acceptance)} ({plan_result.acceptance_source})"
+    )
+    for choice in plan_result.choices:
         if choice.spec is None:
-            say(f"by the {choice.side}: do not draft; no tree is faster than plain decoding")
+            write(f"by the {choice.side}: do not draft; no tree is faster than plain decoding")
             continue
-        say(
+        write(
             f"by the {choice.side}: {choice.num_nodes} nodes, {choice.depth} deep, {choice.tokens:.2f} tokens per "
             f"pass, {choice.speedup:.2f} times plain decoding; of the form AxBxC --tree {choice.spec} "
             f"({choice.spec_speedup:.2f} times)"
         )
-    _show_clocks(found.clocks, say)
+    _show_clocks(plan_result.clocks, write)
 
 
-def _show_clocks(clocks: dict[str, str], say: Callable[..., None]) -> None:
-    """Which estimate is good for what."""
-    say("two clocks, neither a measurement; where they disagree see docs/tpu.md:", style="dim")
+def _show_clocks(clocks: dict[str, str], write: Callable[..., None]) -> None:
+    """Print the use of each time estimate."""
+    write("two clocks, neither a measurement; where they disagree see docs/tpu.md:", style="dim")
     for name, meaning in clocks.items():
-        say(f"  {name}: {meaning}", style="dim")
+        write(f"  {name}: {meaning}", style="dim")

@@ -1,4 +1,4 @@
-"""A step of training a head, compiled for TPUs that are not here: does it fit, and how many tokens a second."""
+"""A training step of a draft head, compiled for absent TPUs: whether it fits, and its tokens per second."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STEPS = 1000  # of the schedule, which changes nothing
 
 
 class TrainingReport(NamedTuple):
-    """One step, per device."""
+    """A training step, per device."""
 
     inputs: dict[str, Any]  # what was asked for
     program: ProgramReport
     places: int  # of all rows: what is learnt from
 
     def rate(self, clock: str) -> float:
-        """Places a second by "roofline" or "schedule"."""
+        """Return places per second by "roofline" or "schedule"."""
         return self.places / self.program.seconds[clock]
 
     def to_json(self) -> dict[str, Any]:
@@ -59,9 +59,10 @@ def training_report(
     """Compile `specjax.training.train_step`. No weights are read.
 
     Args:
-      target, topology, head: as `compile_report`. rows, length: of a lesson. places: of each row that rounds begin at;
-        default: half of the row, as of a chat of which half is answers. chunk: how many of them are judged at a time.
-      options: of `make_workload`: dtype, data, model.
+      target, topology, head: as in `compile_report`. rows, length: of a packed batch.
+      places: start positions of drafts per row; default: half of the row, as in a chat that is half responses.
+      chunk: places whose loss is computed at a time.
+      options: those of `make_workload`: dtype, data, model.
 
     Raises: UsageError for bad options or a missing compiler.
     """
@@ -73,9 +74,11 @@ def training_report(
     recipe = recipe or recipe_of(work.method)
     program = _program(work, rows, length, places, chunk, recipe)
     (on_step or (lambda name: None))("training step")
-    least = float(shard_bytes(program.arguments))
-    asked = {"rows": rows, "length": length, "chunk": chunk, "recipe": dataclasses.asdict(recipe)}
-    return TrainingReport(describe(work) | asked, compile_program(work, program, least), rows * places)
+    required_bytes = float(shard_bytes(program.arguments))
+    training_inputs = {"rows": rows, "length": length, "chunk": chunk, "recipe": dataclasses.asdict(recipe)}
+    return TrainingReport(
+        describe(work) | training_inputs, compile_program(work, program, required_bytes), rows * places
+    )
 
 
 def _program(work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe) -> Program:
@@ -83,7 +86,7 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
     plan = TrainingPlan(recipe, build_head_objective(head.head), STEPS, chunk, main_dtype(head.params))
-    state, rest = _state(plan, head.params, mesh)
+    state, frozen = _state(plan, head.params, mesh)
 
     def by_rows(shape, dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
@@ -91,7 +94,7 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     tokens = lambda dtype: by_rows((rows, length), dtype)
     packed = PackedBatch(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = state, rest, target, packed, by_rows((rows, places), jnp.int32), key
+    arguments = state, frozen, target, packed, by_rows((rows, places), jnp.int32), key
 
     def compiled():
         return train_step.lower(plan, *arguments).compile()
@@ -100,9 +103,9 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
 
 
 def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:
-    """What `init_state` gives, each array of the optimizer where its parameter lies."""
+    """Return the result of `init_state`, with each optimizer array sharded like its parameter."""
     everywhere = NamedSharding(mesh, PartitionSpec())
-    trained, rest = split_params(params, plan.recipe.frozen)
+    trained, frozen = split_params(params, plan.recipe.frozen)
     shapes = jax.eval_shape(lambda params: init_state(plan, params)[0], params)
     lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
 
@@ -110,4 +113,4 @@ def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:
         sharding = next((lies[path[i:]] for i in range(len(path)) if path[i:] in lies), everywhere)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(placed, shapes), rest
+    return jax.tree_util.tree_map_with_path(placed, shapes), frozen

@@ -1,8 +1,8 @@
-"""Which tree to draft: what a verify pass costs against what its nodes are worth.
+"""Choice of the draft tree from the cost of a target pass and the value of its nodes.
 
-Chen et al.: Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding (2024), arXiv 2402.12374: of all sizes
-n and depths d, choose those that minimise (d * t_draft + t_target(n)) / T(n, d), seconds per token. T(n, d) is the
-value of the best tree (`specjax.trees.sequoia`) for the acceptance measured.
+Chen et al.: Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding (2024), arXiv 2402.12374. Of all sizes n
+and depths d, choose those that minimise (d * t_draft + t_target(n)) / T(n, d), the seconds per token. T(n, d) is the
+value of the best tree (`specjax.trees.sequoia`) for the measured acceptance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specjax.trees.shape_search.best_shapes import Paths
 
 @dataclass(frozen=True)
 class Choice:
-    """The best tree by one side's seconds."""
+    """The best tree by one estimate of time."""
 
     side: str  # of SIDES
     num_nodes: int  # root included; 1: do not draft
@@ -34,10 +34,10 @@ class Choice:
 
 
 def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], draft: float, side: str = "") -> Choice:
-    """The tree with the fewest seconds per token.
+    """Return the tree with the fewest seconds per token.
 
     Args:
-      acceptance: by rank. target: (nodes, seconds of a verify pass), rising, the first for one node.
+      acceptance: by rank. target: (nodes, seconds of a target pass), increasing, the first for one node.
       draft: seconds of one pass of the draft model, which drafts one level.
     """
     sizes, seconds = [n for n, _ in target], [s for _, s in target]
@@ -46,8 +46,8 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
     best: tuple[float, int, float, Paths] = (plain, 1, 1.0, ())
     for n in sizes[1:]:
         for depth in range(1, n) if draft else [n - 1]:
-            most = sum(sum(acceptance) ** j for j in range(depth + 1))  # every level full
-            if cost_of(n, depth) / most >= best[0]:
+            max_nodes = sum(sum(acceptance) ** j for j in range(depth + 1))  # every level full
+            if cost_of(n, depth) / max_nodes >= best[0]:
                 continue
             tokens, paths = sequoia(acceptance, n, depth)
             if not np.isfinite(tokens):
@@ -64,24 +64,24 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
     )  # fmt: skip
 
 
-def _best_spec(acceptance: Sequence[float], most: int, cost_of) -> tuple[str, float]:
-    """The best of the trees AxBxC with at most `most` nodes, and its seconds per token."""
+def _best_spec(acceptance: Sequence[float], max_nodes: int, cost_of) -> tuple[str, float]:
+    """Return the best of the trees AxBxC with at most `max_nodes` nodes, and its seconds per token."""
     best = ("1", cost_of(2, 1) / expected_tokens(((0,),), acceptance))
     levels: list[tuple[int, ...]] = [()]
     while levels:
-        following = []
+        next_levels = []
         for widths, width in itertools.product(levels, range(1, len(acceptance) + 1)):
             if widths and width > widths[-1]:
                 continue  # a deeper node is worth less: no reason to branch more below it
             shape = (*widths, width)
             nodes = 1 + sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
-            if nodes > most:
+            if nodes > max_nodes:
                 continue
-            following.append(shape)
+            next_levels.append(shape)
             mass = [sum(acceptance[:w]) for w in shape]  # a level's children share the chance of one accepted node
             tokens = 1 + sum(float(np.prod(mass[: i + 1])) for i in range(len(shape)))
             seconds = cost_of(nodes, len(shape)) / tokens
             if seconds < best[1]:
                 best = "x".join(map(str, shape)), seconds
-        levels = following
+        levels = next_levels
     return best

@@ -1,6 +1,6 @@
-"""Which tree to draft on which chip, by compiled programs: `choose` with the compiler's costs, not those of a chip.
+"""Choice of the draft tree for a chip from compiled programs: `choose` with the compiler's costs.
 
-t_target(n) and t_draft of `specjax.planning.tree.choice` are by the schedule and by the roofline (see
+t_target(n) and t_draft of `specjax.planning.tree.choice` come from the schedule and from the roofline (see
 `specjax.costs.roofline`).
 """
 
@@ -27,7 +27,7 @@ SIDES = ("schedule", "roofline")  # of CLOCKS; the first is shown first
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost curve and the choices."""
+    """The cost curve and the chosen trees."""
 
     inputs: dict[str, Any]
     versions: dict[str, str]
@@ -39,7 +39,7 @@ class Plan:
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds and choices
 
     def to_json(self) -> dict:
-        """Plain dicts and lists."""
+        """Return plain dicts and lists."""
         return dataclasses.asdict(self)
 
 
@@ -56,11 +56,11 @@ def plan(
     """Propose the tree for a pair of models, a chip and a measured acceptance.
 
     Args:
-      acceptance: chances by rank, ".6,.2,.1" or numbers: that the r-th child of an accepted node is the accepted one;
-        or a JSON file that `specjax compare-verifiers` or `specjax bench` wrote.
-      widths: numbers of nodes to compile a verify pass for; between them costs are interpolated.
-      cache, on_step, options: of `compile_report`, without method, tree and num_draft_tokens. Without a draft model
-        drafting costs nothing, as for prompt lookup.
+      acceptance: probabilities by rank, ".6,.2,.1" or numbers. The r-th is the probability that the r-th child of an
+        accepted node is the accepted one. Or a JSON file that `specjax compare-verifiers` or `specjax bench` wrote.
+      widths: numbers of nodes to compile a target pass for. Costs are interpolated between them.
+      cache, on_step, options: those of `compile_report`, without method, tree and num_draft_tokens. Without a draft
+        model, drafting costs nothing, as with prompt lookup.
 
     Raises: UsageError for bad options, a missing compiler, or a plain step that does not compile.
     """
@@ -78,8 +78,8 @@ def plan(
     work = dataclasses.replace(pair, method="autoregressive", draft=None)
     reports = []
     for n in sizes:
-        found = compile_programs(work, cache, notify, only=("step",), rename={"step": f"verify {n}"}, nodes=n)
-        reports += found
+        width_reports = compile_programs(work, cache, notify, only=("step",), rename={"step": f"verify {n}"}, nodes=n)
+        reports += width_reports
     draft_report = None
     if pair.draft is not None:
         alone = dataclasses.replace(work, target=pair.draft)

@@ -1,4 +1,4 @@
-"""The acceptance by rank that a plan rests on: given, or out of what specjax has measured."""
+"""The acceptance by rank for a plan: given as numbers, or read from a measurement of specjax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_DRAFTS = 4096  # of one token, that a rule was measured with
 
 
 def read_acceptance(source: str | Path | Sequence[float]) -> tuple[list[float], str]:
-    """(chances by rank, where they are from). Raises: UsageError for what is neither numbers nor a known file."""
+    """Return (probabilities by rank, their source). Raises: UsageError for invalid numbers or an unknown file."""
     if isinstance(source, str | Path):
         path = Path(os.path.expanduser(source))
         if path.suffix == ".json" or os.path.isfile(path):  # many numbers are too long a name
@@ -47,30 +47,32 @@ def _measured(document: Any, path: Path) -> tuple[list[float], str]:
         raise UsageError(
             f"--acceptance: {path} was not written by specjax compare-verifiers or specjax bench: no rules, no overall"
         )
-    curve, what = _from_rules(document["rules"]) if "rules" in document else _from_bench(document["overall"])
+    curve, source = _from_rules(document["rules"]) if "rules" in document else _from_bench(document["overall"])
     if not curve:
         raise UsageError(f"--acceptance: {path} holds no acceptance of a drafter; give numbers such as .6,.2,.1")
-    return read_acceptance(curve)[0], f"{path.name}: {what}"
+    return read_acceptance(curve)[0], f"{path.name}: {source}"
 
 
 def _from_rules(rules: list[dict]) -> tuple[list[float], str]:
-    """compare-verifiers: how much each further draft adds to the chance that one of them is accepted."""
+    """Read compare-verifiers: the probability that each further draft adds."""
     by_rule = {name: {e["n"]: e["acceptance"] for e in rules if e.get("rule") == name} for name in
                ("standard", "recursive_rejection", "specinfer")}  # fmt: skip
     name = next((name for name in ("recursive_rejection", "specinfer") if by_rule[name]), "standard")
     total = by_rule["standard"] | by_rule[name]
-    curve, before, seen = [], 0.0, 0
+    curve, previous, previous_count = [], 0.0, 0
     for n in sorted(total):
         if not 0 < n <= MOST_DRAFTS:
             raise UsageError(f"--acceptance: the rules of the file are of {n} drafts; write it anew")
-        step = max(total[n] - before, 0.0) / (n - seen)  # where sizes were left out, the same for each
-        curve += [step] * (n - seen)
-        before, seen = max(total[n], before), n
+        step = max(total[n] - previous, 0.0) / (n - previous_count)  # where sizes were left out, the same for each
+        curve += [step] * (n - previous_count)
+        previous, previous_count = max(total[n], previous), n
     return sorted(curve, reverse=True), name
 
 
 def _from_bench(overall: dict[str, dict]) -> tuple[list[float], str]:
-    """bench: the mean over depths of the first method that drafted. Runners-up were not measured: a chain."""
+    """Read bench: the mean over depths of the first method that drafted. It measures no siblings, so the result is a
+    chain.
+    """
     for name, record in overall.items():
         depths = [a for a in record.get("acceptance_by_depth") or [] if a is not None]
         if depths:
