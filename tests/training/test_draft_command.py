@@ -111,7 +111,7 @@ def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
             r"--layers: the target has layers 0 to 1; choose one or more of these, not \[2\]",
         ),
         ((*model, "--layers", 0, "--recipe", "eagle"), '--recipe must be one of distillspec, .*, not "eagle"'),
-        ((*model, "--layers", 0, "--recipe", "fastdraft_pretraining"), "give them by --texts FILE"),
+        ((*model, "--layers", 0, "--recipe", "fastdraft_pretraining"), "give it by --texts FILE"),
         ((*model, "--layers", 0, "--recipe", "fastdraft", "--on-policy", 0.5), "which the loss ce does not read"),
         ((*model, "--layers", 0, "--start", "random"), "--start does not fit --method two_model; leave it out"),
         ((*model, "--draft", tmp_path / "draft"), "is the folder of --draft, which must not change"),

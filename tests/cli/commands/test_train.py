@@ -157,7 +157,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
         (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),
-        (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps must be rising streams of the target from 0"),
+        (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps must be rising streams of the target"),
         (("--out", out, "--prompts", prompts, "--states", out), "--states needs --keep-states GIB"),
         (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'mlp_width, head_rank, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
@@ -180,7 +180,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--method", "medusa", "--num-draft-tokens", 9),
          "--num-draft-tokens 9 is more than the 4 that medusa drafts; lower it, or leave it out"),
         (("--out", out, "--prompts", prompts, "--method", "ppd", "--freeze", "prompts"), "all parameters are frozen"),
-        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is for responses"),
+        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is for resp"),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line

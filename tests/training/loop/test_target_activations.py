@@ -50,7 +50,7 @@ def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monke
     fit(target())
     fit(target(), activation_cache=ActivationCache(tmp_path, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(ActivationCache, "_add", None)
+        patched.setattr(ActivationCache, "_append", None)
         patched.setattr(trainables, "run_target", None)
         fit(target(), activation_cache=ActivationCache(tmp_path, 1))
     run, kept, again = np.reshape(losses, (3, -1))
@@ -203,7 +203,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(UsageError, match="the loss of kangaroo is not a function of the target's activations alone"):
         fit("kangaroo", 1)
     with pytest.raises(UsageError, match="cached activations need fixed texts"):
-        fit("eagle3", 1, data=lambda *args: None)
+        fit("eagle3", 1, replace_batch=lambda *args: None)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="make room"):
         train(

@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_or_trained_is_refused():
         with pytest.raises(UsageError, match=f"{name} must be a whole number of at least 1, not 0"):
             train(target(), head_of("eagle3"), texts(), recipe=recipe(), **{"rows": 2, "length": 64, name: 0})
     max_depth = build_objective(head_of("medusa")).max_depth
-    with pytest.raises(UsageError, match=f"a chain of {max_depth + 1} tokens is more than the {max_depth} that medusa"):
+    with pytest.raises(UsageError, match=f"num_tokens={max_depth + 1} is more than the {max_depth} that medusa"):
         train(target(), head_of("medusa"), texts(), rows=2, length=64, num_tokens=max_depth + 1)
 
 

@@ -32,7 +32,7 @@ def test_exact_data_are_extrapolated_exactly_by_the_law_that_made_them(form):
     four = 4 * BUDGETS[-1]
     expected = np.exp(0.13 * np.log(four) - 1) if form == "log-log" else 0.13 * np.log(four) + 0.2
     assert law(four) == pytest.approx(expected) and law.budget_for(expected) == pytest.approx(four)
-    assert law.range(four) == pytest.approx((expected, expected))
+    assert law.predict_interval(four) == pytest.approx((expected, expected))
     np.testing.assert_allclose(law(BUDGETS), y)
 
 
@@ -47,7 +47,7 @@ def test_many_seeds_of_one_budget_do_not_outweigh_the_others():
     y[0] += 0.2
     once = fit(BUDGETS, y, form="log-linear")
     often = fit(np.append(BUDGETS, [BUDGETS[0]] * 50), np.append(y, [y[0]] * 50), form="log-linear")
-    assert often.slope == pytest.approx(once.slope) and often.start == pytest.approx(once.start)
+    assert often.slope == pytest.approx(once.slope) and often.intercept == pytest.approx(once.intercept)
 
 
 def test_what_lies_beyond_the_knee_is_left_out():

@@ -178,12 +178,12 @@ def test_the_draft_models_own_answers_take_the_place_of_the_targets():
     said = specjax.decode(draft(), autoregressive(), prompts, key=0, max_new_tokens=LENGTH).to_lists()
     for row, text in enumerate(texts()[:3]):
         np.testing.assert_array_equal(own.tokens[row], [*prompts[row], *said[row]][:LENGTH])
-        np.testing.assert_array_equal(own.counts[row], np.arange(LENGTH) >= text.prompt_length)
-    assert not own.counts[3].any()
-    eos = int(own.tokens[0, texts()[0].answer + 4])
+        np.testing.assert_array_equal(own.loss_mask[row], np.arange(LENGTH) >= text.prompt_length)
+    assert not own.loss_mask[3].any()
+    eos = int(own.tokens[0, texts()[0].prompt_length + 4])
     ended = resample_responses(draft(), packed, jax.random.key(3), eos=(eos,), temperature=0.0)
-    end = texts()[0].answer + int(np.argmax(own.tokens[0, texts()[0].answer :] == eos)) + 1
-    assert ended.counts[0].sum() == end - texts()[0].answer and (ended.first[0, end:] == end).all()
+    end = texts()[0].prompt_length + int(np.argmax(own.tokens[0, texts()[0].prompt_length :] == eos)) + 1
+    assert ended.loss_mask[0].sum() == end - texts()[0].prompt_length and (ended.text_start[0, end:] == end).all()
     short = dataclasses.replace(draft(), model=draft().model._replace(max_positions=LENGTH))
     long = [TrainingText((1,) * LENGTH, LENGTH - 3), texts()[1]]
     (packed,) = pack(long, 2, LENGTH, one_per_row=True)

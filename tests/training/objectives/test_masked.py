@@ -44,7 +44,9 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
     size = block if denoiser.is_causal else 7
     hide = jnp.zeros((2, 1, 16), bool).at[0, 0, prompt : prompt + size].set(True)
     said = jax.jit(
-        lambda denoiser: jax.nn.log_softmax(forward.compute_logits(denoiser, masked.forward_views(denoiser, packed, hide)))
+        lambda denoiser: jax.nn.log_softmax(
+            forward.compute_logits(denoiser, masked.forward_views(denoiser, packed, hide))
+        )
     )
     text = specjax.denoise(
         denoiser, methods.llada(denoiser, block=None, steps=1), [list(range(1, 5))], key=0, max_new_tokens=size,
