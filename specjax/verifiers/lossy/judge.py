@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.types import Array, TokenTree, Verdict
@@ -49,7 +50,7 @@ def init_judge(hidden_width: int) -> tuple[Array, Array]:
     return jnp.zeros((hidden_width,)), jnp.zeros(())
 
 
-def judge(weight: Array, bias: Array | float = 0.0, threshold: Array | float = 0.5) -> Verifier:
+def judge(weight: Array | np.ndarray, bias: Array | float = 0.0, threshold: Array | float = 0.5) -> Verifier:
     """Build the rule with a head. All three arguments are leaves: another head or threshold compiles nothing.
 
     Raises: UsageError for a threshold outside 0 to 1.
