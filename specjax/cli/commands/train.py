@@ -414,7 +414,7 @@ def _read_head_options(kind: str, shape: list[str] | None, draft_vocab: int | No
     options: dict[str, Any] = {}
     names = entry.changes
     for text in shape or ():
-        name, change = text.partition("=")[0], entry.change(text)
+        name, change = text.partition("=")[0], entry.parse_change(text)
         require(name in names, f'--shape: {kind} has {", ".join(names) or "none"}, not "{name}"')
         if change is None:
             form = entry.forms[names.index(name)].replace("=N", "=4")
@@ -483,11 +483,11 @@ def _report(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], rec
     """Compile a training step, and print its memory and speed."""
     from specjax.cli.options.planning import progress
     from specjax.cli.output.console import Console, print_json
-    from specjax.models.heads.kinds import written
+    from specjax.models.heads.kinds import format_changes
     from specjax.planning import training_report
     from specjax.planning.reports.tables import show_training
 
-    changes = ",".join(written(head_options))
+    changes = ",".join(format_changes(head_options))
     axes = {name: getattr(flags, name) for name in ("data", "model") if getattr(flags, name) is not None}
     with progress(Console(stderr=True)) as notify:
         try:

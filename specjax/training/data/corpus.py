@@ -166,7 +166,7 @@ class CorpusBuilder:
                 store.add(response)
                 tokens += response.text.response_length
                 self.listener.on_responses(stage, done, len(missing), tokens)
-        return [response for ids, number in pairs if (response := store.get(ids, number)) is not None]
+        return [stored for ids, number in pairs if (stored := store.get(ids, number)) is not None]
 
 
 def _is_valid_unicode(text: str) -> bool:

@@ -70,7 +70,9 @@ def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> Tr
 
     Raises: UsageError if no text has a response within the row length.
     """
-    batches, token_numbers, numbered = [], [], number_tokens(texts)
+    batches: list[list[PackedBatch]] = []
+    token_numbers: list[list[PackedBatch]] = []
+    numbered = number_tokens(texts)
     for epoch in range(options.epochs):
         order = np.random.default_rng([options.seed, epoch]).permutation(len(texts))
         for source, packed in ((texts, batches), (numbered, token_numbers)):

@@ -35,7 +35,7 @@ class State(NamedTuple):
     step: Array  # int32[]
 
 
-class StepOutcome(NamedTuple):
+class TrainingOutcome(NamedTuple):
     """Results of a step."""
 
     loss: Array  # float32[]
@@ -53,7 +53,7 @@ def init_state(plan: TrainingPlan, params: PyTree) -> tuple[State, PyTree]:
 def compute_step(
     plan: TrainingPlan, state: State, frozen: PyTree, target: Target | None, packed: PackedBatch, positions: Array,
     key: Array, activations: TargetActivations | None = None,
-) -> tuple[State, StepOutcome]:  # fmt: skip
+) -> tuple[State, TrainingOutcome]:  # fmt: skip
     """Take one optimizer step on a packed batch. Pure; the target and the frozen parameters get no gradient.
 
     Args:
@@ -74,7 +74,7 @@ def compute_step(
     updates, optimizer = make_optimizer(plan.recipe, plan.steps).update(gradient, state.optimizer, state.trained)
     updated = State(optax.apply_updates(state.trained, updates), optimizer, state.step + 1)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    return state, StepOutcome(loss, report, finite)
+    return state, TrainingOutcome(loss, report, finite)
 
 
 train_step = jax.jit(compute_step, static_argnames="plan", donate_argnames="state")

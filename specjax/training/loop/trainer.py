@@ -25,7 +25,7 @@ from specjax.training.loop.optimizers import check_frozen, split_params
 from specjax.training.loop.schedule import ScheduledBatch, ScheduleOptions, TrainingSchedule, make_schedule
 from specjax.training.loop.step import (
     State,
-    StepOutcome,
+    TrainingOutcome,
     TrainingPlan,
     export_trainable,
     init_state,
@@ -299,7 +299,7 @@ class _TrainingLoop:
 
     def take_step(
         self, step: int, batch: ScheduledBatch, state: State, schedule: TrainingSchedule
-    ) -> tuple[State, StepOutcome]:
+    ) -> tuple[State, TrainingOutcome]:
         """Take step `step`, counted from 1. Raises: UsageError if the loss is not finite."""
         index, seed = step - 1, self.settings.seed
         packed, positions = batch.packed, batch.positions

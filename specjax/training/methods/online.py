@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.training.data.packing import PAIR_TOKENS, PackedBatch
-from specjax.training.loop.step import State, StepOutcome, TrainingPlan, compute_step, export_trainable, init_state
+from specjax.training.loop.step import State, TrainingOutcome, TrainingPlan, compute_step, export_trainable, init_state
 from specjax.training.objectives.recipes import recipe_of
 from specjax.training.objectives.trainables import Trainable, build_objective
 from specjax.types import Array, PyTree, Target
@@ -48,7 +48,7 @@ class RejectionRecord(NamedTuple):
     length: Array  # int32[N], 0: no text
     rejected: Array  # bool[N, S], True for tokens that replaced a rejected draft
     roots: Array  # bool[N, S], True for the last token before a round with a rejection
-    count: Array  # int32[], texts added so far
+    total: Array  # int32[], texts added so far
 
 
 def empty_record(texts: int, size: int) -> RejectionRecord:
@@ -60,11 +60,11 @@ def empty_record(texts: int, size: int) -> RejectionRecord:
 @jax.jit
 def add_text(record: RejectionRecord, tokens: Array, length: Array, rejected: Array, roots: Array) -> RejectionRecord:
     """Add a text, with arrays [S] each, and its length. Pure."""
-    slot = record.count % len(record.length)
+    slot = record.total % len(record.length)
     new = tokens, length, rejected, roots
     old = record.tokens, record.length, record.rejected, record.roots
     tokens, length, rejected, roots = (x.at[slot].set(value) for x, value in zip(old, new, strict=True))
-    return RejectionRecord(tokens, length, rejected, roots, record.count + 1)
+    return RejectionRecord(tokens, length, rejected, roots, record.total + 1)
 
 
 def plan_updates(trainable: Trainable, *, chunk: int | None = None, **changes: Any) -> TrainingPlan:
@@ -83,7 +83,7 @@ def plan_updates(trainable: Trainable, *, chunk: int | None = None, **changes: A
 @functools.partial(jax.jit, static_argnames=("plan", "limit"))
 def update(
     plan: TrainingPlan, state: State, frozen: PyTree, target: Target, record: RejectionRecord, limit: int | None = None
-) -> tuple[State, StepOutcome]:
+) -> tuple[State, TrainingOutcome]:
     """Take one optimizer step on a record. Pure; a record without rejections changes nothing.
 
     Args:
@@ -149,7 +149,7 @@ class RejectionRecorder:
     @property
     def is_full(self) -> bool:
         """Return True if as many texts are complete as the record holds."""
-        return int(self.record.count) >= self.texts
+        return int(self.record.total) >= self.texts
 
     def take_record(self) -> RejectionRecord:
         """Return the record, and start a new one."""

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_left_out_and_the_oldest_goes():
     for name in range(3):
         watch.add_step(name, [name], [5], 0, 1, "eos")
     assert watch.is_full and watch.record.tokens[:, 0].tolist() == [2, 1]
-    assert int(watch.take_record().count) == 3 and not watch.is_full and int(watch.record.count) == 0
+    assert int(watch.take_record().total) == 3 and not watch.is_full and int(watch.record.total) == 0
 
 
 @functools.cache
