@@ -88,6 +88,7 @@ def run_stream(
     programs: ProgramCache | None = None,
 ) -> MeasuredRun:
     """Time the steps that `stream` runs from Python. `on_step` is called with each step, and True ends the run."""
+    assert isinstance(task.drafter, Drafter)
     count = len(task.rows)
     tokens: list[list[int]] = [[] for _ in task.rows]
     total, resumed = zero_stats(count, task.drafter.max_depth), 0

@@ -91,8 +91,9 @@ def default_budget(row: Method, backend: str, max_depth: int | None = None) -> t
     max_depth: the maximum draft length of the draft head, which limits both; None: no limit.
     """
     if backend == "cpu":
-        limits_depth = "head" in row.needs and max_depth is not None
-        return {name: min(size, max_depth) if limits_depth else size for name, size in row.cpu_options.items()}, None
+        if "head" not in row.needs or max_depth is None:
+            return dict(row.cpu_options), None
+        return {name: min(size, max_depth) for name, size in row.cpu_options.items()}, None
     if row.wide_tree is None:
         return {}, None
     return {}, "x".join(row.wide_tree.split("x")[:max_depth])

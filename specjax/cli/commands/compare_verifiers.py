@@ -15,7 +15,6 @@ from specjax.errors import UsageError, require
 if TYPE_CHECKING:
     from specjax import analysis
     from specjax.cli.output.console import Console
-    from specjax.cli.runs.decoding import Decoding
 
 HELP = """Compare acceptance rules on the distributions of a target and a draft model.
 
@@ -129,7 +128,7 @@ def compare_verifiers(
     from specjax.cli.runs.decoding import build_decoding
     from specjax.cli.runs.environment import stage
 
-    decoding = build_decoding(sampling)
+    build_decoding(sampling)  # checks the values
     _check_sources(prompts, models, options)
     out, save_record = options.out, options.save_record
     files.check_writable(out, "--out")
@@ -141,7 +140,7 @@ def compare_verifiers(
         recorded = Recorded(distributions, {"record": str(options.record)}, [])
     else:
         assert prompts is not None
-        recorded = _record(log, prompts, models, options, decoding)
+        recorded = _record(log, prompts, models, options, sampling)
     distributions = recorded.distributions
     if save_record is not None:
         files.write_atomically(save_record, lambda file: analysis.save_record(file, distributions))
@@ -178,7 +177,9 @@ def _check_sources(prompts: Path | None, models: ModelOptions, options: RecordOp
     require(not extra, f"--record has its own distributions; remove {' and '.join(extra)}")
 
 
-def _record(log: Console, path: Path, models: ModelOptions, options: RecordOptions, decoding: Decoding) -> Recorded:
+def _record(
+    log: Console, path: Path, models: ModelOptions, options: RecordOptions, sampling: RecordSampling
+) -> Recorded:
     """Load the models, and record their distributions.
 
     Raises: KeyboardInterrupt with the file that has the recorded prompts.
@@ -193,9 +194,9 @@ def _record(log: Console, path: Path, models: ModelOptions, options: RecordOptio
 
     lines, bad = p.read(path, "PROMPTS", jsonl=True)
     require(bool(lines), f"PROMPTS: {p.describe(bad, path)}; no line is good" if bad else "")
-    session, settings = open_session(log, models), decoding.settings
+    session = open_session(log, models)
     rows, skipped = p.encode(
-        lines[: options.limit], session.tokenizer, session.capacity, decoding.max_new_tokens, raw=options.raw
+        lines[: options.limit], session.tokenizer, session.capacity, sampling.max_new_tokens, raw=options.raw
     )
     require(bool(rows), f"PROMPTS: {p.describe(skipped, path)}" if skipped else "")
     assert session.draft is not None
@@ -210,9 +211,9 @@ def _record(log: Console, path: Path, models: ModelOptions, options: RecordOptio
                 bar.advance(task)
 
             distributions = analysis.record(
-                session.target, session.draft, [row.ids for row in rows], key=jax.random.key(decoding.seed),
-                max_new_tokens=decoding.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
-                top_p=settings.top_p, eos=session.tokenizer.eos, on_prompt=add,
+                session.target, session.draft, [row.ids for row in rows], key=jax.random.key(sampling.seed),
+                max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, top_k=sampling.top_k,
+                top_p=sampling.top_p, eos=session.tokenizer.eos, on_prompt=add,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not parts:
@@ -222,7 +223,7 @@ def _record(log: Console, path: Path, models: ModelOptions, options: RecordOptio
         raise KeyboardInterrupt(message) from None
     for entry in skipped:
         log.print(f"skipped: {p.describe([entry], path)}", soft_wrap=True)
-    about = provenance(session) | {"max_new_tokens": decoding.max_new_tokens, "seed": decoding.seed}
+    about = provenance(session) | {"max_new_tokens": sampling.max_new_tokens, "seed": sampling.seed}
     return Recorded(distributions, about | {"skipped": [entry._asdict() for entry in skipped]}, bad)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from typing import Any, cast
 
 from specjax import controllers
 from specjax.bench.records import is_comparable
@@ -15,6 +16,7 @@ from specjax.cli.options.groups import DraftOptions, WarpOptions
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.types import Draws
+from specjax.verifiers import Verifier
 from specjax.verifiers.parsing import parse_rule
 
 FIELDS = re.compile(r"\b(temperature|top_k|top_p|min_p|sampling|verifier)\b")
@@ -30,16 +32,23 @@ class Decoding:
     seed: int
     controller: str | None = None  # a form of `specjax.controllers`
 
+    @property
+    def rule(self) -> Verifier | None:
+        """The acceptance rule of --verifier."""
+        rule = self.settings.verifier
+        assert rule is None or isinstance(rule, Verifier)
+        return rule
+
     def guarantee(self, method: str) -> Guarantee:
         """Return the guarantee of a method; a lossy rule makes any method lossy."""
-        rule = self.settings.verifier
+        rule = self.rule
         is_lossy = rule is not None and rule.guarantee == "lossy" and self.remark is None
         return "lossy" if is_lossy else METHODS[method].guarantee
 
     @property
     def remark(self) -> str | None:
         """A note for a lossy rule that is exact at temperature 0, or None."""
-        rule = self.settings.verifier
+        rule = self.rule
         if rule is None or not (self.settings.is_greedy and rule.greedy_at_zero):
             return None
         return (
@@ -73,7 +82,8 @@ def build_decoding(sampling: WarpOptions, draft: DraftOptions | None = None, con
     try:
         settings = Settings(
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-            min_p=getattr(sampling, "min_p", None), sampling=flags.sampling, verifier=verifier,
+            min_p=getattr(sampling, "min_p", None), sampling=cast(Any, flags.sampling),
+            verifier=verifier,
         )  # fmt: skip
     except UsageError as error:
         named = FIELDS.sub(lambda match: "--" + match[0].replace("_", "-"), str(error))

@@ -183,7 +183,7 @@ class Generation(PromptRun):
         tokens, plain_tokens = report_of.merge(self.runs).tokens, report_of.merge(self.plain_runs).tokens
         for number, (row, text, plain) in enumerate(zip(self.rows, tokens, plain_tokens, strict=True)):
             difference = near_ties.find_difference(
-                self.session.target, row.ids, text, plain, self.session.tie_dtype, self.settings.processors
+                self.session.target, row.ids, text, plain, self.session.tie_dtype, self.more.processors
             )
             if difference is not None:
                 position = {"prompt": number, "line": row.prompt.line}
@@ -251,7 +251,7 @@ class Generation(PromptRun):
 
     def _loss(self) -> str:
         """Return the loss of a lossy rule and of --adapt in words."""
-        rule = self.settings.verifier
+        rule = self.decoding.rule
         has_distance = rule is not None and rule.distance is not None and self.decoding.remark is None
         distance = f", TV {rule.distance:g} on a toy pair" if rule is not None and has_distance else ""
         return distance + ("" if self.more.adapt is None else f" relative to the target with {self.more.adapt}, lossy")
