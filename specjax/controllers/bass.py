@@ -24,7 +24,7 @@ from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     limit: Array  # int32[B], l in every row
     lowered: Array  # bool[], True if the last informative step lowered it
 
@@ -40,7 +40,7 @@ def bass(start: int = 7, *, up: int = 2, part: int = 10, high: int = 32) -> Cont
     if up < 0 or part < 1:
         raise UsageError(f"up must be at least 0 and part at least 1, not {up} and {part}")
 
-    def update(state: _State, info: Info) -> _State:
+    def update(state: State, info: Info) -> State:
         limit = state.limit
         counts = info.active & (info.drafted_depth > 0)
         fully_accepted = info.accepted >= info.drafted_depth
@@ -49,10 +49,10 @@ def bass(start: int = 7, *, up: int = 2, part: int = 10, high: int = 32) -> Cont
         low = jnp.max(info.accepted, initial=1, where=counts)
         reduced = jnp.maximum(limit - (limit + part - 1) // part - state.lowered, low)
         changed = jnp.where(raised, jnp.minimum(limit + up, high), jnp.where(lowered, reduced, limit))
-        return _State(changed, jnp.where(raised | lowered, lowered, state.lowered))
+        return State(changed, jnp.where(raised | lowered, lowered, state.lowered))
 
     return Controller(
-        init=lambda batch: _State(jnp.full((batch,), start, jnp.int32), jnp.array(False)),
+        init=lambda batch: State(jnp.full((batch,), start, jnp.int32), jnp.array(False)),
         limit=lambda state: state.limit,
         update=update,
         axes=shared,

@@ -27,7 +27,7 @@ from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     rate: Array  # float32[K], A_j over all rows
     row_rate: Array  # float32[B, K], A_j per row
     visits: Array  # int32[B, K], how often position j was reached
@@ -65,16 +65,16 @@ def goodput(
     cost_curves.check(costs, len(depths), "depth")
     max_depth = depths[-1]
 
-    def init(batch: int) -> _State:
+    def init(batch: int) -> State:
         rate = jnp.full((max_depth,), start, jnp.float32)
         zeros = jnp.zeros((batch, max_depth))
-        return _State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0))
+        return State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0))
 
-    def limit(state: _State) -> Array:
+    def limit(state: State) -> Array:
         probe = (state.depth == 0) & (state.rounds % probe_every == probe_every - 1)
         return jnp.broadcast_to(jnp.where(probe, depths[1], state.depth), state.row_rate.shape[:1])
 
-    def update(state: _State, info: Info) -> _State:
+    def update(state: State, info: Info) -> State:
         place = jnp.arange(max_depth)
         reached = (place <= info.accepted[:, None]) & (place < info.drafted_depth[:, None]) & info.active[:, None]
         accepted = place < info.accepted[:, None]
@@ -86,7 +86,7 @@ def goodput(
         rate = state.rate + (1 - (1 - smoothing) ** count) * (mean - state.rate)
         visits = state.visits + reached
         acceptance = jnp.where(visits >= own_after, row_rate, rate)
-        return _State(rate, row_rate, visits, best_depth(acceptance, info.active, state.depth), state.rounds + 1)
+        return State(rate, row_rate, visits, best_depth(acceptance, info.active, state.depth), state.rounds + 1)
 
     def best_depth(acceptance: Array, active: Array, depth: Array) -> Array:
         batch = acceptance.shape[0]
@@ -96,7 +96,7 @@ def goodput(
         best, current = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == depth)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[current], best, current)]
 
-    def axes(state: _State) -> _State:
+    def axes(state: State) -> State:
         return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED)
 
     return Controller(init, limit, update, axes=axes)

@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     point_mass: bool = False  # the tree has no draft distributions: q is 0 everywhere
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     active: Array  # bool[B]
     context: Array  # bool[B, N], nodes whose children are tested: equal siblings, usually one
     cursor: Array  # int32[B], the last child tested
@@ -63,7 +63,7 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
         q = jnp.zeros_like(p) if draft_logits is None else distribution(draft_logits, parent)
         return count, *rule.enter(p, q, count)
 
-    def body(s: _State) -> _State:
+    def body(s: State) -> State:
         children = children_of(s.context, tree)
         remaining = children & (index > s.cursor[:, None])
         active = s.active & jnp.any(remaining, 1)
@@ -85,13 +85,13 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
         count, r, d = (pick(new, old) for new, old in zip(entered, (s.children, r, d), strict=True))
         path = jnp.where(accepted[:, None] & (index == s.num_nodes[:, None]), i[:, None], s.path)
         cursor = jnp.where(active, i, s.cursor)
-        return _State(active, context, cursor, count, r, d, path, s.num_nodes + accepted)
+        return State(active, context, cursor, count, r, d, path, s.num_nodes + accepted)
 
     root = jnp.zeros((batch,), jnp.int32)
     context = jnp.broadcast_to(index == 0, (batch, n))
     path = jnp.where(context, 0, -1).astype(jnp.int32)
     children, r, d = enter(root, context)
-    state = _State(jnp.ones((batch,), bool), context, root, children, r, d, path, root + 1)
+    state = State(jnp.ones((batch,), bool), context, root, children, r, d, path, root + 1)
     if n > 1:
         state = jax.lax.while_loop(lambda s: jnp.any(s.active), body, state)
     return Accepted(state.path, state.num_nodes, rule.final(state.r, state.d, state.children))

@@ -29,7 +29,7 @@ from specjax.verifiers.exact.block import acceptance_probability
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     active: Array  # bool[B], the selected path has a node at this depth
     depth: Array  # int32[]
     context: Array  # bool[B, N], nodes at this depth whose texts equal the selected path
@@ -52,7 +52,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
     k = jnp.sum(tree.valid & (tree.parents == 0), 1)
     at = lambda row, i: jnp.take_along_axis(row, i[:, None], 1)[:, 0]
 
-    def body(s: _State) -> _State:
+    def body(s: State) -> State:
         children = children_of(s.context, tree)
         drafted = s.active & jnp.any(children, 1)
         p, q = distribution(target_logits, s.node), distribution(logits, s.node)
@@ -71,7 +71,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
         reach = 1 - s.rho + s.rho * at(up_to, token)
         has_mass = (at(p, token) > 0) & (at(skewed, token) > 0)
         ratio = jnp.where(has_mass, jnp.log(at(p, token)) - jnp.log(at(skewed, token)), -jnp.inf)
-        return _State(
+        return State(
             active=drafted,
             depth=s.depth + 1,
             context=context,
@@ -85,7 +85,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None =
 
     zero = jnp.zeros((batch,))
     root = jnp.broadcast_to(index == 0, (batch, n))
-    start = _State(
+    start = State(
         active=jnp.ones((batch,), bool), depth=jnp.int32(0), context=root, node=zero.astype(jnp.int32), rho=zero + 1,
         log_w=zero, path=jnp.where(root, 0, -1).astype(jnp.int32), num_nodes=zero.astype(jnp.int32),
         residual=jnp.zeros((batch, target_logits.shape[-1])),

@@ -24,7 +24,7 @@ from specjax.verifiers.descent import without
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     active: Array  # bool[B]
     node: Array  # int32[B]
     remaining: Array  # bool[B, N], nodes not deleted
@@ -41,7 +41,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     rows = jnp.arange(batch)
     at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
 
-    def step(s: _State) -> _State:
+    def step(s: State) -> State:
         """Go down to the first child. At a leaf, test it; if it fails, delete it and go up."""
         children = s.remaining & (tree.parents == s.node[:, None])
         inner = jnp.any(children, 1)
@@ -71,9 +71,9 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
         node = jnp.where(deeper, child, jnp.where(fail, parent, s.node))
         changed = jnp.where(deeper, down, jnp.where(fail, up, at(s.weight, node)))
         remaining = s.remaining & ~(fail[:, None] & (jnp.arange(n) == s.node[:, None]))
-        return _State(s.active & ~stop, node, remaining, s.weight.at[rows, node].set(changed), p, q)
+        return State(s.active & ~stop, node, remaining, s.weight.at[rows, node].set(changed), p, q)
 
-    state = _State(
+    state = State(
         active=jnp.ones((batch,), bool),
         node=jnp.zeros((batch,), jnp.int32),
         remaining=tree.valid,

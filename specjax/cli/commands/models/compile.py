@@ -26,9 +26,9 @@ bound without waiting. Schedule is the compiler's own cycle count, an upper boun
 for programs of many small pieces. Neither is a measurement; docs/tpu.md explains
 their use.
 
-For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) the programs are a pass, a
-pass that also updates the cache, such as the pass over a finished block that
-includes the first one over the next, and the whole loop. The table is by the
+For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) there are three programs:
+a pass, a pass that also updates the cache, and the whole loop. A cache update can
+read a finished block together with the first pass over the next one. The table is by the
 columns that a pass decides. The report names the largest array of logits, which
 should have the columns of a window, not of the canvas.
 
