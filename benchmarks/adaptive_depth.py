@@ -49,7 +49,7 @@ def measure(target, spec, tokens, start, counts, prompts, new, eos):
     share = adaptive.share_run(reading.ran, counts, target.model.config)
     share *= model.model.capabilities.num_layers / target.model.capabilities.num_layers
     places = np.minimum(start[:, None] + np.arange(tokens.shape[1]), tokens.shape[1] - 1)
-    same = np.asarray(reading.said) == np.take_along_axis(tokens, places, 1)
+    same = np.asarray(reading.likeliest) == np.take_along_axis(tokens, places, 1)
     loss = -np.asarray(reading.logprobs)[counts].mean()
     drafter = drafters.thinned(target, depth, num_tokens=4)
     drafted = specjax.decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=new, eos=eos)

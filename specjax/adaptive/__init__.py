@@ -1,7 +1,8 @@
-"""Models that do less: a token runs the part of the layers that a method gives it. Lossy, or as a drafter lossless.
+"""Adaptive depth: each token runs only the layers that a method selects. It is lossy alone, and lossless as a drafter.
 
-`skip_layers(target, calm())` is a target as any other, whose text is its own. `drafters.thinned(target, calm())` drafts so
-for the whole model, which verifies. One file per method; what they share is `specjax.models.variants.layer_skipping`.
+`skip_layers(target, calm())` is a target with its own distribution. `drafters.thinned(target, calm())` uses the same
+model as a drafter, and the full model verifies. There is one file per method. Shared code is in
+`specjax.models.variants.layer_skipping`.
 """
 
 from specjax.adaptive.calm import calibrated, calm

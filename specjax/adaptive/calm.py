@@ -64,14 +64,14 @@ def calm(
     form: str = "paper",
     horizon: int = 128,
 ) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, calm())`.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, calm())`.
 
     Args:
       threshold: lambda. confidence: one of FORMS. every: layers between two tests. decay: tau.
-      form: follow_up, of Bae et al. 2023 (arXiv 2310.05424): lambda (0.9 + 0.1 exp(-tau t / N)).
-      horizon: N, tokens that are generated at most.
+      form: `paper`, or `follow_up` of Bae et al. 2023 (arXiv 2310.05424): lambda (0.9 + 0.1 exp(-tau t / N)).
+      horizon: N, the maximum number of generated tokens.
 
-    The threshold is a parameter, an array: another one compiles nothing anew.
+    The threshold is an array parameter, so another value does not compile again.
     """
     if confidence not in FORMS:
         raise UsageError(f'confidence must be one of {", ".join(FORMS)}, not "{confidence}"')
@@ -92,21 +92,21 @@ def _calm(confidence: str, every: int, decay: float, form: str, horizon: int) ->
     return leaving("calm", sure, functools.partial(level, decay, form, horizon), every_so_many(every))
 
 
-def margin(params, seen: LayerStreams) -> Array:
-    """float32[B, T]: how much likelier the likeliest token is than the next."""
-    logits = seen.head(seen.after_mlp)
+def margin(params, streams: LayerStreams) -> Array:
+    """Return float32[B, T]: the difference between the two largest probabilities."""
+    logits = streams.head(streams.after_mlp)
     largest = jax.lax.top_k(logits, 2)[0]
     first, second = jnp.moveaxis(jnp.exp(largest - jax.nn.logsumexp(logits, -1, keepdims=True)), -1, 0)
     return first - second
 
 
-def saturation(params, seen: LayerStreams) -> Array:
-    """float32[B, T]: how little the layer changed the stream."""
-    return similarity(seen.after_mlp, seen.before_layer)
+def saturation(params, streams: LayerStreams) -> Array:
+    """Return float32[B, T]: the cosine similarity of the stream after and before the layer."""
+    return similarity(streams.after_mlp, streams.before_layer)
 
 
 def level(decay: float, form: str, horizon: int, threshold: Array, places: TokenPositions) -> Array:
-    """float32[B, T]: lambda_t."""
+    """Return float32[B, T]: lambda_t."""
     falling = jnp.exp(-decay * places.num_generated / horizon)
     of_paper = jnp.clip(0.9 * threshold + 0.1 * falling, 0.0, 1.0)
     value = of_paper if form == "paper" else threshold * (0.9 + 0.1 * falling)
@@ -114,18 +114,19 @@ def level(decay: float, form: str, horizon: int, threshold: Array, places: Token
 
 
 def calibrated(risks: Sequence[float], count: int, *, delta: float, epsilon: float) -> int | None:
-    """Which of several thresholds to use, of falling size, by their `risks` in [0, 1] over `count` examples each.
+    """Return the index of the lowest safe threshold, or None if the first is not safe.
 
-    Fixed-sequence testing: from the first on, as long as the hypothesis that the risk is above `delta` is rejected, by
-    Hoeffding's bound exp(-2 n (delta - risk)^2) <= epsilon. The last rejected one; None: not even the first.
+    The thresholds are sorted in falling order. `risks` in [0, 1] are their mean risks over `count` examples.
+    Fixed-sequence testing rejects the hypothesis that the risk is above `delta` while Hoeffding's bound exp(-2 n (delta
+    - risk)^2) <= epsilon. The last rejected index is returned.
     """
     if not (0 < delta < 1 and 0 < epsilon < 1) or count < 1:
         raise UsageError(
             f"delta and epsilon must be between 0 and 1, count at least 1, not {delta}, {epsilon}, {count}"
         )
-    found = None
+    accepted_index = None
     for place, risk in enumerate(risks):
         if math.exp(-2 * count * max(delta - risk, 0.0) ** 2) > epsilon:
             break
-        found = place
-    return found
+        accepted_index = place
+    return accepted_index

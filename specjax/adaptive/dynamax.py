@@ -51,9 +51,10 @@ class Probes(NamedTuple):
 
 
 def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, dynamax(probes))`; `train_probes` makes some.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, dynamax(probes))`. `train_probes` returns
+    probes.
 
-    threshold: lambda, a parameter; above 1 no token leaves. every: layers between two tests.
+    threshold: lambda, a parameter; above 1 no token exits. every: layers between two tests.
     """
     if math.isnan(threshold):
         raise UsageError("threshold must be a number")
@@ -78,8 +79,8 @@ def _dynamax(every: int, layers: int) -> DepthPolicy:
     return depth.replace(check=check)
 
 
-def _confidence(params, seen: LayerStreams) -> Array:
-    return jax.nn.sigmoid(judged(params[0], seen.layer, seen.after_mlp))
+def _confidence(params, layer_streams: LayerStreams) -> Array:
+    return jax.nn.sigmoid(judged(params[0], layer_streams.layer, layer_streams.after_mlp))
 
 
 def _level(params, places: TokenPositions) -> Array:
@@ -87,7 +88,7 @@ def _level(params, places: TokenPositions) -> Array:
 
 
 def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
-    """float32[B, T]: the logit of the probe of `layer` for a stream [B, T, D]."""
+    """Return float32[B, T]: the logit of the probe of `layer` for a stream [B, T, D]."""
     x = stream.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
     return x @ probes.weight[layer] + probes.bias[layer]
@@ -96,9 +97,9 @@ def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
 def train_probes(
     target: Target, tokens: Array, length: Array, *, every: int = 4, steps: int = 200, learning_rate: float = 0.01
 ) -> Probes:
-    """Probes of a target that does not change, from texts `tokens` int32[B, T] of `length` int32[B] tokens.
+    """Train probes for a frozen target, from texts `tokens` int32[B, T] of `length` int32[B] tokens.
 
-    One pass of the target over all of the texts, kept: the streams of the tested layers must fit into memory.
+    The target runs once over all texts. The streams of the tested layers must fit into memory.
     """
     model = target.model
     if model.head is None or not model.capabilities.taps:
@@ -126,10 +127,10 @@ def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: flo
 
 
 def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:
-    """Of each layer the stream [B, T, D] behind it, and whether it names the model's own token, float32[B, T]."""
+    """Return each layer's output stream [B, T, D], and float32[B, T]: 1 where it predicts the model's own token."""
     cache = model.init_cache(params, None, len(tokens), 0)
     output, _ = one_pass(model, params, tokens, cache, tuple(layer + 1 for layer in layers))
     assert model.head is not None
-    said = jnp.argmax(output.logits, -1)
-    agrees = [(jnp.argmax(model.head(params, stream), -1) == said).astype(jnp.float32) for stream in output.taps]
+    own_tokens = jnp.argmax(output.logits, -1)
+    agrees = [(jnp.argmax(model.head(params, stream), -1) == own_tokens).astype(jnp.float32) for stream in output.taps]
     return list(output.taps), agrees

@@ -1,4 +1,4 @@
-"""Leaving a model early: what the methods share that end a token's way up where they are sure of it."""
+"""Early exit: code shared by the methods that stop a token at the layer where its prediction is confident."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.types import Array, PyTree, Sublayers
 
 
 class Exits(NamedTuple):
-    """The tokens of a pass on their way up."""
+    """Exit state of the tokens of a pass."""
 
     out: Array  # bool[B, T], which have left
     may: Array  # bool[B, T], which may leave: those that were generated
@@ -28,9 +28,12 @@ def leaving(
     level: Callable[[PyTree, TokenPositions], Array],
     tested: Callable[[int], tuple[int, ...]],
 ) -> DepthPolicy:
-    """A token leaves behind the first layer of `tested(num_layers)` where `confidence(params, seen)` float32[B, T] is
-    `level(params, places)` float32[B, T] or more. Later tokens find the keys and values of the stream that it left
-    with. To be cached by the caller, which adds the parameters. `tested` raises UsageError if a model does not fit.
+    """Return a policy in which tokens exit early.
+
+    A token exits after the first layer of `tested(num_layers)` at which its confidence reaches the level. Both
+    `confidence(params, streams)` and `level(params, places)` return float32[B, T]. Later tokens attend to keys and
+    values computed from the stream of the exit. The caller caches the policy and adds the parameters. `tested` raises
+    UsageError if a model does not fit.
     """
 
     def check(num_layers: int) -> None:
@@ -39,7 +42,7 @@ def leaving(
     return DepthPolicy(
         plan=functools.partial(_plan, level),
         runs=lambda carry, layer: Sublayers(~carry.out, ~carry.out),
-        observe=functools.partial(_see, confidence),
+        observe=functools.partial(_observe, confidence),
         observed_layers=tested,
         repair="propagate",
         check=check,
@@ -48,14 +51,15 @@ def leaving(
 
 
 def every_so_many(every: int) -> Callable[[int], tuple[int, ...]]:
-    """`tested_layers` of any model. Raises: UsageError for a number below 1."""
+    """Return a `tested` function for any model. Raises: UsageError for a number below 1."""
     if every < 1:
         raise UsageError(f"every must be at least 1, not {every}")
     return functools.partial(tested_layers, every)
 
 
 def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
-    """The layers, from 0, behind which a token may leave: behind the last there is nothing to save.
+    """Return the layers, from 0, after which a token may exit. The last is excluded because an exit there saves no
+    work.
 
     Raises: UsageError if there are none.
     """
@@ -65,26 +69,28 @@ def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
 
 
 def threshold_level(threshold: Array, places: TokenPositions) -> Array:
-    """float32[B, T]: one threshold for all; above 1 no token leaves, also where a probability is rounded to 1."""
+    """Return float32[B, T]: one threshold for all tokens. A threshold above 1 disables exits, also at a probability of
+    1.
+    """
     return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
 
 
-def _plan(level, params: PyTree, places: TokenPositions, own: PyTree, num_layers: int) -> Exits:
+def _plan(level, params: PyTree, places: TokenPositions, state: PyTree, num_layers: int) -> Exits:
     return Exits(jnp.zeros(places.positions.shape, bool), places.is_generated, level(params, places))
 
 
-def _see(confidence, params: PyTree, carry: Exits, seen: LayerStreams) -> Exits:
+def _observe(confidence, params: PyTree, carry: Exits, streams: LayerStreams) -> Exits:
     undecided = carry.may & ~carry.out
 
     def judge():
-        return carry.out | (undecided & (confidence(params, seen) >= carry.level))
+        return carry.out | (undecided & (confidence(params, streams) >= carry.level))
 
     # Of a chunk within all prompts nothing is asked: a confidence may cost the head over all of its tokens.
     return carry._replace(out=jax.lax.cond(jnp.any(undecided), judge, lambda: carry.out))
 
 
 def similarity(x: Array, y: Array) -> Array:
-    """float32[B, T]: the cosine of the angle between streams [B, T, D]."""
+    """Return float32[B, T]: the cosine similarity of streams [B, T, D]."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     product = jnp.sum(x * y, -1)
     return product * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1) * jnp.sum(y * y, -1), 1e-30))

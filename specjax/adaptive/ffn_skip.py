@@ -44,10 +44,10 @@ METHOD = Method(
 
 
 def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2, warm_up: int = 8) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, ffn_skip())`.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, ffn_skip())`.
 
     Args:
-      threshold: s. It is a parameter, an array: another one compiles nothing anew.
+      threshold: s, an array parameter. Another value does not compile again.
       first, last: layers of the cold regions; default of the first: an eighth of the model, at least 2.
       warm_up: generated tokens that run everything.
     """
@@ -73,7 +73,7 @@ def _ffn_skip(first: int | None, last: int, warm_up: int) -> DepthPolicy:
             raise UsageError(f"first and last must leave some of the {num_layers} layers, not {begin} and {last}")
         return begin, num_layers - last
 
-    def plan(params, places: TokenPositions, own, num_layers: int) -> _Skipping:
+    def plan(params, places: TokenPositions, state, num_layers: int) -> _Skipping:
         may = places.is_generated & (places.num_generated >= warm_up)
         return _Skipping(jnp.zeros(may.shape, bool), may, *between(num_layers))
 
@@ -81,8 +81,8 @@ def _ffn_skip(first: int | None, last: int, warm_up: int) -> DepthPolicy:
         inside = (layer >= carry.begin) & (layer < carry.end)
         return Sublayers(jnp.ones(carry.now.shape, bool), ~(carry.now & inside))
 
-    def see(threshold, carry: _Skipping, seen: LayerStreams) -> _Skipping:
-        alike = similarity(seen.after_attention, seen.after_mlp) >= threshold
+    def see(threshold, carry: _Skipping, layer_streams: LayerStreams) -> _Skipping:
+        alike = similarity(layer_streams.after_attention, layer_streams.after_mlp) >= threshold
         return carry._replace(now=carry.now | (carry.may & alike))
 
     return DepthPolicy(

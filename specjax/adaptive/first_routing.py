@@ -41,14 +41,14 @@ METHOD = Method(
 
 
 class Routers(NamedTuple):
-    """Linear, one for each layer."""
+    """Linear routers, one for each layer."""
 
     weight: Array  # float32[layers, D]
     bias: Array  # float32[layers]
 
 
-class Asked(NamedTuple):
-    """What the routers said of a prompt."""
+class GateSums(NamedTuple):
+    """Sums of the router outputs over a prompt."""
 
     total: Array  # float32[B, layers]
     tokens: Array  # int32[B], how many were asked
@@ -56,11 +56,13 @@ class Asked(NamedTuple):
 
 class _Routed(NamedTuple):
     runs: Array  # bool[B, T, layers]
-    said: Array  # float32[B, T, layers]
+    gates: Array  # float32[B, T, layers]
 
 
 def first(routers: Routers) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, first(routers))`; `train_routers` makes some."""
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, first(routers))`. `train_routers` returns
+    routers.
+    """
     if routers.weight.ndim != 2 or routers.bias.shape != routers.weight.shape[:1]:
         raise UsageError(
             f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
@@ -77,46 +79,50 @@ def _first(layers: int) -> DepthPolicy:
     return DepthPolicy(
         plan=_plan,
         runs=_runs,
-        observe=_see,
-        init_state=_start,
-        record=_note,
-        update_state=_learn,
+        observe=_observe,
+        init_state=_init_state,
+        record=_record_gates,
+        update_state=_accumulate,
         check=check,
         name="first",
     )
 
 
-def _start(batch: int, num_layers: int) -> Asked:
-    return Asked(jnp.zeros((batch, num_layers)), jnp.zeros((batch,), jnp.int32))
+def _init_state(batch: int, num_layers: int) -> GateSums:
+    return GateSums(jnp.zeros((batch, num_layers)), jnp.zeros((batch,), jnp.int32))
 
 
-def _plan(params: Routers, places: TokenPositions, asked: Asked, num_layers: int) -> _Routed:
-    chosen = (asked.total >= 0.5 * asked.tokens[:, None])[:, None]
-    runs = chosen | ~places.is_generated[..., None]
+def _plan(params: Routers, places: TokenPositions, sums: GateSums, num_layers: int) -> _Routed:
+    selected = (sums.total >= 0.5 * sums.tokens[:, None])[:, None]
+    runs = selected | ~places.is_generated[..., None]
     return _Routed(runs, jnp.zeros(runs.shape, jnp.float32))
 
 
 def _runs(carry: _Routed, layer) -> Sublayers:
-    here = carry.runs[..., layer]
-    return Sublayers(here, here)
+    layer_runs = carry.runs[..., layer]
+    return Sublayers(layer_runs, layer_runs)
 
 
 def gate(routers: Routers, layer, stream: Array) -> Array:
-    """float32[B, T]: r of layer `layer` for the stream [B, T, D] before it."""
+    """Return float32[B, T]: r of layer `layer` for the stream [B, T, D] before it."""
     return jax.nn.sigmoid(stream.astype(jnp.float32) @ routers.weight[layer] + routers.bias[layer])
 
 
-def _see(params: Routers, carry: _Routed, seen: LayerStreams) -> _Routed:
-    return carry._replace(said=carry.said.at[..., seen.layer].set(gate(params, seen.layer, seen.before_layer)))
+def _observe(params: Routers, carry: _Routed, streams: LayerStreams) -> _Routed:
+    return carry._replace(
+        gates=carry.gates.at[..., streams.layer].set(gate(params, streams.layer, streams.before_layer))
+    )
 
 
-def _note(carry: _Routed) -> Array:
-    return carry.said
+def _record_gates(carry: _Routed) -> Array:
+    return carry.gates
 
 
-def _learn(asked: Asked, said: Array, places: TokenPositions, taken: Array) -> Asked:
+def _accumulate(sums: GateSums, gates: Array, places: TokenPositions, taken: Array) -> GateSums:
     counts = taken & (places.positions < places.prompt_length[:, None] - 1)
-    return Asked(asked.total + jnp.sum(said * counts[..., None], 1), asked.tokens + jnp.sum(counts, 1, dtype=jnp.int32))
+    return GateSums(
+        sums.total + jnp.sum(gates * counts[..., None], 1), sums.tokens + jnp.sum(counts, 1, dtype=jnp.int32)
+    )
 
 
 def train_routers(
@@ -130,10 +136,10 @@ def train_routers(
     steps: int = 100,
     learning_rate: float = 1e-2,
 ) -> Routers:
-    """Routers of a target that does not change, from texts as `fit` takes them.
+    """Train routers for a frozen target, from texts as in `fit`.
 
-    Every layer l is run, and h_{l+1} = r f_l(h_l) + (1 - r) h_l; the loss is that of the text and `weight` times the
-    mean of r. bias: of all routers at the beginning, whose weights are zeros.
+    Every layer l runs, and h_{l+1} = r f_l(h_l) + (1 - r) h_l. The loss is that of the text plus `weight` times the
+    mean of r. bias: initial bias of all routers. Their weights start at zero.
     """
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     blank = Routers(jnp.zeros((layers, width)), jnp.full((layers,), bias))
@@ -145,22 +151,24 @@ def train_routers(
 
 @functools.cache
 def _mean_gate(weight: float):
-    return lambda said: weight * jnp.mean(said)
+    return lambda gates: weight * jnp.mean(gates)
 
 
 @functools.cache
 def _soft(layers: int) -> DepthPolicy:
-    """All layers run, each as far as its router says."""
+    """Return a policy in which all layers run, scaled by their router outputs."""
 
-    def plan(params: Routers, places: TokenPositions, own, num_layers: int) -> _Routed:
+    def plan(params: Routers, places: TokenPositions, state, num_layers: int) -> _Routed:
         shape = (*places.positions.shape, num_layers)
         return _Routed(jnp.ones(shape, bool), jnp.zeros(shape))
 
-    def become(params: Routers, carry: _Routed, seen: LayerStreams) -> Array:
-        r = gate(params, seen.layer, seen.before_layer)[..., None]
-        return (r * seen.after_mlp + (1 - r) * seen.before_layer).astype(seen.after_mlp.dtype)
+    def become(params: Routers, carry: _Routed, streams: LayerStreams) -> Array:
+        r = gate(params, streams.layer, streams.before_layer)[..., None]
+        return (r * streams.after_mlp + (1 - r) * streams.before_layer).astype(streams.after_mlp.dtype)
 
-    return DepthPolicy(plan=plan, runs=_runs, observe=_see, record=_note, replace_stream=become, name="first_trained")
+    return DepthPolicy(
+        plan=plan, runs=_runs, observe=_observe, record=_record_gates, replace_stream=become, name="first_trained"
+    )
 
 
 def train_lora(
@@ -176,11 +184,10 @@ def train_lora(
     steps: int = 100,
     learning_rate: float = 1e-3,
 ) -> tuple[Target, Array]:
-    """The second stage: the target with low-rank changes of its queries' and values' projections, under which it holds
-    the texts likelier with the layers that the frozen routers leave, and the loss of each step.
+    """Train the second stage: low-rank changes of the query and value projections, with frozen routers.
 
-    Texts as `fit` takes them. The routers see the changed model, in each step anew, as they will when it decodes. For
-    `skip_layers(target, first(routers))` with the target that this returns.
+    The routers read the changed model again in each step, as in decoding. Texts are as in `fit`. Returns the changed
+    target for `skip_layers(target, first(routers))`, and the loss of each step.
     """
     model = skip_layers(target, first(routers)).model
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -193,16 +200,17 @@ def train_lora(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _train_lora(
-    model: Model, whole: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens, prompt,
+    model: Model, full_model: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens,
+    prompt,
     length,
 ):  # fmt: skip
     def loss(changes: LoraWeights) -> Array:
-        both = {"base": apply_lora(Target(whole, base), changes, alpha).params, "depth": routers}
+        both = {"base": apply_lora(Target(full_model, base), changes, alpha).params, "depth": routers}
         memory = model.start_cache(both, None, prompt, 0)
         # The prompt is read once to ask the routers, with what the answer runs still open.
         _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        asked = _learn(memory.state, pending.records, TokenPositions(place, prompt), place < prompt[:, None])
-        return surprise(model, both, tokens, prompt, length, memory._replace(state=asked))[0]
+        sums = _accumulate(memory.state, pending.records, TokenPositions(place, prompt), place < prompt[:, None])
+        return surprise(model, both, tokens, prompt, length, memory._replace(state=sums))[0]
 
     return descend(loss, changes, steps, learning_rate)

@@ -1,4 +1,4 @@
-"""Training what a depth brings along, with the target frozen: routers, corrections."""
+"""Training of a depth policy's parameters, such as routers and corrections, with a frozen target."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def fit(
     learning_rate: float = 1e-3,
     penalty: Callable[[PyTree], Array] = _free,
 ) -> tuple[DepthPolicy, Array]:
-    """`depth` with parameters under which the thinned target holds the texts likelier, and the loss of each step.
+    """Return `depth` with trained parameters, and the loss of each step.
 
-    Of texts `tokens` int32[B, T], of `length` int32[B] tokens of which the first `prompt` int32[B] are given: the mean
-    cross entropy of what follows, and `penalty(noted)` of what the depth notes. One pass over the texts is, for every
-    token, what decoding it runs; all texts are one batch.
+    The loss is the mean cross entropy of the tokens after the prompts, plus `penalty(records)` of the policy's records.
+    tokens: int32[B, T], of `length` int32[B] tokens, with prompts of `prompt` int32[B]. One pass over the texts runs
+    the same layers for each token as decoding. All texts are one batch.
     """
     model = skip_layers(target, depth).model
     params, losses = _fit(model, penalty, steps, learning_rate, target.params, depth.params, tokens, prompt, length)
@@ -54,7 +54,7 @@ def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, 
 def surprise(
     model: Model, params: PyTree, tokens: Array, prompt: Array, length: Array, cache: PyTree
 ) -> tuple[Array, PyTree]:
-    """The mean cross entropy of what follows the prompts in texts as `fit` takes them, and what is pending."""
+    """Return (mean cross entropy of the tokens after the prompts, pending cache entries). Texts are as in `fit`."""
     place = jnp.arange(tokens.shape[1] - 1)
     counts = (place >= prompt[:, None] - 1) & (place < length[:, None] - 1)
     output, pending = one_pass(model, params, tokens, cache)

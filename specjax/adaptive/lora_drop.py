@@ -42,7 +42,7 @@ METHOD = Method(
 
 
 class Corrections(NamedTuple):
-    """What stands for the droppable layers; zeros for the others."""
+    """Low-rank corrections for the droppable layers; zeros for the other layers."""
 
     down: Array  # float32[layers, r, D], A
     up: Array  # float32[layers, D, r], B
@@ -51,14 +51,15 @@ class Corrections(NamedTuple):
 class _Drop(NamedTuple):
     refreshes: Array  # bool[B, T]
     same: Array  # bool[B, T, T], which token of this pass each one's o_l is of, if any
-    kept: Array  # [B, droppable, D], o_l of the last refresh before this pass
+    stored: Array  # [B, droppable, D], o_l of the last refresh before this pass
     streams: Array  # [B, T, droppable, D], what they are behind the tokens of this pass
 
 
 def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
 
-    corrections: `blank_corrections` makes some, `fit` trains them. every: k. alpha: as above; r is the corrections'.
+    corrections: from `blank_corrections`, trained by `fit`. every: k. alpha: as in the module text; r is that of the
+    corrections.
     """
     if every < 1:
         raise UsageError(f"every must be at least 1, not {every}")
@@ -71,14 +72,14 @@ def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) 
 
 
 def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
-    """Of zeros, as B is: layers that are dropped repeat what they gave last."""
+    """Return corrections of zeros, as B is. Dropped layers then repeat their last output."""
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     down = jax.random.normal(key, (layers, rank, width), jnp.float32) * width**-0.5
     return Corrections(down, jnp.zeros((layers, width, rank), jnp.float32))
 
 
 def droppable(num_layers: int) -> tuple[int, ...]:
-    """Three layers of four."""
+    """Return three layers of four."""
     return tuple(layer for layer in range(num_layers) if layer % 4)
 
 
@@ -96,40 +97,45 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
     def start(batch: int, num_layers: int) -> Array:
         return jnp.zeros((batch, len(which), width), dtype)
 
-    def plan(params: Corrections, places: TokenPositions, kept: Array, num_layers: int) -> _Drop:
+    def plan(params: Corrections, places: TokenPositions, stored: Array, num_layers: int) -> _Drop:
         wanted = places.positions - jnp.where(places.is_generated, places.num_generated % every, 0)
         assert places.mask is not None
         same = places.mask & (places.positions[:, None, :] == wanted[:, :, None])
         refreshes = refreshing(places)
-        return _Drop(refreshes, same, kept, jnp.zeros((*refreshes.shape, len(which), width), dtype))
+        return _Drop(refreshes, same, stored, jnp.zeros((*refreshes.shape, len(which), width), dtype))
 
     def runs(carry: _Drop, layer: int) -> Sublayers:
-        here = carry.refreshes if layer in which else jnp.ones_like(carry.refreshes)
-        return Sublayers(here, here)
+        layer_runs = carry.refreshes if layer in which else jnp.ones_like(carry.refreshes)
+        return Sublayers(layer_runs, layer_runs)
 
-    def become(params: Corrections, carry: _Drop, seen: LayerStreams) -> Array:
-        if seen.layer not in which:
-            return seen.after_mlp
-        after = seen.after_mlp.astype(jnp.float32)
-        kept = carry.kept[:, which.index(seen.layer)].astype(jnp.float32)[:, None]
-        here = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), after)
-        anchor = jnp.where(jnp.any(carry.same, 2)[..., None], here, kept)
-        down, up = params.down[seen.layer], params.up[seen.layer]
-        correction = alpha / down.shape[0] * (seen.before_layer.astype(jnp.float32) @ down.T) @ up.T
-        return jnp.where(carry.refreshes[..., None], seen.after_mlp, (anchor + correction).astype(seen.after_mlp.dtype))
+    def become(params: Corrections, carry: _Drop, layer_streams: LayerStreams) -> Array:
+        if layer_streams.layer not in which:
+            return layer_streams.after_mlp
+        output = layer_streams.after_mlp.astype(jnp.float32)
+        stored = carry.stored[:, which.index(layer_streams.layer)].astype(jnp.float32)[:, None]
+        layer_runs = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), output)
+        anchor = jnp.where(jnp.any(carry.same, 2)[..., None], layer_runs, stored)
+        down, up = params.down[layer_streams.layer], params.up[layer_streams.layer]
+        correction = alpha / down.shape[0] * (layer_streams.before_layer.astype(jnp.float32) @ down.T) @ up.T
+        return jnp.where(
+            carry.refreshes[..., None],
+            layer_streams.after_mlp,
+            (anchor + correction).astype(layer_streams.after_mlp.dtype),
+        )
 
-    def see(params: Corrections, carry: _Drop, seen: LayerStreams) -> _Drop:
-        place = which.index(seen.layer)
-        return carry._replace(streams=carry.streams.at[:, :, place].set(seen.after_mlp.astype(dtype)))
+    def see(params: Corrections, carry: _Drop, layer_streams: LayerStreams) -> _Drop:
+        place = which.index(layer_streams.layer)
+        return carry._replace(streams=carry.streams.at[:, :, place].set(layer_streams.after_mlp.astype(dtype)))
 
-    def learn(kept: Array, streams: Array, places: TokenPositions, taken: Array) -> Array:
+    def learn(stored: Array, streams: Array, places: TokenPositions, taken: Array) -> Array:
         order = jnp.where(taken & refreshing(places), jnp.arange(taken.shape[1]), -1)
         last = jnp.argmax(order, 1)
         newest = jnp.take_along_axis(streams, last[:, None, None, None], 1)[:, 0]
-        return jnp.where((jnp.max(order, 1) >= 0)[:, None, None], newest, kept)
+        return jnp.where((jnp.max(order, 1) >= 0)[:, None, None], newest, stored)
 
     return DepthPolicy(
-        plan=plan, runs=runs, replace_stream=become, observe=see, observed_layers=lambda num_layers: which, init_state=start,
+        plan=plan, runs=runs, replace_stream=become, observe=see, observed_layers=lambda num_layers: which,
+        init_state=start,
         record=lambda carry: carry.streams, update_state=learn, sparse_layers=droppable, check=check, width=width,
         name="lora_drop",
     )  # fmt: skip

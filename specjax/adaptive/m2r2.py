@@ -1,9 +1,11 @@
 """Training the fast stream of M2R2 (Bhendawade, Najibi, Naik, Belousova 2025, arXiv 2502.02040), target frozen.
 
-Loss: sum over the layers l up to E, with p the target's distribution and L its layers, of
-  SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D,
-and the binary cross entropy of the router and whether the fast stream names the token that the target names. The router
-alone learns from the latter.
+Loss: p is the target's distribution, and L its number of layers. The sum over the layers l up to E has the terms
+
+    SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D.
+
+The router's loss is the binary cross entropy of its output and the label "the fast stream predicts the target's token".
+Only the router learns from it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ALIGNMENT = 0.1
 
 
 class Streams(NamedTuple):
-    """What two passes over texts say."""
+    """Outputs of two passes over texts."""
 
     predicted: Array  # float32[], the mean over layers of the soft cross entropy of the fast stream
     apart: Array  # float32[], the sum over layers of how far the fast stream is from the slow one above
@@ -40,8 +42,9 @@ class Streams(NamedTuple):
 
 
 def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
-    """A stream that is not faster than the target's own yet. changes: `exit_layer`, `rank` and others of
-    `specjax.models.heads.m2r2.M2R2Config`."""
+    """Return an untrained head, with a stream equal to the target's. changes: `exit_layer`, `rank` and other fields of
+    `specjax.models.heads.m2r2.M2R2Config`.
+    """
     check_layers(target.model)
     config = of_target(target.model.config, **changes)
     check_target(config, target.model)
@@ -53,7 +56,7 @@ def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
 def train_m2r2(
     target: Target, head: DraftHead, tokens: Array, length: Array, *, steps: int = 200, learning_rate: float = 1e-3
 ) -> tuple[DraftHead, Array]:
-    """The head after `steps`, and the loss of each. tokens: int32[B, T], of `length` int32[B] tokens; one batch.
+    """Return the trained head, and the loss of each step. tokens: int32[B, T], of `length` int32[B] tokens; one batch.
 
     Raises: UsageError for a head of another kind, or of another target.
     """
@@ -72,7 +75,7 @@ def _train(model: Model, config: M2R2Config, steps: int, learning_rate: float, b
 
 
 def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, tokens: Array, length: Array) -> Streams:
-    """The slow stream and the fast one over texts `tokens` int32[B, T]."""
+    """Return the slow stream and the fast one over texts `tokens` int32[B, T]."""
     module, head = bind(M2R2, config)(params), model.head
     assert head is not None
     layers = tuple(range(1, config.exit_layer + 1))

@@ -38,20 +38,23 @@ METHOD = Method(
 
 
 def matformer(share: float = 0.25) -> DepthPolicy:
-    """For `drafters.thinned(target, matformer())`, or `specjax.adaptive.skip_layers`. share: m in the width of the MLPs."""
+    """Return the depth policy for `drafters.thinned(target, matformer())`, or `specjax.adaptive.skip_layers`.
+
+    share: m as a share of the MLP width.
+    """
     if not 0 < share <= 1:
         raise UsageError(f"share must be above 0 and at most 1, not {share}")
     return _matformer(float(share))
 
 
 def units(share: float, mlp_width: int) -> int:
-    """m, at least 1."""
+    """Return m, at least 1."""
     return max(1, round(share * mlp_width))
 
 
 @functools.cache
 def _matformer(share: float) -> DepthPolicy:
-    def plan(params, places: TokenPositions, own, num_layers: int) -> Array:
+    def plan(params, places: TokenPositions, state, num_layers: int) -> Array:
         return jnp.ones(places.positions.shape, bool)
 
     return DepthPolicy(
@@ -61,7 +64,7 @@ def _matformer(share: float) -> DepthPolicy:
 
 
 def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[float, ...]) -> Array:
-    """The mean over `shares` of the cross entropy of the next token.
+    """Return the mean over `shares` of the next-token cross entropy.
 
     tokens: int32[B, T], of `length` int32[B] tokens.
     """
@@ -78,7 +81,7 @@ def train_nested(
     target: Target, tokens: Array, length: Array, *, shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0),
     steps: int = 100, learning_rate: float = 1e-3,
 ) -> tuple[Target, Array]:  # fmt: skip
-    """A target all of whose granularities say something of the text, and the loss of each step; one batch."""
+    """Train a target at all granularities, in one batch. Returns the target and the loss of each step."""
     params, losses = _train(target.model, shares, steps, learning_rate, target.params, tokens, length)
     return Target(target.model, params), losses
 

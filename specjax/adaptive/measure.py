@@ -1,4 +1,4 @@
-"""What a thinned model runs of a text, and how likely it holds it: one reading, no decoding."""
+"""Layer use and log-probabilities of a thinned model over given texts, from one pass without decoding."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from specjax.types import Array, Model, Sublayers, Target
 
 
 class Reading(NamedTuple):
-    """Of answers, entry i of the pass that writes token i of the answer; those behind the last mean nothing."""
+    """Results for answers. Entry i belongs to the pass that writes token i of the answer. Entries after the last are
+    undefined.
+    """
 
     ran: Sublayers  # bool[B, L, layers] each: the sublayers that it runs; for the first token all, as of a prompt
     logprobs: Array  # float32[B, L], of the token
-    said: Array  # int32[B, L], the likeliest token
+    likeliest: Array  # int32[B, L], the likeliest token
 
 
-def read(
-    target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array | Sequence[int]
-) -> Reading:
-    """What `target` does with texts `tokens` int32[B, L] whose first `prompt` int32[B] tokens, 1 or more, are given.
+def read(target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array | Sequence[int]) -> Reading:
+    """Return the layer use and log-probabilities of `target` on texts `tokens` int32[B, L].
 
-    What a token runs does not depend on those behind it, nor on how many are read at once. So this is what decoding
-    these texts runs; a model that is not thinned runs all of its layers.
+    prompt: int32[B], prompt lengths of 1 or more. The layers of a token do not depend on later tokens or on the chunk
+    size. The result is therefore the work of decoding these texts. A model that is not thinned runs all layers.
     """
     return _read(target.model, target.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(prompt, jnp.int32))
 
@@ -43,16 +43,16 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
     at = lambda place: take_along(tokens, jnp.minimum(place, size - 1), 1)
 
     def chunk(carry, _):
-        cache, held = carry
-        positions = held[:, None] + offset
+        cache, num_read = carry
+        positions = num_read[:, None] + offset
         output, pending = model.forward(params, at(positions), cache, positions=positions, mask=mask)
         log_p = jax.nn.log_softmax(output.logits)
         logprobs = take_along(log_p, at(positions + 1)[..., None], 2)[..., 0]
         every = jnp.ones((*positions.shape, model.capabilities.num_layers), bool)
         ran = pending.ran if isinstance(pending, SkippingPending) else Sublayers(every, every)
-        here = Reading(ran, logprobs, jnp.argmax(log_p, -1).astype(jnp.int32))
-        count = jnp.clip(size - held, 0, CHUNK)
-        return (model.commit(cache, pending, path, count), held + count), here
+        reading = Reading(ran, logprobs, jnp.argmax(log_p, -1).astype(jnp.int32))
+        count = jnp.clip(size - num_read, 0, CHUNK)
+        return (model.commit(cache, pending, path, count), num_read + count), reading
 
     cache = model.start_cache(params, None, prompt, size + CHUNK + 1)
     start = prefill(model, params, cache, tokens, prompt - 1), prompt - 1
@@ -62,10 +62,10 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
 
 
 def share_run(ran: Sublayers, counts: Array, config) -> Array:
-    """float32[]: which part of the weights of the layers the tokens `counts` bool[B, L] were multiplied with.
+    """Return float32[]: the share of the layers' weights used by the tokens `counts` bool[B, L].
 
-    config: of the whole model. The head, what the tests of a method cost, and keys and values that are propagated
-    (`models.depth.Repair`) are not in it.
+    config: of the full model. The share excludes the head, the tests of a method, and propagated keys and values
+    (`models.depth.Repair`).
     """
     c = config
     attention = c.width * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)

@@ -1,4 +1,4 @@
-"""What the trainers of this folder share: one pass over whole texts, and Adam on a loss in one loop."""
+"""Code shared by the trainers of adaptive depth: one pass over full texts, and an Adam loop."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def descend(
     loss: Callable[..., Array], params: PyTree, steps: int, learning_rate: float | optax.GradientTransformation,
     key: Array | None = None,
 ) -> tuple[PyTree, Array]:  # fmt: skip
-    """The parameters after `steps`, and the loss before each: float32[steps]. Inside of `jit`.
+    """Return (parameters after `steps`, float32[steps] losses before each step). Call it inside `jit`.
 
-    learning_rate: of Adam, or another optimizer. key: if given, the loss gets one of its own in each step, behind the
-    parameters. Raises: UsageError for no number of steps.
+    learning_rate: of Adam, or another optimizer. key: if not None, the loss gets a separate key after the parameters in
+    each step. Raises: UsageError for a negative number of steps.
     """
     check_integer("steps", steps, 0)
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
     def step(carry, number):
         params, state = carry
-        own = () if key is None else (jax.random.fold_in(key, number),)
-        value, gradient = jax.value_and_grad(loss)(params, *own)
+        step_key = () if key is None else (jax.random.fold_in(key, number),)
+        value, gradient = jax.value_and_grad(loss)(params, *step_key)
         updates, state = optimizer.update(gradient, state)
         return (optax.apply_updates(params, updates), state), value
 
@@ -38,7 +38,7 @@ def descend(
 def one_pass(
     model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = (), **more
 ) -> tuple[Output, PyTree]:
-    """`Model.forward` over whole texts `tokens` int32[B, T], from their first token on. more: what else it takes."""
+    """Run `Model.forward` over full texts `tokens` int32[B, T]. more: further arguments of the forward."""
     batch, size = tokens.shape
     return model.forward(
         params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),

@@ -42,9 +42,10 @@ METHOD = Method(
 
 
 def s2d(threshold: float = 0.7, *, exits: int = 3) -> DepthPolicy:
-    """For `drafters.two_model(specjax.adaptive.skip_layers(draft, s2d()))`; `train_sorted` makes such a draft model.
+    """Return the depth policy for `drafters.two_model(specjax.adaptive.skip_layers(draft, s2d()))`.
 
-    threshold: theta, a parameter; above 1 only the last exit is taken. exits: K.
+    `train_sorted` trains such a draft model. threshold: theta, a parameter; above 1 only the last exit is used. exits:
+    K.
     """
     if math.isnan(threshold):
         raise UsageError("threshold must be a number")
@@ -54,7 +55,9 @@ def s2d(threshold: float = 0.7, *, exits: int = 3) -> DepthPolicy:
 
 
 def exit_layers(exits: int, num_layers: int) -> tuple[int, ...]:
-    """How many layers each exit has run, the last all. Raises: UsageError for more exits than layers."""
+    """Return the number of layers before each exit; the last exit has all. Raises: UsageError for more exits than
+    layers.
+    """
     if not 1 <= exits <= num_layers:
         raise UsageError(f"exits must be from 1 to the {num_layers} layers of the model, not {exits}")
     return tuple(round(num_layers * number / exits) for number in range(1, exits + 1))
@@ -68,13 +71,13 @@ def _s2d(exits: int) -> DepthPolicy:
     return leaving("s2d", _likeliest, threshold_level, tested)
 
 
-def _likeliest(params, seen: LayerStreams) -> Array:
-    logits = seen.head(seen.after_mlp)
+def _likeliest(params, layer_streams: LayerStreams) -> Array:
+    logits = layer_streams.head(layer_streams.after_mlp)
     return jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
 
 
 def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exits: tuple[int, ...]) -> Array:
-    """The mean over `exits`, layers that have run, of the cross entropy of what each says of the next token.
+    """Return the mean next-token cross entropy over `exits`, which are numbers of layers.
 
     tokens: int32[B, T], of `length` int32[B] tokens.
     """
@@ -92,9 +95,10 @@ def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exit
 def train_sorted(
     draft: Target, tokens: Array, length: Array, *, exits: int = 3, steps: int = 100, learning_rate: float = 1e-3
 ) -> tuple[Target, Array]:
-    """A draft model all of whose exits say something of the text, and the loss of each step; all texts are one batch.
+    """Train a draft model at all of its exits, in one batch. Returns the draft model and the loss of each step.
 
-    draft: may be the first layers of a target (`specjax.models.prune_layers`). Raises: UsageError for a model without taps.
+    draft: for example the first layers of a target (`specjax.models.prune_layers`). Raises: UsageError for a model
+    without taps.
     """
     able = draft.model.capabilities
     if not able.taps or draft.model.head is None:

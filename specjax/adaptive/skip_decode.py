@@ -46,11 +46,11 @@ def skip_decode(
     warm_up: int = 1,
     horizon: int = 128,
 ) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, skip_decode())`.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, skip_decode())`.
 
     Args:
-      speedup: the mean of the budgets is L / speedup. most, least: b_max and b_min; default: 1.5 times that mean, at
-        most L, and what is left of twice the mean.
+      speedup: the mean of the budgets is L / speedup. most, least: b_max and b_min. By default b_max is 1.5 times the
+        mean, at most L, and b_min is twice the mean minus b_max.
       warm_up: w, layers at the bottom that every token runs. horizon: T.
     """
     if not speedup >= 1:
@@ -64,21 +64,21 @@ def skip_decode(
 def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: int, horizon: int) -> DepthPolicy:
     bounds = functools.partial(budgets, speedup, most, least, warm_up)
 
-    def plan(params, places: TokenPositions, own, num_layers: int) -> Array:
+    def plan(params, places: TokenPositions, state, num_layers: int) -> Array:
         high, low = bounds(num_layers)
         share = jnp.minimum(places.num_generated, horizon) / horizon
         budget = jnp.round(high - (high - low) * share).astype(jnp.int32)
         return jnp.where(places.is_generated, num_layers - budget, 0)  # how many are left out
 
     def runs(skipped: Array, layer) -> Sublayers:
-        here = (layer < warm_up) | (layer >= warm_up + skipped)
-        return Sublayers(here, here)
+        layer_runs = (layer < warm_up) | (layer >= warm_up + skipped)
+        return Sublayers(layer_runs, layer_runs)
 
     return DepthPolicy(plan=plan, runs=runs, check=lambda num_layers: bounds(num_layers) and None, name="skip_decode")
 
 
 def budgets(speedup: float, most: int | None, least: int | None, warm_up: int, num_layers: int) -> tuple[int, int]:
-    """(b_max, b_min). Raises: UsageError for some that the model does not have."""
+    """Return (b_max, b_min). Raises: UsageError for budgets outside the model's number of layers."""
     mean = num_layers / speedup
     high = round(min(num_layers, 1.5 * mean)) if most is None else most
     low = max(round(2 * mean - high), min(warm_up + 1, high)) if least is None else least

@@ -32,23 +32,26 @@ METHOD = Method(
 
 
 def unified(speedup: float = 1.5) -> DepthPolicy:
-    """For `specjax.adaptive.skip_layers(target, unified())`. speedup: the layers of the model in those that run."""
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, unified())`.
+
+    speedup: the ratio of the model's layers to the layers that run.
+    """
     if not speedup >= 1:
         raise UsageError(f"speedup must be at least 1, not {speedup}")
     return _unified(float(speedup))
 
 
 def kept_layers(speedup: float, num_layers: int) -> tuple[int, ...]:
-    """The layers that run."""
+    """Return the layers that run."""
     count = max(1, round(num_layers / speedup))
     return tuple(int(layer) for layer in np.round(np.linspace(0, num_layers - 1, count)))
 
 
 @functools.cache
 def _unified(speedup: float) -> DepthPolicy:
-    def plan(params, places: TokenPositions, own, num_layers: int):
-        kept = np.isin(np.arange(num_layers), kept_layers(speedup, num_layers))
-        return jnp.broadcast_to(kept, (*places.positions.shape, num_layers))
+    def plan(params, places: TokenPositions, state, num_layers: int):
+        layers = np.isin(np.arange(num_layers), kept_layers(speedup, num_layers))
+        return jnp.broadcast_to(layers, (*places.positions.shape, num_layers))
 
     def runs(carry, layer) -> Sublayers:
         return Sublayers(carry[..., layer], carry[..., layer])

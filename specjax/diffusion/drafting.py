@@ -1,18 +1,16 @@
-"""A denoiser as a drafter for an autoregressive target: several tokens for one of its passes.
+"""A denoiser as a drafter for an autoregressive target: each denoiser pass drafts several tokens.
 
 Christopher et al.: Speculative Diffusion Decoding (SpecDiff, 2024), arXiv 2408.05636; with several rounds as in
 DiffuSpec (Li et al. 2025, arXiv 2510.02358) and DEER (Cheng et al. 2025, arXiv 2512.15176), without their own path
 searches.
 
-Rule: the text is followed by W open columns. With one round all of them are drawn at once, each from its own row q_j =
-q(x_j | text): a chain with its true q. With several rounds a rule decides some columns after each pass, and what it
-decided is read in the next.
-Guarantee: distribution: the verifier's. That holds for several rounds because all their tokens are the likeliest ones,
-drafts without randomness. Drawn tokens would have no q(x_j | x_<j) there: in the order of confidence x_j may depend on
-tokens behind it, and p/q with the row that it was drawn from would be biased.
-Deviations: columns behind the draft, up to the end of its last block, are shown as open. A model with full attention
-reads the whole text in each round; a block-causal one keeps finished blocks, and reads what is new of the text with the
-draft.
+Rule: W open columns follow the text. With one round, every column is drawn from its own row q_j = q(x_j | text). This
+is a chain with its true q. With several rounds, a rule decides some columns in each pass, and the next pass reads them.
+Guarantee: distribution, by the verifier. It holds for several rounds because all their tokens are the likeliest ones,
+drafts without randomness. Drawn tokens would have no q(x_j | x_<j) there. In order of confidence, x_j may depend on
+later tokens, and p/q with the row that it was drawn from would be biased.
+Deviations: columns after the draft, up to the end of its last block, are read as open. A model with full attention
+reads the full text in each round. A block-causal model caches finished blocks, and reads new text with the draft.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ from specjax.numerics.sampling import draw, fold_in, node_keys, warp
 from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Traits, TreeSize
 
 
-class Kept(NamedTuple):
+class DenoiserDrafterState(NamedTuple):
     cache: PyTree  # of a block-causal model, of the text's finished blocks; of another, an empty one
     columns: Array  # int32[B], that it holds
 
 
 def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnRule | None = None) -> Drafter:
-    """A drafter of chains of `width` tokens.
+    """Return a drafter that proposes chains of `width` tokens.
 
     Args:
-      rounds: passes of the denoiser for a draft. rule: which columns a pass decides; default: the surest, an equal
-        share in each. What is left in the last round is decided then.
+      rounds: passes of the denoiser for one draft. rule: selects the columns that a pass decides. The default takes an
+        equal share of the surest columns in each pass. The last round decides all remaining columns.
 
-    Raises: UsageError for numbers below 1, or a rule that revises what it decided.
+    Raises: UsageError for numbers below 1, or a rule that revises decided columns.
     """
     for name, value in (("width", width), ("rounds", rounds)):
         if value < 1:
@@ -62,16 +60,17 @@ def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnR
 
 
 def _columns(denoiser: Denoiser, width: int) -> int:
-    """Columns of a pass over what a block-causal model has not kept: the text's last block, the tokens of a round, and
-    the draft to the end of its block."""
+    """Return the number of columns in one pass of a block-causal model over the uncached part: the text's last block,
+    the tokens of a round, and the draft to the end of its block.
+    """
     assert denoiser.block is not None
     return -(-(denoiser.block + 2 * width + 1) // denoiser.block) * denoiser.block
 
 
-def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: int) -> Kept:
-    """What is kept of the prompts, by a drafter of `width` tokens whose parameters begin with the denoiser.
+def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: int) -> DenoiserDrafterState:
+    """Initialise the drafter state from the prompts. The first entry of `params` is the denoiser.
 
-    Raises: UsageError for another vocabulary than the target's.
+    Raises: UsageError if the vocabulary differs from the target's.
     """
     denoiser = params[0]
     batch, size = context.tokens.shape
@@ -81,14 +80,16 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
             f"{context.target.model.vocab_size}; a draft needs the target's own"
         )
     if not denoiser.is_causal:
-        return Kept(denoiser.model.init_cache(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32))
+        return DenoiserDrafterState(
+            denoiser.model.init_cache(denoiser.params, None, batch, 1), jnp.zeros((batch,), jnp.int32)
+        )
     room = size + 2 * _columns(denoiser, width) + forward.extra_slots(denoiser)
     cache = denoiser.model.init_cache(denoiser.params, None, batch, room)
-    count = _finished(denoiser, context.length)
-    return Kept(forward.read_blocks(denoiser, cache, context.tokens, count), count)
+    count = _finished_columns(denoiser, context.length)
+    return DenoiserDrafterState(forward.read_blocks(denoiser, cache, context.tokens, count), count)
 
 
-def _finished(denoiser: Denoiser, length: Array) -> Array:
+def _finished_columns(denoiser: Denoiser, length: Array) -> Array:
     """int32[B]: columns of whole blocks before the last token, whose row may predict the next one."""
     assert denoiser.block is not None
     return (length - 1) // denoiser.block * denoiser.block
@@ -97,41 +98,45 @@ def _finished(denoiser: Denoiser, length: Array) -> Array:
 def _propose(
     params: tuple[Denoiser, ColumnRule],
     keys: Array,
-    state: Kept,
+    state: DenoiserDrafterState,
     context: Context,
     limit: Array,
     *,
     width: int,
     rounds: int,
-) -> tuple[TokenTree, Kept]:
+) -> tuple[TokenTree, DenoiserDrafterState]:
     denoiser, rule = params
     batch = len(context.tokens)
-    canvas, nothing = followed(context, width), jnp.zeros((batch,), jnp.int32)
+    canvas, nothing = open_canvas(context, width), jnp.zeros((batch,), jnp.int32)
     drafted = context.length[:, None] + jnp.arange(width)
-    chosen = rule.init(rule.params, canvas, width, denoiser.model.vocab_size)
+    rule_state = rule.init(rule.params, canvas, width, denoiser.model.vocab_size)
     pending, logits = None, jnp.zeros(())
     for number in range(rounds):
         hidden, pending = look(denoiser, state, canvas, width)
         logits = forward.compute_logits(denoiser, hidden)
         if rounds == 1:
             break
-        take, token, chosen = _decided(denoiser, rule, chosen, canvas, drafted, logits, keys, width, rounds, number)
+        take, token, rule_state = _decide_columns(
+            denoiser, rule, rule_state, canvas, drafted, logits, keys, width, rounds, number
+        )
         canvas = forward.decide_columns(canvas, drafted, take, token)._replace(passes=nothing + number + 1)
     if rounds == 1:
         rows = warp(logits, context.sampling)
         if context.noise is None:
-            own = fold_in(keys[:, None], jnp.arange(width))
+            draw_keys = fold_in(keys[:, None], jnp.arange(width))
         else:  # that of the target's own draws
-            own = node_keys(context.noise, context.length, jnp.broadcast_to(jnp.arange(width), (batch, width)))
-        token = draw(own, rows)
+            draw_keys = node_keys(context.noise, context.length, jnp.broadcast_to(jnp.arange(width), (batch, width)))
+        token = draw(draw_keys, rows)
         logits = jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
     else:
         token = take_along(canvas.tokens, drafted, 1)
-    return chain(context, token, limit, logits if rounds == 1 else None), keep(denoiser, state, context, pending, width)
+    return build_chain(context, token, limit, logits if rounds == 1 else None), update_cache(
+        denoiser, state, context, pending, width
+    )
 
 
-def followed(context: Context, width: int) -> Canvas:
-    """The text, and `width` open columns behind it."""
+def open_canvas(context: Context, width: int) -> Canvas:
+    """Return a canvas of the text followed by `width` open columns."""
     batch, size = context.tokens.shape
     opened = jnp.arange(size + width) >= context.length[:, None]
     decided_at, nothing = jnp.where(opened, -1, jnp.full(opened.shape, -2)), jnp.zeros((batch,), jnp.int32)
@@ -139,8 +144,11 @@ def followed(context: Context, width: int) -> Canvas:
     return Canvas(tokens, opened, context.length, context.length + width, nothing, decided_at, nothing)
 
 
-def chain(context: Context, token: Array, limit: Array, logits: Array | None = None) -> TokenTree:
-    """The root and the first `limit` [B] of tokens [B, W]. logits: float32[B, 1 + W, V], that they were drawn from."""
+def build_chain(context: Context, token: Array, limit: Array, logits: Array | None = None) -> TokenTree:
+    """Return a chain of the root and the first `limit` [B] of tokens [B, W].
+
+    logits: float32[B, 1 + W, V], the rows that the tokens were drawn from.
+    """
     node = jnp.arange(token.shape[1] + 1)
     return TokenTree(
         tokens=jnp.concatenate([context.root, token], 1),
@@ -150,17 +158,21 @@ def chain(context: Context, token: Array, limit: Array, logits: Array | None = N
     )
 
 
-def keep(denoiser: Denoiser, state: Kept, context: Context, pending: PyTree, width: int) -> Kept:
-    """With the text's finished blocks, of a block-causal model; pending: what the last look left."""
+def update_cache(
+    denoiser: Denoiser, state: DenoiserDrafterState, context: Context, pending: PyTree, width: int
+) -> DenoiserDrafterState:
+    """Return the state after a block-causal model caches the newly finished blocks. pending: the pending output of the
+    last `look`.
+    """
     if not denoiser.is_causal:
         return state
     path = jnp.broadcast_to(jnp.arange(_columns(denoiser, width)), (len(state.columns), _columns(denoiser, width)))
-    count = _finished(denoiser, context.length) - state.columns
-    return Kept(denoiser.model.commit(state.cache, pending, path, count), state.columns + count)
+    count = _finished_columns(denoiser, context.length) - state.columns
+    return DenoiserDrafterState(denoiser.model.commit(state.cache, pending, path, count), state.columns + count)
 
 
-def look(denoiser: Denoiser, state: Kept, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
-    """(hidden [B, W, D] that predict the columns behind the text, what is pending)."""
+def look(denoiser: Denoiser, state: DenoiserDrafterState, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
+    """Return (hidden [B, W, D] that predict the columns after the text, pending cache entries)."""
     if denoiser.block is None:
         hidden, pending = forward.forward_canvas(denoiser, state.cache, canvas)
         return forward.align_rows(denoiser, hidden, canvas.start, width), pending
@@ -176,11 +188,11 @@ def look(denoiser: Denoiser, state: Kept, canvas: Canvas, width: int) -> tuple[A
     return forward.align_rows(denoiser, hidden, canvas.start - state.columns, width), pending
 
 
-def _decided(
-    denoiser: Denoiser, rule: ColumnRule, chosen: PyTree, canvas: Canvas, drafted: Array, logits: Array, keys: Array,
-    width: int, rounds: int, number: int,
+def _decide_columns(
+    denoiser: Denoiser, rule: ColumnRule, rule_state: PyTree, canvas: Canvas, drafted: Array, logits: Array,
+    keys: Array, width: int, rounds: int, number: int,
 ) -> tuple[Array, Array, PyTree]:  # fmt: skip
-    """(take, token, state) of a round, all that is left in the last."""
+    """Return (take, token, state) of a round. The last round takes all remaining columns."""
     opened = take_along(canvas.open, drafted, 1)
     token = first_largest(logits)
     everywhere = jnp.ones((len(drafted),), bool)
@@ -198,5 +210,5 @@ def _decided(
         passes=canvas.passes,
     )
     share = jnp.full((len(drafted),), -(-width // rounds), jnp.int32)
-    take, token, chosen = rule.select(rule.params, chosen, Proposal(token, logits, logits), view, share)
-    return opened & (take | (number == rounds - 1)), token, chosen
+    take, token, rule_state = rule.select(rule.params, rule_state, Proposal(token, logits, logits), view, share)
+    return opened & (take | (number == rounds - 1)), token, rule_state

@@ -1,4 +1,4 @@
-"""The canvases of a job while they fill up, driven from Python: for what shows them."""
+"""Canvases of a denoising job after every pass, for programs that display them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.types import DecodeState
 
 
 class Frame(NamedTuple):
-    """Of all rows, after a pass; numpy."""
+    """State of all rows after a pass, as numpy arrays."""
 
     tokens: np.ndarray  # int32[B, N]
     open: np.ndarray  # bool[B, N]
@@ -30,28 +30,29 @@ class Frame(NamedTuple):
     finite: np.ndarray  # bool[B]
 
     def final(self, row: int) -> list[int]:
-        """The new tokens of a row that will not change any more."""
+        """Return the new tokens of a row that are final."""
         return self.tokens[row, self.start[row] : self.length[row]].tolist()
 
     def order(self, row: int) -> list[int]:
-        """The pass that decided each of them."""
+        """Return the pass that decided each final token."""
         return self.decided_at[row, self.start[row] : self.length[row]].tolist()
 
 
 def frames(job: Job) -> Generator[Frame, None, None]:
-    """After each pass of a denoising job, until all rows have ended."""
-    state, ended, over = start(job), np.zeros(len(job.lengths), bool), False
-    while not over:
+    """Yield a frame after each pass of a denoising job, until all rows have ended."""
+    state, ended, finished = start(job), np.zeros(len(job.lengths), bool), False
+    while not finished:
         state, info, is_over = step(job.parts, state)
-        seen, hit, over = jax.device_get((_seen(state), info.hit_eos, is_over))
+        frame, hit, finished = jax.device_get((_read_state(state), info.hit_eos, is_over))
         ended = ended | hit
-        yield Frame(**seen, hit_eos=ended)
+        yield Frame(**frame, hit_eos=ended)
 
 
-def _seen(state: DecodeState) -> dict:
-    own: DenoisingState = state.draft
+def _read_state(state: DecodeState) -> dict:
+    denoising: DenoisingState = state.draft
     return {
-        "tokens": state.tokens, "open": own.open, "decided_at": own.decided_at, "start": own.start, "stop": state.stop,
-        "length": state.length, "passes": own.passes, "columns": own.columns, "done": state.done,
+        "tokens": state.tokens, "open": denoising.open, "decided_at": denoising.decided_at, "start": denoising.start,
+        "stop": state.stop,
+        "length": state.length, "passes": denoising.passes, "columns": denoising.columns, "done": state.done,
         "finite": state.finite,
     }  # fmt: skip

@@ -29,7 +29,7 @@ from specjax.types import Array, PyTree
 
 
 class Expert(NamedTuple):
-    """One of the texts of a prompt."""
+    """One generated text of a prompt, with its block size and seed."""
 
     block: int
     seed: int
@@ -37,8 +37,8 @@ class Expert(NamedTuple):
     answer: Hashable | None
 
 
-class Vote(NamedTuple):
-    """What the texts of a prompt say."""
+class HexVote(NamedTuple):
+    """Result of the vote over all texts of a prompt."""
 
     answer: Hashable | None  # None: no text had one
     votes: dict[Hashable, int]
@@ -55,16 +55,16 @@ def hex_vote(
     blocks: Sequence[int] = (8, 16, 32, 64, 128),
     seeds: int = 5,
     **settings: Any,
-) -> list[Vote]:
-    """The vote for each prompt. A text depends on its prompt, its row's key, its block size and its seed alone.
+) -> list[HexVote]:
+    """Return the vote for each prompt. A text depends only on its prompt, its row's key, its block size and its seed.
 
     Args:
-      answer: what a text, without its prompt, answers; None: nothing.
-      key: as for `denoise`, of prompts.
-      blocks: block sizes, in which one column a pass is decided. seeds: texts for each.
-      settings: numbers for all rows, as `denoise` has them; with a temperature of 0 the seeds of a size are equal.
+      answer: returns the answer in a text without its prompt, or None if it has no answer.
+      key: random key or seed of the prompts, as for `denoise`.
+      blocks: block sizes. Each pass decides one column. seeds: texts for each block size.
+      settings: settings of all rows, as for `denoise`. At temperature 0 the seeds of a size give equal texts.
 
-    Raises: UsageError for a block-causal model, sizes or seeds below 1, and as `denoise`.
+    Raises: UsageError for a block-causal model, for sizes or seeds below 1, and for the reasons of `denoise`.
     """
     sizes = sorted(set(blocks))
     if denoiser.is_causal:
@@ -74,26 +74,29 @@ def hex_vote(
     experts = [(size, seed) for size in sizes for seed in range(seeds)]
     keys = sampling.row_keys(key, len(prompts))
     size, seed = (jnp.tile(jnp.array(part, jnp.int32), len(prompts)) for part in zip(*experts, strict=True))
-    own = sampling.fold_in(sampling.fold_in(jnp.repeat(keys, len(experts)), size), seed)
+    row_keys = sampling.fold_in(sampling.fold_in(jnp.repeat(keys, len(experts)), size), seed)
     procedure = Procedure(blocks_of(sizes[-1], size), quota())
     rows = [row for row in prompts for _ in experts]
-    job = prepare(denoiser, procedure, rows, Settings(**settings), key=own, max_new_tokens=max_new_tokens)
+    job = prepare(denoiser, procedure, rows, Settings(**settings), key=row_keys, max_new_tokens=max_new_tokens)
     result: Denoised = run(job)
     texts = iter(result.to_lists())
-    return [counted([Expert(*expert, text := next(texts), answer(text)) for expert in experts]) for _ in prompts]
+    return [count_votes([Expert(*expert, text := next(texts), answer(text)) for expert in experts]) for _ in prompts]
 
 
-def counted(experts: list[Expert]) -> Vote:
-    """The vote of experts, of smaller blocks first."""
+def count_votes(experts: list[Expert]) -> HexVote:
+    """Count the votes of experts, which are sorted by block size."""
     votes: dict[Hashable, int] = {}
     for expert in experts:
         if expert.answer is not None:
             votes[expert.answer] = votes.get(expert.answer, 0) + 1
-    return Vote(max(votes, key=lambda said: votes[said], default=None), votes, experts)
+    return HexVote(max(votes, key=lambda candidate: votes[candidate], default=None), votes, experts)
 
 
 def blocks_of(width: int, sizes: Array) -> Schedule:
-    """Blocks from left to right, one column a pass, of a size int32[B] for each row, none above `width`."""
+    """Return a schedule of blocks from left to right that decides one column per pass.
+
+    sizes: int32[B], the block size of each row, at most `width`.
+    """
     return Schedule(width, _place, _bound, _init, sizes)
 
 

@@ -1,4 +1,4 @@
-"""What a method is told, read as its function says: `checked` is for factories that take a denoiser and settings."""
+"""Conversion and checks of method settings by the annotations of the factory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ Make = Callable[Concatenate[Denoiser, Settings], Procedure]
 
 
 def checked(make: Make[Settings]) -> Make[Settings]:
-    """`make` with settings as its annotations have them: int, float, bool, tuple[int, ...], Literal, or None if that is
-    among them. Numbers of numpy and JAX become Python's, so that equal ones share their parts, and what is compiled.
+    """Wrap a factory so that its settings are converted to the annotated types.
 
-    Raises: UsageError for another type, a word that is none of the choices, or NaN, which no comparison would find.
+    Supported annotations are int, float, bool, tuple[int, ...], Literal, and None beside them. Numbers of numpy and JAX
+    become Python numbers, so that equal settings share parts and compiled programs.
+
+    Raises: UsageError for another type, a word outside the choices, or NaN, which never equals a cached key.
     """
     hints: dict[str, Any] = {}
 
@@ -32,8 +34,10 @@ def checked(make: Make[Settings]) -> Make[Settings]:
     def method(denoiser: Denoiser, *more: Settings.args, **settings: Settings.kwargs) -> Procedure:
         if not hints:
             hints.update(typing.get_type_hints(make))
-        known = {name: _read(name, value, hints[name]) if name in hints else value for name, value in settings.items()}
-        return make(denoiser, *more, **known)  # type: ignore[arg-type]
+        converted = {
+            name: _read(name, value, hints[name]) if name in hints else value for name, value in settings.items()
+        }
+        return make(denoiser, *more, **converted)  # type: ignore[arg-type]
 
     return method
 
@@ -51,11 +55,11 @@ def _read(name: str, value: Any, hint: Any) -> Any:
             raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         return value
     if hint in _READERS:
-        reader, wanted = _READERS[hint]
+        reader, expectation = _READERS[hint]
         try:
             return reader(value)
         except (TypeError, ValueError):
-            raise UsageError(f"{name} must be {wanted}, not {value!r}") from None
+            raise UsageError(f"{name} must be {expectation}, not {value!r}") from None
     return value
 
 

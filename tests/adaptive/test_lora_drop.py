@@ -51,7 +51,7 @@ def test_speculation_changes_no_text():
 
 def test_one_reading_is_the_decoding():
     reading, counts = depths.read_again(dropped(), text())
-    said = [row[count].tolist() for row, count in zip(np.asarray(reading.said), counts, strict=True)]
+    said = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
     assert said == text()
     ran = np.asarray(reading.ran.attention)[0][counts[0]]
     which = droppable(LAYERS)

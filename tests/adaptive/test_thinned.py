@@ -105,7 +105,7 @@ def test_layers_that_are_not_stacked_give_the_same_text(name):
 def test_one_reading_runs_what_decoding_ran(name):
     """The text from its own reading, and every step's layers one token at a time."""
     reading, counts = depths.read_again(thinned(name), plain(name))
-    said = np.asarray(reading.said)
+    said = np.asarray(reading.likeliest)
     assert [row[count].tolist() for row, count in zip(said, counts, strict=True)] == plain(name)
     ran = np.asarray(reading.ran.mlp)[counts]
     assert ran.any() and not ran.all()
@@ -178,7 +178,7 @@ def test_a_model_of_which_layers_can_be_named_is_wanted():
         adaptive.skip_layers(markov(), adaptive.calm())
     reading, counts = depths.read_again(depths.target(), whole())
     assert np.asarray(reading.ran.attention).all()
-    said = [row[count].tolist() for row, count in zip(np.asarray(reading.said), counts, strict=True)]
+    said = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
     assert said == whole()
 
 

@@ -7,13 +7,13 @@ import toy_denoisers as toys
 import specjax
 from specjax import UsageError
 from specjax.diffusion import hex_vote, methods
-from specjax.diffusion.hex import Expert, counted
+from specjax.diffusion.hex import Expert, count_votes
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_the_most_votes_and_of_equal_ones_the_smallest_block():
-    vote = lambda *answers: counted([Expert(8, i, [], answer) for i, answer in enumerate(answers)])
+    vote = lambda *answers: count_votes([Expert(8, i, [], answer) for i, answer in enumerate(answers)])
     assert vote("a", "b", "b", "a", "c").answer == "a" and vote("b", "a", "b", "a", "c").answer == "b"
     assert vote(None, "a", None, "b", "b") == (("b", {"a": 1, "b": 2}, vote(None, "a", None, "b", "b").experts))
     assert vote(None, None).answer is None

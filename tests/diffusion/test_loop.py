@@ -180,7 +180,9 @@ def no_compiles():
 
 def test_a_control_can_fill_and_end():
     stop_at = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(end=canvas.start + 5), state))
-    fill = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 2), state), wide=True)
+    fill = Control(
+        lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 2), state), wide=True
+    )
     denoiser = toys.frozen(np.linspace(0.8, 0.4, 30))
     base = methods.llada(denoiser, block=None)
     ended = texts(denoiser, base.replace(control=stop_at), [[1, 2]], count=12)
@@ -192,7 +194,9 @@ def test_a_control_can_fill_and_end():
 
 def test_a_fill_has_no_other_choice_at_any_temperature():
     """The column that the rule drew in the pass of the fill is filled, too."""
-    fill = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 1), state), wide=True)
+    fill = Control(
+        lambda params, state, canvas, proposal, view, wide: (ControlAction(fill=canvas.passes == 1), state), wide=True
+    )
     denoiser, method = toys.frozen(np.full(30, 0.5)), rules.quota("left_to_right")
     base = methods.llada(denoiser, block=None).replace(control=fill, rule=method)
     filled = texts(denoiser, base, [[1, 2]] * 8, count=12, temperature=1.0, logprobs=True)

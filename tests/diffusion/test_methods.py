@@ -9,7 +9,7 @@ import toy_denoisers as toys
 import specjax
 from specjax.catalog import METHODS, of_kind
 from specjax.diffusion import methods
-from specjax.diffusion.methods.constraint import Automaton
+from specjax.diffusion.methods.constraint import TokenAutomaton
 from specjax.diffusion.methods.learn2pd import above
 from specjax.diffusion.procedures import procedure_of
 from specjax.errors import UsageError
@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 ROWS = of_kind("diffusion")
 GIVEN = {
     "learn2pd": {"filter": above(0.03, 8)},
-    "constraint": {"automaton": Automaton(np.arange(64)[None].repeat(3, 0) % 3, [True] * 3)},
+    "constraint": {"automaton": TokenAutomaton(np.arange(64)[None].repeat(3, 0) % 3, [True] * 3)},
 }
 """What a method needs besides its denoiser."""
 

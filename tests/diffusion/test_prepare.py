@@ -11,14 +11,14 @@ import specjax
 from specjax import UsageError
 from specjax.diffusion import Control, ControlAction, Procedure, methods, rules, schedules
 from specjax.diffusion.caches import TOKEN_CAUSAL, WHOLE, guided
-from specjax.diffusion.methods.constraint import Automaton
+from specjax.diffusion.methods.constraint import TokenAutomaton
 from specjax.diffusion.methods.dimple import PREFILLED
 from specjax.diffusion.prepare import prepare
 from specjax.engine.prepare import Settings
 from specjax.engine.run import start
 
 END_AT_ONCE = Control(lambda params, state, canvas, proposal, view, wide: (ControlAction(end=canvas.start + 1), state))
-PAIRS = Automaton(np.where(np.arange(64) < 60, [[1], [0]], -1), [True, False])  # an even number of tokens
+PAIRS = TokenAutomaton(np.where(np.arange(64) < 60, [[1], [0]], -1), [True, False])  # an even number of tokens
 
 
 def refused(denoiser, method, **settings):

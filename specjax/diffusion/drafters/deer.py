@@ -30,7 +30,7 @@ METHOD = Method(
 
 
 def deer(denoiser: Denoiser, *, num_tokens: int = 32) -> Drafter:
-    """num_tokens: of a block.
+    """Return the drafter. num_tokens: of a block.
 
     Raises: UsageError for less than one.
     """

@@ -1,19 +1,19 @@
-"""DiffuSpec: one pass of a denoiser says what each place may hold, a search finds the words that go together.
+"""DiffuSpec: one denoiser pass gives candidates for each place, and a beam search finds a coherent path.
 
 Li et al.: DiffuSpec: Unlocking Diffusion Language Models for Speculative Decoding (2025), arXiv 2510.02358.
 
-Rule: one pass over the text and k masks gives rows Q_j. *Lattice*: of each the likeliest tokens up to a mass of `mass`,
-`choices` at most, and every eos; none behind the first place whose likeliest token is an eos. *Causal-consistency path
-search*: a beam search from left to right of `beams` paths by the sum of
-blend * log Q_j(x_j) + (1 - blend) * log P(x_j | x_{j-2}, x_{j-1}), P a trigram model; paths that end stay and compete.
-*Adaptive length*: with G the tokens before the first eos of the rows' likeliest ones (k without one) and A those that
-were accepted, both averaged with weight `rate`, the next k is floor(G) + grow * [A >= G], within `least` and
+Rule: one pass over the text and k masks gives rows Q_j. *Lattice*: the likeliest tokens of each row up to a mass of
+`mass`, at most `choices`, and every eos. It ends with the first place whose likeliest token is an eos.
+*Causal-consistency path search*: a beam search from left to right with `beams` paths. The score is the sum of
+blend * log Q_j(x_j) + (1 - blend) * log P(x_j | x_{j-2}, x_{j-1}), P a trigram model. Ended paths stay and compete.
+*Adaptive length*: G is the number of tokens before the first eos of the likeliest ones (k without one). A is the number
+of accepted tokens. Both are averaged with weight `rate`. The next k is floor(G) + grow * [A >= G], within `least` and
 `num_tokens`.
 Guarantee: distribution: the path is a point mass. The paper's ratio with the denoiser's probability from left to right
-is not that of a path that was searched for.
-Deviations: P is the trigram model of the row's own text, counted in every round and smoothed by adding one. The paper
-finds the end of the lattice with any eos in a column; here that of its likeliest token. Of a model with full attention
-columns behind k are not seen; a block-causal one sees open columns up to the end of the block.
+is not that of a path from a search.
+Deviations: P is the trigram model of the row's own text, counted in every round, with add-one smoothing. The paper ends
+the lattice at any eos in a column; here it ends at a likeliest eos. Models with full attention do not read columns
+after k. A block-causal one reads open columns up to the end of the block.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ METHOD = Method(
 
 
 class State(NamedTuple):
-    kept: drafting.Kept
+    denoiser_state: drafting.DenoiserDrafterState
     length: Array  # int32[B], k of the next round
-    made: Array  # float32[B], average of G
+    drafted_length: Array  # float32[B], average of G
     accepted: Array  # float32[B], average of A
     last: Array  # int32[B], G of this round
 
@@ -75,11 +75,11 @@ def diffuspec(
     blend: float = 0.5,
     eos: tuple[int, ...] | None = None,
 ) -> Drafter:
-    """num_tokens, least: of the longest and of the shortest draft. grow: tokens that it may grow by. rate: weight of
-    the last round. mass, choices: of the tokens that a place may hold. beams: paths. blend: weight of the denoiser; 1:
-    the trigram model has no say. eos: tokens that end a text.
+    """Return the drafter. num_tokens, least: length of the longest and the shortest draft. grow: maximum growth per
+    round. rate: weight of the last round. mass, choices: limits of the tokens at each place. beams: paths. blend:
+    weight of the denoiser; 1 ignores the trigram model. eos: tokens that end a text.
 
-    Raises: UsageError for numbers below 1, a shortest draft that is longer than the longest, or shares that are none.
+    Raises: UsageError for numbers below 1, a shortest draft above the longest, or invalid shares.
     """
     for name, value in (("num_tokens", num_tokens), ("choices", choices), ("beams", beams)):
         if value < 1:
@@ -109,14 +109,16 @@ def _init(params: tuple[Denoiser], context: Context, *, width: int) -> State:
 
 
 def _update(
-    params: PyTree, state: State, seen: PyTree, verdict: Verdict, *, least: int, most: int, grow: int, rate: float
+    params: PyTree, state: State, observed: PyTree, verdict: Verdict, *, least: int, most: int, grow: int, rate: float
 ) -> State:
-    going = verdict.num_nodes > 0
-    average = lambda old, new: jnp.where(going, (1 - rate) * old + rate * new, old)
-    made, accepted = average(state.made, state.last), average(state.accepted, verdict.num_nodes - 1)
-    length = jnp.floor(made).astype(jnp.int32) + grow * (accepted >= made)
+    growing = verdict.num_nodes > 0
+    average = lambda old, new: jnp.where(growing, (1 - rate) * old + rate * new, old)
+    drafted_length, accepted = average(state.drafted_length, state.last), average(state.accepted, verdict.num_nodes - 1)
+    length = jnp.floor(drafted_length).astype(jnp.int32) + grow * (accepted >= drafted_length)
     return state._replace(
-        length=jnp.where(going, jnp.clip(length, least, most), state.length), made=made, accepted=accepted
+        length=jnp.where(growing, jnp.clip(length, least, most), state.length),
+        drafted_length=drafted_length,
+        accepted=accepted,
     )
 
 
@@ -126,18 +128,20 @@ def _propose(
 ) -> tuple[TokenTree, State]:  # fmt: skip
     (denoiser,) = params
     most = jnp.minimum(state.length, width)
-    canvas = drafting.followed(context, width)._replace(end=context.length + most)
-    hidden, pending = drafting.look(denoiser, state.kept, canvas, width)
+    canvas = drafting.open_canvas(context, width)._replace(end=context.length + most)
+    hidden, pending = drafting.look(denoiser, state.denoiser_state, canvas, width)
     rows = jax.nn.log_softmax(forward.compute_logits(denoiser, hidden), -1)
     ends = is_eos(jnp.array(eos, jnp.int32), first_largest(rows)) & (jnp.arange(width) < most[:, None])
     first_end = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1), most)
     words = lattice(rows, mass, choices, eos)
-    before = take_along(context.tokens, jnp.maximum(context.length[:, None] + jnp.array([-2, -1]), 0), 1)
+    previous = take_along(context.tokens, jnp.maximum(context.length[:, None] + jnp.array([-2, -1]), 0), 1)
     say = functools.partial(trigram, context, rows.shape[-1])
-    path, count = search(words, before, jnp.minimum(first_end + 1, most), say, beams, blend, eos)
-    kept = drafting.keep(denoiser, state.kept, context, pending, width)
+    path, count = search(words, previous, jnp.minimum(first_end + 1, most), say, beams, blend, eos)
+    denoiser_state = drafting.update_cache(denoiser, state.denoiser_state, context, pending, width)
     last = jnp.where(limit > 0, first_end, state.last).astype(jnp.int32)
-    return drafting.chain(context, path, jnp.minimum(count, limit)), state._replace(kept=kept, last=last)
+    return drafting.build_chain(context, path, jnp.minimum(count, limit)), state._replace(
+        denoiser_state=denoiser_state, last=last
+    )
 
 
 class Lattice(NamedTuple):
@@ -148,13 +152,13 @@ class Lattice(NamedTuple):
 
 
 def lattice(rows: Array, mass: float, choices: int, eos: tuple[int, ...]) -> Lattice:
-    """Of log-probabilities float32[B, W, V]: each row's likeliest tokens until they have the mass, and every eos."""
+    """Return each row's likeliest tokens up to the mass, and every eos, from log-probabilities float32[B, W, V]."""
     logprob, token = jax.lax.top_k(rows, min(choices, rows.shape[-1]))
     p = jnp.exp(logprob)
     logprob = jnp.where(jnp.cumsum(p, -1) - p < mass, logprob, -jnp.inf)
     for end in eos:
-        there = jnp.any((token == end) & (logprob > -jnp.inf), -1, keepdims=True)
-        logprob = jnp.concatenate([logprob, jnp.where(there, -jnp.inf, rows[..., end : end + 1])], -1)
+        present = jnp.any((token == end) & (logprob > -jnp.inf), -1, keepdims=True)
+        logprob = jnp.concatenate([logprob, jnp.where(present, -jnp.inf, rows[..., end : end + 1])], -1)
         token = jnp.concatenate([token, jnp.full_like(token[..., :1], end)], -1)
     return Lattice(token, logprob)
 
@@ -163,45 +167,50 @@ class Beams(NamedTuple):
     """Paths, the best first."""
 
     tokens: Array  # int32[B, P, W]
-    before: Array  # int32[B, P, 2], the last two tokens of the text and the path
+    previous: Array  # int32[B, P, 2], the last two tokens of the text and the path
     score: Array  # float32[B, P]
     length: Array  # int32[B, P]
     ended: Array  # bool[B, P]
 
 
 def search(
-    words: Lattice, before: Array, most: Array, say: Callable[[Array, Array], Array], beams: int, blend: float,
+    words: Lattice, previous: Array, most: Array, say: Callable[[Array, Array], Array], beams: int, blend: float,
     eos: tuple[int, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(path int32[B, W], its length int32[B]): the best path down the first `most` [B] places of a lattice, behind the
-    tokens before [B, 2]. `say(before[B, P, 2], token[B, M]) -> float32[B, P, M]`: how likely tokens are behind two."""
+    """Return (path int32[B, W], its length int32[B]): the best path through the first `most` [B] places of a lattice.
+
+    previous: [B, 2], the two previous tokens. `say(previous[B, P, 2], token[B, M]) -> float32[B, P, M]` returns the
+    log-probabilities of tokens after two others.
+    """
     batch, width, _ = words.token.shape
     begin = Beams(
         tokens=jnp.zeros((batch, beams, width), jnp.int32),
-        before=jnp.repeat(before[:, None], beams, 1),
+        previous=jnp.repeat(previous[:, None], beams, 1),
         score=jnp.broadcast_to(jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf), (batch, beams)),
         length=jnp.zeros((batch, beams), jnp.int32),
         ended=jnp.zeros((batch, beams), bool),
     )
 
-    def extend(old: Beams, here: tuple[Array, Array, Array]) -> tuple[Beams, None]:
-        place, token, logprob = here  # int32[], [B, M], [B, M]
+    def extend(old: Beams, scores: tuple[Array, Array, Array]) -> tuple[Beams, None]:
+        place, token, logprob = scores  # int32[], [B, M], [B, M]
         stays = old.ended | (place >= most)[:, None]
-        told = blend * logprob[:, None] + (1 - blend) * say(old.before, token)
-        longer = jnp.where(stays[..., None] | (logprob == -jnp.inf)[:, None], -jnp.inf, old.score[..., None] + told)
+        trigram_log_probs = blend * logprob[:, None] + (1 - blend) * say(old.previous, token)
+        longer = jnp.where(
+            stays[..., None] | (logprob == -jnp.inf)[:, None], -jnp.inf, old.score[..., None] + trigram_log_probs
+        )
         same = jnp.where(stays, old.score, -jnp.inf)
         score, choice = jax.lax.top_k(jnp.concatenate([same, longer.reshape(batch, -1)], 1), beams)
         grows = choice >= beams
         parent = jnp.where(grows, (choice - beams) // token.shape[1], choice)
         new = take_along(token, jnp.where(grows, (choice - beams) % token.shape[1], 0), 1)  # int32[B, P]
-        own = jax.tree.map(lambda x: take_along(x, parent.reshape(batch, beams, *(1,) * (x.ndim - 2)), 1), old)
+        paths = jax.tree.map(lambda x: take_along(x, parent.reshape(batch, beams, *(1,) * (x.ndim - 2)), 1), old)
         here_now = grows[..., None] & (jnp.arange(width) == place)
         return Beams(
-            jnp.where(here_now, new[..., None], own.tokens),
-            jnp.where(grows[..., None], jnp.stack([own.before[..., 1], new], -1), own.before),
+            jnp.where(here_now, new[..., None], paths.tokens),
+            jnp.where(grows[..., None], jnp.stack([paths.previous[..., 1], new], -1), paths.previous),
             score,
-            own.length + grows,
-            own.ended | (grows & is_eos(jnp.array(eos, jnp.int32), new)),
+            paths.length + grows,
+            paths.ended | (grows & is_eos(jnp.array(eos, jnp.int32), new)),
         ), None
 
     places = jnp.arange(width), jnp.moveaxis(words.token, 1, 0), jnp.moveaxis(words.logprob, 1, 0)
@@ -209,11 +218,15 @@ def search(
     return end.tokens[:, 0], end.length[:, 0]
 
 
-def trigram(context: Context, vocab: int, before: Array, token: Array) -> Array:
-    """float32[B, P, M]: log P of token [B, M] behind two others [B, P, 2], by the row's text, adding one."""
+def trigram(context: Context, vocab: int, previous: Array, token: Array) -> Array:
+    """Return float32[B, P, M]: log P of token [B, M] after two others [B, P, 2], from the row's text with add-one
+    smoothing.
+    """
     first, second, third = (context.tokens[:, i : context.tokens.shape[1] - 2 + i] for i in range(3))
-    known = jnp.arange(third.shape[1]) + 2 < context.length[:, None]
-    pair = known[:, None] & (first[:, None] == before[..., :1]) & (second[:, None] == before[..., 1:])  # [B, P, L - 2]
+    counted = jnp.arange(third.shape[1]) + 2 < context.length[:, None]
+    pair = (
+        counted[:, None] & (first[:, None] == previous[..., :1]) & (second[:, None] == previous[..., 1:])
+    )  # [B, P, L - 2]
     follows = third[:, None] == token[..., None]  # [B, M, L - 2]
     count = jnp.einsum("bpl,bml->bpm", pair.astype(jnp.float32), follows.astype(jnp.float32))
     return jnp.log((count + 1) / (jnp.sum(pair, 2)[..., None] + vocab))

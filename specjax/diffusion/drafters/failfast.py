@@ -44,8 +44,8 @@ METHOD = Method(
 
 
 def failfast(denoiser: Denoiser, *, chunk: int = 8, num_tokens: int = 64, tau: float = 0.45) -> Drafter:
-    """chunk: tokens of a pass. num_tokens: of the longest draft. tau: probability that each token of a chunk must have
-    for another one.
+    """Return the drafter. chunk: tokens of a pass. num_tokens: of the longest draft. tau: probability that each token
+    of a chunk needs for another chunk.
 
     Raises: UsageError for numbers below 1, or a chunk that is longer than the longest draft.
     """
@@ -61,28 +61,29 @@ def failfast(denoiser: Denoiser, *, chunk: int = 8, num_tokens: int = 64, tau: f
 
 
 def _propose(
-    params: tuple[Denoiser], keys: Array, state: drafting.Kept, context: Context, limit: Array, *, chunk: int,
+    params: tuple[Denoiser], keys: Array, state: drafting.DenoiserDrafterState, context: Context, limit: Array, *,
+    chunk: int,
     width: int, tau: float,
-) -> tuple[TokenTree, drafting.Kept]:  # fmt: skip
+) -> tuple[TokenTree, drafting.DenoiserDrafterState]:  # fmt: skip
     (denoiser,) = params
     offset = jnp.arange(width)
     drafted = context.length[:, None] + offset
     most = jnp.minimum(limit, width)
-    begin = drafting.followed(context, width)
+    begin = drafting.open_canvas(context, width)
 
     def go_on(carry):
         canvas, count, sure, pending = carry
         until = jnp.where(sure, jnp.minimum(count + chunk, most), count)
-        asked = (offset >= count[:, None]) & (offset < until[:, None])
+        runs = (offset >= count[:, None]) & (offset < until[:, None])
         hidden, pending = drafting.look(denoiser, state, canvas._replace(end=context.length + until), width)
         logits = forward.compute_logits(denoiser, hidden)
         token = first_largest(logits)
-        canvas = forward.decide_columns(canvas, drafted, asked, token)
-        good = jnp.all(~asked | (probability(logits, token) >= tau), 1)
+        canvas = forward.decide_columns(canvas, drafted, runs, token)
+        good = jnp.all(~runs | (probability(logits, token) >= tau), 1)
         return canvas, until, sure & good & (until < most), pending
 
     nothing = jnp.zeros_like(context.length)
     first = go_on((begin, nothing, most > 0, None))
     canvas, count, _, pending = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), go_on, first)
     token = jnp.take_along_axis(canvas.tokens, drafted, 1)
-    return drafting.chain(context, token, count), drafting.keep(denoiser, state, context, pending, width)
+    return drafting.build_chain(context, token, count), drafting.update_cache(denoiser, state, context, pending, width)

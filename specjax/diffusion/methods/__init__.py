@@ -1,4 +1,4 @@
-"""One file per published method: what is its own, and how it is put together: `method(denoiser, ...) -> Procedure`."""
+"""Published methods of diffusion decoding, one file each. A method builds a procedure from its own and shared parts."""
 
 from specjax.diffusion.methods.adablock import adablock
 from specjax.diffusion.methods.ccd import ccd

@@ -53,11 +53,11 @@ def adablock(
     delimiter_tau: float = 0.3,
     ahead: int = 128,
 ) -> Procedure:
-    """block: columns of a block without a delimiter. tau: of the threshold rule. delimiters: tokens that may end a
-    block, LLaDA's newline if nothing else is said. delimiter_tau: confidence from which on one does. ahead: columns
-    that are looked through for one.
+    """Return the procedure. block: columns of a block without a delimiter. tau: threshold of the rule. delimiters:
+    tokens that may end a block (default: LLaDA's newline). delimiter_tau: minimum confidence of a delimiter. ahead:
+    columns that are searched for one.
 
-    Raises: UsageError for a block-causal model, whose blocks are its own.
+    Raises: UsageError for a block-causal model, which has fixed blocks.
     """
     if denoiser.is_causal:
         raise UsageError("adablock chooses blocks, and those of a block-causal model are its own; choose method sdar")
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 @functools.cache
 def delimited(block: int, delimiters: tuple[int, ...], tau: float, ahead: int) -> Schedule:
-    """The schedule. Raises: UsageError for numbers below 1, or no delimiters."""
+    """Return the schedule. Raises: UsageError for numbers below 1, or no delimiters."""
     for name, value in (("block", block), ("ahead", ahead), ("the number of delimiters", len(delimiters))):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
@@ -89,8 +89,8 @@ def delimited(block: int, delimiters: tuple[int, ...], tau: float, ahead: int) -
         ends = near & jnp.any(best[..., None] == jnp.array(delimiters), -1)
         sure = jnp.where(ends, probability(proposal.logits, best), -1.0)
         place = first_largest(sure)
-        found = take_along(sure, place[:, None], 1)[:, 0] >= tau
-        end = state.start + jnp.where(found, place + 1, block)
+        delimiter_column = take_along(sure, place[:, None], 1)[:, 0] >= tau
+        end = state.start + jnp.where(delimiter_column, place + 1, block)
         end = jnp.where(view.entered, jnp.minimum(end, canvas.end), state.end)
         return end, jnp.ones_like(end), state._replace(end=end)
 

@@ -1,16 +1,16 @@
-"""CCD: decide what was a good candidate in the pass before, too, with the same word.
+"""CCD: decide columns that were candidates with the same token in the previous pass.
 
 Chen et al.: Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models (2025), arXiv 2512.02044;
 the rule is that of the release.
 
-Rule: columns are ranked by -H(p). The candidates of a pass are its V surest columns, where V begins with 1 and grows by
-one with each pass up to `candidates`, and is 1 again once a tenth or less of the block is open. Where the surest column
-is one of the last pass's candidates, decide R, the columns that are candidates in both passes with the same likeliest
-word: all of R (`dynamic`), or the surest of R. Everywhere else, and in the first `warmup` passes of a block, decide the
-surest column alone.
+Rule: columns are ranked by -H(p). The candidates of a pass are its V surest columns. V starts at 1 and grows by one per
+pass up to `candidates`. It returns to 1 once a tenth or less of the block is open. R are the columns that are
+candidates in both passes with the same likeliest token. If the surest column was a candidate of the last pass, decide
+all of R (`dynamic`) or the surest of R. Otherwise, and in the first `warmup` passes of a block, decide the surest
+column alone.
 Guarantee: lossy; candidates = 1 is one column a pass by entropy.
-Deviations: where R is empty, as the surest column had another word before, it is decided all the same. The history
-begins anew in every block. The paper's other form, thresholds on the average of d distributions, is not here.
+Deviations: if R is empty because the surest column had another token before, that column is still decided. The history
+restarts in every block. The paper's other form, thresholds on the average of d distributions, is not implemented.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def ccd(
     warmup: int = 5,
     dynamic: bool = True,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. candidates: columns that a pass may name. warmup: first passes of
-    a block that decide one column. dynamic: decide all coherent columns, not one."""
+    """Return the procedure. block: columns of a block; None: all new ones. candidates: maximum candidates of a pass.
+    warmup: first passes of a block, which decide one column each. dynamic: decide all coherent columns instead of one.
+    """
     return Procedure(blocks(denoiser.block or block), coherent(candidates, warmup, dynamic))
 
 
@@ -67,7 +68,7 @@ class State(NamedTuple):
 
 @functools.cache
 def coherent(candidates: int, warmup: int, dynamic: bool) -> ColumnRule:
-    """The rule. Raises: UsageError for numbers that are too small."""
+    """Return the rule. Raises: UsageError for numbers that are too small."""
     if candidates < 1 or warmup < 0:
         raise UsageError(f"candidates must be at least 1 and warmup at least 0, and they are {candidates} and {warmup}")
 
@@ -81,16 +82,16 @@ def coherent(candidates: int, warmup: int, dynamic: bool) -> ColumnRule:
         left = jnp.sum(view.open, 1, dtype=jnp.int32)
         masks = jnp.where(entered, left, state.masks)
         passes = jnp.where(entered, 0, state.passes)
-        before = state.named & ~entered[:, None]
+        previous = state.named & ~entered[:, None]
         order = measures.rank(-measures.entropy(proposal.logits), eligible)
         word = first_largest(proposal.logits)
         size = jnp.where(10 * left <= masks, 1, jnp.minimum(passes + 1, candidates))
         named = eligible & (order < size[:, None])
         surest = eligible & (order == 0)
-        again = named & before & (word == state.word)
+        again = named & previous & (word == state.word)
         first = again & (order == jnp.min(jnp.where(again, order, order.shape[1]), 1, keepdims=True))
-        known = jnp.any(surest & before, 1) & jnp.any(again, 1) & (passes >= warmup)
-        take = jnp.where(known[:, None], again if dynamic else first, surest)
+        previous_candidates = jnp.any(surest & previous, 1) & jnp.any(again, 1) & (passes >= warmup)
+        take = jnp.where(previous_candidates[:, None], again if dynamic else first, surest)
         return take, proposal.token, State(named, word, passes + jnp.any(eligible, 1), masks)
 
     return ColumnRule(select, init)

@@ -1,17 +1,17 @@
-"""Decoding within a regular language: no pass decides what no word of the language has there.
+"""Decoding within a regular language: each pass decides only tokens that some word of the language allows.
 
 Mündler, Dekoninck, Vechev: Constrained Decoding of Diffusion LLMs with Context-Free Grammars (2025), arXiv 2508.10111;
-here for regular languages, among which are brackets and JSON of bounded depth.
+here for regular languages, which include brackets and JSON of bounded depth.
 
-Rule: with F_i the states that the automaton may be in before column i, and R_i those from which it may still accept,
-both by what is decided and with any token where a column is open, token v is feasible at an open column i if it leads
-from a state of F_i to one of R_(i+1). Others get the logit -inf before anything is drawn or measured. Tokens that are
-feasible each may not be together: where all that the rule takes is not, they are decided one at a time, the surest
-first, and what has become infeasible waits for another pass.
-Guarantee: valid: every finished text, or its part up to a token that ends it, is a word of the language (see
-`Automaton.closed`); the language of all words is the threshold rule. The distribution is not the conditioned one.
-Deviations: an open column is one token, so gaps have a known length and no lexer is needed. Full attention only: a last
-block of block-causal models reaches behind the text, where it need not be a word.
+Rule: F_i are the states that the automaton can reach before column i. R_i are those from which it can still accept.
+Both follow from the decided tokens, and an open column may take any token. Token v is feasible at an open column i if
+it leads from a state of F_i to one of R_(i+1). Other tokens get the logit -inf before drawing and measuring.
+Individually feasible tokens may be jointly infeasible. The columns are then decided one at a time, the surest first.
+Columns that became infeasible wait for another pass.
+Guarantee: valid: every finished text, or its part up to an end token, is a word of the language (see
+`TokenAutomaton.closed`). The language of all words gives the threshold rule. The distribution is not the conditional.
+Deviations: an open column is one token, so gaps have a fixed length and no lexer is needed. Full attention only: the
+last block of block-causal models extends past the text, where it need not be a word.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ METHOD = Method(
 )
 
 
-class Automaton(NamedTuple):
-    """A deterministic one over tokens. It begins in state 0."""
+class TokenAutomaton(NamedTuple):
+    """A deterministic automaton over tokens. It starts in state 0."""
 
     transitions: Any  # int32[Q, V], the next state; -1: no word goes on so
     accepting: Any  # bool[Q]
 
-    def closed(self, eos: int | Sequence[int]) -> Automaton:
-        """The one whose words end with one of `eos`, and then any number of them, or go on to the last column."""
+    def closed(self, eos: int | Sequence[int]) -> TokenAutomaton:
+        """Return the automaton of words that end with any number of `eos`, or continue to the last column."""
         table, accepting = np.array(self.transitions, np.int32), np.array(self.accepting, bool)
         ids = np.atleast_1d(np.asarray(eos))
         final = np.full((1, table.shape[1]), -1, np.int32)
         table[:, ids] = np.where(accepting[:, None], len(table), -1)
         final[:, ids] = len(table)
-        return Automaton(np.concatenate([table, final]), np.append(accepting, True))
+        return TokenAutomaton(np.concatenate([table, final]), np.append(accepting, True))
 
 
 class Language(NamedTuple):
-    """An automaton whose tokens are grouped into C classes that do the same in every state."""
+    """An automaton over C classes of tokens. Tokens of a class have the same transitions in every state."""
 
     kind: Array  # int32[V], the class of a token
     to: Array  # int32[Q, C], -1: none
@@ -75,9 +75,10 @@ class Language(NamedTuple):
 
 @checked
 def constraint(
-    denoiser: Denoiser, *, automaton: Automaton | None = None, block: int | None = 32, tau: float = 0.9
+    denoiser: Denoiser, *, automaton: TokenAutomaton | None = None, block: int | None = 32, tau: float = 0.9
 ) -> Procedure:
-    """automaton: of the language. block: columns of a block; None: all new ones. tau: of the threshold rule.
+    """Return the procedure. automaton: of the language. block: columns of a block; None: all new ones. tau: threshold
+    of the rule.
 
     Raises: UsageError without an automaton, for one of another vocabulary, and for a block-causal model.
     """
@@ -104,15 +105,15 @@ def constraint(
 
 @functools.cache
 def feasible() -> Score:
-    """The score, whose parameters are a language."""
+    """Return the score that masks infeasible tokens. Its parameters are a language."""
 
     def transform(language: Language, state: PyTree, logits: Array, view: View) -> tuple[Array, PyTree]:
         canvas = view.canvas
         assert canvas is not None
         inside = jnp.clip(view.columns, 0, canvas.tokens.shape[1] - 1)
-        before = take_along(_reached(language, canvas), inside[..., None], 1)
-        behind = take_along(_goes_on(language, canvas), inside[..., None], 1)
-        fits = jnp.any(before[:, :, :, None] & behind[:, :, jnp.maximum(language.to, 0)] & (language.to >= 0), 2)
+        reachable = take_along(_forward_states(language, canvas), inside[..., None], 1)
+        behind = take_along(_backward_states(language, canvas), inside[..., None], 1)
+        fits = jnp.any(reachable[:, :, :, None] & behind[:, :, jnp.maximum(language.to, 0)] & (language.to >= 0), 2)
         allowed = fits[:, :, language.kind]
         return jnp.where(allowed | ~view.open[..., None], logits, -jnp.inf), state
 
@@ -121,23 +122,24 @@ def feasible() -> Score:
 
 @functools.cache
 def together(rule: ColumnRule) -> ColumnRule:
-    """A rule that decides of what `rule` takes only what can stand together. Its parameters are (the rule's, a
-    language)."""
+    """Return a rule that decides only the jointly feasible columns of `rule`. Its parameters are (those of `rule`, a
+    language).
+    """
 
     def select(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
-        own, language = params
+        rule_params, language = params
         canvas = view.canvas
         assert canvas is not None
-        take, token, state = rule.select(own, state, proposal, view, quota)
+        take, token, state = rule.select(rule_params, state, proposal, view, quota)
         fits = lambda some: _is_open_to(language, decide_columns(canvas, view.columns, some, token))
         order = measures.rank(measures.confidence(proposal), take)
         at_once = fits(take)
         count = jnp.max(jnp.where(at_once, 0, jnp.sum(take, 1)))
 
         def body(carry):
-            place, kept = carry
-            more = kept | (take & (order == place))
-            return place + 1, jnp.where(fits(more)[:, None], more, kept)
+            place, accepted = carry
+            more = accepted | (take & (order == place))
+            return place + 1, jnp.where(fits(more)[:, None], more, accepted)
 
         _, one_by_one = jax.lax.while_loop(lambda carry: carry[0] < count, body, (0, jnp.zeros_like(take)))
         return jnp.where(at_once[:, None], take, one_by_one), token, state
@@ -146,8 +148,11 @@ def together(rule: ColumnRule) -> ColumnRule:
 
 
 def _steps(language: Language, canvas: Canvas) -> tuple[Array, Array, Array]:
-    """(bool[C + 1, Q, Q] whether tokens of a class lead from a state to another, the last class any token;
-    int32[N, B] the class of each column; bool[N, B] whether it is part of the text)."""
+    """Return the transitions and the classes of the columns.
+
+    The result is (bool[C + 1, Q, Q], true if tokens of a class lead from one state to another, with "any token" as the
+    last class; int32[N, B], the class of each column; bool[N, B], true if the column is part of the text).
+    """
     states = jnp.arange(len(language.accepting))
     leads = language.to.T[:, :, None] == states
     leads = jnp.concatenate([leads, jnp.any(leads, 0, keepdims=True)])
@@ -157,36 +162,36 @@ def _steps(language: Language, canvas: Canvas) -> tuple[Array, Array, Array]:
     return leads, kind.T, text.T
 
 
-def _reached(language: Language, canvas: Canvas) -> Array:
-    """bool[B, N + 1, Q]: the states before each column, and behind the last."""
+def _forward_states(language: Language, canvas: Canvas) -> Array:
+    """Return bool[B, N + 1, Q]: the reachable states before each column and after the last."""
     leads, kind, text = _steps(language, canvas)
 
     def body(states, column):
-        of, inside = column
-        after = jnp.any(states[:, :, None] & leads[of], 1)
-        return jnp.where(inside[:, None], after, states), states
+        token_class, inside = column
+        next_states = jnp.any(states[:, :, None] & leads[token_class], 1)
+        return jnp.where(inside[:, None], next_states, states), states
 
     first = jnp.broadcast_to(jnp.arange(leads.shape[1]) == 0, (kind.shape[1], leads.shape[1]))
-    last, before = jax.lax.scan(body, first, (kind, text))
-    return jnp.concatenate([before, last[None]]).swapaxes(0, 1)
+    last, reachable = jax.lax.scan(body, first, (kind, text))
+    return jnp.concatenate([reachable, last[None]]).swapaxes(0, 1)
 
 
-def _goes_on(language: Language, canvas: Canvas) -> Array:
-    """bool[B, N, Q]: the states behind each column from which a word can be finished."""
+def _backward_states(language: Language, canvas: Canvas) -> Array:
+    """Return bool[B, N, Q]: the states after each column from which a word can be completed."""
     leads, kind, text = _steps(language, canvas)
 
     def body(states, column):
-        of, inside = column
-        before = jnp.any(leads[of] & states[:, None, :], 2)
-        return jnp.where(inside[:, None], before, states), states
+        token_class, inside = column
+        reachable = jnp.any(leads[token_class] & states[:, None, :], 2)
+        return jnp.where(inside[:, None], reachable, states), states
 
     last = jnp.broadcast_to(language.accepting, (kind.shape[1], leads.shape[1]))
     return jax.lax.scan(body, last, (kind, text), reverse=True)[1].swapaxes(0, 1)
 
 
 def _is_open_to(language: Language, canvas: Canvas) -> Array:
-    """bool[B]: whether some word has all that is decided."""
-    return jnp.any(_reached(language, canvas)[:, -1] & language.accepting, 1)
+    """Return bool[B]: True if some word contains all decided tokens."""
+    return jnp.any(_forward_states(language, canvas)[:, -1] & language.accepting, 1)
 
 
 def _has_words(language: Language, count: int, eos: Array) -> None:

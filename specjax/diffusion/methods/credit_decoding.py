@@ -60,9 +60,10 @@ def credit_decoding(
     gamma: float = 0.2,
     slots: int = 8,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. tau: of the threshold rule. alpha: what credit adds. beta: what is
-    left of it after a pass. gamma: power of the probability that is credited. slots: tokens of a column that have
-    credit; 0: all."""
+    """Return the procedure. block: columns of a block; None: all new ones. tau: threshold of the rule. alpha: weight of
+    the credit. beta: factor of its decay per pass. gamma: power of the credited probability. slots: tokens per column
+    with credit; 0: all.
+    """
     return Procedure(blocks(denoiser.block or block), threshold(tau), score=credits(alpha, beta, gamma, slots))
 
 
@@ -73,7 +74,7 @@ class Sparse(NamedTuple):
 
 @functools.cache
 def credits(alpha: float, beta: float, gamma: float, slots: int) -> Score:
-    """The score. Raises: UsageError for a number of slots, a beta or a gamma below 0."""
+    """Return the score. Raises: UsageError for a number of slots, a beta or a gamma below 0."""
     if beta < 0 or gamma < 0:
         raise UsageError(f"beta and gamma must be at least 0, and they are {beta} and {gamma}")
     if slots < 0:
@@ -102,15 +103,15 @@ def credits(alpha: float, beta: float, gamma: float, slots: int) -> Score:
 
 
 def _cleared(entered: Array, x: Array) -> Array:
-    """With nothing in rows that have entered a new window."""
+    """Clear the credit of rows that have entered a new window."""
     return jnp.where(entered[:, None, None], -1 if x.dtype == jnp.int32 else 0, x)
 
 
 def _credited(state: Sparse, best: Array, gain: Array, beta: float) -> Sparse:
-    """After a pass in which `best` gains."""
+    """Return the credit after a pass in which `best` gains."""
     value = beta * state.value
-    known = state.ids == best[..., None]
-    slot = jnp.where(jnp.any(known, -1), jnp.argmax(known, -1), jnp.argmin(value, -1))
-    here = (jnp.arange(value.shape[-1]) == slot[..., None]) & (gain > 0)[..., None]
-    value = jnp.where(here, jnp.where(known, value, 0.0) + gain[..., None], value)
-    return Sparse(jnp.where(here, best[..., None], state.ids), value)
+    stored = state.ids == best[..., None]
+    slot = jnp.where(jnp.any(stored, -1), jnp.argmax(stored, -1), jnp.argmin(value, -1))
+    match = (jnp.arange(value.shape[-1]) == slot[..., None]) & (gain > 0)[..., None]
+    value = jnp.where(match, jnp.where(stored, value, 0.0) + gain[..., None], value)
+    return Sparse(jnp.where(match, best[..., None], state.ids), value)

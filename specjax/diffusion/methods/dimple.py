@@ -1,17 +1,18 @@
-"""Dimple's confident decoding: every column that is sure enough or, where none is, the next share by the grid of times;
-keys and values of the prompt are computed once.
+"""Dimple's confident decoding: every sure column is decided, or the next share by a grid of times.
+
+Keys and values of the prompt are computed once.
 
 Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding (2025), arXiv
 2505.16990.
 
-Rule: take {confidence > gamma}. If that is empty: of the m columns that are open of G, at t = m / G, go to the first
-time s < t of the grid s_k = 1 - (1 - eps) k / S for which n = int(m (1 - s / t)) is 1 or more, and take the n surest; 1
-where there is none. The pass S takes all. Confidences are those before temperature and top-p.
-Memory: columns of the prompt see the prompt alone, so that they are read once; a pass computes the columns behind it.
+Rule: take {confidence > gamma}. If that is empty, with m of G columns open, the time is t = m / G. Go to the first time
+s < t of the grid s_k = 1 - (1 - eps) k / S for which n = int(m (1 - s / t)) is at least 1, and take the n surest. If
+there is none, take 1. Pass S takes all. Confidences are those before temperature and top-p.
+Memory: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
 Guarantee: lossy; with S = G, as `steps=None` has it, and without `prefill` it is the threshold rule. With one layer the
-memory is exact.
-Deviations: the last column of the prompt is computed in every pass, as its row predicts the first new column of shifted
-models. Images are no part of it.
+cache is exact.
+Deviations: the last column of the prompt is computed in every pass, because its row predicts the first new column of
+shifted models. Images are not supported.
 """
 
 from __future__ import annotations
@@ -61,15 +62,18 @@ METHOD = Method(
 def dimple(
     denoiser: Denoiser, *, gamma: float = 0.95, steps: int | None = None, eps: float = 1e-3, prefill: bool = True
 ) -> Procedure:
-    """gamma: confidence above which a column is taken. steps: S, passes at most; None: one for each column. eps: the
-    last time. prefill: read the prompt once; models with block-causal attention do that anyhow."""
+    """Return the procedure. gamma: confidence above which a column is taken. steps: S, maximum passes; None: one for
+    each column. eps: the last time. prefill: read the prompt once, as models with block-causal attention always do.
+    """
     memory = PREFILLED if prefill and not denoiser.is_causal else None
     return Procedure(next_times(denoiser.block, steps, eps), confident(gamma), memory)
 
 
 @functools.cache
 def confident(gamma: float) -> ColumnRule:
-    """Every column that is sure enough; the quota where none is, or where it is all that is left."""
+    """Return a rule that takes every sure column. It takes the quota if no column is sure, or if the quota covers all
+    open columns.
+    """
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
@@ -88,7 +92,7 @@ class State(NamedTuple):
 
 @functools.cache
 def next_times(size: int | None = None, steps: int | None = None, eps: float = 1e-3) -> Schedule:
-    """Shares by the grid, from the time that the columns which are left say it is."""
+    """Return a schedule that takes shares by the grid, from the time that matches the number of open columns."""
     check_grid(steps, eps)
 
     def init(params: PyTree, canvas: Canvas, width: int) -> State:
@@ -118,7 +122,7 @@ def _read_prompt(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
 
 
 def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
-    """The last column of the prompt and the window, which is all that is new."""
+    """Run the model over the last column of the prompt and the window. The rest is cached."""
     width = window.width + 1
     columns = canvas.start[:, None] - 1 + jnp.arange(width)
     mask = (columns < canvas.end[:, None])[:, None, :] | jnp.eye(width, dtype=bool)

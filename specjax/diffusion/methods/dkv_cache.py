@@ -43,10 +43,10 @@ def dkv_cache(
     refresh: int | None = 8,
     suffix: Suffix = "frozen",
 ) -> Procedure:
-    """block, steps, by: as `llada` has them. refresh: passes over a block after which the whole canvas is computed
-    again; None: never. suffix: `fresh` to compute the open columns behind the block in every pass, too.
+    """Return the procedure. block, steps, by: as in `llada`. refresh: passes over a block between full recomputations;
+    None: never. suffix: `fresh` also computes the open columns after the block in every pass.
 
-    Raises: UsageError for a block-causal model, of which what is finished never changes.
+    Raises: UsageError for a block-causal model, in which finished columns never change.
     """
     if denoiser.is_causal:
         raise UsageError("dkv_cache is of models with full attention; a block-causal one keeps its blocks: choose sdar")

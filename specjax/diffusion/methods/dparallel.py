@@ -33,13 +33,15 @@ METHOD = Method(
 
 @checked
 def dparallel(denoiser: Denoiser, *, block: int | None = 32, eta: float = 0.5) -> Procedure:
-    """block: columns of a block; None: all new ones. eta: entropy up to which a column is taken; 0.45 for Dream."""
+    """Return the procedure. block: columns of a block; None: all new ones. eta: maximum entropy of a taken column; 0.45
+    for Dream.
+    """
     return Procedure(blocks(denoiser.block or block), certain(eta))
 
 
 @functools.cache
 def certain(eta: float) -> ColumnRule:
-    """Every column of an entropy up to `eta`."""
+    """Return a rule that takes every column with an entropy of at most `eta`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         entropy = measures.entropy(proposal.logits)

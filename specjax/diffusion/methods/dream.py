@@ -58,10 +58,10 @@ def dream(
     eps: float = 1e-3,
     alg_temp: float = 0.0,
 ) -> Procedure:
-    """alg: what chooses columns. steps: of the grid; None: one for each column. eps: the last time. alg_temp: how much
-    chance has a say in which columns are chosen; `origin` chooses by chance alone.
+    """Return the procedure. alg: measure that selects columns. steps: of the grid; None: one for each column. eps: the
+    last time. alg_temp: temperature of the random column selection. `origin` selects at random only.
 
-    Raises: UsageError for settings that no grid or temperature has, or an alg_temp of `origin`.
+    Raises: UsageError for invalid steps, eps or alg_temp, or an alg_temp with `origin`.
     """
     if alg_temp < 0:
         raise UsageError(f"alg_temp must be at least 0, not {alg_temp}")
@@ -75,7 +75,7 @@ def dream(
 
 @functools.cache
 def by_chance(by: str, alg_temp: float) -> ColumnRule:
-    """As many columns as the quota, drawn with weights exp(measure / alg_temp)."""
+    """Return a rule that draws the quota of columns with weights exp(measure / alg_temp)."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         score = MEASURES[by](proposal, view) / alg_temp + sampling.noise(view.rule_keys, 1)[..., 0]
@@ -86,7 +86,9 @@ def by_chance(by: str, alg_temp: float) -> ColumnRule:
 
 @functools.cache
 def at_their_times(steps: int | None = None, eps: float = 1e-3) -> ColumnRule:
-    """Every column in the step of the grid whose times hold its own; its state: the steps, int32[B, W]."""
+    """Return a rule that takes each column in the step of the grid that contains its random time. State: the steps,
+    int32[B, W].
+    """
     check_grid(steps, eps)
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
@@ -95,9 +97,9 @@ def at_their_times(steps: int | None = None, eps: float = 1e-3) -> ColumnRule:
     def select(params, state: Array, proposal: Proposal, view: View, quota: Array):
         total = jnp.sum(view.open, 1, keepdims=True) if steps is None else steps
         time = sampling.uniform(view.rule_keys, 1)[..., 0]
-        own = jnp.minimum(jnp.floor((1 - time) / (1 - eps) * total).astype(jnp.int32), total - 1)
-        step = jnp.where(view.entered[:, None], own, state)
-        now = jnp.min(jnp.where(view.eligible, step, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
-        return view.eligible & (step == now), proposal.token, step
+        column_steps = jnp.minimum(jnp.floor((1 - time) / (1 - eps) * total).astype(jnp.int32), total - 1)
+        step = jnp.where(view.entered[:, None], column_steps, state)
+        current = jnp.min(jnp.where(view.eligible, step, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+        return view.eligible & (step == current), proposal.token, step
 
     return ColumnRule(select, init)

@@ -1,17 +1,17 @@
-"""The most certain columns, as many as have little entropy together.
+"""The most certain columns, up to a bound on the sum of their entropies.
 
 Cheng et al.: SDAR (2025), arXiv 2510.06303, `entropy_bounded`; DiffusionGemma's sampler accepts by the same rule with
 `own=False`; Ben-Hamu et al.: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking (2025),
 arXiv 2505.24857.
 
-Rule: with entropies H_1 <= H_2 <= ... of the eligible columns take the n first, n = max{n : H_1 + ... + H_n < gamma},
-at least one. `own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
-Why: the joint entropy of columns is at most the sum of theirs, so what is lost by deciding them as if they did not
-depend on each other, the sum less the joint entropy, is below gamma.
-Guarantee: lossy; a gamma of 0 is one column a pass, wherever no entropy is 0.
-Deviations: the entropy is that of the whole distribution at temperature 1 (SDAR's released script sums over the block
-what the drawn token alone contributes, and does not run). DiffusionGemma's other columns begin anew with random tokens;
-here they stay open.
+Rule: sort the entropies of the eligible columns, H_1 <= H_2 <= ... Take the first n, n = max{n : H_1 + ... + H_n <
+gamma}, at least one. `own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
+Reason: the joint entropy of columns is at most the sum of theirs. Deciding them independently loses the sum minus the
+joint entropy, which is below gamma.
+Guarantee: lossy; a gamma of 0 is one column a pass, if no entropy is 0.
+Deviations: the entropy is that of the full distribution at temperature 1. SDAR's released script sums only the terms of
+the drawn tokens over the block, and does not run. DiffusionGemma's other columns restart with random tokens; here they
+stay open.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ METHOD = Method(
 
 @checked
 def entropy_bound(denoiser: Denoiser, *, block: int | None = 32, gamma: float = 0.35, own: bool = True) -> Procedure:
-    """block: columns of a block; None: all new ones. gamma: nats that a pass may decide. own: whether a column's own
-    entropy counts, or only that of those before it."""
+    """Return the procedure. block: columns of a block; None: all new ones. gamma: entropy in nats that a pass may
+    decide. own: True if the bound includes a column's own entropy, not only those ranked before it.
+    """
     return Procedure(blocks(denoiser.block or block), within(gamma, own))
 
 
 @functools.cache
 def within(gamma: float, own: bool = True) -> ColumnRule:
-    """Columns whose entropies have a sum within `gamma`."""
+    """Return a rule that takes columns with a total entropy of at most `gamma`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         certain = -measures.entropy(proposal.logits)

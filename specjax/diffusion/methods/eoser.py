@@ -1,18 +1,18 @@
-"""EOSER and ASS: ends of a text are decided late, and each pass decides twice as much as the one before.
+"""EOSER and ASS: end tokens are decided late, and each pass decides twice as many columns as the previous one.
 
 Yang, Chen, Hu, Shao: Taming Masked Diffusion Language Models via Consistency Trajectory Reinforcement Learning with
-Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not here.)
+Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not implemented.)
 
-Rule: models that decode all of a canvas at once tend to end it everywhere. Where a column's proposal ends the text, its
+Rule: models that decode a full canvas at once tend to end it everywhere. If a column's proposal ends the text, its
 confidence is multiplied in pass i of T by
 
     gamma_i = least + (most - least) i / (T - 1),        i = 0 ... T - 1.
 
-`ascending`: of G new columns pass i decides 2^i, in S = floor(log2 G) passes, the last of which takes the rest, with
-gamma_i = least + (most - least) (2^(i+1) - 1) / 2^S. `parts` = n lets the last n - 1 passes have a block each: those
-before them are for the first 2^k - 1 columns, k = S - n + 1, and pass i for the columns below 2^(i+1) - 1.
+`ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones,
+with gamma_i = least + (most - least) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last n - 1 passes has a block.
+Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below 2^(i+1) - 1.
 Guarantee: lossy; least = most = 1 is the procedure without it, one column a pass or `steps`.
-Deviations: which tokens end a text is what `denoise` is told by `eos`; without any, nothing is discounted.
+Deviations: the argument `eos` of `denoise` gives the end tokens. Without any, no confidence is discounted.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def eoser(
     least: float | None = None,
     most: float = 1.0,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column. ascending:
-    1, 2, 4 ... columns a pass instead. parts: blocks of these. least, most: what confidence is multiplied by in the
-    first and the last pass; least: by default 0.4, or 0.01 of ascending passes.
+    """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
+    each column. ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule. least,
+    most: factors of the confidence in the first and the last pass. least defaults to 0.4, or 0.01 for ascending passes.
 
-    Raises: UsageError for a block or steps of ascending passes, those of a block-causal model, or parts of others.
+    Raises: UsageError for block or steps beside ascending passes, a block of a block-causal model, or parts without
+    ascending passes.
     """
     size = denoiser.block or block
     least = least if least is not None else 0.01 if ascending else 0.4
@@ -82,7 +83,7 @@ def eoser(
 
 @functools.cache
 def late_ends(least: float, most: float, size: int | None, steps: int | None, *, ascending: bool = False) -> Score:
-    """The score, with blocks of `size` and `steps` passes for each."""
+    """Return the score for blocks of `size` with `steps` passes each."""
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
         return _log2(canvas.end - canvas.start) if ascending else num_passes(canvas, size, steps)
@@ -105,7 +106,7 @@ class State(NamedTuple):
 
 @functools.cache
 def powers(parts: int = 1) -> Schedule:
-    """The schedule of ascending passes. Raises: UsageError for less than one part."""
+    """Return the schedule of ascending passes. Raises: UsageError for less than one part."""
     if parts < 1:
         raise UsageError(f"parts must be at least 1, not {parts}")
 
@@ -123,5 +124,5 @@ def powers(parts: int = 1) -> Schedule:
 
 
 def _log2(count: Array) -> Array:
-    """int32[B]: the whole part of the logarithm to base 2, exactly."""
+    """Return int32[B]: the floor of the logarithm to base 2, exactly."""
     return jnp.sum(count[:, None] >= 1 << jnp.arange(1, 31), 1, dtype=jnp.int32)

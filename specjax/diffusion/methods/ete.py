@@ -74,8 +74,10 @@ METHOD = Method(
 
 
 def most_bits(count: int, factor: float) -> float:
-    """Nats that `count` columns decided by the factor rule carry at most, log((n + 1) / ((1 - f) n + 1)): a text of
-    -log p(x) nats needs so many passes at least."""
+    """Return the maximum nats of `count` columns decided by the factor rule, log((n + 1) / ((1 - f) n + 1)).
+
+    A text of -log p(x) nats needs at least -log p(x) divided by this number of passes.
+    """
     return math.log((count + 1) / ((1 - factor) * count + 1))
 
 
@@ -90,11 +92,11 @@ def ete(
     words: int = 2,
     gain: float = 0.1,
 ) -> Procedure:
-    """block: columns of a block. tau: confidence from which on a column is decided. ahead: blocks behind it that are
-    decided, too. least: columns below which a pass explores. words: that it tries. gain: nats that a column is worth
-    which a word makes sure.
+    """Return the procedure. block: columns of a block. tau: confidence at which a column is decided. ahead: later
+    blocks that are decided too. least: a pass explores if it decides fewer columns. words: tokens that it tries. gain:
+    nats that each newly sure column adds to a token's score.
 
-    Raises: UsageError for a block-causal model, which sees no block ahead, or for numbers that are too small.
+    Raises: UsageError for a block-causal model, which reads no later block, or for numbers that are too small.
     """
     if denoiser.is_causal:
         raise UsageError("ete looks at blocks ahead, and a block-causal model sees none; choose sdar")
@@ -107,20 +109,21 @@ def ete(
 
 @functools.cache
 def sure(tau: float, block: int) -> ColumnRule:
-    """Every column that is sure enough, and where the first `block` have none the surest of them."""
+    """Return a rule that takes every sure column. Without one in the first `block`, it takes their surest.
+    """
 
     def take_those(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
         confidence = measures.confidence(proposal)
         high = view.eligible & (confidence >= tau)
-        here = view.eligible & _in_block(view, block)
-        forced = ~jnp.any(high & here, 1, keepdims=True) & measures.top(confidence, here, jnp.ones_like(quota))
+        current = view.eligible & _in_block(view, block)
+        forced = ~jnp.any(high & current, 1, keepdims=True) & measures.top(confidence, current, jnp.ones_like(quota))
         return high | forced, proposal.token, state
 
     return ColumnRule(take_those)
 
 
 class Known(NamedTuple):
-    """What the model said of the canvas as it is, where the last pass explored."""
+    """Cached output for the current canvas, valid if the last pass explored."""
 
     hidden: Array  # [B, N, D]
     ready: Array  # bool[B]
@@ -128,7 +131,9 @@ class Known(NamedTuple):
 
 @functools.cache
 def exploring(tau: float, block: int, least: int, words: int, gain: float) -> Verify:
-    """What decides: one look unless the canvas is known already, and where that gives too little a second one."""
+    """Return the deciding step: one look unless the output is cached, and a second look if the first decides too few
+    columns.
+    """
     decide = functools.partial(_decide, tau=tau, block=block, least=least, words=words, gain=gain)
     return Verify(decide, _init, exact_memory=False, several=True)
 
@@ -143,76 +148,77 @@ def _init(parts: DenoisingParts, canvas: Canvas) -> Known:
 
 
 def _look(parts: DenoisingParts, memory: PyTree, canvas: Canvas) -> Array:
-    """[B, N, D], of the whole canvas."""
+    """Return hidden states [B, N, D] of the full canvas."""
     nothing = jnp.zeros_like(canvas.start)
-    seen, _ = parts.memory.look(parts.denoiser, memory, canvas, Window(nothing, nothing == 0, nothing == 0, 1))
-    assert seen.canvas is not None
-    return seen.canvas
+    output, _ = parts.memory.look(parts.denoiser, memory, canvas, Window(nothing, nothing == 0, nothing == 0, 1))
+    assert output.canvas is not None
+    return output.canvas
 
 
 def _decide(
-    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, tau: float, block: int,
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, tau: float,
+    block: int,
     least: int, words: int, gain: float,
 ) -> StepOutcome:  # fmt: skip
-    known: Known = slots.verify
+    cached: Known = slots.verify
     active, rows = window.active, jnp.arange(len(canvas.tokens))
     place = jnp.clip(window.start[:, None] + jnp.arange(window.width), 0, canvas.tokens.shape[1] - 1)
 
-    looks = active & ~known.ready
-    anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: known.hidden)
-    hidden = jnp.where(looks[:, None, None], anew, known.hidden)
-    seen = WindowOutput(
+    looks = active & ~cached.ready
+    anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: cached.hidden)
+    hidden = jnp.where(looks[:, None, None], anew, cached.hidden)
+    output = WindowOutput(
         take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden
     )
 
     # The pass that decides a column is the one that the model said it in.
-    here = canvas._replace(passes=canvas.passes - 1 + looks)
-    view = make_view(parts, state, here, window, seen)
-    proposal, slots = propose(parts, view, forward.window_logits(parts.denoiser, seen), slots)
-    view, share, slots = apply_bound(parts, here, proposal, view, slots)
+    current = canvas._replace(passes=canvas.passes - 1 + looks)
+    view = make_view(parts, state, current, window, output)
+    proposal, slots = propose(parts, view, forward.window_logits(parts.denoiser, output), slots)
+    view, share, slots = apply_bound(parts, current, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, share, slots)
     high = take & (measures.confidence(proposal) >= tau)
     left = view.open & ~high & _in_block(view, block)
     explores = active & (jnp.sum(high, 1) < least) & jnp.any(left, 1)
     take = jnp.where(explores[:, None], high, take)
-    after = forward.decide_columns(here, view.columns, take, token)
+    updated = forward.decide_columns(current, view.columns, take, token)
 
-    at = _column(proposal, left, after, place)
+    at = _column(proposal, left, updated, place)
     tried, value = _words(parts, proposal, view, at, words)
-    alone = explores & (jnp.sum(after.open, 1) == 1)
+    alone = explores & (jnp.sum(updated.open, 1) == 1)
     branches = explores & ~alone
     column = take_along(view.columns, at[:, None], 1)
     put = lambda word: forward.decide_columns(
-        after._replace(passes=here.passes + branches), column, explores[:, None], word[:, None]
+        updated._replace(passes=current.passes + branches), column, explores[:, None], word[:, None]
     )
     canvases = jax.vmap(put, 1)(tried)  # [k, B, ...]
     assert parts.memory.several is not None
     several = parts.memory.several
 
     def look() -> tuple[Array, Array]:
-        seen, _ = several(parts.denoiser, state.cache, canvases, window)
-        logits = forward.compute_logits(parts.denoiser, seen.hidden)
+        output, _ = several(parts.denoiser, state.cache, canvases, window)
+        logits = forward.compute_logits(parts.denoiser, output.hidden)
         confidence = jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
         opened = jax.vmap(lambda one: take_along(one.open, place, 1))(canvases) & view.eligible
-        assert seen.canvas is not None
-        return seen.canvas, jnp.sum(opened & (confidence >= tau), 2).astype(jnp.float32)
+        assert output.canvas is not None
+        return output.canvas, jnp.sum(opened & (confidence >= tau), 2).astype(jnp.float32)
 
     unseen = lambda: (jnp.broadcast_to(hidden, (words, *hidden.shape)), jnp.zeros((words, len(rows))))
-    looked, now_sure = jax.lax.cond(jnp.any(branches), look, unseen)
-    score = value.T + jnp.where(branches, gain * now_sure, 0.0)  # float32[k, B]
+    looked, num_sure = jax.lax.cond(jnp.any(branches), look, unseen)
+    score = value.T + jnp.where(branches, gain * num_sure, 0.0)  # float32[k, B]
     best = first_largest(score.T)
-    chosen = jax.tree.map(lambda many: many[best, rows], canvases)
+    best_canvas = jax.tree.map(lambda many: many[best, rows], canvases)
     slots = slots._replace(
         verify=Known(
-            jnp.where(branches[:, None, None], looked[best, rows], hidden), jnp.where(active, branches, known.ready)
+            jnp.where(branches[:, None, None], looked[best, rows], hidden), jnp.where(active, branches, cached.ready)
         )
     )
     spot = explores[:, None] & (jnp.arange(window.width) == at[:, None])
     token = jnp.where(spot, tried[rows, best][:, None], token)
     logprobs = store_logprobs(parts, state, view, take | spot, token, proposal)
-    after, logprobs, slots = apply_control(parts, here, chosen, logprobs, proposal, view, seen, slots)
+    updated, logprobs, slots = apply_control(parts, current, best_canvas, logprobs, proposal, view, output, slots)
     return StepOutcome(
-        canvas=after._replace(passes=canvas.passes),
+        canvas=updated._replace(passes=canvas.passes),
         memory=state.cache,
         slots=slots,
         columns=canvas.end * (looks + words * branches),
@@ -222,15 +228,15 @@ def _decide(
     )
 
 
-def _column(proposal: Proposal, left: Array, after: Canvas, place: Array) -> Array:
-    """int32[B]: of the columns `left`, those next to a decided one, the one of largest entropy."""
-    decided = jnp.pad(~after.open & (after.decided_at != -1), ((0, 0), (1, 1)))
+def _column(proposal: Proposal, left: Array, updated: Canvas, place: Array) -> Array:
+    """Return int32[B]: among the columns of `left` next to a decided one, the one with the largest entropy."""
+    decided = jnp.pad(~updated.open & (updated.decided_at != -1), ((0, 0), (1, 1)))
     beside = take_along(decided[:, :-2] | decided[:, 2:], place, 1)
     return first_largest(jnp.where(left & beside, measures.entropy(proposal.logits), -jnp.inf))
 
 
 def _words(parts: DenoisingParts, proposal: Proposal, view: View, at: Array, words: int) -> tuple[Array, Array]:
-    """(int32[B, k], float32[B, k] log-probabilities) of a column's words; -inf: there are fewer."""
+    """Return (int32[B, k], float32[B, k] log-probabilities) of a column's candidates. Missing candidates have -inf."""
     warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (proposal.warped, proposal.logits))
     if parts.sampling.temperature is None:
         warped = logits  # at temperature 0 these leave one word alone
@@ -238,5 +244,5 @@ def _words(parts: DenoisingParts, proposal: Proposal, view: View, at: Array, wor
         key = take_along(view.rule_keys, at[:, None], 1)
         warped = warped + noise(key, warped.shape[-1])[:, 0]
     value, tried = jax.lax.top_k(warped, words)
-    said = take_along(jax.nn.log_softmax(logits, -1), tried, 1)
-    return tried, jnp.where(value > -jnp.inf, said, -jnp.inf)
+    log_probs = take_along(jax.nn.log_softmax(logits, -1), tried, 1)
+    return tried, jnp.where(value > -jnp.inf, log_probs, -jnp.inf)

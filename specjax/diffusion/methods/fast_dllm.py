@@ -58,15 +58,16 @@ def fast_dllm(
     factor: float = 0.75,
     memory: Literal["exact", "dual", "prefix"] = "exact",
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. memory: `dual` and `prefix` for those of
-    `specjax.diffusion.caches`, of models with full attention."""
+    """Return the procedure. block: columns of a block; None: all new ones. memory: `dual` or `prefix`, caches of
+    `specjax.diffusion.caches` for models with full attention.
+    """
     chosen = threshold(tau) if rule == "threshold" else by_factor(factor)
     return Procedure(blocks(denoiser.block or block), chosen, CACHES[memory]() if memory in CACHES else None)
 
 
 @functools.cache
 def by_factor(factor: float) -> ColumnRule:
-    """The rule `factor`."""
+    """Return the rule `factor`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)

@@ -50,8 +50,8 @@ SUB_BLOCK = 8
 def fast_dllm_v2(
     denoiser: Denoiser, *, tau: float = 0.9, sub_block: int | None = None, top_p: float = 0.95
 ) -> Procedure:
-    """tau: confidence from which on a column is taken. sub_block: its columns; None: 8, or the block if 8 does not
-    divide it. top_p: mass of the nucleus that confidences are shares of.
+    """Return the procedure. tau: confidence at which a column is taken. sub_block: columns of a sub-block; None: 8, or
+    the block if 8 does not divide it. top_p: mass of the nucleus that normalises confidences.
 
     Raises: UsageError for a model that is not block-causal and seeded, or sub-blocks that do not divide its block.
     """
@@ -69,9 +69,9 @@ def fast_dllm_v2(
 
 @functools.cache
 def in_nucleus(rule: ColumnRule, top_p: float) -> ColumnRule:
-    """A rule for which only the nucleus of each column exists.
+    """Return a rule that reads only the nucleus of each column.
 
-    Raises: UsageError for a top_p that is no mass.
+    Raises: UsageError for an invalid top_p.
     """
     if not 0 < top_p <= 1:
         raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")

@@ -49,7 +49,7 @@ METHOD = Method(
 
 
 class Last(NamedTuple):
-    """What the model said of the canvas before the last static step."""
+    """Output of the model for the canvas before the last static step."""
 
     hidden: Array  # [B, W, D]
     predicted: Array  # bool[B, W]
@@ -57,14 +57,14 @@ class Last(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """Where the static steps of a pass have come to."""
+    """Progress of the static steps within a pass."""
 
     canvas: Canvas  # whose passes are the static ones
     slots: PartStates
     settled: Array  # bool[B]
     logprobs: Array | None
     finite: Array  # bool[B]
-    going: Array  # bool[B], rows that took the last step
+    running: Array  # bool[B], rows that took the last step
     hidden: Array | None = None  # of that step
     predicted: Array | None = None
 
@@ -73,13 +73,13 @@ class Trail(NamedTuple):
 def freedave(
     denoiser: Denoiser, *, block: int | None = 32, steps: int | None = None, by: By = "confidence", drafts: int = 4
 ) -> Procedure:
-    """As `llada`, with the same text. drafts: canvases that a pass looks at."""
+    """Return the procedure, which gives the text of `llada`. drafts: canvases per pass."""
     return llada(denoiser, block=block, steps=steps, by=by).replace(verify=ahead(drafts))
 
 
 @functools.cache
 def ahead(drafts: int) -> Verify:
-    """What verifies the next steps of any procedure.
+    """Return a verification of the next steps of any procedure.
 
     Raises: UsageError for less than one draft.
     """
@@ -103,39 +103,41 @@ def _init(parts: DenoisingParts, canvas: Canvas) -> Last:
 def _decide(
     parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, drafts: int
 ) -> StepOutcome:
-    own: Last = slots.verify
-    here = jnp.ones_like(window.active)
-    begin = Trail(canvas._replace(passes=own.steps), slots, here, state.draft.logprobs, here, here)
+    last: Last = slots.verify
+    all_rows = jnp.ones_like(window.active)
+    begin = Trail(canvas._replace(passes=last.steps), slots, all_rows, state.draft.logprobs, all_rows, all_rows)
 
     blind = replace(parts, procedure=parts.procedure.replace(control=None))
-    older = WindowOutput(own.hidden, own.predicted & ~window.entered[:, None], jnp.zeros_like(own.steps))
-    logits = forward.compute_logits(parts.denoiser, own.hidden)
+    older = WindowOutput(last.hidden, last.predicted & ~window.entered[:, None], jnp.zeros_like(last.steps))
+    logits = forward.compute_logits(parts.denoiser, last.hidden)
 
     def draft(trail: Trail, step: Array) -> tuple[Trail, Canvas]:
-        after = _step(blind, state, window, trail, older, step, trail.going, logits)
-        return after, after.canvas
+        next_trail = _step(blind, state, window, trail, older, step, trail.running, logits)
+        return next_trail, next_trail.canvas
 
     first = Canvas(*(x[None] for x in begin.canvas))
     canvases = first
     if drafts > 1:
-        _, others = jax.lax.scan(draft, begin, jnp.arange(drafts - 1))
-        canvases = Canvas(*(jnp.concatenate(pair) for pair in zip(first, others, strict=True)))
+        _, drafted_canvases = jax.lax.scan(draft, begin, jnp.arange(drafts - 1))
+        canvases = Canvas(*(jnp.concatenate(pair) for pair in zip(first, drafted_canvases, strict=True)))
     assert parts.memory.several is not None
-    seen, memory = parts.memory.several(parts.denoiser, state.cache, canvases, window)
+    output, memory = parts.memory.several(parts.denoiser, state.cache, canvases, window)
     control = parts.procedure.control
     if control is None or not control.wide:
-        seen = seen._replace(canvas=None)
+        output = output._replace(canvas=None)
 
     def verify(trail: Trail, one: tuple[Array, Canvas, WindowOutput]) -> tuple[Trail, None]:
-        step, drafted, seen = one
+        step, drafted, output = one
         same = (drafted.tokens == trail.canvas.tokens) & (drafted.open == trail.canvas.open)
-        after = _step(parts, state, window, trail, seen, step, trail.going & jnp.all(same, 1))
-        hidden, predicted = _where(after.going, (seen.hidden, seen.predicted), (trail.hidden, trail.predicted))
-        return after._replace(hidden=hidden, predicted=predicted), None
+        next_trail = _step(parts, state, window, trail, output, step, trail.running & jnp.all(same, 1))
+        hidden, predicted = _where(
+            next_trail.running, (output.hidden, output.predicted), (trail.hidden, trail.predicted)
+        )
+        return next_trail._replace(hidden=hidden, predicted=predicted), None
 
-    columns = jnp.broadcast_to(seen.columns, (drafts, *seen.columns.shape))
-    each = jnp.arange(drafts), canvases, seen._replace(columns=columns)
-    end, _ = jax.lax.scan(verify, begin._replace(hidden=own.hidden, predicted=own.predicted), each)
+    columns = jnp.broadcast_to(output.columns, (drafts, *output.columns.shape))
+    each = jnp.arange(drafts), canvases, output._replace(columns=columns)
+    end, _ = jax.lax.scan(verify, begin._replace(hidden=last.hidden, predicted=last.predicted), each)
     assert end.hidden is not None and end.predicted is not None
     new = canvas.open & ~end.canvas.open & (end.canvas.decided_at >= 0)
     return StepOutcome(
@@ -144,7 +146,7 @@ def _decide(
         ),
         memory=memory,
         slots=end.slots._replace(verify=Last(end.hidden, end.predicted, end.canvas.passes)),
-        columns=seen.columns,
+        columns=output.columns,
         finite=end.finite,
         passes=window.active.astype(jnp.int32),
         logprobs=end.logprobs,
@@ -153,27 +155,32 @@ def _decide(
 
 
 def _step(
-    parts: DenoisingParts, state: DecodeState, window: Window, trail: Trail, seen: WindowOutput, step: Array, going: Array,
+    parts: DenoisingParts, state: DecodeState, window: Window, trail: Trail, output: WindowOutput, step: Array,
+    running: Array,
     logits: Array | None = None,
 ) -> Trail:  # fmt: skip
-    """The static step in rows that are `going`, if it is one of this window. The first one was placed already."""
+    """Take the static step in rows of `running`, if it belongs to this window. The first step is placed already."""
     first = step == 0
     start, placed = parts.procedure.schedule.place(trail.slots.schedule, trail.canvas)
-    going &= first | (start == window.start) | ~trail.settled
-    going &= first | jnp.any(seen.predicted, 1)  # what reads a finished block only is one step, of which nothing comes
+    running &= first | (start == window.start) | ~trail.settled
+    running &= first | jnp.any(
+        output.predicted, 1
+    )  # what reads a finished block only is one step, of which nothing comes
     schedule = jax.tree.map(lambda new, old: jnp.where(first, old, new), placed, trail.slots.schedule)
-    here = window._replace(entered=window.entered & first)
+    all_rows = window._replace(entered=window.entered & first)
     state = state._replace(draft=state.draft._replace(logprobs=trail.logprobs))
-    decided = decide_window(parts, state, trail.canvas, here, seen, trail.slots._replace(schedule=schedule), logits)
-    after = Trail(
+    decided = decide_window(
+        parts, state, trail.canvas, all_rows, output, trail.slots._replace(schedule=schedule), logits
+    )
+    next_trail = Trail(
         decided.canvas._replace(passes=trail.canvas.passes + 1), decided.slots,
         trail.settled if decided.settled is None else decided.settled,
-        decided.logprobs, trail.finite & decided.finite, going, trail.hidden, trail.predicted,
+        decided.logprobs, trail.finite & decided.finite, running, trail.hidden, trail.predicted,
     )  # fmt: skip
-    return _where(going, after, trail)._replace(going=going)
+    return _where(running, next_trail, trail)._replace(running=running)
 
 
 def _where(rows: Array, new: Any, old: Any) -> PyTree:
-    """Arrays [B, ...] with `rows` of the new ones."""
+    """Select the new arrays [B, ...] in `rows`."""
     choose = lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     return jax.tree.map(choose, new, old)

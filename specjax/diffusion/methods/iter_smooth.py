@@ -1,11 +1,11 @@
-"""IterSmooth: an open column is shown not as a mask alone, but mixed with what the model said of it in the pass before.
+"""IterSmooth: the input of an open column is the mask mixed with the prediction of the previous pass.
 
 Ma et al.: dInfer: An Efficient Inference Framework for Diffusion Language Models (2025), arXiv 2510.08666, by its
 release.
 
-Rule: in pass i over a block (from 0) the embedding of an open column of it is E[mask] + w sum_v p(v) E[v], with p as
-the pass before had it and w = min(`first` + `step` i, `most`), nothing in pass 0; what is sure enough is decided, with
-the threshold max(1 - `step` i, tau).
+Rule: in pass i over a block (from 0) an open column has the embedding E[mask] + w sum_v p(v) E[v]. p is the previous
+pass's distribution and w = min(`first` + `step` i, `most`), with w = 0 in pass 0. Columns with a confidence of at least
+max(1 - `step` i, tau) are decided.
 Guarantee: lossy; first = step = most = 0 and tau = 1 is one column a pass.
 Deviations: the sum is over the `words` likeliest tokens. Full attention only.
 """
@@ -67,10 +67,10 @@ def iter_smooth(
     most: float = 0.3,
     words: int = 8,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. tau: lowest threshold. first, step, most: how much of what the
-    model said is mixed in. words: tokens of a column that are mixed in.
+    """Return the procedure. block: columns of a block; None: all new ones. tau: lowest threshold. first, step, most:
+    weight of the previous prediction in the mixture. words: mixed tokens per column.
 
-    Raises: UsageError for a model that takes no mixtures of tokens, or has block-causal attention.
+    Raises: UsageError for a model that reads no token mixtures, or has block-causal attention.
     """
     if denoiser.is_causal:
         raise UsageError("iter_smooth is of models with full attention, and this one has block-causal attention")
@@ -83,7 +83,7 @@ def iter_smooth(
 
 @functools.cache
 def falling(tau: float, step: float) -> ColumnRule:
-    """The threshold rule, whose threshold falls from pass to pass over a block."""
+    """Return the threshold rule with a threshold that falls with each pass over a block."""
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
         return jnp.zeros_like(canvas.start)
@@ -105,7 +105,7 @@ class State(NamedTuple):
 
 @functools.cache
 def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
-    """No memory, but of what was said in the pass before."""
+    """Return a cache that stores only the prediction of the previous pass."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
         shape = len(canvas.start), width, words
@@ -118,9 +118,9 @@ def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
         mixed = denoiser.replace(
             model=denoiser.model._replace(forward=_showing(denoiser, state, canvas, window, weight))
         )
-        seen, cache = WHOLE.look(mixed, state.cache, canvas, window)
-        share, ids = jax.lax.top_k(jax.nn.softmax(forward.compute_logits(denoiser, seen.hidden), -1), words)
-        return seen, State(cache, passed + 1, ids, share)
+        output, cache = WHOLE.look(mixed, state.cache, canvas, window)
+        share, ids = jax.lax.top_k(jax.nn.softmax(forward.compute_logits(denoiser, output.hidden), -1), words)
+        return output, State(cache, passed + 1, ids, share)
 
     def axes(denoiser: Denoiser, state: State) -> State:
         assert WHOLE.axes is not None
@@ -130,13 +130,13 @@ def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
 
 
 def _showing(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, weight: Array) -> Any:
-    """The model's `forward`, with what is mixed into the window's open columns."""
+    """Return the model's `forward` with mixtures in the window's open columns."""
 
     def forward(params: PyTree, tokens: Array, cache: PyTree, **more: Any):
         inside = jnp.arange(tokens.shape[1]) - window.start[:, None]
-        here = canvas.open & (inside >= 0) & (inside < window.width)
+        columns_shown = canvas.open & (inside >= 0) & (inside < window.width)
         place = jnp.clip(inside, 0, window.width - 1)[..., None]
-        share = jnp.where(here[..., None], weight[:, None, None] * take_along(state.share, place, 1), 0.0)
+        share = jnp.where(columns_shown[..., None], weight[:, None, None] * take_along(state.share, place, 1), 0.0)
         ids = jnp.concatenate([tokens[..., None], take_along(state.ids, place, 1)], -1)
         weights = jnp.concatenate([jnp.ones_like(share[..., :1]), share], -1)
         return denoiser.model.forward(params, Mixture(ids, weights), cache, **more)

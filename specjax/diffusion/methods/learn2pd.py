@@ -1,15 +1,15 @@
-"""Learn2PD: a tiny learned filter says which columns are right already; nothing behind the end of the text is decided.
+"""Learn2PD: a small learned filter predicts which columns are right, and columns after the end of the text are skipped.
 
 Bao, Chen, Xu, Ren: Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding
 (2025), arXiv 2509.25188.
 
-Rule: with c the largest probability at every column of a block, decided ones too, and 0 behind the canvas, z =
-W2 relu(W1 c + b1) + b2 and sigma(z) the filter's opinion, take the open columns with sigma(z) > theta, and the surest
-one. `eotp`, end-of-text prediction: once a column holds a token that ends the text, the text ends with the leftmost
-such column, and what is behind it is neither computed nor decided.
+Rule: c is the largest probability at each column of a block, decided ones included, and 0 after the canvas. The filter
+computes z = W2 relu(W1 c + b1) + b2. Take the open columns with sigma(z) > theta, and the surest one. `eotp`,
+end-of-text prediction: the text ends with the leftmost column that holds an end token. Later columns are neither
+computed nor decided.
 Guarantee: lossy; theta >= 1 is one column a pass. A filter with z = K (c - tau), K large, is the threshold rule.
-Deviations: a filter is of blocks of its own size. The release also ends a text where an open column would by its
-likeliest token; here only where one does. Which tokens end a text is what `denoise` is told by `eos`.
+Deviations: a filter has a fixed block size. The release also ends a text at an open column with a likeliest end token;
+here the token must be decided. The argument `eos` of `denoise` gives the end tokens.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Filter(NamedTuple):
     bias2: Array  # float32[W]
 
     def __call__(self, confidence: Array) -> Array:
-        """float32[..., W], the logit of each column's being right, of the confidences [..., W]."""
+        """Return float32[..., W]: the logit that each column is right, from the confidences [..., W]."""
         return jax.nn.relu(confidence @ self.weight1 + self.bias1) @ self.weight2 + self.bias2
 
 
 def above(tau: float, width: int, *, sharpness: float = 1e4) -> Filter:
-    """The filter of blocks of `width` that is the threshold rule."""
+    """Return the filter of blocks of `width` that equals the threshold rule."""
     eye = jnp.eye(width)
     return Filter(sharpness * eye, jnp.zeros(width), eye, jnp.full(width, -sharpness * tau))
 
@@ -79,10 +79,10 @@ def learn2pd(
     theta: float = 0.96,
     eotp: bool = True,
 ) -> Procedure:
-    """filter: what was trained for this model, for blocks of its width. theta: opinion above which a column is taken.
-    eotp: end the text with the first column that ends it.
+    """Return the procedure. filter: trained for this model and block width. theta: filter output above which a column
+    is taken. eotp: end the text with the first column that ends it.
 
-    Raises: UsageError without a filter, or for one of other shapes than a block's.
+    Raises: UsageError without a filter, or for one with shapes of another block.
     """
     if filter is None:
         raise UsageError("learn2pd needs a filter that was trained for this model; give filter=")
@@ -98,7 +98,7 @@ def learn2pd(
 
 @functools.cache
 def filtered(theta: float) -> ColumnRule:
-    """The rule, whose parameters are a filter."""
+    """Return the rule. Its parameters are a filter."""
 
     def select(params: Filter, state: PyTree, proposal: Proposal, view: View, quota: Array):
         largest = jnp.exp(jnp.max(proposal.logits, -1) - jax.nn.logsumexp(proposal.logits, -1))
@@ -110,7 +110,7 @@ def filtered(theta: float) -> ColumnRule:
 
 @functools.cache
 def ends_the_text() -> Control:
-    """The control `eotp`."""
+    """Return the control `eotp`."""
 
     def act(params: PyTree, state: PyTree, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput | None):
         columns = jnp.arange(canvas.tokens.shape[1])

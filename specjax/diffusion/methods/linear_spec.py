@@ -1,15 +1,15 @@
-"""LinearSpec: a block-causal model drafts a block in one pass, and judges it as the autoregressive model that it is.
+"""LinearSpec: a block-causal model drafts a block in one pass and verifies it in its autoregressive mode.
 
 SGLang's algorithm LinearSpec for Nemotron-Labs-Diffusion (2026); without a paper.
 
-Rule: one pass in both directions over the next W columns gives d_i; one causal pass over the last decided token and d
-gives the model's own rows p_i. Of d the prefix that the chain verifier accepts stands, and one token more of it
-(`specjax.verifiers.exact.standard`): at temperature 0 the longest prefix with d_i = argmax p_i, and argmax p behind it.
-Guarantee: distribution, of the model's own autoregressive mode: the same weights with blocks of one whose row of a
-column predicts the next. All columns are drafted in one pass, independently given the text, so the row that d_i was
-drawn from is its law given what stands before it, which the verifier needs; drafts have noise of their own.
-Deviations: the release is greedy. The window begins behind the last decided column, not at a multiple of the block:
-what is kept is token-causal, and knows no blocks.
+Rule: one bidirectional pass over the next W columns gives d_i. One causal pass over the last decided token and d gives
+the autoregressive rows p_i. The chain verifier (`specjax.verifiers.exact.standard`) accepts a prefix of d and adds one
+token. At temperature 0 this is the longest prefix with d_i = argmax p_i, followed by argmax p.
+Guarantee: distribution, of the model's autoregressive mode: the same weights with blocks of one and shifted rows. All
+columns are drafted in one pass, independently given the text. The row that d_i was drawn from is therefore its law
+given the text before it, as the verifier requires. Drafts have separate noise.
+Deviations: the release is greedy. The window starts after the last decided column, not at a multiple of the block,
+because the cache is token-causal and has no blocks.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ METHOD = Method(
 )
 
 
-class Judged(NamedTuple):
-    """What the autoregressive mode lets stand."""
+class VerifiedWindow(NamedTuple):
+    """Result of verifying a window in the autoregressive mode."""
 
     canvas: Canvas
-    kept: Array  # int32[B], of the tokens judged, root included
+    num_accepted: Array  # int32[B], of the tokens judged, root included
     finite: Array  # bool[B]
     logprobs: Array | None
 
 
 @checked
 def linear_spec(denoiser: Denoiser) -> Procedure:
-    """A pass drafts one block.
+    """Return the procedure. Each round drafts one block.
 
     Raises: UsageError for a model with full attention, which has no autoregressive mode.
     """
     block = causal_block(denoiser, "linear_spec")
-    return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=JUDGED)
+    return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=AUTOREGRESSIVE_VERIFY)
 
 
 def causal_block(denoiser: Denoiser, method: str) -> int:
-    """Columns of a block.
+    """Return the number of columns in a block.
 
     Raises: UsageError for a model with full attention.
     """
@@ -78,41 +78,51 @@ def causal_block(denoiser: Denoiser, method: str) -> int:
 
 
 def draft_keys(state: DecodeState, view: View) -> Array:
-    """Keys [B, W] of what is drafted from here on: neither the target's own nor those of another round."""
+    """Return keys [B, W] of the drafts. They differ from the target's keys and from those of other rounds."""
     return fold_in(fold_in(fold_in(state.keys, view.start), DRAFT)[:, None], view.columns)
 
 
 def decide(
-    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, asked: bool = False
+    parts: DenoisingParts,
+    state: DecodeState,
+    canvas: Canvas,
+    window: Window,
+    slots: PartStates,
+    *,
+    mask_rows: bool = False,
 ) -> StepOutcome:
-    """A round. asked: the model's rows are those of a mask at each column, else of the column before."""
-    seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    view = make_view(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, seen.hidden), slots)
+    """Draft and verify one round. asked: the verifying pass reads a mask at each column and takes its row; otherwise it
+    takes the row of the previous column.
+    """
+    output, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
+    view = make_view(parts, state, canvas, window, output)
+    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, output.hidden), slots)
     drafts = draw_tokens(parts, draft_keys(state, view), proposal.warped)
     root = take_along(canvas.tokens, window.start[:, None] - 1, 1)
     tokens = jnp.concatenate([root, drafts], 1)  # int32[B, 1 + W]
-    masks = jnp.full_like(tokens, parts.denoiser.blank) if asked else None
+    masks = jnp.full_like(tokens, parts.denoiser.blank) if mask_rows else None
     hidden, pending = token_causal.read(parts.denoiser, memory, tokens, masks)
     logits = forward.compute_logits(parts.denoiser, hidden)
-    after = judged(parts, state, canvas, view, tokens, proposal.warped, logits)
-    kept = jnp.where(window.active, after.kept, 0)
+    verified = verify_drafts(parts, state, canvas, view, tokens, proposal.warped, logits)
+    num_accepted = jnp.where(window.active, verified.num_accepted, 0)
     return StepOutcome(
-        canvas=after.canvas,
-        memory=token_causal.keep(parts.denoiser, memory, pending, kept, tokens.shape[1]),
+        canvas=verified.canvas,
+        memory=token_causal.keep(parts.denoiser, memory, pending, num_accepted, tokens.shape[1]),
         slots=slots,
-        columns=seen.columns + tokens.shape[1] * (1 + asked),
-        finite=is_finite(proposal, view) & after.finite,
+        columns=output.columns + tokens.shape[1] * (1 + mask_rows),
+        finite=is_finite(proposal, view) & verified.finite,
         passes=2 * window.active.astype(jnp.int32),
-        logprobs=after.logprobs,
+        logprobs=verified.logprobs,
     )
 
 
-def judged(
+def verify_drafts(
     parts: DenoisingParts, state: DecodeState, canvas: Canvas, view: View, tokens: Array, drafted: Array, logits: Array
-) -> Judged:
-    """What stands of root and drafts, tokens [B, 1 + W], that were drawn from warped rows [B, W, V], by the model's own
-    logits [B, 1 + W, V], and the token behind it."""
+) -> VerifiedWindow:
+    """Return the accepted part of root and drafts, tokens [B, 1 + W], and the next token.
+
+    drafted: warped rows [B, W, V] that the drafts were drawn from. logits: [B, 1 + W, V], from the autoregressive pass.
+    """
     batch, count = tokens.shape
     depth = jnp.arange(count)
     columns = view.start[:, None] + depth  # that a row predicts
@@ -129,15 +139,15 @@ def judged(
     token = jnp.where(depth == last, verdict.next_token[:, None], jnp.roll(tokens, -1, 1))
     take = (depth <= last) & exists & view.active[:, None]
     wide = view._replace(columns=columns, eligible=take)
-    own = Proposal(token, logits, rows)
-    return Judged(
-        forward.decide_columns(canvas, columns, take, token), verdict.num_nodes, is_finite(own, wide),
-        store_logprobs(parts, state, wide, take, token, own),
+    target_proposal = Proposal(token, logits, rows)
+    return VerifiedWindow(
+        forward.decide_columns(canvas, columns, take, token), verdict.num_nodes, is_finite(target_proposal, wide),
+        store_logprobs(parts, state, wide, take, token, target_proposal),
     )  # fmt: skip
 
 
 def check(procedure: Procedure) -> None:
-    """Raises: UsageError for parts that would not be asked, or not heard by what judges."""
+    """Check that the procedure has no parts that verification would ignore. Raises: UsageError."""
     for name in ("score", "control"):
         if getattr(procedure, name) is not None:
             raise UsageError(f"drafts are judged by the model alone, which hears no {name}; leave it out")
@@ -145,4 +155,4 @@ def check(procedure: Procedure) -> None:
         raise UsageError("drafts are the next columns, and the model decides; leave schedule and rule as they are")
 
 
-JUDGED = Verify(decide, exact_memory=False, memory=TOKEN_CAUSAL, check=check)
+AUTOREGRESSIVE_VERIFY = Verify(decide, exact_memory=False, memory=TOKEN_CAUSAL, check=check)

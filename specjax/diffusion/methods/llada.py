@@ -42,8 +42,9 @@ def llada(
     by: By = "confidence",
     guidance: float = 0.0,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column. by: what
-    ranks columns, `random` for the release's other remasking. guidance: how far to move away from what the model says
-    without the prompt; 0: one look, not two."""
+    """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
+    each column. by: measure that ranks columns; `random` is the release's other remasking. guidance: scale of
+    classifier-free guidance away from the output without the prompt; 0: one look instead of two.
+    """
     memory = guided(append() if denoiser.is_causal else WHOLE, guidance) if guidance else None
     return Procedure(blocks(denoiser.block or block, steps=steps), quota(by), memory)

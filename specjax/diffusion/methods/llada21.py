@@ -54,8 +54,9 @@ def llada21(
     edit_tau: float = 0.9,
     post_steps: int = 16,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. tau: confidence above which a column is decided. edit_tau:
-    above which it is changed. post_steps: passes over a full block."""
+    """Return the procedure. block: columns of a block; None: all new ones. tau: confidence above which a column is
+    decided. edit_tau: confidence above which it is changed. post_steps: passes over a full block.
+    """
     return Procedure(blocks(denoiser.block or block), edits(tau, edit_tau, post_steps))
 
 
@@ -66,7 +67,7 @@ class State(NamedTuple):
 
 @functools.cache
 def edits(tau: float, edit_tau: float, post_steps: int) -> ColumnRule:
-    """The rule. Raises: UsageError for a number of passes below 0."""
+    """Return the rule. Raises: UsageError for a number of passes below 0."""
     if post_steps < 0:
         raise UsageError(f"post_steps must be at least 0, not {post_steps}")
     most = post_steps if edit_tau < 1 else 0  # nothing is ever changed

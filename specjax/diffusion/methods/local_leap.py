@@ -43,14 +43,15 @@ METHOD = Method(
 def local_leap(
     denoiser: Denoiser, *, block: int | None = 32, tau: float = 0.9, near: float = 0.75, radius: int = 4
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. tau: confidence of an anchor. near: confidence from which on a
-    column is taken that has an anchor within `radius` columns."""
+    """Return the procedure. block: columns of a block; None: all new ones. tau: confidence of an anchor. near:
+    confidence at which a column within `radius` columns of an anchor is taken.
+    """
     return Procedure(blocks(denoiser.block or block), around_anchors(tau, near, radius))
 
 
 @functools.cache
 def around_anchors(tau: float, near: float, radius: int) -> ColumnRule:
-    """Anchors, and what is sure enough around them.
+    """Return a rule that takes anchors and the sure columns around them.
 
     Raises: UsageError for a radius below 0.
     """

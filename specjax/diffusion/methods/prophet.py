@@ -1,15 +1,15 @@
-"""Prophet: once the model is sure of the answer, decide all of the canvas at once.
+"""Prophet: once the model is sure of the answer, all open columns are decided at once.
 
 Li, Zhou, Muhtar, Yin, Yan, Shen, Liang, Vosoughi, Liu: Diffusion Language Models Know the Answer Before Decoding
 (2025), arXiv 2508.19982.
 
-Rule: after each pass, with g the mean over the answer of the gap between a column's two largest logits, and rho the
-share of passes that are done: if g is at least `early` for rho < 1/3, `middle` for rho < 2/3 and `late` behind it,
-every open column becomes its likeliest token and the row ends.
+Rule: after each pass, g is the mean over the answer of the gap between a column's two largest logits. rho is the share
+of finished passes. If g is at least `early` for rho < 1/3, `middle` for rho < 2/3, or `late` afterwards, every open
+column takes its likeliest token and the row ends.
 Guarantee: lossy; infinite gaps are LLaDA's procedure.
-Deviations: the release writes "The answer is" into the canvas and looks at the five columns behind. Here the answer is
-what is open up to the first column that ends the text, or would by its likeliest token. The cuts are at .33 and .67. A
-fill is greedy at every temperature. The model must have full attention: the whole canvas is looked at.
+Deviations: the release writes "The answer is" into the canvas and reads the next five columns. Here the answer is the
+open columns up to the first end token, decided or likeliest. The cuts are at .33 and .67. A fill is greedy at every
+temperature. The model must have full attention, because the full canvas is read.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def prophet(
     middle: float = 5.0,
     late: float = 2.5,
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column. early,
-    middle, late: gaps that are enough.
+    """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
+    each column. early, middle, late: gaps that end the decoding.
 
-    Raises: UsageError for a block-causal model, which never looks at the whole canvas.
+    Raises: UsageError for a block-causal model, which never reads the full canvas.
     """
     if denoiser.is_causal:
         raise UsageError("prophet looks at the whole canvas, and a block-causal model sees no block ahead; choose sdar")
@@ -69,17 +69,19 @@ def prophet(
 
 @functools.cache
 def sure_of_the_answer(early: float, middle: float, late: float, size: int | None, steps: int | None) -> Control:
-    """The control, with blocks of `size` and `steps` passes for each."""
+    """Return the control for blocks of `size` with `steps` passes each."""
 
     def init(params: PyTree, canvas: Canvas, width: int) -> Array:
         return num_passes(canvas, size, steps)
 
     def act(params: PyTree, total: Array, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput):
-        before = canvas.open | (canvas.decided_at == canvas.passes[:, None])  # this pass's columns are judged, too
+        canvas_before = canvas.open | (
+            canvas.decided_at == canvas.passes[:, None]
+        )  # this pass's columns are judged, too
         new = canvas.decided_at >= -1
-        ends = new & view.ends(jnp.where(before, wide.best, canvas.tokens))
+        ends = new & view.ends(jnp.where(canvas_before, wide.best, canvas.tokens))
         up_to = jnp.cumsum(ends, 1) - ends == 0
-        answer = before & up_to
+        answer = canvas_before & up_to
         gap = jnp.sum(jnp.where(answer, wide.gap, 0.0), 1) / jnp.maximum(jnp.sum(answer, 1), 1)
         share = canvas.passes / total
         enough = jnp.where(share < CUTS[0], early, jnp.where(share < CUTS[1], middle, late))

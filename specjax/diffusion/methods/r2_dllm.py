@@ -67,8 +67,9 @@ def r2_dllm(
     times: int = 3,
     over: Over = "last",
 ) -> Procedure:
-    """block: columns of a block; None: all new ones. tau: confidence from which on a column is taken by itself. The
-    others: of the three rules."""
+    """Return the procedure. block: columns of a block; None: all new ones. tau: confidence at which a column is taken
+    alone. The other options belong to the three rules.
+    """
     return Procedure(blocks(denoiser.block or block), redundant(tau, cluster, repeat, steady, times, over))
 
 
@@ -80,9 +81,9 @@ class State(NamedTuple):
 
 @functools.cache
 def redundant(tau: float, cluster: float, repeat: float, steady: float, times: int, over: Over = "last") -> ColumnRule:
-    """The threshold rule, then the three.
+    """Return the threshold rule followed by the three rules.
 
-    Raises: UsageError for fewer than one pass, or another way to judge them.
+    Raises: UsageError for fewer than one pass, or an unknown criterion.
     """
     if times < 1:
         raise UsageError(f"times must be at least 1, not {times}")
@@ -105,19 +106,19 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
         left &= ~again
         same = (state.best == best) & (state.run > 0) & ~view.entered[:, None]
         run = jnp.where(same, state.run, 0) + 1
-        before = jnp.where(same, state.sure, 0.0)
-        sure = jnp.maximum(before, largest) if over == "max" else before + largest
+        previous = jnp.where(same, state.sure, 0.0)
+        sure = jnp.maximum(previous, largest) if over == "max" else previous + largest
         judged = {"last": largest, "mean": sure / run, "max": sure}[over]
         again |= left & (run >= times) & (judged >= steady)
-        seen = view.eligible  # what is not predicted in this pass keeps its state
-        kept = State(jnp.where(seen, best, -1), jnp.where(seen, run, 0), jnp.where(seen, sure, 0.0))
-        return take | again, jnp.where(again, best, token), kept
+        output = view.eligible  # what is not predicted in this pass keeps its state
+        history = State(jnp.where(output, best, -1), jnp.where(output, run, 0), jnp.where(output, sure, 0.0))
+        return take | again, jnp.where(again, best, token), history
 
     return ColumnRule(select, init)
 
 
 def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
-    """bool[B, W]: columns of three in a row that exist, of which two or more are left, whose mean is enough."""
+    """Return bool[B, W]: triples of existing columns, at least two of them open, with a sufficient mean."""
     outside = (~view.exists).astype(jnp.float32)  # of a last block that is cut off
     edge = ((0, 0), (TOGETHER - 1, TOGETHER - 1))
 
@@ -127,13 +128,14 @@ def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
 
     count = over_three(left.astype(jnp.float32), jax.lax.add, 0.0)
     total = over_three(jnp.where(left, sure, 0.0), jax.lax.add, 0.0)
-    whole = over_three(outside, jax.lax.max, 0.0, constant_values=1.0) == 0
-    good = whole & (count >= TOGETHER - 1) & (total >= least * count)  # [B, W + 2], by the last column of the three
+    complete = over_three(outside, jax.lax.max, 0.0, constant_values=1.0) == 0
+    good = complete & (count >= TOGETHER - 1) & (total >= least * count)  # [B, W + 2], by the last column of the three
     return jax.lax.reduce_window(good.astype(jnp.int32), 0, jax.lax.max, (1, TOGETHER), (1, 1), "VALID") > 0
 
 
 def _repeated(best: Array, sure: Array, left: Array, least: float) -> Array:
-    """bool[B, W]: the surest column, the first of equal ones, of each run of two or more with one likeliest token."""
+    """Return bool[B, W]: the surest column of each run of two or more with one likeliest token. Ties go to the first.
+    """
     goes_on = left[:, 1:] & left[:, :-1] & (best[:, 1:] == best[:, :-1])
     run = jnp.cumsum(jnp.pad(~goes_on, ((0, 0), (1, 0))), 1)
     together = (run[:, :, None] == run[:, None, :]) & left[:, None, :]

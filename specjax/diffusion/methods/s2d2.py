@@ -37,14 +37,14 @@ METHOD = Method(
 
 @checked
 def s2d2(denoiser: Denoiser) -> Procedure:
-    """A pass drafts one block.
+    """Return the procedure. Each round drafts one block.
 
-    Raises: UsageError for a model with full attention, or whose logits are shifted.
+    Raises: UsageError for a model with full attention, or with shifted logits.
     """
     block = causal_block(denoiser, "s2d2")
     if denoiser.is_shifted or denoiser.mask_token is None:
         raise UsageError("s2d2 asks a mask for its own column, and this model's logits are shifted; choose linear_spec")
-    return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=ASKED)
+    return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=MASK_VERIFY)
 
 
-ASKED = Verify(functools.partial(decide, asked=True), exact_memory=False, memory=TOKEN_CAUSAL, check=check)
+MASK_VERIFY = Verify(functools.partial(decide, mask_rows=True), exact_memory=False, memory=TOKEN_CAUSAL, check=check)

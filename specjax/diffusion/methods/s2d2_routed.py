@@ -1,17 +1,17 @@
-"""S2D2 as it was published: a router says whether a block's drafts are verified by the model with blocks of one.
+"""S2D2 as published: a router selects the rounds in which the model with blocks of one verifies the drafts.
 
 Han, Wang, Gao, Xu, Srivastava: S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation (2026), arXiv
 2603.25702.
 
-Rule: a pass over the block gives drafts d_i with rows p_i. If `specjax.diffusion.routers` says so, a second pass reads
-[the block with d in its first run of open columns | a mask at each column], which sees the blocks before; of itself a
-column of the first half sees those up to its own, one of the second half those of the first half before its own, and
-gives q_i. From left to right d_i stands with probability min(1, q_i(d_i) / p_i(d_i)), and after the first rejection one
-token of norm([q_i - p_i]+): the chain verifier. Where that is fewer than the pass's quota, and where nothing was
-verified, the dynamic rule of SDAR decides by the first pass.
-Guarantee: lossy. `s2d2` is the setting that is exact. A router that never verifies is `sdar`, at any temperature.
-Deviations: keys and values are those of whole blocks (`append`), as the router may change its mind; at temperature 0 a
-draft stands if it is the likeliest token; which rounds the bandit tells apart is a choice made here.
+Rule: a pass over the block gives drafts d_i with rows p_i. If `specjax.diffusion.routers` selects the round, a second
+pass reads [the block with d in its first run of open columns | a mask at each column]. Both halves attend to earlier
+blocks. A column of the first half attends to that half up to itself. A column of the second half attends to the first
+half before its position, and gives q_i. From left to right d_i is accepted with probability min(1, q_i(d_i) /
+p_i(d_i)). After the first rejection one token is drawn from norm([q_i - p_i]+): the chain verifier. If this gives fewer
+tokens than the quota, or if the round is not verified, the dynamic rule of SDAR decides by the first pass.
+Guarantee: lossy. `s2d2` is the exact setting. A router that never verifies is `sdar`, at any temperature.
+Deviations: keys and values are those of full blocks (`append`), because the router may change its decision. At
+temperature 0 a draft is accepted if it is the likeliest token. The kinds of rounds of the bandit are our choice.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from specjax.diffusion.loop import (
     select,
     store_logprobs,
 )
-from specjax.diffusion.methods.linear_spec import causal_block, draft_keys, judged
-from specjax.diffusion.routers import Asked, Chance, Router
+from specjax.diffusion.methods.linear_spec import causal_block, draft_keys, verify_drafts
+from specjax.diffusion.routers import ChanceMeasure, RoundForecast, VerificationRouter
 from specjax.diffusion.rules import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
@@ -84,7 +84,7 @@ def s2d2_routed(
     router: Kind = "score",
     tau: float = 0.85,
     steps: int | None = None,
-    chance: Chance = "entropy",
+    chance: ChanceMeasure = "entropy",
     beta: float = 1.0,
     dynamic: bool = False,
     cost: float = 1.0,
@@ -92,17 +92,18 @@ def s2d2_routed(
     below: float = -5.0,
     least: int = 2,
 ) -> Procedure:
-    """router: `span` verifies runs of `least` columns; `score` where the score is above `above`; `hysteresis` from
-    there until it is below `below`; `bandit` learns where it pays. chance, beta, dynamic, cost: of the score.
+    """Return the procedure. router: `span` verifies runs of `least` columns. `score` verifies at a score above `above`.
+    `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta, dynamic,
+    cost: of the score.
 
-    Raises: UsageError for a model with full attention, or whose logits are shifted.
+    Raises: UsageError for a model with full attention, or with shifted logits.
     """
     block = causal_block(denoiser, "s2d2_routed")
     if denoiser.is_shifted or denoiser.mask_token is None:
         raise UsageError(
             "s2d2_routed asks a mask for its own column, and this model's logits are shifted; choose linear_spec"
         )
-    kinds: dict[str, Callable[[], Router]] = {
+    kinds: dict[str, Callable[[], VerificationRouter]] = {
         "always": routers.always,
         "span": lambda: routers.span(least),
         "score": lambda: routers.score(above, cost, dynamic),
@@ -114,30 +115,33 @@ def s2d2_routed(
 
 
 @functools.cache
-def routed(router: Router, tau: float = 0.85, chance: Chance = "entropy", beta: float = 1.0) -> Verify:
-    """What verifies where the router says so. tau: of the columns that are sure enough."""
+def routed(
+    router: VerificationRouter, tau: float = 0.85, chance: ChanceMeasure = "entropy", beta: float = 1.0
+) -> Verify:
+    """Return a verification in the rounds that the router selects. tau: confidence of a sure column."""
     decide = functools.partial(_decide, router=router, tau=tau, chance=chance, beta=beta)
     return Verify(decide, lambda parts, canvas: router.init(len(canvas.start)), check=_check)
 
 
 def _decide(
-    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, router: Router, tau: float,
-    chance: Chance, beta: float,
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *,
+    router: VerificationRouter, tau: float,
+    chance: ChanceMeasure, beta: float,
 ) -> StepOutcome:  # fmt: skip
-    """A round."""
-    seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    view = make_view(parts, state, canvas, window, seen)
-    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, seen.hidden), slots)
+    """Decide the columns of one round."""
+    output, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
+    view = make_view(parts, state, canvas, window, output)
+    proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, output.hidden), slots)
     view, quota, slots = apply_bound(parts, canvas, proposal, view, slots)
     run = first_run(canvas, view)
-    asked = Asked(
+    forecast = RoundForecast(
         run=jnp.sum(run, 1, dtype=jnp.int32),
         expected=routers.expected_run(routers.acceptance(proposal, chance, beta), run),
         sure=jnp.sum(view.eligible & (measures.confidence(proposal) >= tau), 1, dtype=jnp.int32),
         width=window.width,
     )
-    verifies, routing = router.route(slots.verify, asked)
-    verifies &= window.active & (asked.run > 0)
+    verifies, routing = router.route(slots.verify, forecast)
+    verifies &= window.active & (forecast.run > 0)
     # with noise of their own: the verifier draws with that of their columns
     drafts = draw_tokens(parts, draft_keys(state, view._replace(start=canvas.start + canvas.decided)), proposal.warped)
     drafted = proposal._replace(token=jnp.where(verifies[:, None], drafts, proposal.token))
@@ -147,22 +151,22 @@ def _decide(
 
     nothing = lambda: (canvas, jnp.ones_like(verifies), state.draft.logprobs)
     any_verifies = jnp.any(verifies)
-    after, finite, logprobs = jax.lax.cond(any_verifies, verify, nothing)
+    verified, finite, logprobs = jax.lax.cond(any_verifies, verify, nothing)
 
-    stood = after.decided - canvas.decided
-    still = take_along(after.open, jnp.clip(view.columns, 0, after.open.shape[1] - 1), 1)
-    rest = view._replace(eligible=view.eligible & still & (stood < jnp.maximum(quota, 1))[:, None])
-    take, token, slots = select(parts, drafted, rest, jnp.maximum(quota - stood, 1), slots)
-    end = forward.decide_columns(after, view.columns, take, token)
+    stood = verified.decided - canvas.decided
+    still = take_along(verified.open, jnp.clip(view.columns, 0, verified.open.shape[1] - 1), 1)
+    remaining = view._replace(eligible=view.eligible & still & (stood < jnp.maximum(quota, 1))[:, None])
+    take, token, slots = select(parts, drafted, remaining, jnp.maximum(quota - stood, 1), slots)
+    end = forward.decide_columns(verified, view.columns, take, token)
     logprobs = store_logprobs(
-        parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), rest, take, token, drafted
+        parts, state._replace(draft=state.draft._replace(logprobs=logprobs)), remaining, take, token, drafted
     )
     routing = router.learn(routing, verifies, end.decided - canvas.decided)
     return StepOutcome(
         canvas=end,
         memory=memory,
         slots=slots._replace(verify=routing),
-        columns=seen.columns + 2 * window.width * any_verifies,
+        columns=output.columns + 2 * window.width * any_verifies,
         finite=is_finite(proposal, view) & finite,
         passes=window.active.astype(jnp.int32) + verifies,
         logprobs=logprobs,
@@ -170,21 +174,22 @@ def _decide(
 
 
 def first_run(canvas: Canvas, view: View) -> Array:
-    """bool[B, W]: the eligible columns from the first open one on, up to the first that is not."""
+    """Return bool[B, W]: the contiguous eligible columns from the first open one on."""
     behind = view.columns >= canvas.first_open[:, None]
     return behind & (jnp.cumprod(view.eligible | ~behind, 1, dtype=jnp.int32) > 0)
 
 
 def asked_alone(parts: DenoisingParts, cache: PyTree, canvas: Canvas, view: View, drafts: Array, run: Array) -> Array:
-    """float32[B, W, V]: what the model with blocks of one says of each column, given the text before it, in which the
-    columns of `run` are `drafts`."""
+    """Return float32[B, W, V]: the logits of the model with blocks of one, given the text before each column. The
+    columns of `run` contain `drafts`.
+    """
     batch, width = run.shape
     shown = jnp.where(run, drafts, view.tokens)
     tokens = jnp.concatenate([shown, jnp.full_like(shown, parts.denoiser.blank)], 1)
     columns = jnp.concatenate([view.columns] * 2, 1)
-    before = jnp.arange(width)[:, None] > jnp.arange(width)
+    earlier = jnp.arange(width)[:, None] > jnp.arange(width)
     itself, nothing = jnp.eye(width, dtype=bool), jnp.zeros((width, width), bool)
-    sees = jnp.block([[before | itself, nothing], [before, itself]])
+    sees = jnp.block([[earlier | itself, nothing], [earlier, itself]])
     sees = jnp.broadcast_to(sees, (batch, *sees.shape))
     hidden, _ = forward.forward(parts.denoiser, cache, tokens, columns, sees)
     return forward.compute_logits(parts.denoiser, hidden[:, width:])
@@ -194,7 +199,7 @@ def _verified(
     parts: DenoisingParts, state: DecodeState, cache: PyTree, canvas: Canvas, view: View, drafted: Proposal, run: Array,
     verifies: Array,
 ) -> tuple[Canvas, Array, Array | None]:  # fmt: skip
-    """(canvas, finite bool[B], log-probabilities) with what stands of the runs of the rows that verify."""
+    """Return (canvas, finite bool[B], log-probabilities) after the accepted parts of the verified runs."""
     width = run.shape[1]
     logits = asked_alone(parts, cache, canvas, view, drafted.token, run)
     first = canvas.first_open
@@ -204,11 +209,11 @@ def _verified(
     tokens = jnp.concatenate([take_along(canvas.tokens, first[:, None] - 1, 1), take_along(drafted.token, place, 1)], 1)
     rows = lambda x, count: take_along(x, place[:, :count, None], 1)
     alone = canvas._replace(end=first + jnp.sum(run, 1, dtype=jnp.int32))  # nothing behind the run
-    own = view._replace(start=first, active=verifies)
-    after = judged(
-        parts, state, alone, own, tokens[:, : width + 1], rows(drafted.warped, width), rows(logits, width + 1)
+    self_proposal = view._replace(start=first, active=verifies)
+    verified = verify_drafts(
+        parts, state, alone, self_proposal, tokens[:, : width + 1], rows(drafted.warped, width), rows(logits, width + 1)
     )
-    return after.canvas._replace(end=canvas.end), after.finite | ~verifies, after.logprobs
+    return verified.canvas._replace(end=canvas.end), verified.finite | ~verifies, verified.logprobs
 
 
 def _check(procedure: Procedure) -> None:

@@ -46,7 +46,8 @@ def sdar(
     remasking: Literal["dynamic", "static", "sequential"] = "dynamic",
     fuse: bool = True,
 ) -> Procedure:
-    """tau: confidence from which on a column is taken. steps: passes for a block; None: one for each column.
+    """Return the procedure. tau: confidence at which a column is taken. steps: passes for a block; None: one for each
+    column.
 
     Raises: UsageError for a model with full attention.
     """

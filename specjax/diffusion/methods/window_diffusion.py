@@ -49,9 +49,9 @@ def window_diffusion(
     tau: float | None = None,
     early: bool = False,
 ) -> Procedure:
-    """outer: open columns that are seen. inner: those of them that may be decided. refresh: passes of a phase. tau:
-    confidence from which on a column is decided; None: one in each pass. early: end the text with the first column that
-    ends it.
+    """Return the procedure. outer: open columns that the model reads. inner: open columns that may be decided. refresh:
+    passes of a phase. tau: confidence at which a column is decided; None: one per pass. early: end the text with the
+    first column that ends it.
 
     Raises: UsageError for a block-causal model.
     """

@@ -1,10 +1,10 @@
-"""As many columns as the schedule says, the surest first.
+"""The quota rule: it decides a scheduled number of columns, the surest first.
 
 Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992, `low_confidence` and `random`; Cheng et
 al.: SDAR (2025), arXiv 2510.06303, `static` and `sequential`.
 
-Rule: of the eligible columns those of the `quota` largest measures are decided; of equal ones the lower column.
-Guarantee: it is the definition that other rules approximate; with a quota of one, the reference for their quality.
+Rule: the eligible columns with the `quota` largest measures are decided. Ties go to the lower column.
+Guarantee: this is the definition that other rules approximate. A quota of one is the reference for their quality.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
 
 @functools.cache
 def quota(by: By = "confidence") -> ColumnRule:
-    """by: what ranks the columns; `confidence` is the probability of the proposed token at temperature 1.
+    """Return the quota rule. by: the measure that ranks columns. `confidence` is the probability of the proposed token
+    at temperature 1.
 
     Raises: UsageError for another measure.
     """

@@ -21,7 +21,9 @@ from specjax.types import Array
 
 @functools.cache
 def threshold(tau: float = 0.9, *, least: int | None = 1) -> ColumnRule:
-    """tau: confidence from which on a column is taken. least: columns to take at least; None: the schedule's quota."""
+    """Return the threshold rule. tau: confidence at which a column is taken. least: minimum number of taken columns;
+    None: the schedule's quota.
+    """
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         count = jnp.maximum(quota, 1) if least is None else jnp.full_like(quota, least)
@@ -31,7 +33,10 @@ def threshold(tau: float = 0.9, *, least: int | None = 1) -> ColumnRule:
 
 
 def sure_enough(proposal: Proposal, view: View, tau: float | Array, count: Array) -> Array:
-    """bool[B, W]: the eligible columns with confidence >= tau, float32[] or [B, 1], or the `count` [B] surest."""
+    """Return bool[B, W]: the eligible columns with confidence >= tau, or the `count` [B] surest ones if they are fewer.
+
+    tau: float32[] or [B, 1].
+    """
     sure = measures.confidence(proposal)
     high = view.eligible & (sure >= tau)
     enough = jnp.sum(high, 1) >= count

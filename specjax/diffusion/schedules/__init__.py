@@ -1,4 +1,4 @@
-"""Schedules: where to decide, and how much in a pass."""
+"""Schedules: the window of each pass and the number of columns to decide in it."""
 
 from specjax.diffusion.schedules.blocks import blocks as blocks
 from specjax.diffusion.schedules.leading import leading

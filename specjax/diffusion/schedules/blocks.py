@@ -28,7 +28,8 @@ class State(NamedTuple):
 
 @functools.cache
 def blocks(size: int | None = None, *, steps: int | None = None, sub_block: int | None = None) -> Schedule:
-    """size: columns of a block; None: all new columns are one. steps: passes for a block; None: one for each column.
+    """Return the schedule. size: columns of a block; None: one block of all new columns. steps: passes for a block;
+    None: one for each column.
 
     Raises: UsageError for numbers below 1, or sub-blocks that do not divide the block.
     """
@@ -61,12 +62,12 @@ def _init(params: PyTree, canvas: Canvas, width: int) -> State:
 
 
 def num_passes(canvas: Canvas, size: int | None, steps: int | None) -> Array:
-    """int32[B]: passes for all new columns, in blocks of `size` with so many `steps` for each."""
+    """Return int32[B]: passes for all new columns in blocks of `size`, with `steps` passes for each block."""
     start, end = canvas.start - canvas.origin, canvas.end - canvas.origin
     of_block = lambda masks: masks if steps is None else jnp.minimum(masks, steps)
     if size is None:
         return of_block(end - start)
     first, last = start // size, (end - 1) // size
-    whole = jnp.maximum(last - first - 1, 0) * (size if steps is None else min(size, steps))
+    middle = jnp.maximum(last - first - 1, 0) * (size if steps is None else min(size, steps))
     head = of_block(jnp.minimum((first + 1) * size, end) - start)
-    return head + whole + jnp.where(last > first, of_block(end - last * size), 0)
+    return head + middle + jnp.where(last > first, of_block(end - last * size), 0)

@@ -1,4 +1,4 @@
-"""The window of the next columns: it begins where the text that is decided without a gap ends."""
+"""A window of the next columns: it starts at the first open column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.types import Array, PyTree
 
 @functools.cache
 def leading(width: int) -> Schedule:
-    """width: columns of the window, all of which may be decided."""
+    """Return the schedule. width: columns of the window, all of which may be decided."""
 
     def place(state: PyTree, canvas: Canvas) -> tuple[Array, PyTree]:
         return canvas.first_open, state

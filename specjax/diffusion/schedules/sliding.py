@@ -20,10 +20,10 @@ from specjax.types import Array, PyTree
 
 @functools.cache
 def sliding(count: int, width: int) -> Schedule:
-    """count: open columns that may be decided. width: columns of the window."""
+    """Return the schedule. count: open columns that may be decided. width: columns of the window."""
 
     def bound(state: PyTree, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, PyTree]:
-        before = jnp.cumsum(view.open, 1) - view.open  # open columns before each
-        return view.start + jnp.sum(before < count, 1), jnp.ones_like(view.start), state
+        num_before = jnp.cumsum(view.open, 1) - view.open  # open columns before each
+        return view.start + jnp.sum(num_before < count, 1), jnp.ones_like(view.start), state
 
     return Schedule(width, leading(width).place, bound)

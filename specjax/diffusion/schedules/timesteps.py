@@ -1,10 +1,10 @@
-"""The share of each pass by a grid of times, which fall evenly from 1 to eps.
+"""A schedule that follows a grid of times, which fall evenly from 1 to eps.
 
 Ye et al.: Dream 7B: Diffusion Large Language Models (2025), arXiv 2508.15487.
 
-Rule: t_k = 1 - (1 - eps) k / S. Of m open columns the step k takes int(m (1 - t_{k+1} / t_k)), the last all of them.
-Deviations: a step that would take none is not run: it decides nothing, so the next would see what it saw. The passes
-that are left give the same text.
+Rule: t_k = 1 - (1 - eps) k / S. Step k takes int(m (1 - t_{k+1} / t_k)) of m open columns. The last step takes all.
+Deviations: steps that would take no column are skipped. They decide no column, so the next pass would read the same
+canvas. The remaining passes give the same text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class State(NamedTuple):
 
 @functools.cache
 def timesteps(size: int | None = None, *, steps: int | None = None, eps: float = 1e-3) -> Schedule:
-    """size: columns of a window; None: all new ones. steps: S; None: one for each column. eps: the last time.
+    """Return the schedule. size: columns of a window; None: all new ones. steps: S; None: one for each column. eps: the
+    last time.
 
-    Raises: UsageError for numbers below 1, or an eps that is no time before 1.
+    Raises: UsageError for numbers below 1, or an eps outside [0, 1).
     """
     check_grid(steps, eps)
 
@@ -41,14 +42,14 @@ def timesteps(size: int | None = None, *, steps: int | None = None, eps: float =
         step = jnp.minimum(jnp.maximum(step, first), total - 1)
         share = left * (1 - eps) / (total - (1 - eps) * step)  # m (1 - t_{k+1} / t_k)
         quota = jnp.where(step == total - 1, left, share.astype(jnp.int32))
-        after = jnp.minimum(step + jnp.any(view.eligible, 1), total - 1)
-        return view.start + view.columns.shape[1], quota, State(total, after)
+        next_step = jnp.minimum(step + jnp.any(view.eligible, 1), total - 1)
+        return view.start + view.columns.shape[1], quota, State(total, next_step)
 
     return Schedule(size, blocks(size).place, bound, _init)
 
 
 def check_grid(steps: int | None, eps: float) -> None:
-    """Raises: UsageError."""
+    """Check the grid of times. Raises: UsageError."""
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, not {steps}")
     if not 0 <= eps < 1:

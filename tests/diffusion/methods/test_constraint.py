@@ -11,17 +11,17 @@ import toy_denoisers as toys
 import specjax
 from specjax import UsageError
 from specjax.diffusion import Canvas, methods
-from specjax.diffusion.methods.constraint import Automaton, constraint
+from specjax.diffusion.methods.constraint import TokenAutomaton, constraint
 from specjax.diffusion.rules import threshold
 
 OPENS, CLOSES, A, EOS = range(4)
-BRACKETS = Automaton([[1, -1, 0, -1], [2, 0, 1, -1], [-1, 1, 2, -1]], [True, False, False]).closed(EOS)
+BRACKETS = TokenAutomaton([[1, -1, 0, -1], [2, 0, 1, -1], [-1, 1, 2, -1]], [True, False, False]).closed(EOS)
 
 
 def over(automaton, vocab):
     """With the tokens of a larger vocabulary, which no word has."""
     table = np.asarray(automaton.transitions)
-    return Automaton(np.pad(table, ((0, 0), (0, vocab - table.shape[1])), constant_values=-1), automaton.accepting)
+    return TokenAutomaton(np.pad(table, ((0, 0), (0, vocab - table.shape[1])), constant_values=-1), automaton.accepting)
 
 
 def parts_of(automaton):
@@ -65,7 +65,7 @@ def test_brackets_by_hand():
 def test_of_random_automata_it_is_what_enumeration_says():
     rng = np.random.default_rng(0)
     for _ in range(6):
-        automaton = Automaton(rng.integers(-1, 4, (4, 3)), rng.random(4) < 0.4)
+        automaton = TokenAutomaton(rng.integers(-1, 4, (4, 3)), rng.random(4) < 0.4)
         words = [word for word in itertools.product(range(3), repeat=4) if accepts(automaton, word)]
         if not words:
             continue
@@ -89,7 +89,7 @@ def test_every_text_is_a_word():
     denoiser, count = toys.full(), 9
     rng = np.random.default_rng(1)
     table = np.where(rng.random((5, 64)) < 0.85, -1, rng.integers(0, 5, (5, 64)))
-    automaton = Automaton(table, np.arange(5) == 3).closed(60)
+    automaton = TokenAutomaton(table, np.arange(5) == 3).closed(60)
     prompts = [[int(token)] for token in rng.integers(0, 60, 200)]
     run = lambda method: specjax.denoise(
         denoiser, method, prompts, key=0, max_new_tokens=count, temperature=1.2, eos=60
@@ -103,7 +103,7 @@ def test_every_text_is_a_word():
 
 def test_the_language_of_all_words_is_the_threshold_rule():
     denoiser, settings = toys.full(), {"key": 2, "max_new_tokens": 14, "temperature": 0.7}
-    method = methods.constraint(denoiser, automaton=Automaton(np.zeros((1, 64), int), [True]), tau=0.04)
+    method = methods.constraint(denoiser, automaton=TokenAutomaton(np.zeros((1, 64), int), [True]), tau=0.04)
     ours = specjax.denoise(denoiser, method, [[1, 2, 3]], **settings)
     plain = specjax.denoise(denoiser, method.replace(rule=threshold(0.04), score=None), [[1, 2, 3]], **settings)
     assert ours.to_lists() == plain.to_lists() and ours.decided_at.tolist() == plain.decided_at.tolist()
@@ -112,7 +112,7 @@ def test_the_language_of_all_words_is_the_threshold_rule():
 
 def test_what_it_refuses():
     denoiser = toys.full()
-    pairs = Automaton(np.array([[1] * 64, [0] * 64]), [True, False])
+    pairs = TokenAutomaton(np.array([[1] * 64, [0] * 64]), [True, False])
     for automaton, words in (
         (None, "give automaton="), (pairs._replace(accepting=[True]), r"have the shape \[1, 64\], not \[2, 64\]"),
         (pairs._replace(transitions=np.full((2, 64), 2)), "one of the 2 states"), (pairs, "no word of 5 tokens"),

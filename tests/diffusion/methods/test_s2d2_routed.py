@@ -14,14 +14,14 @@ from tiers import exhaustive
 import specjax
 from specjax import UsageError
 from specjax.diffusion import Denoiser, forward, methods, routers
-from specjax.diffusion.routers import Asked
+from specjax.diffusion.routers import RoundForecast
 
 ROWS = 2000
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 11, [3] * 8]
 
 
-def asked(run, expected, sure, width=4) -> Asked:
-    return Asked(jnp.array(run), jnp.array(expected, jnp.float32), jnp.array(sure), width)
+def asked(run, expected, sure, width=4) -> RoundForecast:
+    return RoundForecast(jnp.array(run), jnp.array(expected, jnp.float32), jnp.array(sure), width)
 
 
 def test_the_expected_run_and_the_scores_of_the_paper():
