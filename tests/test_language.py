@@ -18,36 +18,10 @@ OPENERS = re.compile(
     r"^(Of|As|With|Those|What|Whether|Which|Where|Who|Whose|By|In|To|For|From|How|That|Behind|Beside|Without|Between|"
     r"Over|One|Its|Their|When|Why|Nothing|Also|So)\b"
 )
-PARTICIPLES = frozenset(
-    [
-        "said",
-        "told",
-        "asked",
-        "kept",
-        "known",
-        "seen",
-        "found",
-        "given",
-        "chosen",
-        "own",
-        "others",
-        "made",
-        "going",
-        "taught",
-        "learnt",
-        "begun",
-        "held",
-        "here",
-        "there",
-        "before",
-        "after",
-        "now",
-        "whole",
-        "rest",
-        "least",
-        "most",
-    ]
-)
+PARTICIPLES = {
+    "said", "told", "asked", "kept", "known", "seen", "found", "given", "chosen", "own", "others", "made", "going",
+    "taught", "learnt", "begun", "held", "here", "there", "before", "after", "now", "whole", "rest", "least", "most",
+}  # fmt: skip
 LONGEST = 35  # words of a sentence
 SHARED_CLASSES = {"State", "Params", "Config"}
 
