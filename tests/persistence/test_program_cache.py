@@ -165,7 +165,7 @@ def test_requests_too(target, tmp_path, monkeypatch):
     kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
     expected = served(target, drafter)
     assert kept == expected and first.hit is False
-    for name in ("_empty", "_ended", "step", "_admit"):
+    for name in ("_empty", "_end", "step", "_admit"):
         monkeypatch.setattr(serve_module, name, None)
     broken = serve_module.SERVING._replace(traced=serve_module.ServePrograms(None, None, None, None))
     monkeypatch.setattr(serve_module, "SERVING", broken)

@@ -76,8 +76,11 @@ def command(name, **changes):
         ({"target": "llada_8b", "head": "eagle3"}, ("--head", "llada-8b is a diffusion model")),
         ({"target": "sdar_4b", "tree": "2x1"}, ("--tree", "sdar-4b is a diffusion model")),
         ({"target": "sdar_4b", "num_draft_tokens": 3}, ("--num-draft-tokens", "sdar-4b is a diffusion model")),
-        ({"target": "dream_7b", "method": "prompt_lookup"}, ("--method prompt_lookup", "dream-7b", "llada, sdar")),
-        ({"target": "dream_7b", "method": "nothing"}, ("--method nothing is unknown", "llada, sdar")),
+        (
+            {"target": "dream_7b", "method": "prompt_lookup"},
+            ("--method prompt_lookup", "dream-7b", "linear_spec, llada, llada21"),
+        ),
+        ({"target": "dream_7b", "method": "nothing"}, ("--method nothing is unknown", "linear_spec, llada, llada21")),
         ({"target": "dream_7b", "method": "constraint"}, ("--method constraint needs an automaton",)),
         ({"target": "llada_8b", "method": "sdar"}, ("sdar decodes block-causal models", "llada")),
         ({"target": "llada_8b", "method": "dream", "block": 8}, ("--block", "dream has no blocks")),

@@ -206,7 +206,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         train(target(), head_of("eagle3"), texts(), recipe=recipe(frozen=("headz",)), rows=2, length=64)
     count = target().model.vocab_size
     for token in (-1, count):
-        with pytest.raises(UsageError, match=f"whose ids are from 0 to {count - 1}"):
+        with pytest.raises(UsageError, match=f"its ids are from 0 to {count - 1}"):
             train(target(), head_of("eagle3"), [TrainingText((1, token, 3), 1)], recipe=recipe(), rows=2, length=64)
 
 

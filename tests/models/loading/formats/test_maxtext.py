@@ -173,7 +173,7 @@ def test_each_array_of_the_model_is_read_once_and_no_other(llama, stacked, tmp_p
 )
 def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
     full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    store = SimpleNamespace(place="here", array=lambda path: full)
+    store = SimpleNamespace(folder="here", array=lambda path: full)
     array, config = maxtext.ArrayInfo((), shape), SimpleNamespace(head_dim=32, vocab_size=8)
     stored = maxtext._lazy_tensor(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
     tracemalloc.start()

@@ -124,7 +124,7 @@ def test_first_difference():
 
 def test_end_ids_are_stated_or_control_tokens_of_that_name():
     vocab = ["</s>", "a", "<|im_end|>", "<end_of_turn>"]
-    assert end_ids(vocab, control=[0, 2], stated=[1, 2]) == (0, 1, 2)
+    assert end_ids(vocab, control=[0, 2], end_tokens=[1, 2]) == (0, 1, 2)
 
 
 def test_folder(tiny, tmp_path):
