@@ -121,7 +121,8 @@ def superposed(
     max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions, target.model.vocab_size)
     return _run(
-        target, inputs, corpus, tokens, lengths, Settings(eos=eos).eos_ids(), jnp.float32(temperature), jnp.float32(alpha),
+        target, inputs, corpus, tokens, lengths, Settings(eos=eos).eos_ids(), jnp.float32(temperature),
+        jnp.float32(alpha),
         drafts=drafts, candidates=candidates, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 

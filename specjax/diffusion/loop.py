@@ -288,8 +288,8 @@ def select(
 
 
 def apply_control(
-    parts: DenoisingParts, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View, seen: WindowOutput,
-    slots: PartStates,
+    parts: DenoisingParts, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View,
+    seen: WindowOutput, slots: PartStates,
 ) -> tuple[Canvas, Array | None, PartStates]:  # fmt: skip
     """Apply the control to the canvas after the rule and to its log-probabilities."""
     control = parts.procedure.control

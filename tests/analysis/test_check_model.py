@@ -158,7 +158,8 @@ BROKEN = {
         "a cache of another capacity gives other logits",
     ),
     "axes of other arrays": (
-        GOOD._replace(axes=batch_axes.shared), "form", "axes of the model bag must say where the rows are in each array",
+        GOOD._replace(axes=batch_axes.shared), "form",
+        "axes of the model bag must say where the rows are in each array",
     ),
     "axes of the row before": (
         GOOD._replace(axes=lambda tree: Bag(1, 0) if isinstance(tree, Bag) else 0), "axes",

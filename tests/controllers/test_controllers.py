@@ -81,7 +81,7 @@ def test_bass_learns_from_a_rejection_beside_drafts_that_ended_early():
 
 @pytest.mark.parametrize("controller", [controllers.additive(4), controllers.multiplicative(4), controllers.bass(4)])
 def test_a_draft_that_ended_early_does_not_raise_the_limit(controller):
-    """By a stop condition, or as the drafter's tree is no deeper: else the limit would run away from what is drafted."""
+    """A stop condition or the tree's depth may end a draft early. The limit must not grow beyond the drafted depth."""
     before, after, lowered, empty = trace(controller, [(2, 2), (3, 1), (0, 0)])
     assert before == after == 4 and lowered < 4 and empty == lowered
 

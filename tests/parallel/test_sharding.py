@@ -170,7 +170,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
         specjax.shard(tiny_llama(), jax.sharding.Mesh(np.array(jax.devices()[:2]), "x"))
     with pytest.raises(UsageError, match=r"8 parts .* 6 query and 3 key/value heads of .*; choose 1 or 2 or 3 or 6"):
         specjax.shard(tiny_llama(num_heads=6, num_kv_heads=3), specjax.mesh(1, 8))
-    with pytest.raises(UsageError, match="sharded already"):
+    with pytest.raises(UsageError, match="llama is already sharded"):
         specjax.shard(specjax.shard(tiny_llama(), specjax.mesh(1, 2)), specjax.mesh(1, 2))
     with pytest.raises(UsageError, match="over has the axes pipeline"):
         specjax.shard(tiny_llama(), specjax.mesh(1, 2), over=("pipeline",))

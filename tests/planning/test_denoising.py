@@ -42,7 +42,7 @@ def here(monkeypatch):
     """Programs for devices of this process, which know no cycles: the schedule is that of the collectives alone."""
     monkeypatch.setattr(compiler, "describe_devices", lambda topology: jax.devices()[: topology.num_devices])
     known = model_configs._modules() | {
-        name: SimpleNamespace(get_config=lambda dtype="float32": TINY, get_denoiser_settings=lambda reading=reading: reading)
+        name: SimpleNamespace(get_config=lambda dtype="float32": TINY, get_denoiser_settings=lambda r=reading: r)
         for name, reading in (("tiny_blocks", BLOCKS), ("tiny_full", FULL))
     }
     monkeypatch.setattr(model_configs, "_modules", lambda: known)

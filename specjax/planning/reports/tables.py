@@ -28,8 +28,7 @@ def mesh_of(inputs: dict[str, Any]) -> str:
 
 
 def warnings(report: PlanReport) -> list[str]:
-    """Return one sentence for each program that does not compile, each change that fits, and each finding in the HLO.
-    """
+    """Return one sentence for each program that does not compile, each change that fits, and each finding in the HLO."""
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
     if any(p.needed_bytes for p in report.programs):
         lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
@@ -97,8 +96,8 @@ def show_report(report: PlanReport, out) -> None:
     if report.speedups:
         ratio = report.cost_ratio
         write(
-            f"\na step of {method} costs {ratio['roofline']:.2f} plain steps by the roofline, {ratio['schedule']:.2f} by "
-            "the compiler's schedule"
+            f"\na step of {method} costs {ratio['roofline']:.2f} plain steps by the roofline, "
+            f"{ratio['schedule']:.2f} by the compiler's schedule"
         )
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("acceptance", "tokens/pass", "speed-up: roofline", "schedule"):
