@@ -95,5 +95,5 @@ def test_a_denoiser_is_sharded_as_its_model_is_and_only_once():
     assert isinstance(sharded, Denoiser) and (sharded.mask_token, sharded.block) == (MASK, 4)
     head = sharded.params["head"]["weight"]
     assert head.addressable_shards[0].data.shape[0] == VOCAB // 8
-    with pytest.raises(UsageError, match="sharded already"):
+    with pytest.raises(UsageError, match="llama is already sharded"):
         parallel.shard(sharded, specjax.mesh(1, 8))

@@ -157,7 +157,7 @@ def test_bad_settings():
         )
     with pytest.raises(UsageError, match="not one of"):
         layer_parallel.place_layer_parallel(markov(), mesh)
-    with pytest.raises(UsageError, match="sharded already"):
+    with pytest.raises(UsageError, match="llama is already sharded"):
         layer_parallel.place_layer_parallel(specjax.shard(draft, specjax.mesh(1, 2)), mesh)
     with pytest.raises(UsageError, match="make it with"):
         layer_parallel.place_layer_parallel(draft, jax.sharding.Mesh(np.array(jax.devices()[:4]), "layer"))
