@@ -89,7 +89,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
 
 
 def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any]:
-    """Return a function that lowers and compiles once, for the devices of the arguments. Its result or error is cached."""
+    """Return a function that lowers and compiles once for the arguments' devices. It caches its result or error."""
 
     @functools.cache
     def outcome() -> Any:

@@ -165,17 +165,15 @@ def _lazy_tensor(
 
     def rows(start: int, stop: int) -> np.ndarray:
         stored = store.array(array.path)
-        layer_shape = stored if layer is None else stored[:, layer]  # LAYER_AXIS
+        weight = stored if layer is None else stored[:, layer]  # LAYER_AXIS
         if is_output:  # slice first: the heads of a layer are not contiguous, so a reshape would copy all of them
-            flat = layer_shape[..., start:stop].reshape(fan_in, -1).T
+            flat = weight[..., start:stop].reshape(fan_in, -1).T
+        elif is_matrix:
+            flat = weight.reshape(fan_in, -1).T[start:stop]
+        elif part == "embedding":
+            flat = weight[start:stop]
         else:
-            flat = (
-                layer_shape.reshape(fan_in, -1).T
-                if is_matrix
-                else layer_shape
-                if part == "embedding"
-                else layer_shape.reshape(-1)
-            )[start:stop]
+            flat = weight.reshape(-1)[start:stop]
         values = flat.astype(np.float32)
         return values * np.float32(scale) if scale != 1.0 else values
 

@@ -27,7 +27,7 @@ def check_autoregressive(target: Any, method: str | None, block: int | None) -> 
 
 
 def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, drafts: Mapping[str, Any]) -> str:
-    """Return the method, by default that of the model's paper. Raises: UsageError for options of autoregressive models."""
+    """Return the method, by default the published one. Raises: UsageError for options of autoregressive models."""
     for flag, value in drafts.items():
         if value is not None:
             raise UsageError(

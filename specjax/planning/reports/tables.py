@@ -28,7 +28,7 @@ def mesh_of(inputs: dict[str, Any]) -> str:
 
 
 def warnings(report: PlanReport) -> list[str]:
-    """Return one sentence for each program that does not compile, each change that fits, and each finding in the HLO."""
+    """Return a sentence for each program that does not compile, each change that fits, and each HLO finding."""
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
     if any(p.needed_bytes for p in report.programs):
         lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
