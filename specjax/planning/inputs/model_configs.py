@@ -64,8 +64,8 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
-        f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is no built-in config, folder or .gguf file; '
-        f"built in are {', '.join(configs_by_name)}"
+        f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or '
+        f".gguf file; built in are {', '.join(configs_by_name)}"
     )
 
 
