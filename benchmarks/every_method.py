@@ -110,7 +110,7 @@ def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list
 
 def gap(target, prompt, common) -> float:
     """Distance of the two best logits after prompt + common."""
-    best = np.sort(next_logits(target, [*prompt, *common]))[-2:]
+    best = np.sort(next_logits(target, [*prompt, *common], len(prompt)))[-2:]
     return float(best[1] - best[0])
 
 

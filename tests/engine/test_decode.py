@@ -173,7 +173,7 @@ def test_long_prompts_up_to_the_capacity():
         ({"prompts": (jnp.zeros((2, 4), jnp.int32), jnp.zeros((3,), jnp.int32))}, "prompts must be"),
         (
             {"prompts": (jnp.zeros((1, 4), jnp.int32), jnp.array([9]))},
-            "said to have 9 tokens, but the array .* holds 4",
+            "has the length 9, but the array .* has 4 columns",
         ),
         ({"prompts": [[1, 64]]}, "prompt 0 has the token 64 at place 1, outside of the model's vocabulary of 64"),
         ({"prompts": [[1, -1]]}, "prompt 0 has the token -1 at place 1"),

@@ -165,7 +165,7 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     after = module._admit(parts, used, admission)
     control, start = after.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
-    np.testing.assert_array_equal(control.seen, start.seen + jnp.array([[1], [0]]))
+    np.testing.assert_array_equal(control.visits, start.visits + jnp.array([[1], [0]]))
     assert after.length.tolist() == [1, 2] and after.done.tolist() == [True, False]
 
 
