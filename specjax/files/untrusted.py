@@ -67,8 +67,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a whole regular file. Raises: UsageError if it is not regular or has more than `max_bytes` bytes; OSError.
-    """
+    """Read a regular file. Raises: UsageError if it is not regular or has more than `max_bytes` bytes; OSError."""
     check_regular(path)
     with open(path, "rb") as file:
         contents = file.read(max_bytes + 1)
@@ -83,8 +82,7 @@ def read_json(path: str | os.PathLike, fix: str = "") -> Any:
 
 
 def read_json_object(file: Path) -> dict | None:
-    """Return the object in a JSON file, or None if the file does not exist. Raises: UsageError if it is not an object.
-    """
+    """Return the object in a JSON file, or None if there is no file. Raises: UsageError if it is not an object."""
     if not file.exists():
         return None
     contents = read_json(file)

@@ -20,8 +20,7 @@ BITS = jnp.uint16  # of arrays that hold bfloat16 bit by bit
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array [..., n, h] stored as n vectors of h elements. Shape, length and leading indices are those of `values`.
-    """
+    """An array [..., n, h] stored as n vectors of h elements. Its shape, length and indices are those of `values`."""
 
     values: Array  # int8[..., n, h]
     scale: Array  # float32[..., n]; h is left out so that n lies in the lanes of a TPU

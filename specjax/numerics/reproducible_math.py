@@ -134,8 +134,7 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """Return float32 GELU by its tanh approximation, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x ** 3)), of bfloat16 x.
-    """
+    """Return float32 GELU of bfloat16 x by tanh, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x ** 3))."""
     y = as_bfloat16(x)
     cubic = exact_factor(np.float32(0.044715) * (y * y))  # rounded, so no product that a sum could take in
     return y * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * y * (1 + cubic))

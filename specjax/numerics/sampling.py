@@ -89,8 +89,7 @@ def noise(keys: Array, vocab: int) -> Array:
 
 
 def uniform(keys: Array, count: int) -> Array:
-    """Return uniform numbers float32[..., count] in (0, 1) of keys [...], in steps of 2^-32 near 0 and of 2^-24 near 1.
-    """
+    """Return uniform float32[..., count] in (0, 1) of keys [...], in steps of 2^-32 near 0 and of 2^-24 near 1."""
     x = _centred(_bits(keys, count))
     return jnp.where(x < 0, jnp.minimum(1 + x, 1 - 2.0**-24), x)
 

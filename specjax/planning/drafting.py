@@ -60,7 +60,7 @@ def drafter_shape(work: Workload) -> Drafter:
 
 
 def draft_passes(work: Workload) -> int:
-    """Return the passes of the draft model or head per step: at most one per level of its tree, or 0 for other methods."""
+    """Return the passes of the draft model or head per step: at most one per tree level, or 0 for other methods."""
     if not find_drafter(work.method).needs & {"draft", "head"}:
         return 0
     return trees.parse(work.tree).levels if work.tree else drafter_shape(work).max_depth

@@ -109,8 +109,7 @@ def ete(
 
 @functools.cache
 def sure(tau: float, block: int) -> ColumnRule:
-    """Return a rule that takes every sure column. Without one in the first `block`, it takes their surest.
-    """
+    """Return a rule that takes every sure column. Without one in the first `block`, it takes their surest."""
 
     def take_those(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
         confidence = measures.confidence(proposal)

@@ -134,8 +134,7 @@ def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
 
 
 def _repeated(best: Array, sure: Array, left: Array, least: float) -> Array:
-    """Return bool[B, W]: the surest column of each run of two or more with one likeliest token. Ties go to the first.
-    """
+    """Return bool[B, W]: the most confident column of each run of equal likeliest tokens."""
     goes_on = left[:, 1:] & left[:, :-1] & (best[:, 1:] == best[:, :-1])
     run = jnp.cumsum(jnp.pad(~goes_on, ((0, 0), (1, 0))), 1)
     together = (run[:, :, None] == run[:, None, :]) & left[:, None, :]
