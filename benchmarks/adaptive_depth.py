@@ -21,7 +21,7 @@ from specjax.adaptive.parsing import parse_depth
 SPECS = [
     *(f"calm:{level}" for level in (0.999, 0.95, 0.8)),
     *(f"calm:{level},confidence=saturation" for level in (0.98, 0.96)),
-    *(f"skip_decode:most={most},least={least}" for most, least in ((30, 28), (30, 24), (30, 16))),
+    *(f"skip_decode:max_layers={high},min_layers={low}" for high, low in ((30, 28), (30, 24), (30, 16))),
     *(f"ffn_skip:{level}" for level in (0.99, 0.97, 0.95)),
     *(f"unified:{speedup}" for speedup in (1.04, 1.1, 1.25)),
 ]

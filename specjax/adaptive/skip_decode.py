@@ -30,8 +30,8 @@ METHOD = Method(
     paper="Del Corro et al. 2023, arXiv 2307.02628",
     options=(
         Option("speedup", "float", 1.5, "all layers divided by the mean number of layers per token"),
-        Option("most", "int", None, "layers of the first token; default: 1.5 times the mean"),
-        Option("least", "int", None, "layers of the last token; default: the number that gives the mean"),
+        Option("max_layers", "int", None, "layers of the first token; default: 1.5 times the mean"),
+        Option("min_layers", "int", None, "layers of the last token; default: the number that gives the mean"),
         Option("warm_up", "int", 1, "first layers that every token runs"),
         shared.HORIZON,
     ),
@@ -41,28 +41,30 @@ METHOD = Method(
 def skip_decode(
     speedup: float = 1.5,
     *,
-    most: int | None = None,
-    least: int | None = None,
+    max_layers: int | None = None,
+    min_layers: int | None = None,
     warm_up: int = 1,
     horizon: int = 128,
 ) -> DepthPolicy:
     """Return the depth policy for `specjax.adaptive.skip_layers(target, skip_decode())`.
 
     Args:
-      speedup: the mean of the budgets is L / speedup. most, least: b_max and b_min. By default b_max is 1.5 times the
-        mean, at most L, and b_min is twice the mean minus b_max.
+      speedup: the mean of the budgets is L / speedup. max_layers, min_layers: b_max and b_min. By default b_max is
+        1.5 times the mean, at most L, and b_min is twice the mean minus b_max.
       warm_up: w, layers at the bottom that every token runs. horizon: T.
     """
     if not speedup >= 1:
         raise UsageError(f"speedup must be at least 1, not {speedup}")
     if warm_up < 1 or horizon < 1:
         raise UsageError(f"warm_up and horizon must be at least 1, not {warm_up} and {horizon}")
-    return _skip_decode(float(speedup), most, least, warm_up, horizon)
+    return _skip_decode(float(speedup), max_layers, min_layers, warm_up, horizon)
 
 
 @functools.cache
-def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: int, horizon: int) -> DepthPolicy:
-    bounds = functools.partial(budgets, speedup, most, least, warm_up)
+def _skip_decode(
+    speedup: float, max_layers: int | None, min_layers: int | None, warm_up: int, horizon: int
+) -> DepthPolicy:
+    bounds = functools.partial(budgets, speedup, max_layers, min_layers, warm_up)
 
     def plan(params, places: TokenPositions, state, num_layers: int) -> Array:
         high, low = bounds(num_layers)
@@ -77,14 +79,16 @@ def _skip_decode(speedup: float, most: int | None, least: int | None, warm_up: i
     return DepthPolicy(plan=plan, runs=runs, check=lambda num_layers: bounds(num_layers) and None, name="skip_decode")
 
 
-def budgets(speedup: float, most: int | None, least: int | None, warm_up: int, num_layers: int) -> tuple[int, int]:
+def budgets(
+    speedup: float, max_layers: int | None, min_layers: int | None, warm_up: int, num_layers: int
+) -> tuple[int, int]:
     """Return (b_max, b_min). Raises: UsageError for budgets outside the model's number of layers."""
     mean = num_layers / speedup
-    high = round(min(num_layers, 1.5 * mean)) if most is None else most
-    low = max(round(2 * mean - high), min(warm_up + 1, high)) if least is None else least
+    high = round(min(num_layers, 1.5 * mean)) if max_layers is None else max_layers
+    low = max(round(2 * mean - high), min(warm_up + 1, high)) if min_layers is None else min_layers
     if not min(warm_up, num_layers) <= low <= high <= num_layers:
         raise UsageError(
-            f"most and least must be from warm_up, {warm_up}, to the {num_layers} layers of the model, least no more "
-            f"than most, not {high} and {low}"
+            f"max_layers and min_layers must be from warm_up, {warm_up}, to the {num_layers} layers of the model, "
+            f"min_layers no more than max_layers, not {high} and {low}"
         )
     return high, low

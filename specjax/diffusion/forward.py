@@ -57,13 +57,13 @@ def compute_logits(denoiser: Denoiser, hidden: Array) -> Array:
     return jnp.where(jnp.arange(logits.shape[-1]) == denoiser.mask_token, -jnp.inf, logits)
 
 
-def window_logits(denoiser: Denoiser, seen: WindowOutput) -> Array:
+def window_logits(denoiser: Denoiser, output: WindowOutput) -> Array:
     """Return the logits float32[B, W, V] of the window, with classifier-free guidance if there is any."""
-    logits = compute_logits(denoiser, seen.hidden)
-    if seen.against is None or seen.guidance is None:
+    logits = compute_logits(denoiser, output.hidden)
+    if output.against is None or output.guidance is None:
         return logits
-    against = compute_logits(denoiser, seen.against)
-    mixed = against + (seen.guidance + 1) * (logits - against)
+    against = compute_logits(denoiser, output.against)
+    mixed = against + (output.guidance + 1) * (logits - against)
     return jnp.where(logits > -jnp.inf, mixed, -jnp.inf)
 
 
@@ -105,17 +105,17 @@ def column_keys(keys: Array, columns: Array, start: Array, decided: Array) -> Ar
 
     If a text was written from left to right, they equal the keys of plain decoding at the next column.
     """
-    own = fold_in(fold_in(keys[:, None], columns), VERIFY)
+    column_noise = fold_in(fold_in(keys[:, None], columns), VERIFY)
     ahead = decided[:, None] - (columns - start[:, None])
-    return jnp.where(ahead == 0, own, fold_in(own, ahead))
+    return jnp.where(ahead == 0, column_noise, fold_in(column_noise, ahead))
 
 
 def decide_columns(canvas: Canvas, columns: Array, take: Array, token: Array) -> Canvas:
     """Return the canvas with `token` int32[B, W] decided at the `columns` [B, W] where `take` is true."""
     row = jnp.arange(len(columns))[:, None]
     place = jnp.where(take, columns, canvas.tokens.shape[1])
-    now = jnp.broadcast_to(canvas.passes[:, None], columns.shape)
-    first = jnp.where(gather_at(canvas.open, row, jnp.clip(columns, 0, canvas.open.shape[1] - 1)), now, -1)
+    pass_index = jnp.broadcast_to(canvas.passes[:, None], columns.shape)
+    first = jnp.where(gather_at(canvas.open, row, jnp.clip(columns, 0, canvas.open.shape[1] - 1)), pass_index, -1)
     return canvas._replace(
         tokens=canvas.tokens.at[row, place].set(token, mode="drop"),
         open=canvas.open.at[row, place].set(False, mode="drop"),

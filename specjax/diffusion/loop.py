@@ -115,8 +115,16 @@ class Denoised(DecodeResult):
 
 def get_canvas(state: DecodeState) -> Canvas:
     """Return the canvas of a state."""
-    own: DenoisingState = state.draft
-    return Canvas(state.tokens, own.open, own.start, own.end, own.origin, own.decided_at, own.passes)
+    denoising: DenoisingState = state.draft
+    return Canvas(
+        state.tokens,
+        denoising.open,
+        denoising.start,
+        denoising.end,
+        denoising.origin,
+        denoising.decided_at,
+        denoising.passes,
+    )
 
 
 @on_mesh
@@ -175,13 +183,13 @@ class StepOutcome(NamedTuple):
 @on_mesh
 def step(parts: DenoisingParts, state: DecodeState) -> tuple[DecodeState, Info]:
     """Run one pass over the window of each row, and emit the tokens that became final."""
-    own: DenoisingState = state.draft
+    denoising: DenoisingState = state.draft
     procedure, schedule = parts.procedure, parts.procedure.schedule
     canvas, active = get_canvas(state), ~state.done
-    start, placed = schedule.place(own.slots.schedule, canvas)
-    start = jnp.where(own.settled, start, own.window)
-    window = Window(start, start != own.window, active, parts.width)
-    slots = own.slots._replace(schedule=placed)
+    start, placed = schedule.place(denoising.slots.schedule, canvas)
+    start = jnp.where(denoising.settled, start, denoising.window)
+    window = Window(start, start != denoising.window, active, parts.width)
+    slots = denoising.slots._replace(schedule=placed)
     function = decide if procedure.verify is None else procedure.verify.decide
     decided = function(parts, state, canvas, window, slots)
     return finish_step(parts, state, window, decided)
@@ -189,29 +197,29 @@ def step(parts: DenoisingParts, state: DecodeState) -> tuple[DecodeState, Info]:
 
 def decide(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates) -> StepOutcome:
     """Run the model once and apply the rule."""
-    seen, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
-    return decide_window(parts, state._replace(cache=memory), canvas, window, seen, slots)
+    output, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
+    return decide_window(parts, state._replace(cache=memory), canvas, window, output, slots)
 
 
 def decide_window(
-    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, seen: WindowOutput, slots: PartStates,
+    parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, output: WindowOutput, slots: PartStates,
     logits: Array | None = None,
 ) -> StepOutcome:  # fmt: skip
-    """Apply score, rule and control to the model's output. `logits` are those of `seen`, if already computed."""
-    logits = forward.window_logits(parts.denoiser, seen) if logits is None else logits
-    view = make_view(parts, state, canvas, window, seen)
+    """Apply score, rule and control to the model's output. `logits` are those of `output`, if already computed."""
+    logits = forward.window_logits(parts.denoiser, output) if logits is None else logits
+    view = make_view(parts, state, canvas, window, output)
     proposal, slots = propose(parts, view, logits, slots)
     view, quota, slots = apply_bound(parts, canvas, proposal, view, slots)
     take, token, slots = select(parts, proposal, view, quota, slots)
-    after = forward.decide_columns(canvas, view.columns, take, token)
+    new_canvas = forward.decide_columns(canvas, view.columns, take, token)
     logprobs = store_logprobs(parts, state, view, take, token, proposal)
-    after, logprobs, slots = apply_control(parts, canvas, after, logprobs, proposal, view, seen, slots)
+    new_canvas, logprobs, slots = apply_control(parts, canvas, new_canvas, logprobs, proposal, view, output, slots)
     rule = parts.procedure.rule
     return StepOutcome(
-        canvas=after,
+        canvas=new_canvas,
         memory=state.cache,
         slots=slots,
-        columns=seen.columns,
+        columns=output.columns,
         finite=is_finite(proposal, view),
         passes=window.active.astype(jnp.int32),
         logprobs=logprobs,
@@ -219,7 +227,7 @@ def decide_window(
     )
 
 
-def make_view(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, seen: WindowOutput) -> View:
+def make_view(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, output: WindowOutput) -> View:
     """Return the window for the parts of a procedure, before the schedule bounds it."""
     columns = window.start[:, None] + jnp.arange(window.width)
     exists = columns < canvas.end[:, None]
@@ -232,8 +240,8 @@ def make_view(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window:
         tokens=forward.input_tokens(parts.denoiser, canvas, columns),
         exists=exists,
         open=opened,
-        eligible=opened & seen.predicted & active,
-        revisable=~opened & exists & (columns >= canvas.start[:, None]) & seen.predicted & active,
+        eligible=opened & output.predicted & active,
+        revisable=~opened & exists & (columns >= canvas.start[:, None]) & output.predicted & active,
         entered=window.entered,
         active=window.active,
         keys=forward.column_keys(state.keys, columns, canvas.start, canvas.decided),
@@ -279,40 +287,42 @@ def select(
 ) -> tuple[Array, Array, PartStates]:
     """Return (take bool[B, W], token int32[B, W], slots) of the rule."""
     rule, score = parts.procedure.rule, parts.procedure.score
-    take, token, chosen = rule.select(rule.params, slots.rule, proposal, view, quota)
+    take, token, rule_state = rule.select(rule.params, slots.rule, proposal, view, quota)
     take &= view.eligible if rule.settled is None else view.eligible | view.revisable
-    slots = slots._replace(rule=chosen)
+    slots = slots._replace(rule=rule_state)
     if score is not None and score.learn is not None:
         slots = slots._replace(score=score.learn(score.params, slots.score, view, take, token))
     return take, token, slots
 
 
 def apply_control(
-    parts: DenoisingParts, before: Canvas, after: Canvas, logprobs: Array | None, proposal: Proposal, view: View,
-    seen: WindowOutput, slots: PartStates,
+    parts: DenoisingParts, old_canvas: Canvas, new_canvas: Canvas, logprobs: Array | None, proposal: Proposal,
+    view: View, output: WindowOutput, slots: PartStates,
 ) -> tuple[Canvas, Array | None, PartStates]:  # fmt: skip
     """Apply the control to the canvas after the rule and to its log-probabilities."""
     control = parts.procedure.control
     if control is None:
-        return after, logprobs, slots
+        return new_canvas, logprobs, slots
     wide = None
     if control.wide:
-        assert seen.canvas is not None
-        logits = forward.compute_logits(parts.denoiser, seen.canvas)
+        assert output.canvas is not None
+        logits = forward.compute_logits(parts.denoiser, output.canvas)
         wide = CanvasOutput(first_largest(logits), gap(logits))
-    act, changed = control.act(control.params, slots.control, after, proposal, view, wide)
+    act, changed = control.act(control.params, slots.control, new_canvas, proposal, view, wide)
     slots = slots._replace(control=changed)
     if act.fill is not None:
         if wide is None:
             raise UsageError("a control that fills a canvas must ask for what is likeliest there; say wide=True of it")
-        columns = jnp.broadcast_to(jnp.arange(after.tokens.shape[1]), after.tokens.shape)
-        fill = before.open & act.fill[:, None] & view.active[:, None]
-        after = forward.decide_columns(after, columns, fill, wide.best)
+        columns = jnp.broadcast_to(jnp.arange(new_canvas.tokens.shape[1]), new_canvas.tokens.shape)
+        fill = old_canvas.open & act.fill[:, None] & view.active[:, None]
+        new_canvas = forward.decide_columns(new_canvas, columns, fill, wide.best)
         logprobs = None if logprobs is None else jnp.where(fill, 0.0, logprobs)  # there is no other choice
     if act.end is not None:
-        end = jnp.where(view.active, jnp.minimum(act.end, after.end), after.end)
-        after = after._replace(end=end, open=after.open & (jnp.arange(after.open.shape[1]) < end[:, None]))
-    return after, logprobs, slots
+        end = jnp.where(view.active, jnp.minimum(act.end, new_canvas.end), new_canvas.end)
+        new_canvas = new_canvas._replace(
+            end=end, open=new_canvas.open & (jnp.arange(new_canvas.open.shape[1]) < end[:, None])
+        )
+    return new_canvas, logprobs, slots
 
 
 def is_finite(proposal: Proposal, view: View) -> Array:
@@ -327,30 +337,32 @@ def store_logprobs(
     parts: DenoisingParts, state: DecodeState, view: View, take: Array, token: Array, proposal: Proposal
 ) -> Array | None:
     """Store the log-probabilities of decided columns, in the distributions that they were drawn from."""
-    own: DenoisingState = state.draft
-    if own.logprobs is None:
+    denoising: DenoisingState = state.draft
+    if denoising.logprobs is None:
         return None
-    place = jnp.where(take, view.columns, own.logprobs.shape[1])
+    place = jnp.where(take, view.columns, denoising.logprobs.shape[1])
     value = log_probability(proposal.warped, token)
-    return own.logprobs.at[jnp.arange(len(place))[:, None], place].set(value, mode="drop")
+    return denoising.logprobs.at[jnp.arange(len(place))[:, None], place].set(value, mode="drop")
 
 
 def finish_step(
     parts: DenoisingParts, state: DecodeState, window: Window, decided: StepOutcome
 ) -> tuple[DecodeState, Info]:
     """Return the next state, and the tokens that became final."""
-    own: DenoisingState = state.draft
+    denoising: DenoisingState = state.draft
     active = ~state.done
     keep = lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     canvas = decided.canvas
     settled = jnp.ones_like(active) if decided.settled is None else decided.settled
-    known = jnp.minimum(jnp.where(settled, canvas.first_open, jnp.maximum(window.start, state.length)), state.stop)
+    known_length = jnp.minimum(
+        jnp.where(settled, canvas.first_open, jnp.maximum(window.start, state.length)), state.stop
+    )
     size = state.tokens.shape[1]
     index = jnp.arange(size)
-    new = (index >= state.length[:, None]) & (index < known[:, None])
+    new = (index >= state.length[:, None]) & (index < known_length[:, None])
     ends = new & is_eos(parts.eos, canvas.tokens)
     hit = active & jnp.any(ends, 1)
-    length = jnp.where(hit, jnp.argmax(ends, 1).astype(jnp.int32) + 1, known)
+    length = jnp.where(hit, jnp.argmax(ends, 1).astype(jnp.int32) + 1, known_length)
     length = jnp.where(active, jnp.maximum(length, state.length), state.length)
     done = state.done | hit | (length >= jnp.minimum(state.stop, canvas.end))
     count = length - state.length
@@ -372,15 +384,15 @@ def finish_step(
         done=done,
     )  # fmt: skip
     progress = DenoisingState(
-        open=keep(canvas.open, own.open),
-        start=own.start,
+        open=keep(canvas.open, denoising.open),
+        start=denoising.start,
         end=canvas.end,
-        origin=own.origin,
-        decided_at=keep(canvas.decided_at, own.decided_at),
-        passes=own.passes + jnp.where(active, decided.passes, 0),
-        window=jnp.where(active, window.start, own.window),
+        origin=denoising.origin,
+        decided_at=keep(canvas.decided_at, denoising.decided_at),
+        passes=denoising.passes + jnp.where(active, decided.passes, 0),
+        window=jnp.where(active, window.start, denoising.window),
         settled=settled | ~active,
-        columns=own.columns + jnp.where(active, decided.columns, 0),
+        columns=denoising.columns + jnp.where(active, decided.columns, 0),
         logprobs=decided.logprobs,
         slots=decided.slots,
     )
@@ -398,14 +410,14 @@ def axes(parts: DenoisingParts, state: DecodeState) -> DecodeState:
 
 
 def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoised:
-    own: DenoisingState = state.draft
+    denoising: DenoisingState = state.draft
     size = state.tokens.shape[1]
     index = jnp.arange(size)
-    order = take_along(own.decided_at, jnp.minimum(lengths[:, None] + index, size - 1), 1)
+    order = take_along(denoising.decided_at, jnp.minimum(lengths[:, None] + index, size - 1), 1)
     order = jnp.where(index < (state.length - lengths)[:, None], order, -1)
     fields = {name: getattr(result, name) for name in DecodeResult.__dataclass_fields__}
-    fields["stats"] = result.stats._replace(target_passes=own.passes)  # a step may take several
-    return Denoised(**fields, decided_at=order, columns=own.columns)
+    fields["stats"] = result.stats._replace(target_passes=denoising.passes)  # a step may take several
+    return Denoised(**fields, decided_at=order, columns=denoising.columns)
 
 
 LOOP = DecodeLoop(init, step, axes, _result)

@@ -65,9 +65,9 @@ def always() -> VerificationRouter:
 
 
 @functools.cache
-def span(least: int) -> VerificationRouter:
-    """Verify rows that have at least `least` open columns in a run."""
-    return VerificationRouter(lambda state, forecast: (forecast.run >= least, state))
+def span(min_run: int) -> VerificationRouter:
+    """Verify rows that have at least `min_run` open columns in a run."""
+    return VerificationRouter(lambda state, forecast: (forecast.run >= min_run, state))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def layers_of(depth, num_layers, at, prompt=5):
 
 
 def test_the_cards_example():
-    depth = adaptive.skip_decode(most=24, least=8, horizon=8)
+    depth = adaptive.skip_decode(max_layers=24, min_layers=8, horizon=8)
     prompt, first, middle, last, behind = layers_of(depth, 24, [-1, 0, 4, 8, 30])
     assert prompt == first == list(range(24))
     assert middle == [0, *range(9, 24)]

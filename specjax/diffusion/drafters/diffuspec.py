@@ -7,8 +7,8 @@ Rule: one pass over the text and k masks gives rows Q_j. *Lattice*: the likelies
 *Causal-consistency path search*: a beam search from left to right with `beams` paths. The score is the sum of
 blend * log Q_j(x_j) + (1 - blend) * log P(x_j | x_{j-2}, x_{j-1}), P a trigram model. Ended paths stay and compete.
 *Adaptive length*: G is the number of tokens before the first eos of the likeliest ones (k without one). A is the number
-of accepted tokens. Both are averaged with weight `rate`. The next k is floor(G) + grow * [A >= G], within `least` and
-`num_tokens`.
+of accepted tokens. Both are averaged with weight `rate`. The next k is floor(G) + grow * [A >= G], within `min_tokens`
+and `num_tokens`.
 Guarantee: distribution: the path is a point mass. The paper's ratio with the denoiser's probability from left to right
 is not that of a path from a search.
 Deviations: P is the trigram model of the row's own text, counted in every round, with add-one smoothing. The paper ends
@@ -41,7 +41,7 @@ METHOD = Method(
     needs=frozenset({"denoiser"}),
     options=(
         shared.num_tokens(30, "maximum draft length"),
-        Option("least", "int", 20, "minimum draft length"),
+        Option("min_tokens", "int", 20, "minimum draft length"),
         Option("grow", "int", 10, "maximum increase of the draft length per step"),
         Option("rate", "float", 0.5, "weight of the last step in the moving averages of the draft length"),
         Option("mass", "float", 0.8, "probability mass of the candidates per position"),
@@ -66,7 +66,7 @@ def diffuspec(
     denoiser: Denoiser,
     *,
     num_tokens: int = 30,
-    least: int = 20,
+    min_tokens: int = 20,
     grow: int = 10,
     rate: float = 0.5,
     mass: float = 0.8,
@@ -75,8 +75,8 @@ def diffuspec(
     blend: float = 0.5,
     eos: tuple[int, ...] | None = None,
 ) -> Drafter:
-    """Return the drafter. num_tokens, least: length of the longest and the shortest draft. grow: maximum growth per
-    round. rate: weight of the last round. mass, choices: limits of the tokens at each place. beams: paths. blend:
+    """Return the drafter. num_tokens, min_tokens: length of the longest and the shortest draft. grow: maximum growth
+    per round. rate: weight of the last round. mass, choices: limits of the tokens at each place. beams: paths. blend:
     weight of the denoiser; 1 ignores the trigram model. eos: tokens that end a text.
 
     Raises: UsageError for numbers below 1, a shortest draft above the longest, or invalid shares.
@@ -84,8 +84,8 @@ def diffuspec(
     for name, value in (("num_tokens", num_tokens), ("choices", choices), ("beams", beams)):
         if value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
-    if not 1 <= least <= num_tokens:
-        raise UsageError(f"least must be from 1 to num_tokens, {num_tokens}, not {least}")
+    if not 1 <= min_tokens <= num_tokens:
+        raise UsageError(f"min_tokens must be from 1 to num_tokens, {num_tokens}, not {min_tokens}")
     for name, share in (("rate", rate), ("mass", mass), ("blend", blend)):
         if not 0 <= share <= 1:
             raise UsageError(f"{name} must be from 0 to 1, not {share}")
@@ -96,7 +96,7 @@ def diffuspec(
         propose=search,
         size=TreeSize(num_tokens + 1, num_tokens),
         init=functools.partial(_init, width=num_tokens),
-        update=functools.partial(_update, least=least, most=num_tokens, grow=grow, rate=rate),
+        update=functools.partial(_update, min_tokens=min_tokens, max_tokens=num_tokens, grow=grow, rate=rate),
         params=(denoiser,),
         traits=Traits(chains=True, rewinds=False),
     )
@@ -109,14 +109,22 @@ def _init(params: tuple[Denoiser], context: Context, *, width: int) -> State:
 
 
 def _update(
-    params: PyTree, state: State, observed: PyTree, verdict: Verdict, *, least: int, most: int, grow: int, rate: float
+    params: PyTree,
+    state: State,
+    observed: PyTree,
+    verdict: Verdict,
+    *,
+    min_tokens: int,
+    max_tokens: int,
+    grow: int,
+    rate: float,
 ) -> State:
     growing = verdict.num_nodes > 0
     average = lambda old, new: jnp.where(growing, (1 - rate) * old + rate * new, old)
     drafted_length, accepted = average(state.drafted_length, state.last), average(state.accepted, verdict.num_nodes - 1)
     length = jnp.floor(drafted_length).astype(jnp.int32) + grow * (accepted >= drafted_length)
     return state._replace(
-        length=jnp.where(growing, jnp.clip(length, least, most), state.length),
+        length=jnp.where(growing, jnp.clip(length, min_tokens, max_tokens), state.length),
         drafted_length=drafted_length,
         accepted=accepted,
     )
@@ -127,16 +135,16 @@ def _propose(
     choices: int, beams: int, blend: float, eos: tuple[int, ...],
 ) -> tuple[TokenTree, State]:  # fmt: skip
     (denoiser,) = params
-    most = jnp.minimum(state.length, width)
-    canvas = drafting.open_canvas(context, width)._replace(end=context.length + most)
+    max_tokens = jnp.minimum(state.length, width)
+    canvas = drafting.open_canvas(context, width)._replace(end=context.length + max_tokens)
     hidden, pending = drafting.look(denoiser, state.denoiser_state, canvas, width)
     rows = jax.nn.log_softmax(forward.compute_logits(denoiser, hidden), -1)
-    ends = is_eos(jnp.array(eos, jnp.int32), first_largest(rows)) & (jnp.arange(width) < most[:, None])
-    first_end = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1), most)
+    ends = is_eos(jnp.array(eos, jnp.int32), first_largest(rows)) & (jnp.arange(width) < max_tokens[:, None])
+    first_end = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1), max_tokens)
     words = lattice(rows, mass, choices, eos)
     previous = take_along(context.tokens, jnp.maximum(context.length[:, None] + jnp.array([-2, -1]), 0), 1)
     say = functools.partial(trigram, context, rows.shape[-1])
-    path, count = search(words, previous, jnp.minimum(first_end + 1, most), say, beams, blend, eos)
+    path, count = search(words, previous, jnp.minimum(first_end + 1, max_tokens), say, beams, blend, eos)
     denoiser_state = drafting.update_cache(denoiser, state.denoiser_state, context, pending, width)
     last = jnp.where(limit > 0, first_end, state.last).astype(jnp.int32)
     return drafting.build_chain(context, path, jnp.minimum(count, limit)), state._replace(
@@ -174,10 +182,10 @@ class Beams(NamedTuple):
 
 
 def search(
-    words: Lattice, previous: Array, most: Array, say: Callable[[Array, Array], Array], beams: int, blend: float,
+    words: Lattice, previous: Array, max_tokens: Array, say: Callable[[Array, Array], Array], beams: int, blend: float,
     eos: tuple[int, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return (path int32[B, W], its length int32[B]): the best path through the first `most` [B] places of a lattice.
+    """Return (path int32[B, W], its length int32[B]): the best path through the first `max_tokens` [B] places.
 
     previous: [B, 2], the two previous tokens. `say(previous[B, P, 2], token[B, M]) -> float32[B, P, M]` returns the
     log-probabilities of tokens after two others.
@@ -193,7 +201,7 @@ def search(
 
     def extend(old: Beams, scores: tuple[Array, Array, Array]) -> tuple[Beams, None]:
         place, token, logprob = scores  # int32[], [B, M], [B, M]
-        stays = old.ended | (place >= most)[:, None]
+        stays = old.ended | (place >= max_tokens)[:, None]
         trigram_log_probs = blend * logprob[:, None] + (1 - blend) * say(old.previous, token)
         longer = jnp.where(
             stays[..., None] | (logprob == -jnp.inf)[:, None], -jnp.inf, old.score[..., None] + trigram_log_probs

@@ -68,22 +68,22 @@ def _propose(
     (denoiser,) = params
     offset = jnp.arange(width)
     drafted = context.length[:, None] + offset
-    most = jnp.minimum(limit, width)
+    max_count = jnp.minimum(limit, width)
     begin = drafting.open_canvas(context, width)
 
     def go_on(carry):
         canvas, count, sure, pending = carry
-        until = jnp.where(sure, jnp.minimum(count + chunk, most), count)
+        until = jnp.where(sure, jnp.minimum(count + chunk, max_count), count)
         runs = (offset >= count[:, None]) & (offset < until[:, None])
         hidden, pending = drafting.look(denoiser, state, canvas._replace(end=context.length + until), width)
         logits = forward.compute_logits(denoiser, hidden)
         token = first_largest(logits)
         canvas = forward.decide_columns(canvas, drafted, runs, token)
         good = jnp.all(~runs | (probability(logits, token) >= tau), 1)
-        return canvas, until, sure & good & (until < most), pending
+        return canvas, until, sure & good & (until < max_count), pending
 
     nothing = jnp.zeros_like(context.length)
-    first = go_on((begin, nothing, most > 0, None))
+    first = go_on((begin, nothing, max_count > 0, None))
     canvas, count, _, pending = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), go_on, first)
     token = jnp.take_along_axis(canvas.tokens, drafted, 1)
     return drafting.build_chain(context, token, count), drafting.update_cache(denoiser, state, context, pending, width)

@@ -45,7 +45,7 @@ def certain(eta: float) -> ColumnRule:
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         entropy = measures.entropy(proposal.logits)
-        least = measures.most_confident(-entropy, view.eligible)
-        return (view.eligible & (entropy <= eta)) | least, proposal.token, state
+        surest = measures.most_confident(-entropy, view.eligible)
+        return (view.eligible & (entropy <= eta)) | surest, proposal.token, state
 
     return ColumnRule(select)

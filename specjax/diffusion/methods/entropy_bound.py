@@ -1,11 +1,11 @@
 """The most certain columns, up to a bound on the sum of their entropies.
 
 Cheng et al.: SDAR (2025), arXiv 2510.06303, `entropy_bounded`; DiffusionGemma's sampler accepts by the same rule with
-`own=False`; Ben-Hamu et al.: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking (2025),
-arXiv 2505.24857.
+`include_own=False`; Ben-Hamu et al.: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking
+(2025), arXiv 2505.24857.
 
 Rule: sort the entropies of the eligible columns, H_1 <= H_2 <= ... Take the first n, n = max{n : H_1 + ... + H_n <
-gamma}, at least one. `own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
+gamma}, at least one. `include_own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
 Reason: the joint entropy of columns is at most the sum of theirs. Deciding them independently loses the sum minus the
 joint entropy, which is below gamma.
 Guarantee: lossy; a gamma of 0 is one column a pass, if no entropy is 0.
@@ -36,27 +36,31 @@ METHOD = Method(
     options=(
         shared.BLOCK,
         Option("gamma", "float", 0.35, "entropy budget per pass, in nats"),
-        Option("own", "yes_or_no", True, "count the column's own entropy too, and not only that of earlier ones"),
+        Option(
+            "include_own", "yes_or_no", True, "count the column's own entropy too, and not only that of earlier ones"
+        ),
     ),
 )
 
 
 @checked
-def entropy_bound(denoiser: Denoiser, *, block: int | None = 32, gamma: float = 0.35, own: bool = True) -> Procedure:
+def entropy_bound(
+    denoiser: Denoiser, *, block: int | None = 32, gamma: float = 0.35, include_own: bool = True
+) -> Procedure:
     """Return the procedure. block: columns of a block; None: all new ones. gamma: entropy in nats that a pass may
-    decide. own: True if the bound includes a column's own entropy, not only those ranked before it.
+    decide. include_own: True if the bound includes a column's own entropy, not only those ranked before it.
     """
-    return Procedure(blocks(denoiser.block or block), within(gamma, own))
+    return Procedure(blocks(denoiser.block or block), within(gamma, include_own))
 
 
 @functools.cache
-def within(gamma: float, own: bool = True) -> ColumnRule:
+def within(gamma: float, include_own: bool = True) -> ColumnRule:
     """Return a rule that takes columns with a total entropy of at most `gamma`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         certain = -measures.entropy(proposal.logits)
         total = jnp.cumsum(-measures.sort_descending(certain, view.eligible, behind=-jnp.inf), 1)
-        fits = total < gamma if own else jnp.pad(total[:, :-1], ((0, 0), (1, 0))) <= gamma
+        fits = total < gamma if include_own else jnp.pad(total[:, :-1], ((0, 0), (1, 0))) <= gamma
         count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
         return measures.top(certain, view.eligible, count), proposal.token, state
 

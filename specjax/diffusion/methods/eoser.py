@@ -6,12 +6,12 @@ Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not
 Rule: models that decode a full canvas at once tend to end it everywhere. If a column's proposal ends the text, its
 confidence is multiplied in pass i of T by
 
-    gamma_i = least + (most - least) i / (T - 1),        i = 0 ... T - 1.
+    gamma_i = first_factor + (last_factor - first_factor) i / (T - 1),        i = 0 ... T - 1.
 
 `ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones,
-with gamma_i = least + (most - least) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last n - 1 passes has a block.
-Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below 2^(i+1) - 1.
-Guarantee: lossy; least = most = 1 is the procedure without it, one column a pass or `steps`.
+with gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last
+n - 1 passes has a block. Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below 2^(i+1) - 1.
+Guarantee: lossy; first_factor = last_factor = 1 is the procedure without it, one column a pass or `steps`.
 Deviations: the argument `eos` of `denoise` gives the end tokens. Without any, no confidence is discounted.
 """
 
@@ -41,8 +41,8 @@ METHOD = Method(
         shared.STEPS,
         Option("ascending", "yes_or_no", False, "decide 1, 2, 4, ... columns per pass"),
         Option("parts", "int", 1, "blocks of ascending schedules"),
-        Option("least", "float", None, "factor on the confidence of end tokens in the first pass"),
-        Option("most", "float", 1.0, "factor on the confidence of end tokens in the last pass"),
+        Option("first_factor", "float", None, "factor on the confidence of end tokens in the first pass"),
+        Option("last_factor", "float", 1.0, "factor on the confidence of end tokens in the last pass"),
     ),
 )
 
@@ -55,22 +55,23 @@ def eoser(
     steps: int | None = None,
     ascending: bool = False,
     parts: int = 1,
-    least: float | None = None,
-    most: float = 1.0,
+    first_factor: float | None = None,
+    last_factor: float = 1.0,
 ) -> Procedure:
     """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
-    each column. ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule. least,
-    most: factors of the confidence in the first and the last pass. least defaults to 0.4, or 0.01 for ascending passes.
+    each column. ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule.
+    first_factor, last_factor: factors of the confidence in the first and the last pass. first_factor defaults to 0.4,
+    or 0.01 for ascending passes.
 
     Raises: UsageError for block or steps beside ascending passes, a block of a block-causal model, or parts without
     ascending passes.
     """
     size = denoiser.block or block
-    least = least if least is not None else 0.01 if ascending else 0.4
+    first_factor = first_factor if first_factor is not None else 0.01 if ascending else 0.4
     if not ascending:
         if parts != 1:
             raise UsageError("parts are of ascending passes; say ascending=True, or leave parts out")
-        return Procedure(blocks(size, steps=steps), quota(), score=late_ends(least, most, size, steps))
+        return Procedure(blocks(size, steps=steps), quota(), score=late_ends(first_factor, last_factor, size, steps))
     if denoiser.is_causal:
         raise UsageError(
             "ascending passes take all new columns for a block, and those of a block-causal model are its own; leave "
@@ -78,11 +79,13 @@ def eoser(
         )
     if size is not None or steps is not None:
         raise UsageError("ascending passes take all new columns for a block; leave block and steps out, or say parts=")
-    return Procedure(powers(parts), quota(), score=late_ends(least, most, None, None, ascending=True))
+    return Procedure(powers(parts), quota(), score=late_ends(first_factor, last_factor, None, None, ascending=True))
 
 
 @functools.cache
-def late_ends(least: float, most: float, size: int | None, steps: int | None, *, ascending: bool = False) -> Score:
+def late_ends(
+    first_factor: float, last_factor: float, size: int | None, steps: int | None, *, ascending: bool = False
+) -> Score:
     """Return the score for blocks of `size` with `steps` passes each."""
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
@@ -93,7 +96,7 @@ def late_ends(least: float, most: float, size: int | None, steps: int | None, *,
             done = (2.0 ** (view.passes + 1) - 1) / 2.0**total
         else:
             done = view.passes / jnp.maximum(total - 1, 1)
-        gamma = least + (most - least) * jnp.minimum(done, 1.0)
+        gamma = first_factor + (last_factor - first_factor) * jnp.minimum(done, 1.0)
         return jnp.where(view.ends(proposal.token), gamma[:, None], 1.0)
 
     return Score(weigh=weigh, init=init)

@@ -3,12 +3,12 @@
 From Bits to Rounds: Parallel Decoding with Exploration for Diffusion Language Models (2025), arXiv 2511.21103.
 
 Rule: *exploit*: of the block and the `ahead` next ones every column with confidence >= tau. If these are fewer than
-`least`, *explore*: of the block's open columns next to a decided one take the one of largest entropy, look in one pass
-at `words` canvases with each of its likeliest words there, and keep the one with the largest
+`min_columns`, *explore*: of the block's open columns next to a decided one take the one of largest entropy, look in one
+pass at `words` canvases with each of its likeliest words there, and keep the one with the largest
 log p(word) + gain * (columns that are now sure). What was seen of it serves the next exploit, so no pass is wasted.
 Why: what is sure carries hardly any information: a pass of n columns by the factor rule at most `most_bits`. An
 uncertain column that is decided may make many others sure.
-Guarantee: lossy; least=0 and ahead=0 is the threshold rule.
+Guarantee: lossy; min_columns=0 and ahead=0 is the threshold rule.
 Deviations: the abstract states the principle, the concrete rule is ours. Where it explores, the column that is explored
 is what the pass is sure to decide, not the surest one. A last open column takes its likeliest word without a pass. With
 a temperature the words are drawn, none twice.
@@ -66,7 +66,7 @@ METHOD = Method(
         Option("block", "int", 32, "columns per block"),
         shared.tau(0.9),
         Option("ahead", "int", 1, "later blocks whose columns may be decided too"),
-        Option("least", "int", 2, "number of decided columns below which a pass explores"),
+        Option("min_columns", "int", 2, "number of decided columns below which a pass explores"),
         Option("words", "int", 2, "tokens to explore"),
         Option("gain", "float", 0.1, "value in nats of each column that an explored token makes confident"),
     ),
@@ -88,23 +88,23 @@ def ete(
     block: int = 32,
     tau: float = 0.9,
     ahead: int = 1,
-    least: int = 2,
+    min_columns: int = 2,
     words: int = 2,
     gain: float = 0.1,
 ) -> Procedure:
     """Return the procedure. block: columns of a block. tau: confidence at which a column is decided. ahead: later
-    blocks that are decided too. least: a pass explores if it decides fewer columns. words: tokens that it tries. gain:
-    nats that each newly sure column adds to a token's score.
+    blocks that are decided too. min_columns: a pass explores if it decides fewer columns. words: tokens that it tries.
+    gain: nats that each newly sure column adds to a token's score.
 
     Raises: UsageError for a block-causal model, which reads no later block, or for numbers that are too small.
     """
     if denoiser.is_causal:
         raise UsageError("ete looks at blocks ahead, and a block-causal model sees none; choose sdar")
-    for name, value, smallest in (("words", words, 1), ("ahead", ahead, 0), ("least", least, 0)):
+    for name, value, smallest in (("words", words, 1), ("ahead", ahead, 0), ("min_columns", min_columns, 0)):
         if value < smallest:
             raise UsageError(f"{name} must be at least {smallest}, not {value}")
     schedule = dataclasses.replace(blocks(block), width=(1 + ahead) * block)
-    return Procedure(schedule, sure(tau, block), verify=exploring(tau, block, least, words, gain))
+    return Procedure(schedule, sure(tau, block), verify=exploring(tau, block, min_columns, words, gain))
 
 
 @functools.cache
@@ -129,11 +129,11 @@ class Known(NamedTuple):
 
 
 @functools.cache
-def exploring(tau: float, block: int, least: int, words: int, gain: float) -> Verify:
+def exploring(tau: float, block: int, min_columns: int, words: int, gain: float) -> Verify:
     """Return the deciding step: one look unless the output is cached, and a second look if the first decides too few
     columns.
     """
-    decide = functools.partial(_decide, tau=tau, block=block, least=least, words=words, gain=gain)
+    decide = functools.partial(_decide, tau=tau, block=block, min_columns=min_columns, words=words, gain=gain)
     return Verify(decide, _init, exact_memory=False, several=True)
 
 
@@ -157,7 +157,7 @@ def _look(parts: DenoisingParts, memory: PyTree, canvas: Canvas) -> Array:
 def _decide(
     parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, slots: PartStates, *, tau: float,
     block: int,
-    least: int, words: int, gain: float,
+    min_columns: int, words: int, gain: float,
 ) -> StepOutcome:  # fmt: skip
     cached: Known = slots.verify
     active, rows = window.active, jnp.arange(len(canvas.tokens))
@@ -178,7 +178,7 @@ def _decide(
     take, token, slots = select(parts, proposal, view, share, slots)
     high = take & (measures.confidence(proposal) >= tau)
     left = view.open & ~high & _in_block(view, block)
-    explores = active & (jnp.sum(high, 1) < least) & jnp.any(left, 1)
+    explores = active & (jnp.sum(high, 1) < min_columns) & jnp.any(left, 1)
     take = jnp.where(explores[:, None], high, take)
     updated = forward.decide_columns(current, view.columns, take, token)
 

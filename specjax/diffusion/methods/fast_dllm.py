@@ -61,8 +61,8 @@ def fast_dllm(
     """Return the procedure. block: columns of a block; None: all new ones. memory: `dual` or `prefix`, caches of
     `specjax.diffusion.caches` for models with full attention.
     """
-    chosen = threshold(tau) if rule == "threshold" else by_factor(factor)
-    return Procedure(blocks(denoiser.block or block), chosen, CACHES[memory]() if memory in CACHES else None)
+    column_rule = threshold(tau) if rule == "threshold" else by_factor(factor)
+    return Procedure(blocks(denoiser.block or block), column_rule, CACHES[memory]() if memory in CACHES else None)
 
 
 @functools.cache

@@ -51,8 +51,8 @@ def frechet(delta: float) -> ColumnRule:
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
         doubt = 1 - measures.sort_descending(sure, view.eligible, behind=0.0)
-        least, other = jnp.maximum(0, 1 - jnp.cumsum(doubt, 1)), doubt
-        count = jnp.maximum(jnp.sum(least - other > delta, 1, dtype=jnp.int32), 1)
+        lower, other = jnp.maximum(0, 1 - jnp.cumsum(doubt, 1)), doubt
+        count = jnp.maximum(jnp.sum(lower - other > delta, 1, dtype=jnp.int32), 1)
         return measures.top(sure, view.eligible, count), proposal.token, state
 
     return ColumnRule(select)

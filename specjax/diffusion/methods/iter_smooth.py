@@ -4,9 +4,9 @@ Ma et al.: dInfer: An Efficient Inference Framework for Diffusion Language Model
 release.
 
 Rule: in pass i over a block (from 0) an open column has the embedding E[mask] + w sum_v p(v) E[v]. p is the previous
-pass's distribution and w = min(`first` + `step` i, `most`), with w = 0 in pass 0. Columns with a confidence of at least
-max(1 - `step` i, tau) are decided.
-Guarantee: lossy; first = step = most = 0 and tau = 1 is one column a pass.
+pass's distribution and w = min(`first` + `step` i, `max_share`), with w = 0 in pass 0. Columns with a confidence of at
+least max(1 - `step` i, tau) are decided.
+Guarantee: lossy; first = step = max_share = 0 and tau = 1 is one column a pass.
 Deviations: the sum is over the `words` likeliest tokens. Full attention only.
 """
 
@@ -50,7 +50,7 @@ METHOD = Method(
         shared.tau(0.9),
         Option("first", "float", 0.15, "share of the predicted tokens in the first mixture"),
         Option("step", "float", 0.02, "increase of the share, and decrease of the threshold, per pass"),
-        Option("most", "float", 0.3, "maximum share"),
+        Option("max_share", "float", 0.3, "maximum share"),
         Option("words", "int", 8, "predicted tokens per mixture"),
     ),
 )
@@ -64,11 +64,11 @@ def iter_smooth(
     tau: float = 0.9,
     first: float = 0.15,
     step: float = 0.02,
-    most: float = 0.3,
+    max_share: float = 0.3,
     words: int = 8,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. tau: lowest threshold. first, step, most:
-    weight of the previous prediction in the mixture. words: mixed tokens per column.
+    """Return the procedure. block: columns of a block; None: all new ones. tau: lowest threshold. first, step,
+    max_share: weight of the previous prediction in the mixture. words: mixed tokens per column.
 
     Raises: UsageError for a model that reads no token mixtures, or has block-causal attention.
     """
@@ -78,7 +78,7 @@ def iter_smooth(
         raise UsageError(f"the model {denoiser.model.name} takes no mixtures of tokens, which iter_smooth shows it")
     if not 1 <= words < denoiser.model.vocab_size:
         raise UsageError(f"words must be from 1 to {denoiser.model.vocab_size - 1}, not {words}")
-    return Procedure(blocks(block), falling(tau, step), smooth(first, step, most, words))
+    return Procedure(blocks(block), falling(tau, step), smooth(first, step, max_share, words))
 
 
 @functools.cache
@@ -104,7 +104,7 @@ class State(NamedTuple):
 
 
 @functools.cache
-def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
+def smooth(first: float, step: float, max_share: float, words: int) -> CanvasCache:
     """Return a cache that stores only the prediction of the previous pass."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
@@ -114,7 +114,7 @@ def smooth(first: float, step: float, most: float, words: int) -> CanvasCache:
 
     def look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> tuple[WindowOutput, State]:
         passed = jnp.where(window.entered, 0, state.passed)
-        weight = jnp.where(passed > 0, jnp.minimum(first + step * passed, most), 0.0)
+        weight = jnp.where(passed > 0, jnp.minimum(first + step * passed, max_share), 0.0)
         mixed = denoiser.replace(
             model=denoiser.model._replace(forward=_showing(denoiser, state, canvas, window, weight))
         )

@@ -86,14 +86,14 @@ def learn2pd(
     """
     if filter is None:
         raise UsageError("learn2pd needs a filter that was trained for this model; give filter=")
-    own = Filter(*filter)
-    width, hidden = own.weight1.shape if own.weight1.ndim == 2 else (-1, -1)
-    shapes = tuple(array.shape for array in own)
+    weights = Filter(*filter)
+    width, hidden = weights.weight1.shape if weights.weight1.ndim == 2 else (-1, -1)
+    shapes = tuple(array.shape for array in weights)
     if shapes != ((width, hidden), (hidden,), (hidden, width), (width,)):
         raise UsageError(f"a filter has the shapes [W, H], [H], [H, W] and [W], not {', '.join(map(str, shapes))}")
     if denoiser.block not in (None, width):
         raise UsageError(f"the filter is of blocks of {width}, and the model has blocks of {denoiser.block}")
-    return Procedure(blocks(width), filtered(theta).replace(params=own), control=ends_the_text() if eotp else None)
+    return Procedure(blocks(width), filtered(theta).replace(params=weights), control=ends_the_text() if eotp else None)
 
 
 @functools.cache

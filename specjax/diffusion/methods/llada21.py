@@ -70,7 +70,7 @@ def edits(tau: float, edit_tau: float, post_steps: int) -> ColumnRule:
     """Return the rule. Raises: UsageError for a number of passes below 0."""
     if post_steps < 0:
         raise UsageError(f"post_steps must be at least 0, not {post_steps}")
-    most = post_steps if edit_tau < 1 else 0  # nothing is ever changed
+    max_passes = post_steps if edit_tau < 1 else 0  # nothing is ever changed
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
         return State(jnp.zeros_like(canvas.start), jnp.ones((len(canvas.start),), bool))
@@ -79,12 +79,12 @@ def edits(tau: float, edit_tau: float, post_steps: int) -> ColumnRule:
         sure = measures.confidence(proposal)
         high = view.eligible & (sure > tau)
         decided = high | measures.most_confident(sure, view.eligible)
-        changed = view.revisable & (sure > edit_tau) & (proposal.token != view.tokens) & (most > 0)
+        changed = view.revisable & (sure > edit_tau) & (proposal.token != view.tokens) & (max_passes > 0)
         found_full = ~jnp.any(view.open, 1)
         post = jnp.where(view.entered, 0, state.post) + found_full
         still = found_full & ~jnp.any(changed, 1)
         full = ~jnp.any(view.open & ~decided, 1)
-        settled = full & (still | (post >= most))
+        settled = full & (still | (post >= max_passes))
         return decided | changed, proposal.token, State(post, settled)
 
     return ColumnRule(select, init, lambda params, state: state.settled)

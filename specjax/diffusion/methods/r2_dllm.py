@@ -117,7 +117,7 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
     return ColumnRule(select, init)
 
 
-def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
+def _clustered(sure: Array, left: Array, view: View, min_confidence: float) -> Array:
     """Return bool[B, W]: triples of existing columns, at least two of them open, with a sufficient mean."""
     outside = (~view.exists).astype(jnp.float32)  # of a last block that is cut off
     edge = ((0, 0), (TOGETHER - 1, TOGETHER - 1))
@@ -129,14 +129,16 @@ def _clustered(sure: Array, left: Array, view: View, least: float) -> Array:
     count = over_three(left.astype(jnp.float32), jax.lax.add, 0.0)
     total = over_three(jnp.where(left, sure, 0.0), jax.lax.add, 0.0)
     complete = over_three(outside, jax.lax.max, 0.0, constant_values=1.0) == 0
-    good = complete & (count >= TOGETHER - 1) & (total >= least * count)  # [B, W + 2], by the last column of the three
+    good = (
+        complete & (count >= TOGETHER - 1) & (total >= min_confidence * count)
+    )  # [B, W + 2], by the last column of the three
     return jax.lax.reduce_window(good.astype(jnp.int32), 0, jax.lax.max, (1, TOGETHER), (1, 1), "VALID") > 0
 
 
-def _repeated(best: Array, sure: Array, left: Array, least: float) -> Array:
+def _repeated(best: Array, sure: Array, left: Array, min_confidence: float) -> Array:
     """Return bool[B, W]: the most confident column of each run of equal likeliest tokens."""
     goes_on = left[:, 1:] & left[:, :-1] & (best[:, 1:] == best[:, :-1])
     run = jnp.cumsum(jnp.pad(~goes_on, ((0, 0), (1, 0))), 1)
     together = (run[:, :, None] == run[:, None, :]) & left[:, None, :]
     surest = jnp.argmax(jnp.where(together, sure[:, None, :], -jnp.inf), 2)
-    return (surest == jnp.arange(best.shape[1])) & (jnp.sum(together, 2) > 1) & (sure > least)
+    return (surest == jnp.arange(best.shape[1])) & (jnp.sum(together, 2) > 1) & (sure > min_confidence)

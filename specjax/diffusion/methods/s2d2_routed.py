@@ -69,7 +69,7 @@ METHOD = Method(
         Option("cost", "float", 1.0, "cost of verification, in expected tokens"),
         Option("above", "float", 0.0, "score above which drafts are verified"),
         Option("below", "float", -5.0, "for hysteresis: score below which verification stops"),
-        Option("least", "int", 2, "for span: minimum number of adjacent open columns"),
+        Option("min_run", "int", 2, "for span: minimum number of adjacent open columns"),
     ),
 )
 
@@ -90,10 +90,10 @@ def s2d2_routed(
     cost: float = 1.0,
     above: float = 0.0,
     below: float = -5.0,
-    least: int = 2,
+    min_run: int = 2,
 ) -> Procedure:
-    """Return the procedure. router: `span` verifies runs of `least` columns. `score` verifies at a score above `above`.
-    `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta, dynamic,
+    """Return the procedure. router: `span` verifies runs of `min_run` columns. `score` verifies at a score above
+    `above`. `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta, dynamic,
     cost: of the score.
 
     Raises: UsageError for a model with full attention, or with shifted logits.
@@ -105,13 +105,13 @@ def s2d2_routed(
         )
     kinds: dict[str, Callable[[], VerificationRouter]] = {
         "always": routers.always,
-        "span": lambda: routers.span(least),
+        "span": lambda: routers.span(min_run),
         "score": lambda: routers.score(above, cost, dynamic),
         "hysteresis": lambda: routers.hysteresis(above, below, cost, dynamic),
         "bandit": routers.bandit,
     }
     verify = routed(kinds[router](), tau, chance, beta)
-    return Procedure(blocks(block, steps=steps), threshold(tau, least=None), append(), verify=verify)
+    return Procedure(blocks(block, steps=steps), threshold(tau, min_columns=None), append(), verify=verify)
 
 
 @functools.cache

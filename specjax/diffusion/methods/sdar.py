@@ -53,5 +53,5 @@ def sdar(
     """
     if not denoiser.is_causal:
         raise UsageError("sdar decodes block-causal models, and this one has full attention; choose method llada")
-    rules = {"dynamic": threshold(tau, least=None), "static": quota(), "sequential": quota("left_to_right")}
+    rules = {"dynamic": threshold(tau, min_columns=None), "static": quota(), "sequential": quota("left_to_right")}
     return Procedure(blocks(denoiser.block, steps=steps), rules[remasking], append(fuse=fuse))

@@ -20,13 +20,13 @@ from specjax.types import Array
 
 
 @functools.cache
-def threshold(tau: float = 0.9, *, least: int | None = 1) -> ColumnRule:
-    """Return the threshold rule. tau: confidence at which a column is taken. least: minimum number of taken columns;
-    None: the schedule's quota.
+def threshold(tau: float = 0.9, *, min_columns: int | None = 1) -> ColumnRule:
+    """Return the threshold rule. tau: confidence at which a column is taken. min_columns: minimum number of taken
+    columns; None: the schedule's quota.
     """
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
-        count = jnp.maximum(quota, 1) if least is None else jnp.full_like(quota, least)
+        count = jnp.maximum(quota, 1) if min_columns is None else jnp.full_like(quota, min_columns)
         return sure_enough(proposal, view, tau, count), proposal.token, state
 
     return ColumnRule(select)

@@ -64,7 +64,7 @@ def test_trigrams_are_counted_in_the_text_alone():
 
 
 def test_lengths_follow_what_was_drafted_and_accepted():
-    drafter = diffuspec(None, num_tokens=30, least=20, grow=10, rate=0.5)
+    drafter = diffuspec(None, num_tokens=30, min_tokens=20, grow=10, rate=0.5)
     nothing = jnp.zeros((2,))
     state = State((), jnp.array([30, 30]), nothing, nothing, jnp.array([0, 0]))
     lengths = []

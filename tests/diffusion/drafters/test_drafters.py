@@ -13,7 +13,7 @@ from specjax.diffusion import drafters
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 11]
 SMALL = {
     "deer": {"num_tokens": 5},
-    "diffuspec": {"num_tokens": 6, "least": 3, "grow": 2, "choices": 4, "eos": (27,)},
+    "diffuspec": {"num_tokens": 6, "min_tokens": 3, "grow": 2, "choices": 4, "eos": (27,)},
     "failfast": {"num_tokens": 6, "chunk": 3, "tau": 0.02},
 }
 DENOISERS = {"full": toys.full("shifted"), "causal": toys.causal(), "seeded": toys.causal(4, "seed_and_mask")}
@@ -46,7 +46,7 @@ COUNTING = np.roll(np.eye(12), 1, 1) * 0.99 + 0.01 / 12
 
 @pytest.mark.parametrize("name", ["deer", "diffuspec", "failfast"])
 def test_what_the_target_would_say_is_accepted_whole(name):
-    options = {"deer": {}, "diffuspec": {"least": 3, "blend": 0.9, "eos": None}, "failfast": {"chunk": 3}}[name]
+    options = {"deer": {}, "diffuspec": {"min_tokens": 3, "blend": 0.9, "eos": None}, "failfast": {"chunk": 3}}[name]
     denoiser = toys.frozen(np.full(12, 0.9), np.arange(12) % 11)
     drafter = make_drafter(name, toy.markov(COUNTING), denoiser, **{**SMALL[name], **options, "num_tokens": 3})
     result = specjax.decode(toy.markov(COUNTING), drafter, [[0, 1]], key=0, max_new_tokens=8)
@@ -61,7 +61,11 @@ def test_bad_input_is_one_sentence():
         make_drafter("two_model", target, denoiser)
     with pytest.raises(UsageError, match="chunk must be from 1 to num_tokens, 4"):
         drafters.failfast(denoiser, chunk=5, num_tokens=4)
-    for wrong, words in (({"least": 31}, "least"), ({"blend": 2}, "blend must be from 0"), ({"beams": 0}, "beams")):
+    for wrong, words in (
+        ({"min_tokens": 31}, "min_tokens"),
+        ({"blend": 2}, "blend must be from 0"),
+        ({"beams": 0}, "beams"),
+    ):
         with pytest.raises(UsageError, match=words):
             drafters.diffuspec(denoiser, **wrong)
     with pytest.raises(UsageError, match="12 tokens in its vocabulary"):

@@ -20,7 +20,7 @@ def test_the_longest_run_of_least_entropies_within_the_bound():
 def test_without_its_own_entropy_one_more_fits():
     columns = uniform([3, 1, 2, 6])
     for gamma, expected in ((-1.0, [1]), (0.5, [1, 2]), (0.7, [0, 1, 2]), (1.8, [0, 1, 2, 3])):
-        assert taken(within(gamma, own=False), columns) == [expected]
+        assert taken(within(gamma, include_own=False), columns) == [expected]
 
 
 def test_columns_that_may_not_be_decided_do_not_count():

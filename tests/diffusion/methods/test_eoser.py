@@ -80,11 +80,11 @@ def test_without_a_discount_it_is_the_base_and_with_one_ends_are_last():
     best = [1, 1, 2, 3, EOS, EOS, 4, 6, EOS, 7, 8, 9, EOS, EOS]
     denoiser = toys.frozen(sure, best)
     texts = lambda method: specjax.denoise(denoiser, method, [[1, 1]], key=0, max_new_tokens=12, eos=EOS)
-    base, same = texts(methods.llada(denoiser, block=None)), texts(methods.eoser(denoiser, least=1.0))
+    base, same = texts(methods.llada(denoiser, block=None)), texts(methods.eoser(denoiser, first_factor=1.0))
     assert same.decided_at.tolist() == base.decided_at.tolist() and same.to_lists() == base.to_lists() == [[2, 3, EOS]]
-    late = texts(methods.eoser(denoiser, least=0.01, most=0.02))
+    late = texts(methods.eoser(denoiser, first_factor=0.01, last_factor=0.02))
     assert base.decided_at[0, :3].tolist() == [0, 1, 2] and late.decided_at[0, :3].tolist() == [0, 1, 7]
-    ascending = texts(methods.eoser(denoiser, ascending=True, least=1.0))
+    ascending = texts(methods.eoser(denoiser, ascending=True, first_factor=1.0))
     assert ascending.decided_at[0, :3].tolist() == [0, 1, 1]
     with pytest.raises(UsageError, match="parts"):
         methods.eoser(denoiser, block=8, ascending=True)

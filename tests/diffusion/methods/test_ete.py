@@ -48,7 +48,7 @@ def test_blocks_ahead_are_decided_and_the_first_one_is_sure_to_go_on():
     sure = np.array([0.9, 0.6, 0.5, 0.4, 0.3, 0.95, 0.95, 0.2, 0.2])
     ours = run(toys.frozen(sure), 8, block=4, ahead=1)
     assert ours.decided_at[0, 4:6].tolist() == [0, 0]
-    ours = run(toys.frozen(sure), 8, block=4, ahead=1, least=0)
+    ours = run(toys.frozen(sure), 8, block=4, ahead=1, min_columns=0)
     assert ours.decided_at.tolist() == [[0, 1, 2, 3, 0, 0, 4, 5]]
 
 
@@ -56,7 +56,7 @@ def test_without_exploring_it_is_the_threshold_rule():
     denoiser = toys.full()
     prompts, settings = [[1, 2, 3, 4, 5], [6, 7, 8]], {"key": 4, "max_new_tokens": 10, "temperature": 0.8}
     plain = specjax.denoise(denoiser, methods.fast_dllm(denoiser, block=5, tau=0.03), prompts, **settings)
-    ours = methods.ete(denoiser, block=5, tau=0.03, ahead=0, least=0)
+    ours = methods.ete(denoiser, block=5, tau=0.03, ahead=0, min_columns=0)
     ours = specjax.denoise(denoiser, ours, prompts, **settings)
     assert ours.to_lists() == plain.to_lists() and np.all(ours.decided_at == plain.decided_at)
     assert np.all(ours.columns == plain.columns)

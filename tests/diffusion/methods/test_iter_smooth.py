@@ -64,7 +64,7 @@ def test_the_threshold_falls_to_tau():
 
 def test_with_nothing_mixed_in_it_is_the_base():
     denoiser, settings = toys.full(), {"key": 1, "max_new_tokens": 12}
-    method = methods.iter_smooth(denoiser, tau=1.1, first=0.0, step=0.0, most=0.0)
+    method = methods.iter_smooth(denoiser, tau=1.1, first=0.0, step=0.0, max_share=0.0)
     ours, plain = (specjax.denoise(denoiser, m, [[1, 2, 3]], **settings) for m in (method, "llada"))
     assert ours.to_lists() == plain.to_lists() and ours.decided_at.tolist() == plain.decided_at.tolist()
 

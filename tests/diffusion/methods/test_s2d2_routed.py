@@ -74,7 +74,7 @@ def test_a_bandit_learns_where_verifying_pays():
 def test_a_router_that_never_verifies_is_sdar(temperature):
     denoiser = toys.causal()
     settings = {"key": 3, "max_new_tokens": 18, "temperature": temperature, "logprobs": True}
-    never = methods.s2d2_routed(denoiser, router="span", least=5, tau=0.02)  # a block has four columns
+    never = methods.s2d2_routed(denoiser, router="span", min_run=5, tau=0.02)  # a block has four columns
     ours, theirs = (
         specjax.denoise(denoiser, way, PROMPTS, **settings) for way in (never, methods.sdar(denoiser, tau=0.02))
     )
@@ -121,7 +121,7 @@ def test_a_verified_span_has_the_law_of_blocks_of_one(router, is_the_law):
         texts = jnp.array([[1, *text] for text in itertools.product(range(3), repeat=size)])
         law = (law[:, None] * np.asarray(alone(denoiser, texts))).ravel()
     assert law.sum() == pytest.approx(1, abs=1e-5)
-    way = methods.s2d2_routed(denoiser, router=router, least=4, tau=0.0)
+    way = methods.s2d2_routed(denoiser, router=router, min_run=4, tau=0.0)
     result = specjax.denoise(denoiser, way, [[1]] * ROWS, key=11, max_new_tokens=3, temperature=1.0)
     text = np.asarray(result.tokens) @ np.array([9, 3, 1])
     found = toy.chi_square(np.bincount(text, minlength=27), law / law.sum())
