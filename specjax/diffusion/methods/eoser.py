@@ -9,9 +9,9 @@ confidence is multiplied in pass i of T by
     gamma_i = first_factor + (last_factor - first_factor) i / (T - 1),        i = 0 ... T - 1.
 
 `ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones,
-with gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last
-n - 1 passes has a block. Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below 2^(i+1) - 1.
-Guarantee: lossy; first_factor = last_factor = 1 is the procedure without it, one column a pass or `steps`.
+with gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last n - 1
+passes has a block. Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below
+2^(i+1) - 1. Guarantee: lossy; first_factor = last_factor = 1 is the procedure without it, one column a pass or `steps`.
 Deviations: the argument `eos` of `denoise` gives the end tokens. Without any, no confidence is discounted.
 """
 

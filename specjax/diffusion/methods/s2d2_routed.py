@@ -93,8 +93,8 @@ def s2d2_routed(
     min_run: int = 2,
 ) -> Procedure:
     """Return the procedure. router: `span` verifies runs of `min_run` columns. `score` verifies at a score above
-    `above`. `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta, dynamic,
-    cost: of the score.
+    `above`. `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta,
+    dynamic, cost: of the score.
 
     Raises: UsageError for a model with full attention, or with shifted logits.
     """

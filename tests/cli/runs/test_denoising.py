@@ -75,9 +75,9 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
             "--method auto is a drafter for autoregressive models, and --target",
         ),
         (("--target", "full", "--method", "pearl"), "--method pearl is a decoder for autoregressive models"),
-        (("--target", "full", "--method", "none"), 'unknown method "none"; for a diffusion model choose llada'),
+        (("--target", "full", "--method", "none"), 'unknown method "none"; for a diffusion model choose adablock, ccd'),
         (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, but --method is for diffusion"),
-        (("--show", "order"), "--show order needs a diffusion model"),
+        (("--show", "order"), "--show order draws the canvas of a diffusion model, and this target is none"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
         (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
         (

@@ -18,8 +18,8 @@ def passes(order, outer, inner, refresh, prompt=1, new=6):
         canvas = Canvas(None, jnp.array(opened), jnp.array([prompt]), whole, None, None, None)
         phase = begin(canvas) if phase is None else phase
         planned, phase = plan(canvas, phase, outer, inner, refresh)
-        assert bool(planned.seen[0, 0]) and not bool(planned.seen[0, -1])
-        found.append((behind(planned.seen), behind(planned.live)))
+        assert bool(planned.visible[0, 0]) and not bool(planned.visible[0, -1])
+        found.append((behind(planned.visible), behind(planned.live)))
         opened[0, prompt + column] = False
     return found
 
