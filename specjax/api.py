@@ -105,23 +105,25 @@ def decode(
       target: the model and its parameters.
       drafter: a drafter of `specjax.drafters`, whose parameters are its pytree leaves, or the name of a method in
         METHODS that needs only the target. A draft model, a draft head and None use the defaults of the command line
-        (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto".
+        (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto" (`ppd` alone).
         None is "auto" with the draft head that comes with specjax, if there is one. For targets that accept chains
         only, None is "prompt_lookup". Inside of `jit`, None uses no head.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: PRNG key or seed, from which row b derives `fold_in(key, b)`, or one key per row, key[B]. All kinds of keys
         are accepted, legacy `PRNGKey` arrays included.
       max_new_tokens: exact number of new tokens, unless the row ends with an eos.
-      temperature: a Python 0 compiles the greedy program. Otherwise a float or float[B], which is traced; 0 is greedy.
+      temperature: the Python number 0 compiles a greedy program. Any other float or float[B] is traced, and rows with 0
+        are greedy.
       top_k, top_p: None, a number, or one number per row [B]. They apply to target and draft, after the temperature.
-      eos: ids that end a row. The eos is the last token of its row.
+      eos: ids that end a row. The eos is the last token of its row. () and None: no token ends a row.
       sampling: "speculative" accepts a drafted token with probability min(1, p/q) and keeps the distribution of the
         text. "coupled" draws target and draft with the same noise. Then the text for a key equals plain sampling, for
         any drafter, tree, batch or mesh. It accepts slightly less on single chains and more on wide trees
         (docs/verifiers.md).
       verifier: a verifier of `specjax.verifiers`, its name, or your own `VerifyFn`. Default: the exact verifier for the
         drafter's `draws`.
-      controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default: the maximum.
+      controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default:
+        goodput for a draft model given as `drafter`, else the maximum length.
       capacity: maximum length of prompt plus new tokens. Default: the model's own limit. It also limits buffer sizes.
       logprobs: also return the log-probability of each token under the distribution that it was drawn from, after
         temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a lossy verifier

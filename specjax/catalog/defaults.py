@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.catalog.method import Method
-from specjax.catalog.methods import METHODS
+from specjax.catalog.methods import METHODS, find_drafter
 
 
 class Defaults(NamedTuple):
@@ -55,12 +55,14 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
       draft: a draft model (`Target`), a draft head (`DraftHead`), or None.
       backend: the JAX backend, such as "cpu".
       drafter: the name of a method that was chosen already; its options and tree are returned.
+
+    Raises: UsageError for an unknown method, or one that is no drafter.
     """
     head = getattr(draft, "head", None)
     name = drafter or default_drafter(
         None if draft is None else "model" if head is None else head.kind, target.model.capabilities.trees
     )
-    row = METHODS[name]
+    row = find_drafter(name)
     options, tree = default_budget(row, backend, None if head is None else head.max_depth)
     if drafter is not None:
         return Defaults(name, options, tree=tree)

@@ -52,10 +52,10 @@ def _check_draft(method: Method, draft: Target | DraftHead | Denoiser | None) ->
     head = draft.head.kind if isinstance(draft, DraftHead) else None
     if "draft" in method.needs and (draft is None or (head and not method.uses("head"))):
         reason = f", and draft is a draft head; choose method {head}" if head else "; give one with --draft"
-        raise UsageError(f"method {name} needs a draft model{reason} (draft= in Python)")
+        raise UsageError(f"method {name} needs a draft model{reason} (specjax.make_drafter in Python)")
     if "head" in method.needs and head is None:
         reason = ", and draft is a whole model; choose method two_model" if draft else "; give one with --draft"
-        raise UsageError(f"method {name} needs a draft head of the target{reason} (draft= in Python)")
+        raise UsageError(f"method {name} needs a draft head of the target{reason} (specjax.make_drafter in Python)")
     if "head" in method.needs and head != name:
         raise UsageError(
             f"method {name} needs a draft head of its own kind, and draft is of kind {head}; choose method {head}"
