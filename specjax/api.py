@@ -105,9 +105,9 @@ def decode(
       target: the model and its parameters.
       drafter: a drafter of `specjax.drafters`, whose parameters are its pytree leaves, or the name of a method in
         METHODS that needs only the target. A draft model, a draft head and None use the defaults of the command line
-        (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto" (`ppd` alone).
-        None is "auto" with the draft head that comes with specjax, if there is one. For targets that accept chains
-        only, None is "prompt_lookup". Inside of `jit`, None uses no head.
+        (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto"
+        (`ppd` alone). None is "auto" with the draft head that comes with specjax, if there is one. For targets that
+        accept chains only, None is "prompt_lookup". Inside of `jit`, None uses no head.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: PRNG key or seed, from which row b derives `fold_in(key, b)`, or one key per row, key[B]. All kinds of keys
         are accepted, legacy `PRNGKey` arrays included.
@@ -122,8 +122,8 @@ def decode(
         (docs/verifiers.md).
       verifier: a verifier of `specjax.verifiers`, its name, or your own `VerifyFn`. Default: the exact verifier for the
         drafter's `draws`.
-      controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default:
-        goodput for a draft model given as `drafter`, else the maximum length.
+      controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default: goodput for a
+        draft model given as `drafter`, else the maximum length.
       capacity: maximum length of prompt plus new tokens. Default: the model's own limit. It also limits buffer sizes.
       logprobs: also return the log-probability of each token under the distribution that it was drawn from, after
         temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a lossy verifier

@@ -67,7 +67,7 @@ def test_over_a_mesh():
 
 @pytest.mark.parametrize("axis", ["data", "sequence"])
 def test_meshes_that_split_rows_or_slots_are_refused(axis):
-    with pytest.raises(UsageError, match=f'splits rows or slots; make its axis "{axis}" 1'):
+    with pytest.raises(UsageError, match=f'splits rows or slots; set its axis "{axis}" to 1'):
         specjax.shard(target_of(LLAMA), specjax.mesh(**{axis: 2}, model=1))
 
 

@@ -130,7 +130,7 @@ def test_auto_says_when_it_rests():
     """Of a text that repeats nothing: promises fall, and it rests."""
     uniform = markov(np.full((64, 64), 1 / 64))
     rounds = specjax.explain(uniform, "auto", [0], key=0, max_new_tokens=60, temperature=1.0)
-    rests = [one for one in rounds if one.why.startswith("rests")]
+    rests = [one for one in rounds if one.why.startswith("pauses")]
     assert rests and all(len(one.tokens) == 1 for one in rests)
 
 

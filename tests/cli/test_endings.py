@@ -186,13 +186,25 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 from specjax.cli import main
-main(["methods"])
+main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("module", ["specjax.cli.output.console", "typer", "jax", "numpy._core._multiarray_umath"])
-def test_interrupted_while_it_starts(module):
-    run = subprocess.run([sys.executable, "-c", IMPORTING, module], capture_output=True, text=True, timeout=100)
+DECODING = ("generate", "abc", "--target", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("specjax.cli.output.console", ("methods",)),
+        ("typer", ("methods",)),
+        ("jax", DECODING),
+        ("numpy._core._multiarray_umath", DECODING),
+    ],
+)
+def test_interrupted_while_it_starts(module, command):
+    arguments = [sys.executable, "-c", IMPORTING, module, *command]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "specjax: interrupted\n")
 
 
@@ -223,7 +235,7 @@ def test_interrupts_that_a_library_changed(cli, monkeypatch):
             raise RuntimeError("a callback failed") from None
 
     for rows in (broken, changed):
-        monkeypatch.setattr(methods, "_rows", rows)
+        monkeypatch.setattr(methods, "_section", rows)
         result = cli("methods")
         assert result.code == 130 and result.err.strip() == "specjax: interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -256,7 +268,7 @@ def test_a_device_is_not_replaced(refused, tmp_path):
 def test_stdout_on_a_full_disk(tmp_path, arguments):
     command = Command(tmp_path, *arguments, stdout="/dev/full")
     assert command.end() == (
-        2, "specjax: cannot write the output (No space left on device); make room and run it again"
+        2, "specjax: cannot write the output (No space left on device); free some space and run it again"
     )  # fmt: skip
 
 
@@ -288,8 +300,8 @@ def test_names_that_cannot_be_written(refused, tmp_path, name):
     ("error", "words"),
     [
         (PermissionError(13, "Permission denied", "somewhere"), "cannot use somewhere (Permission denied)"),
-        (MemoryError("Unable to allocate 9 TiB"), "there is not enough memory: Unable to allocate 9 TiB;"),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "there is not enough memory: RESOURCE_EXHAUSTED:"),
+        (MemoryError("Unable to allocate 9 TiB"), "out of memory: Unable to allocate 9 TiB;"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "out of memory: RESOURCE_EXHAUSTED:"),
     ],
 )
 def test_what_the_machine_does_not_grant(refused, monkeypatch, error, words):
@@ -298,7 +310,7 @@ def test_what_the_machine_does_not_grant(refused, monkeypatch, error, words):
     def rows(section):
         raise error
 
-    monkeypatch.setattr(methods, "_rows", rows)
+    monkeypatch.setattr(methods, "_section", rows)
     assert refused("methods").startswith(f"specjax: {words}")
 
 
@@ -352,10 +364,10 @@ def test_it_does_not_wait_for_programs_that_nobody_needs(tmp_path):
 import sys, time
 from specjax import cli
 import specjax.cli.app as app
-from specjax.engine import kept
+from specjax.persistence import program_cache
 
 def run(arguments):
-    kept._beside(lambda: time.sleep(60), kept.READING)
+    program_cache._start_thread(lambda: time.sleep(60), program_cache.READING)
     print("the text")
     return 0
 

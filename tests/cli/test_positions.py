@@ -20,7 +20,7 @@ def test_no_more_than_the_model_takes(refused, tmp_path, command):
 def test_a_text_is_no_longer(refused, tmp_path):
     said = refused("generate", "hello", "--max-positions", 20, "--max-new-tokens", 30)
     assert "20" in said and "512" not in said
-    assert "--context must be at most 88 here" in refused(
+    assert "--context must be at most 88 for this model" in refused(
         "chat", "--max-positions", 100, "--max-new-tokens", 12, "--context", 300
     )
     assert "--length 64 is more than the 40 tokens" in refused(

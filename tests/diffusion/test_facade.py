@@ -18,7 +18,10 @@ def test_models_and_methods_that_do_not_fit_are_refused_in_a_sentence():
         (lambda: specjax.stream(denoiser, "prompt_lookup", [[1]], **settings), "unknown diffusion method"),
         (lambda: specjax.stream(denoiser, specjax.drafters.prompt_lookup(), [[1]], **settings), "of kind diffusion"),
         (lambda: specjax.stream(target, "llada", [[1]], **settings), "is for diffusion models"),
-        (lambda: specjax.stream(target, methods.llada(toys.full()), [[1]], **settings), "procedures need a Denoiser as target"),
+        (
+            lambda: specjax.stream(target, methods.llada(toys.full()), [[1]], **settings),
+            "need a Denoiser as target",
+        ),
         (lambda: specjax.stream(denoiser, "sdar", [[1]], inputs=1, **settings), "leave inputs out"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -62,9 +63,8 @@ def test_suffix_matching_copies_from_it_too(cli, store):
 def test_it_is_spread_over_the_mesh(cli, corpus, tmp_path, monkeypatch):
     assert cli("datastore", "build", corpus, "--out", tmp_path / "store", "--shard-tokens", 10).code == 0
     made = []
-    monkeypatch.setattr(
-        drafters, "rest", lambda index, real=drafters.rest, **options: made.append(index) or real(index, **options)
-    )
+    module, real = importlib.import_module("specjax.drafters.lookup.rest"), drafters.rest
+    monkeypatch.setattr(module, "rest", lambda index, **options: made.append(index) or real(index, **options))
     run = ("generate", "once upon a", "--raw", "--method", "rest", "--datastore", tmp_path / "store", *SHORT)
     alone, ours = (json.loads(cli(*run, *more).out) for more in ((), ("--data", 4, "--model", 2, "--compare")))
     assert ours["identical"] is True and ours["results"][0]["text"] == alone["results"][0]["text"]

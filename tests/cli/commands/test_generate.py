@@ -133,13 +133,13 @@ def test_costs_are_measured_or_those_of_a_plan(cli, refused, tmp_path):
 
 @pytest.mark.parametrize("folder", ["", " ", "\udc80"])
 def test_a_checkpoint_needs_a_name(refused, folder):
-    assert refused("generate", "abc", "--checkpoint", folder).startswith("specjax: --checkpoint is empty or no UTF-8")
+    assert refused("generate", "abc", "--checkpoint", folder).startswith("specjax: --checkpoint is empty or not UTF-8")
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e9"])
 @pytest.mark.parametrize("flag", ["--connect-timeout", "--heartbeat"])
 def test_nobody_waits_for_ever(refused, flag, seconds):
-    assert f"{flag} must be at least 1 second" in refused("generate", "abc", "--distributed", flag, seconds)
+    assert f"{flag} must be from 1 to 1,000,000 seconds" in refused("generate", "abc", "--distributed", flag, seconds)
 
 
 def test_costs_are_measured_for_the_prompts_that_there_are(cli, monkeypatch):
@@ -388,7 +388,7 @@ def test_processors_and_stop_strings(cli, monkeypatch):
         (("--logit-bias", "999=1"), "--logit-bias: there is no token 999; the vocabulary has 259"),
         (("--ban", "ab"), '--ban: "ab" has 2 tokens, [100, 101]'),
         (("--stop-string", ""), "--stop-string is empty"),
-        (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema exclude each other; remove one"),
+        (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema are both given; remove one of them"),
     ],
 )
 def test_bad_processors(refused, tmp_path, flags, words):

@@ -158,5 +158,5 @@ def test_tokens_that_are_none_are_refused(cli, refused, prompts, tmp_path, token
 
 def test_where_batches_cannot_be_kept(refused, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "choose another one" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
-    assert "choose another one" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")
+    assert "choose another folder" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
+    assert "choose another folder" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")

@@ -253,7 +253,7 @@ def test_a_row_alone_equals_the_row_in_a_batch():
 def test_a_head_is_a_drafter_of_its_own():
     """Pass a head to `decode`; the drafter is `auto` with this head."""
     head = tiny_head("eagle3", tiny_llama())
-    made = api._drafter(tiny_llama(), head)
+    made, _ = api._with_defaults(tiny_llama(), head, Settings())
     assert made.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
     assert made.params.head is head.params and made.traits.draws == "point_mass"
 
@@ -274,7 +274,7 @@ def test_bad_settings():
     head = tiny_head("medusa", tiny_llama())
     with pytest.raises(UsageError, match="head_tree is 4 tokens deep, but the head drafts 3"):
         auto(64, head=head, head_tree=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
-    with pytest.raises(UsageError, match="head_tree and head_cost are of a head, and there is none"):
+    with pytest.raises(UsageError, match="head_tree and head_cost need a draft head"):
         auto(64, head_tree=((0,),))
     with pytest.raises(UsageError, match="head_cost must be at least 0, not -1"):
         auto(64, head=head, head_cost=-1)

@@ -11,7 +11,7 @@ from toy import tiny_llama
 
 from specjax import UsageError, decode
 from specjax.drafters import autoregressive, swift
-from specjax.drafters.layers.swift import SkipSet, _proposal, _Search, matchness, search_once
+from specjax.drafters.layers.swift import SkipSearch, SkipSet, _proposal, matchness, search_once
 from specjax.engine.prefill import prefill
 from specjax.trees import chain_with_siblings
 from specjax.trees.contracts import Parents
@@ -26,7 +26,7 @@ LENGTH = START + 8
 
 def search(**changes):
     settings = {"layers": (1, 2), "ratio": 0.25, "window": WINDOW, "enough": 1.0, "patience": 99, "max_trials": 99}
-    return _Search(**({"num_layers": 4} | settings | changes))
+    return SkipSearch(**({"num_layers": 4} | settings | changes))
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def test_bad_settings():
         ({"layers": (0,), "window": 0}, "window must be at least 1"),
         ({"layers": (0,), "num_tokens": 0}, "num_tokens must be at least 1"),
         ({"layers": (0,), "patience": 0}, "patience must be at least 1"),
-        ({"layers": (0,), "enough": float("nan")}, "enough is a share of the window"),
+        ({"layers": (0,), "enough": float("nan")}, "enough is a fraction of the window"),
         ({"layers": (0,), "stop": -0.1}, "stop must be at least 0"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -8,7 +8,7 @@ from toy import TARGET_ROWS, markov
 
 from specjax import UsageError, decode
 from specjax.drafters import aded, autoregressive, corpus_table
-from specjax.drafters.tables.aded import CAP, _successors, _teach
+from specjax.drafters.tables.aded import CAP, _add_bonus, _successors
 from specjax.retrieval import ngrams
 from specjax.types import Context
 
@@ -42,7 +42,7 @@ def test_a_corpus_gives_shares():
 
 
 def test_bonuses_add_up_and_are_capped():
-    teach = jax.jit(_teach)
+    teach = jax.jit(_add_bonus)
     start = ngrams.empty(1, 4, 12, 3, np.float32(0))
     table, gram = start, jnp.array([[[1, 2, 3], [1, 2, 4]]])
     for _ in range(20):

@@ -71,7 +71,7 @@ def keeps_old_tokens(window):
 
     def propose(params, keys, state, context, limit):
         tree, _ = inner.propose(params, keys, state[0], context, limit)
-        stays = jnp.arange(window) < state[0].known[:, None]
+        stays = jnp.arange(window) < state[0].num_valid[:, None]
         tokens = jnp.where(stays, state[1], tree.tokens[:, 1:])
         return tree._replace(tokens=jnp.concatenate([tree.tokens[:, :1], tokens], 1)), state
 
@@ -79,7 +79,7 @@ def keeps_old_tokens(window):
         shift = verdict.num_nodes[:, None] + 1 + jnp.arange(window)
         old = jnp.take_along_axis(tree.tokens, jnp.minimum(shift, tree.tokens.shape[1] - 1), 1)
         new = inner.observe(params, state[0], context, tree, verdict, output)
-        return new._replace(known=jnp.maximum(new.known - 1, 0)), old  # the last position had no token before
+        return new._replace(known=jnp.maximum(new.num_valid - 1, 0)), old  # the last position had no token before
 
     return inner.replace(init=init, propose=propose, observe=observe)
 
@@ -145,11 +145,11 @@ def test_the_window_keeps_the_laws_behind_the_committed_token():
     observe = functools.partial(jacobi(5, window=3).observe, (), None, None)
     for accepted, kept in [(0, [1, 2, 3]), (1, [2, 3]), (2, [3]), (3, [])]:
         state = observe(*pass_over([0, 1, 2, 3], 4, accepted, logits))
-        assert state.known.tolist() == [len(kept)]
+        assert state.num_valid.tolist() == [len(kept)]
         np.testing.assert_array_equal(state.logits[0, : len(kept)], logits[jnp.array(kept, int)])
         assert state.likeliest.tolist() == [2]
     state = observe(*pass_over([0, 1, 2, 3], 2, 0, logits))  # nodes 2 and 3 were not drafted
-    assert state.known.tolist() == [1]
+    assert state.num_valid.tolist() == [1]
     np.testing.assert_array_equal(state.logits[0, 0], logits[1])
     assert state.likeliest.tolist() == [1]
 

@@ -164,7 +164,7 @@ def test_the_default_tree_has_its_parents_first():
         ({"num_nodes": 0}, "num_nodes must be from 1 to"),
         ({"verify": "standard"}, "verify must be"),
         ({"draw": "beam"}, "draw must be"),
-        ({"verify": "recursive_rejection", "draw": "likeliest"}, "for drawn trees"),
+        ({"verify": "recursive_rejection", "draw": "likeliest"}, "needs sampled trees"),
         ({"tree": tuple((r,) for r in range(11))}, "rank 10"),
         ({"tree": ((0,), (0, 1))}, "without its earlier sibling; add"),
         ({"buckets": 5}, "power of two"),
