@@ -79,7 +79,7 @@ def keeps_old_tokens(window):
         shift = verdict.num_nodes[:, None] + 1 + jnp.arange(window)
         old = jnp.take_along_axis(tree.tokens, jnp.minimum(shift, tree.tokens.shape[1] - 1), 1)
         new = inner.observe(params, state[0], context, tree, verdict, output)
-        return new._replace(known=jnp.maximum(new.num_valid - 1, 0)), old  # the last position had no token before
+        return new._replace(num_valid=jnp.maximum(new.num_valid - 1, 0)), old  # the last position had no token before
 
     return inner.replace(init=init, propose=propose, observe=observe)
 
