@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import specjax
-from specjax.analysis.check_bits import _Asking
+from specjax.analysis.check_bits import _BitProbe
 
 WIDTH, PASSES = 8, 4
 TEXT = """A recipe for bread. Mix the flour with water, salt and yeast, and knead the dough for ten minutes. Let it rest
@@ -26,7 +26,7 @@ def largest(source: str | None, same_bits: bool) -> np.ndarray:
     """float64[WIDTH, layers + 1]: of the tokens at each place of a pass."""
     target, tokenizer = specjax.load(source, dtype="bfloat16", same_bits=same_bits)
     text = np.asarray(tokenizer.encode(TEXT), np.int32)
-    ask = _Asking(target, text, len(text) - WIDTH * PASSES)
+    ask = _BitProbe(target, text, len(text) - WIDTH * PASSES)
     plain, together = ask.one_by_one(), ask.chains(WIDTH)
     found = np.zeros((WIDTH, ask.num_layers + 1))  # 0: the embedding
     for at, seen in together.items():

@@ -1,6 +1,6 @@
-"""How good an acceptance rule is: its acceptance on given distributions, the best possible, its tokens per pass.
+"""Quality of acceptance rules: acceptance on given distributions, the best possible value, and tokens per pass.
 
-And what its acceptance gives in time where several copies of the target verify (`dsi`).
+`dsi` simulates the time with several copies of the target.
 """
 
 from specjax.analysis.dsi import DsiTimes, dsi, servers, smallest_lookahead

@@ -1,7 +1,7 @@
-"""Whether a model does what `specjax.Model` promises, asked of it with a few random texts: for models of your own.
+"""Check the promises of `specjax.Model` for your own model, on a few random texts.
 
-All decoding rests on these promises; a model that breaks one writes a text that is not its own, and nothing else says
-so. Memories are compared by what is predicted from them, so that any will do.
+All decoding relies on these promises. A model that breaks one silently writes a different text. Caches are compared by
+their predictions, so any kind of cache is supported.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ EXACT, ROUNDED = 1e-3, 0.05
 
 
 class Promise(NamedTuple):
-    """One of them, and how far the model is from it."""
+    """A promise, and the model's deviation from it."""
 
     name: str
-    kept: bool
+    is_kept: bool
     largest: float  # difference between two logits that should be equal
     where: str  # "row 1, token 2"
 
 
 class ModelCheck(NamedTuple):
-    """What `check_model` found; true if all is as it should be."""
+    """The result of `check_model`; true if all promises hold."""
 
     model: str
     promises: tuple[Promise, ...]  # those that were asked for, up to the first that is broken
-    kept: bool  # all of them
+    is_kept: bool  # all of them
     tolerance: float  # largest difference allowed
     sentence: str  # what is wrong, or that nothing is
 
     def __bool__(self) -> bool:
-        return self.kept
+        return self.is_kept
 
     def __str__(self) -> str:
         return self.sentence
@@ -75,42 +75,42 @@ def check_model(
         )
     if model.max_positions < LONGEST:
         raise UsageError(f"max_positions of the model is {model.max_positions}, and the check has texts of {LONGEST}")
-    ask = _Asking(model, params, inputs, seed)
-    found: list[Promise] = []
+    ask = _ModelProbe(model, params, inputs, seed)
+    result: list[Promise] = []
     limit = 0.0 if tolerance is None else tolerance
 
-    def check(kept: bool, sentence: str) -> ModelCheck:
-        return ModelCheck(model.name, tuple(found), kept, limit, sentence)
+    def check(is_kept: bool, sentence: str) -> ModelCheck:
+        return ModelCheck(model.name, tuple(result), is_kept, limit, sentence)
 
     try:
         logits, _ = ask.look(ask.filled())
         if np.isnan(logits).any() or not np.isfinite(logits).any(-1).all():
-            found.append(Promise("finite", False, np.inf, ""))
+            result.append(Promise("finite", False, np.inf, ""))
             return check(False, f"{model.name}: its logits are not numbers")
         limit = ask.tolerance(logits) if tolerance is None else tolerance
         for name, words, pairs in ask.promises(reference):
             largest, where = _largest_difference(pairs())
-            found.append(Promise(name, largest <= limit, largest, where))
+            result.append(Promise(name, largest <= limit, largest, where))
             if largest > limit:
-                said = f"{words}: their logits differ by {largest:.2g} (allowed: {limit:.2g}) at {where}"
+                output = f"{words}: their logits differ by {largest:.2g} (allowed: {limit:.2g}) at {where}"
                 notice = ask.notice_of_positions(limit, reference) if name in ABOUT_POSITIONS else ""
-                return check(False, f"{model.name}: {said}{notice}")
+                return check(False, f"{model.name}: {output}{notice}")
     except UsageError as error:  # logits or a memory of another form
-        found.append(Promise("form", False, np.inf, ""))
+        result.append(Promise("form", False, np.inf, ""))
         return check(False, str(error))
-    furthest = max(promise.largest for promise in found)
-    said = f"keeps all {len(found)} promises; logits that should be equal differ by {furthest:.1g} at most"
-    return check(True, f"{model.name} {said}")
+    furthest = max(promise.largest for promise in result)
+    output = f"keeps all {len(result)} promises; logits that should be equal differ by {furthest:.1g} at most"
+    return check(True, f"{model.name} {output}")
 
 
 ABOUT_POSITIONS = "reference", "steps", "prompt", "tree"
 
 
-class _Asking(Passes):
-    """What should be equal."""
+class _ModelProbe(Passes):
+    """Pairs of outputs that should be equal."""
 
     def tolerance(self, logits: np.ndarray) -> float:
-        """For a model with such logits."""
+        """Return the tolerance for a model with such logits."""
         return (ROUNDED if self.is_short() else EXACT) * float(np.abs(logits[np.isfinite(logits)]).max())
 
     def promises(self, reference) -> Iterator[tuple[str, str, Callable[[], list[Pair]]]]:
@@ -133,9 +133,9 @@ class _Asking(Passes):
         yield "axes", "a row put into another batch, by `axes`, is another text there", self.moved
 
     def as_reference(self, reference) -> list[Pair]:
-        whole = self.whole(reference, self.joined(WIDTH))
+        complete = self.whole(reference, self.joined(WIDTH))
         place = self.lengths[:, None] + np.arange(WIDTH)
-        return [(self.look(self.filled())[0], np.take_along_axis(whole, place[:, :, None], 1))]
+        return [(self.look(self.filled())[0], np.take_along_axis(complete, place[:, :, None], 1))]
 
     def causal(self) -> list[Pair]:
         cache, changed = self.filled(), self.tokens.copy()
@@ -162,13 +162,13 @@ class _Asking(Passes):
         return [self.after(self.committed(cache, self.look(cache)[1], path, count), count)]
 
     def rewind(self) -> list[Pair]:
-        kept = np.array([5, 1, 0], np.int32)
-        short = self.rewound(self.filled(), kept)
-        again = self.filled(count=kept)
-        goes_on = self.committed(short, self.look(short, start=kept)[1], *_all_of(WIDTH))
+        retained = np.array([5, 1, 0], np.int32)
+        short = self.rewound(self.filled(), retained)
+        again = self.filled(count=retained)
+        goes_on = self.committed(short, self.look(short, start=retained)[1], *_all_of(WIDTH))
         return [
-            (self.look(short, start=kept)[0], self.look(again, start=kept)[0]),
-            self.same(goes_on, self.joined(WIDTH, start=kept), kept + WIDTH),
+            (self.look(short, start=retained)[0], self.look(again, start=retained)[0]),
+            self.same(goes_on, self.joined(WIDTH, start=retained), retained + WIDTH),
         ]
 
     def siblings(self) -> list[Pair]:
@@ -206,9 +206,9 @@ class _Asking(Passes):
         path = BRANCH if trees else range(PIECE + 1)
         cache = self.filled()
         at_once, _ = self.look(cache, mask=above)
-        first, before = self.look(cache, self.tokens[:, :PIECE], mask=above[:PIECE, :PIECE])
-        second, new = self.look(cache, self.tokens[:, PIECE:], mask=above[PIECE:], earlier=before)
-        both = self.both(before, new)
+        first, previous = self.look(cache, self.tokens[:, :PIECE], mask=above[:PIECE, :PIECE])
+        second, new = self.look(cache, self.tokens[:, PIECE:], mask=above[PIECE:], earlier=previous)
+        both = self.both(previous, new)
         nodes = np.broadcast_to(np.resize(np.array([*path, *[-1] * WIDTH]), WIDTH).astype(np.int32), (3, WIDTH))
         count = np.full(3, len(path), np.int32)
         committed = self.committed(cache, both, nodes, count)
@@ -220,14 +220,14 @@ class _Asking(Passes):
         return [(small, large)]
 
     def moved(self) -> list[Pair]:
-        own, others = self.filled(), self.filled(np.ascontiguousarray(self.text[:, ::-1]))
+        row_value, remaining = self.filled(), self.filled(np.ascontiguousarray(self.text[:, ::-1]))
         alone = self.filled(rows=slice(1, 2))
-        mixed = self.with_row(others, alone, 1)
-        wanted = [self.look(cache)[0] for cache in (others, own, others)]
+        mixed = self.with_row(remaining, alone, 1)
+        wanted = [self.look(cache)[0] for cache in (remaining, row_value, remaining)]
         return [(self.look(mixed)[0], np.stack([logits[row] for row, logits in enumerate(wanted)]))]
 
     def notice_of_positions(self, limit: float, reference) -> str:
-        """Where the mistake is one of positions: what is wrong with them, or that they are not read."""
+        """Describe a mistake in positions: wrong ones, or positions that are not read."""
         equal = lambda *pair: _largest_difference([pair])[0] <= limit
         plain, _ = self.look(self.filled())
         steps, _ = self.one_by_one()
@@ -236,9 +236,9 @@ class _Asking(Passes):
             if not equal(plain, steps) and equal(plain, self.one_by_one(shift)[0]):
                 return f"; a pass over one token counts positions {words}"
             if reference is not None:
-                whole = self.whole(reference, self.tokens)
-                told = [self.look(self.filled(count=none), start=none, shift=by)[0] for by in (0, shift)]
-                if [equal(logits, whole) for logits in told] == [False, True]:
+                complete = self.whole(reference, self.tokens)
+                statement = [self.look(self.filled(count=none), start=none, shift=by)[0] for by in (0, shift)]
+                if [equal(logits, complete) for logits in statement] == [False, True]:
                     return f"; it counts positions {words}"
         moved, _ = self.look(self.filled(), shift=1)
         return "; it takes no notice of `positions`" if np.array_equal(plain, moved) else ""

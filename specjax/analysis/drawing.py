@@ -39,10 +39,12 @@ def best(rounds: Sequence[Round]) -> int:
 def _bars(axes, rounds: Sequence[Round], number: int) -> None:
     x = np.arange(1, len(rounds) + 1)
     drafted = np.array([len(r.tokens) - 1 for r in rounds])
-    kept, own = (np.array([f(r) for r in rounds]) for f in (lambda r: r.drafted, lambda r: len(r.added) - r.drafted))
+    retained, row_value = (
+        np.array([f(r) for r in rounds]) for f in (lambda r: r.drafted, lambda r: len(r.added) - r.drafted)
+    )
     axes.bar(x, -drafted, color=REJECTED, label="drafted")
-    axes.bar(x, kept, color=ACCEPTED, label="accepted")
-    axes.bar(x, own, bottom=kept, color=OWN, label="the target's own")
+    axes.bar(x, retained, color=ACCEPTED, label="accepted")
+    axes.bar(x, row_value, bottom=retained, color=OWN, label="the target's own")
     axes.plot(x, [r.cost for r in rounds], "k_", markersize=7, label="cost of the pass")
     axes.axhline(0, color="0.2", linewidth=0.8)
     axes.axvspan(number + 0.5, number + 1.5, color="0.93", zorder=0)
@@ -66,10 +68,18 @@ def _tree(
                 [depth[parent], depth[node]], [heights[parent], heights[node]], color=color,
                 linewidth=2.2 if one.accepted[node] else 0.9, zorder=1,
             )  # fmt: skip
-        said = shown(int(one.tokens[node])) + (f"\n{one.chances[node]:.2f}" if node else "")
+        output = shown(int(one.tokens[node])) + (f"\n{one.chances[node]:.2f}" if node else "")
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": color}
         axes.text(
-            depth[node], heights[node], said, ha="center", va="center", fontsize=7, bbox=box, zorder=2, parse_math=False
+            depth[node],
+            heights[node],
+            output,
+            ha="center",
+            va="center",
+            fontsize=7,
+            bbox=box,
+            zorder=2,
+            parse_math=False,
         )
     for token in one.added[one.drafted :]:
         last = int(np.flatnonzero(one.accepted)[-1])
@@ -87,10 +97,10 @@ def _tree(
 
 def depths(parents: np.ndarray) -> np.ndarray:
     """int[n], of nodes whose parents come before them."""
-    found = np.zeros(len(parents), int)
+    result = np.zeros(len(parents), int)
     for node in range(1, len(parents)):
-        found[node] = found[parents[node]] + 1
-    return found
+        result[node] = result[parents[node]] + 1
+    return result
 
 
 def _drawn(one: Round) -> list[int]:
@@ -98,19 +108,19 @@ def _drawn(one: Round) -> list[int]:
     above = np.ones(len(one.tokens))  # how likely the target found the whole path
     for node in range(1, len(one.tokens)):
         above[node] = above[one.parents[node]] * one.chances[node]
-    chosen = set(np.flatnonzero(one.accepted).tolist())
+    selected = set(np.flatnonzero(one.accepted).tolist())
     for node in np.argsort(-above, kind="stable").tolist():
         path, at = set(), node
-        while at not in chosen:
+        while at not in selected:
             path.add(at)
             at = int(one.parents[at])
-        if _heights(one.parents, sorted(chosen | path))[1] <= MOST_LEAVES:
-            chosen |= path
-    return sorted(chosen)
+        if _heights(one.parents, sorted(selected | path))[1] <= MOST_LEAVES:
+            selected |= path
+    return sorted(selected)
 
 
 def _heights(parents: np.ndarray, drawn: Sequence[int]) -> tuple[dict[int, float], int]:
-    """Of each node its height, 0 and falling by 1 from leaf to leaf; and how many leaves there are."""
+    """Return the height of each node, 0 and falling by 1 from leaf to leaf, and the number of leaves."""
     children: dict[int, list[int]] = {}
     for node in drawn:
         if node:

@@ -1,4 +1,4 @@
-"""How long speculation with several copies of the target would take: drafting never waits for verification.
+"""Time of speculation with several copies of the target, in which drafting never waits for verification.
 
 Timor, Mamou, Korat, Berchansky, Pereg, Wasserblat, Galanti, Gordon, Harel: Distributed Speculative Inference (DSI):
 Speculation Parallelism for Provably Faster Lossless Language Model Inference (2024), arXiv 2405.14105.
@@ -13,8 +13,9 @@ last is the target's own: at most S - 1 are drafted, and the last block may be s
 Time of S tokens, with t_d <= t_t and no task waiting: (S - 1) t_d + t_t for every k if all drafts are accepted; S t_t
 if none is, with any servers.
 Guarantee: distribution, of the method; only its time is simulated here. For the same outcomes and k t_d <= t_t it is
-never slower than plain decoding, however few the servers, nor, with `servers(...)` + 1 of them (the last, short block
-may come early), than plain speculation with the same k. With k = 1 it is then never slower than with any k.
+never slower than plain decoding, for any number of servers. With `servers(...)` + 1 servers (the last, short block may
+come early) it is never slower than plain speculation with the same k. With k = 1 it
+is then never slower than with any k.
 Deviations: in the authors' simulation a block judges its own first token, and each stretch between two rejections takes
 the time of plain decoding if that is less; here nothing is chosen in hindsight. Their tasks wait last in, first out.
 Messages and cancelling take no time here, and t_t does not depend on k.
@@ -32,7 +33,7 @@ from specjax.errors import UsageError
 
 
 class DsiTimes(NamedTuple):
-    """When the last token is there, in the unit of the times given."""
+    """Simulate the time of the last token, in the unit of the given times."""
 
     dsi: np.ndarray  # float64[...]
     speculation: np.ndarray  # float64[...], rounds of `lookahead` drafts and one target pass, one after the other
@@ -71,7 +72,7 @@ def dsi(
 
 
 def servers(target_time: float, draft_time: float, lookahead: int) -> int:
-    """How many servers verify blocks of `lookahead` tokens as fast as they are drafted: ceil(t_t / (k t_d)).
+    """Return the servers that verify blocks of `lookahead` tokens as fast as they are drafted: ceil(t_t / (k t_d)).
 
     Raises: UsageError for times that are not positive, or a lookahead below 1.
     """

@@ -1,4 +1,4 @@
-"""What happened in each round of a run: what was drafted, how likely the target found it, what stayed, at what cost."""
+"""The steps of a run: drafted tokens, their target probabilities, accepted tokens, and costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Scored, Tar
 
 
 class Round(NamedTuple):
-    """One pass of the target over a drafted tree of n nodes, root included, parents before their children."""
+    """A target pass over a drafted tree of n nodes, root included, parents before their children."""
 
     tokens: np.ndarray  # int32[n]; node 0 is the last token of the text
     parents: np.ndarray  # int32[n]; -1 of node 0
@@ -56,26 +56,26 @@ def explain(
     Raises: UsageError as `decode`, for a denoiser, and for a target that gives NaN or Inf.
     """
     refuse(settings, "explain", ("logprobs", "debug"))
-    given = settings_of(**settings)
-    job = job_of(target, drafter, [prompt], given, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
+    provided = settings_of(**settings)
+    job = job_of(target, drafter, [prompt], provided, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
     if not isinstance(job.parts, Parts):
         raise UsageError("explain tells of drafts, which a diffusion model does not make; decode it with denoise")
     parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
     state, rounds = run.start(dataclasses.replace(job, parts=parts)), []
-    before = _memory(parts.drafter, state)
+    previous = _memory(parts.drafter, state)
     while not bool(state.done[0]):
         state, info, _ = run.step(parts, state)
-        after = _memory(parts.drafter, state)
-        why = None if parts.drafter.hooks.explain is None else parts.drafter.hooks.explain(before, after)
+        following = _memory(parts.drafter, state)
+        why = None if parts.drafter.hooks.explain is None else parts.drafter.hooks.explain(previous, following)
         rounds.append(_round(parts, info, costs, why))
-        before = after
+        previous = following
     if not bool(state.finite[0]):
         raise UsageError(value_checks.explain_failure(parts.target, parts.processors))
     return rounds
 
 
 def _memory(drafter: Drafter, state: DecodeState) -> PyTree:
-    """What it may explain its draft by: a copy, for the next step takes the state's place."""
+    """Return a copy of the state that explains the draft. The next step overwrites the original."""
     return None if drafter.hooks.explain is None else jax.device_get(state.draft)
 
 

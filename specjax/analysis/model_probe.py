@@ -60,14 +60,14 @@ class Passes:
     def whole(self, reference, text: np.ndarray) -> np.ndarray:
         """The reference's logits of whole texts [B, T]."""
         logits = jax.jit(reference)(self.params, jnp.asarray(text))
-        wanted, found = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
-        if found != tuple(wanted):
-            said = type(logits).__name__ if found is None else list(found)
-            raise UsageError(f"reference must give logits {wanted} for tokens {list(text.shape)}, not {said}")
+        wanted, result = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
+        if result != tuple(wanted):
+            output = type(logits).__name__ if result is None else list(result)
+            raise UsageError(f"reference must give logits {wanted} for tokens {list(text.shape)}, not {output}")
         return np.asarray(logits, np.float32)
 
     def is_short(self) -> bool:
-        """Whether parameters, or anything that is computed from them, are of a dtype shorter than float32."""
+        """Return True if parameters, or values computed from them, have a dtype shorter than float32."""
 
         def once(params):
             cache = self.model.start_cache(params, self.inputs, jnp.asarray(self.lengths), CAPACITIES[0])
@@ -78,9 +78,9 @@ class Passes:
         return re.search(r"\b(bf16|f16|f8_\w+|f4_\w+)\[", str(jax.make_jaxpr(once)(self.params))) is not None
 
     def committed(self, cache, pending, path, count) -> PyTree:
-        after = _committed(self.model.commit, cache, pending, path, count)
-        contract_checks.check_same(f"commit of the model {self.model.name}", cache, after)
-        return after
+        following = _committed(self.model.commit, cache, pending, path, count)
+        contract_checks.check_same(f"commit of the model {self.model.name}", cache, following)
+        return following
 
     def joined(self, count, path=None, start=None) -> np.ndarray:
         """The texts of `start` tokens with the first `count` [B] tokens that may follow, or nodes of a path, behind."""
@@ -90,28 +90,28 @@ class Passes:
         return text
 
     def after(self, cache, count) -> Pair:
-        """What a memory predicts, and what that of the text with `count` tokens behind it does."""
+        """Return the predictions of a cache, and of a fresh cache of the text with `count` more tokens."""
         return self.same(cache, self.joined(count), self.lengths + count)
 
     def same(self, cache, text, length) -> Pair:
-        """What a memory predicts, and what that of the first `length` tokens of a text does."""
+        """Return the predictions of a cache, and of a fresh cache of the first `length` tokens of a text."""
         ours, theirs = (self.look(one, self.others, length)[0] for one in (cache, self.filled(text, length)))
         return ours, theirs
 
     def one_by_one(self, shift: int = 0) -> tuple[np.ndarray, PyTree]:
-        cache, found = self.filled(), []
+        cache, result = self.filled(), []
         for i in range(WIDTH):
             logits, pending = self.look(cache, self.tokens[:, i : i + 1], self.lengths + i, shift=shift)
             cache = self.committed(cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
-            found.append(logits)
-        return np.concatenate(found, 1), cache
+            result.append(logits)
+        return np.concatenate(result, 1), cache
 
     def rewound(self, cache: PyTree, length: np.ndarray) -> PyTree:
         return _rewound(self.model.rewind, cache, length)
 
-    def both(self, before: PyTree, new: PyTree) -> PyTree:
-        """What is pending of PIECE tokens, and of those behind them."""
-        return _both(self.model.widen, self.model.insert, before, new)
+    def both(self, prior: PyTree, new: PyTree) -> PyTree:
+        """Join the pending arrays of PIECE tokens with those of the following tokens."""
+        return _both(self.model.widen, self.model.insert, prior, new)
 
     def with_row(self, batch: PyTree, one: PyTree, row: int) -> PyTree:
         """Raises: UsageError if `axes` are those of other arrays."""
@@ -155,5 +155,5 @@ def _rewound(rewind, cache, length):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _both(widen, insert, before, new):
-    return insert(widen(before, WIDTH), new, PIECE)
+def _both(widen, insert, prior, new):
+    return insert(widen(prior, WIDTH), new, PIECE)

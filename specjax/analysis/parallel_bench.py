@@ -72,7 +72,7 @@ def _replaced(rng: np.random.Generator, names: List, word: int) -> List:
 
 
 def is_replaced(prompt: List, answer: List) -> bool:
-    """Whether one name gave way to the word."""
+    """Return True if one name was replaced by the word."""
     changed = [(old, new) for old, new in zip(prompt[2:], answer, strict=False) if old != new]
     return len(answer) == N and len(changed) == 1 and changed[0][1] == prompt[1]
 
@@ -115,7 +115,7 @@ def _digits(number: int, count: int) -> List:
 
 
 def is_held_out(first: int, second: int) -> bool:
-    """Whether a sum is asked only of those that were not taught it."""
+    """Return True for a held-out sum."""
     return (first * 100 + second) % 7 == 3
 
 
@@ -167,7 +167,7 @@ def shuffle_together(count: int) -> float:
 
 
 def filled(answer: List, end: int = END) -> List:
-    """With END up to a multiple of BLOCK; an answer that fills its blocks has none."""
+    """Pad with END to a multiple of BLOCK. An answer that fills its blocks gets none."""
     return (*answer, *[end] * (-len(answer) % BLOCK))
 
 

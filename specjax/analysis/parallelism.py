@@ -1,4 +1,4 @@
-"""How parallel a decoder was, and what that cost: the measures of papers on diffusion language models."""
+"""Measures of parallel decoding and its cost, from papers on diffusion language models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def local_ar_ness(order: Sequence[int], k: int = 1) -> float:
 
 def global_ar_ness(order: Sequence[int], k: int = 1) -> float:
     """Share of the columns that were among the k leftmost open ones when the pass began that decided them."""
-    leading = [sum(order[before] >= when for before in range(column)) < k for column, when in enumerate(order)]
+    leading = [sum(order[previous] >= when for previous in range(column)) < k for column, when in enumerate(order)]
     return sum(leading) / len(leading) if leading else math.nan
 
 
@@ -37,12 +37,12 @@ def aup(points: Sequence[tuple[float, float]], *, alpha: float = 3.0, loss: floa
     points: (rho, y); those whose y is more than `loss` below that of the smallest rho do not count.
     """
     points = sorted(points)
-    kept = [(rho, y) for rho, y in points if y >= points[0][1] - loss]
-    most = max(y for _, y in kept)
-    weighed = [(rho, y * min(math.exp(-alpha * (1 - y / most)), 1.0) if most else 0.0) for rho, y in kept]
-    area = kept[0][0] * kept[0][1]
-    for (before, last), (rho, y) in itertools.pairwise(weighed):
-        area += (rho - before) * (y + last) / 2
+    retained = [(rho, y) for rho, y in points if y >= points[0][1] - loss]
+    maximum = max(y for _, y in retained)
+    weighed = [(rho, y * min(math.exp(-alpha * (1 - y / maximum)), 1.0) if maximum else 0.0) for rho, y in retained]
+    area = retained[0][0] * retained[0][1]
+    for (previous, last), (rho, y) in itertools.pairwise(weighed):
+        area += (rho - previous) * (y + last) / 2
     return area
 
 
@@ -55,5 +55,5 @@ def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def order_of(decided_at: np.ndarray, length: int) -> list[int]:
-    """Of a row of `Denoised.decided_at`."""
+    """Return the order of a row of `Denoised.decided_at`."""
     return decided_at[:length].tolist()

@@ -35,14 +35,14 @@ Step = tuple[int, str, int]  # a term, the sign, the other term
 
 
 class Solution(NamedTuple):
-    """What an answer says: its steps, and who has how many of what."""
+    """The parts of an answer: its steps, and the counts of each person."""
 
     steps: tuple[Step, ...]
     who: str
     what: str
 
 
-class Template(NamedTuple):
+class ProblemTemplate(NamedTuple):
     """Questions of one form."""
 
     text: str  # {who}, {other}, {what}, {beside}, {a}, {b}, {c}, {gets}, {then}, {more}
@@ -50,7 +50,7 @@ class Template(NamedTuple):
 
 
 def value(step: Step) -> int:
-    """What a step comes to."""
+    """The result of a step."""
     first, sign, second = step
     return first + second if sign == "+" else first - second
 
@@ -75,14 +75,14 @@ def _compared(words: list[str]) -> Solution:
 
 
 TEMPLATES = {
-    "once": Template("{who} has {a} {what} . {who} {gets} {b} {what} . how many {what} ?", _once(6)),
-    "beside": Template(
+    "once": ProblemTemplate("{who} has {a} {what} . {who} {gets} {b} {what} . how many {what} ?", _once(6)),
+    "beside": ProblemTemplate(
         "{who} has {a} {what} and {b} {beside} . {who} {gets} {c} {what} . how many {what} ?", _once(9)
     ),
-    "twice": Template(
+    "twice": ProblemTemplate(
         "{who} has {a} {what} . {who} {gets} {b} {what} . {who} {then} {c} {what} . how many {what} ?", _twice
     ),
-    "compared": Template(
+    "compared": ProblemTemplate(
         "{who} has {a} {what} . {other} has {b} {more} {what} than {who} . how many in all ?", _compared
     ),
 }  # fmt: skip
@@ -90,31 +90,31 @@ TEMPLATES = {
 
 
 def tokens(text: str) -> List:
-    """Of words with blanks between them."""
+    """Return the tokens of words separated by blanks."""
     return tuple(_NUMBERED[word] for word in text.split())
 
 
 def text(tokens: List) -> str:
-    """As it is read; what fills up is left out."""
+    """Return the text without padding."""
     return " ".join(WORDS[token] for token in tokens if token not in (NOTHING, END))
 
 
 def answers(solution: Solution) -> list[List]:
     """All right ones."""
-    said = [
+    output = [
         [f"{a} {sign} {b} = {value((a, sign, b))} ." for a, b in ([(x, y)] if sign == "-" else {(x, y), (y, x)})]
         for x, sign, y in solution.steps
     ]
     last = f"{solution.who} {value(solution.steps[-1])} {solution.what}"
-    return [tokens(" ".join((*steps, last))) for steps in itertools.product(*map(sorted, said))]
+    return [tokens(" ".join((*steps, last))) for steps in itertools.product(*map(sorted, output))]
 
 
 def is_held_out(prompt: List) -> bool:
-    """Whether a question is asked only of those that were not taught it: one in seven."""
+    """Return True for a held-out question, one in seven."""
     return sum((place + 1) * token for place, token in enumerate(prompt)) % 7 == 3
 
 
-def _ask(template: Template, rng: np.random.Generator, held_out: bool) -> Item:
+def _ask(template: ProblemTemplate, rng: np.random.Generator, held_out: bool) -> Item:
     while True:
         who, other = rng.permutation(PEOPLE)[:2]
         what, beside = rng.permutation(THINGS)[:2]
@@ -124,10 +124,10 @@ def _ask(template: Template, rng: np.random.Generator, held_out: bool) -> Item:
             "who": who, "other": other, "what": what, "beside": beside, "gets": gets, "then": then,
             "more": rng.choice(["more", "fewer"]), "a": a, "b": b, "c": c,
         }  # fmt: skip
-        asked = template.text.format(**words)
-        prompt = tokens(asked)
+        queried = template.text.format(**words)
+        prompt = tokens(queried)
         prompt += (NOTHING,) * (-len(prompt) % BLOCK)
-        solution = template.solve(asked.split())
+        solution = template.solve(queried.split())
         if is_held_out(prompt) == held_out and all(0 <= value(step) <= MOST for step in solution.steps):
             right = answers(solution)
             return Item(prompt, right[rng.integers(len(right))])

@@ -1,4 +1,4 @@
-"""Texts that several models or samples write: `text` is what they share, `methods` one file per published method."""
+"""Texts that several models or samples write together: `TextState` is the text, `methods` contains the methods."""
 
 from specjax.collaborate import methods
 from specjax.collaborate.multi_writer import (

@@ -1,13 +1,13 @@
-"""A text that several models or samples write: what they share of it, and what each of them knows.
+"""A text that several models or samples write: the shared tokens, and the state of each writer.
 
-Every writer is the `Parts` of the engine, so any drafter and any rule may work inside of it, and it writes by the
-engine's own step. Its cache holds the beginning of the text; what others wrote meanwhile it reads when its turn comes,
-by prefill. Rows are ragged, and rows that do not take part idle. Everything here is traced: operations are parts of
-one program, and a loop that has nothing to do takes no turn.
+Every writer is the `Parts` of the engine, so it may use any drafter and any verification rule. It writes with the
+engine's own step. Its cache contains the beginning of the text. It prefills the tokens of other writers when its turn
+comes. Rows are ragged, and rows that do not take part idle. All operations are traced and are parts of one program.
+A loop without active rows runs no iteration.
 
-Randomness: writer 0 has the row's key, the others keys of their own, and a draw is one of (key, position). So a writer
-who writes alone writes what `decode` writes with its key, and what one model proposes says nothing about what another
-one writes in its place.
+Randomness: writer 0 uses the row's key, and every other writer has a key derived from it. Each draw depends only on
+(key, position). A single writer therefore writes the same text as `decode` with its key. The proposal of one model is
+independent of the tokens that another model writes in its place.
 """
 
 from __future__ import annotations
@@ -32,71 +32,74 @@ from specjax.types import Array, Context, DecodeState, Info, PyTree
 
 Writers = tuple[Parts, ...]
 CHUNK = 16
-"""Tokens per pass of those that others wrote."""
+"""Tokens of other writers that one pass reads."""
 PROMPT = -1
-"""In place of a writer: nobody's."""
+"""The author of tokens that no writer wrote."""
 
 
-class Mind(NamedTuple):
-    """What a writer knows of the text."""
+class WriterState(NamedTuple):
+    """The state of one writer for the shared text."""
 
     cache: PyTree  # of its target
-    held: Array  # int32[B], tokens that the cache holds
-    draft: PyTree  # of its drafter, when the text had `told` tokens
-    told: Array  # int32[B]
-    agreed: Array  # int32[B], how many of these are in the text still
+    cached: Array  # int32[B], tokens in the cache
+    draft: PyTree  # of its drafter, after `seen` tokens
+    seen: Array  # int32[B], tokens that the drafter and the processors have processed
+    agreed_length: Array  # int32[B], tokens of these that the text still contains
     control: PyTree
-    processed: tuple[PyTree, ...]  # of its processors, when the text had `told` tokens
+    processed: tuple[PyTree, ...]  # of its processors, after `seen` tokens
 
 
 class TextState(NamedTuple):
-    """B rows of text, and what M writers know of them."""
+    """B rows of text, and the states of M writers."""
 
     tokens: Array  # int32[B, L]
     length: Array  # int32[B]
-    prompt: Array  # int32[B], tokens of it that were given
+    prompt: Array  # int32[B], tokens of the prompt
     stop: Array  # int32[B], length at which the row is full
     ended: Array  # bool[B], whether its last token is an eos
     keys: Array  # key[B, M]
-    author: Array  # int32[B, L], who wrote each token; PROMPT of the prompt, anything behind the end
-    minds: tuple[Mind, ...]
-    finite: Array  # bool[B], whether all that the models said was
+    author: Array  # int32[B, L], writer of each token; PROMPT in the prompt, undefined past the end
+    writer_states: tuple[WriterState, ...]
+    finite: Array  # bool[B], whether all model outputs were finite
     passes: Array  # int32[B, M], of each target, in which the row took part; without those over the prompt
     read: Array  # int32[B, M], tokens that these passes read, drafted ones too
 
     @property
-    def going(self) -> Array:
-        """bool[B]: the rows that may go on."""
+    def unfinished(self) -> Array:
+        """Return bool[B], True for rows that may continue."""
         return ~self.ended & (self.length < self.stop)
 
     @property
     def written(self) -> Array:
-        """int32[B]: tokens behind the prompt."""
+        """Return int32[B], the number of tokens after the prompt."""
         return self.length - self.prompt
 
 
 class Scores(NamedTuple):
-    """What a model says of T tokens behind a text, before temperature."""
+    """The evaluation of T tokens after a text by one model, before temperature."""
 
     logprobs: Array  # float32[B, T], of each after those before it; 0 behind the row's count
     entropies: Array  # float32[B, T], nats, of the distributions that they come from
     logits: Array  # float32[B, V], of what follows the last
-    hidden: Array  # [B, D], there
+    hidden: Array  # [B, D], at the last token
 
 
 def writer_keys(keys: Array, count: int) -> Array:
-    """key[B, M] of keys [B]: the row's own for writer 0, keys folded from it for the others."""
-    others = [fold_in(fold_in(keys, writer), -1) for writer in range(1, count)]
-    return jnp.stack([keys, *others], 1)
+    """Return key[B, M] for keys [B]: the row's own key for writer 0, and keys folded from it for the other writers."""
+    derived = [fold_in(fold_in(keys, writer), -1) for writer in range(1, count)]
+    return jnp.stack([keys, *derived], 1)
 
 
 def begin(writers: Writers, tokens: Array, length: Array, keys: Array, stop: Array) -> TextState:
-    """The prompts, read by all writers. Arguments as for the engine's `init`; keys [B], or [B, M] of each writer."""
+    """Return the text of the prompts after all writers have prefilled them.
+
+    The arguments are those of the engine's `init`. Keys have shape [B], or [B, M] for one key per writer.
+    """
     keys = writer_keys(keys, len(writers)) if keys.ndim == 1 else keys
 
-    def mind(writer: Parts, keys: Array) -> Mind:
+    def writer_state(writer: Parts, keys: Array) -> WriterState:
         state = writer.loop.init(writer, tokens, length, keys, stop)
-        return Mind(
+        return WriterState(
             state.cache, jnp.maximum(length - 1, 0), state.draft, length, length, state.control, state.processed
         )
 
@@ -109,7 +112,7 @@ def begin(writers: Writers, tokens: Array, length: Array, keys: Array, stop: Arr
         ended=jnp.zeros(length.shape, bool),
         keys=keys,
         author=jnp.full_like(tokens, PROMPT),
-        minds=tuple(mind(writer, keys[:, i]) for i, writer in enumerate(writers)),
+        writer_states=tuple(writer_state(writer, keys[:, i]) for i, writer in enumerate(writers)),
         finite=jnp.ones(length.shape, bool),
         passes=zero,
         read=zero,
@@ -120,11 +123,11 @@ def begin(writers: Writers, tokens: Array, length: Array, keys: Array, stop: Arr
 
 
 class Written(NamedTuple):
-    """What a writer added to each row."""
+    """The result of one turn of a writer, per row."""
 
     start: Array  # int32[B], length before
     complete: Array  # bool[B], whether it is a whole step: the segmenter ended it, or an eos did
-    seen: PyTree
+    observations: PyTree
 
 
 def extend(
@@ -135,44 +138,47 @@ def extend(
     segmenter: Segmenter | None = None,
     limit: Array | int | None = None,
     active: Array | None = None,
-    see: Callable[[PyTree, Info, Array], PyTree] = lambda seen, info, kept: seen,
-    seen: PyTree = (),
+    observe: Callable[[PyTree, Info, Array], PyTree] = lambda observations, info, count: observations,
+    observations: PyTree = (),
     halt: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[TextState, Written]:
-    """Writer `who` goes on, in the rows `active` bool[B], until a step ends, an eos, `limit` new tokens or a full row.
+    """Continue the rows `active` bool[B] with writer `who` until a step ends, an eos, `limit` new tokens or a full row.
 
-    Where a drafter's tokens reach beyond the end of a step, they are taken back.
+    Drafted tokens past the end of a step are rewound.
 
     Args:
       limit: tokens per row, int32[] or int32[B].
-      see: `see(seen, info, kept[B]) -> seen` after each pass, of which the first `kept` tokens were added.
-      halt: `halt(length[B], hit_eos[B]) -> bool[B]` after each pass: rows that stop where they are.
+      observe: `observe(observations, info, count[B]) -> observations`, called after each pass, which added `count`
+        tokens.
+      halt: `halt(length[B], hit_eos[B]) -> bool[B]`, called after each pass; it returns the rows that stop.
     """
     writer = writers[who]
-    going = text.going if active is None else text.going & active
-    text = _attend(writers, text, who, going)
-    mind = text.minds[who]
-    left = text.stop - text.length
-    most = text.length + (left if limit is None else jnp.minimum(left, limit))  # in 32 bits, however large the limit
+    writing = text.unfinished if active is None else text.unfinished & active
+    text = _attend(writers, text, who, writing)
+    writer_state = text.writer_states[who]
+    room = text.stop - text.length
+    max_length = text.length + (
+        room if limit is None else jnp.minimum(room, limit)
+    )  # in 32 bits, however large the limit
     state = DecodeState(
-        text.tokens, text.length, ~going | (text.length >= most), text.keys[:, who], most, mind.cache, mind.draft,
-        mind.control, text.finite, mind.processed,
+        text.tokens, text.length, ~writing | (text.length >= max_length), text.keys[:, who], max_length,
+        writer_state.cache, writer_state.draft, writer_state.control, text.finite, writer_state.processed,
     )  # fmt: skip
     zero = jnp.zeros_like(text.length)
-    carry = state, segments.start(len(zero)), text.ended, text.length, zero, zero, seen
+    carry = state, segments.start(len(zero)), text.ended, text.length, zero, zero, observations
 
     def goes_on(carry):
         return ~jnp.all(carry[0].done)
 
     def body(carry):
-        before, run, ended, told, passes, read, seen = carry
-        state, info = writer.loop.step(writer, before)
-        kept, told = info.emitted, jnp.where(info.active, state.length, told)
+        previous, run, ended, seen_length, passes, read, observations = carry
+        state, info = writer.loop.step(writer, previous)
+        count, seen_length = info.emitted, jnp.where(info.active, state.length, seen_length)
         if segmenter is not None:
-            run, kept = segments.follow(segmenter, run, info.tokens, info.emitted)
-        length = before.length + kept
-        hit = info.hit_eos & (kept == info.emitted)
-        done = before.done | run.over | hit | (length >= most)
+            run, count = segments.follow(segmenter, run, info.tokens, info.emitted)
+        length = previous.length + count
+        hit = info.hit_eos & (count == info.emitted)
+        done = previous.done | run.over | hit | (length >= max_length)
         if halt is not None:
             done |= halt(length, ended | hit)
         cache = state.cache
@@ -180,13 +186,15 @@ def extend(
             cache = writer.target.model.rewind_cache(cache, jnp.maximum(length - 1, 0))
         state = state._replace(length=length, done=done, cache=cache)
         read = read + jnp.where(info.active, info.drafted + 1, 0)
-        return state, run, ended | hit, told, passes + info.active, read, see(seen, info, kept)
+        return state, run, ended | hit, seen_length, passes + info.active, read, observe(observations, info, count)
 
-    state, run, ended, told, passes, read, seen = jax.lax.while_loop(goes_on, body, carry)
-    held = jnp.where(going, state.length - 1, mind.held)
-    mind = mind._replace(
-        cache=state.cache, held=held, draft=state.draft, told=jnp.where(going, told, mind.told),
-        agreed=jnp.where(going, state.length, mind.agreed), control=state.control, processed=state.processed,
+    state, run, ended, seen_length, passes, read, observations = jax.lax.while_loop(goes_on, body, carry)
+    cached = jnp.where(writing, state.length - 1, writer_state.cached)
+    writer_state = writer_state._replace(
+        cache=state.cache, cached=cached, draft=state.draft,
+        seen=jnp.where(writing, seen_length, writer_state.seen),
+        agreed_length=jnp.where(writing, state.length, writer_state.agreed_length),
+        control=state.control, processed=state.processed,
     )  # fmt: skip
     new = text._replace(
         tokens=state.tokens,
@@ -197,13 +205,13 @@ def extend(
         passes=text.passes.at[:, who].add(passes),
         read=text.read.at[:, who].add(read),
     )
-    return _with(new, who, mind), Written(text.length, run.over | (ended & going), seen)
+    return _with(new, who, writer_state), Written(text.length, run.over | (ended & writing), observations)
 
 
 def append(text: TextState, tokens: Array, count: Array, who: Array | int) -> TextState:
-    """The first `count` int32[B] of `tokens` int32[B, T] added behind the text, up to a full row.
+    """Append the first `count` int32[B] of `tokens` int32[B, T] to the text, up to a full row.
 
-    who: int32[] or int32[B], their author; of tokens that several models agreed on, the one that counts as it.
+    who: int32[] or int32[B], the author. Tokens on which several models agreed have one of these models as author.
     """
     offset = jnp.arange(tokens.shape[1])
     count = jnp.where(text.ended, 0, jnp.clip(count, 0, jnp.maximum(text.stop - text.length, 0)))
@@ -217,8 +225,8 @@ def append(text: TextState, tokens: Array, count: Array, who: Array | int) -> Te
 
 
 def append_one(writers: Writers, text: TextState, token: Array, who: Array | int, active: Array) -> TextState:
-    """One token int32[B] more in the rows `active` that may go on; an eos, as all writers know it, ends them."""
-    active &= text.going
+    """Append one token int32[B] to the unfinished rows among `active`. An eos of the writers ends the row."""
+    active &= text.unfinished
     eos = writers[0].eos
     is_eos = active & jnp.any(token[:, None] == eos, 1)
     text = append(text, token[:, None], active.astype(jnp.int32), who)
@@ -226,7 +234,7 @@ def append_one(writers: Writers, text: TextState, token: Array, who: Array | int
 
 
 def _by(text: TextState, length: Array, who: Array | int) -> Array:
-    """The authors, where a text grows to `length` int32[B]."""
+    """Return the authors int32[B, L] after the text grows to `length` int32[B]."""
     place = jnp.arange(text.tokens.shape[1])
     new = (place >= text.length[:, None]) & (place < length[:, None])
     return jnp.where(new, jnp.asarray(who, jnp.int32).reshape(-1, 1), text.author)
@@ -236,30 +244,32 @@ def _by(text: TextState, length: Array, who: Array | int) -> Array:
 
 
 def read(writers: Writers, text: TextState, who: int, active: Array | None = None) -> TextState:
-    """The cache of writer `who` with all but the last token of the text, in the rows `active` bool[B]."""
-    model, mind = writers[who].target.model, text.minds[who]
+    """Prefill the cache of writer `who` with all but the last token of the text, in the rows `active` bool[B]."""
+    model, writer_state = writers[who].target.model, text.writer_states[who]
     active = jnp.ones(text.length.shape, bool) if active is None else active
-    held, cache = mind.held, mind.cache
-    wanted = jnp.where(active, text.length - 1, held)
+    cached, cache = writer_state.cached, writer_state.cache
+    target_length = jnp.where(active, text.length - 1, cached)
     if model.rewind is not None:  # it may hold the last token already
-        held = jnp.minimum(held, wanted)
-        cache = model.rewind(cache, held)
-    cache = catch_up(model, writers[who].target.params, cache, text.tokens, held, wanted, jnp.zeros_like(held), CHUNK)
-    missed = wanted - held
+        cached = jnp.minimum(cached, target_length)
+        cache = model.rewind(cache, cached)
+    cache = catch_up(
+        model, writers[who].target.params, cache, text.tokens, cached, target_length, jnp.zeros_like(cached), CHUNK
+    )
+    missed = target_length - cached
     new = text._replace(passes=text.passes.at[:, who].add(-(-missed // CHUNK)), read=text.read.at[:, who].add(missed))
-    return _with(new, who, mind._replace(cache=cache, held=wanted))
+    return _with(new, who, writer_state._replace(cache=cache, cached=target_length))
 
 
 def look(writers: Writers, text: TextState, who: int, active: Array | None = None) -> tuple[TextState, Array, Array]:
-    """What writer `who` says follows the text: the text, read, logits float32[B, V] before temperature and hidden
-    [B, D]. Those of rows that are not `active` mean nothing; without any no pass runs.
+    """Return the text, and writer `who`'s logits float32[B, V] before temperature and hidden states [B, D] at its end.
 
-    The last token is read too: in a loop of looks, each is one pass over one token.
+    The outputs of rows that are not `active` are undefined. If no row is active, no pass runs. The last token is read
+    too, so each look in a loop is one pass over one token.
     """
     target, batch = writers[who].target, len(text.length)
     active = jnp.ones((batch,), bool) if active is None else active
     text = read(writers, text, who, active)
-    mind = text.minds[who]
+    writer_state = text.writer_states[who]
     alone, zero = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 1), jnp.int32)
     root = last(text)
 
@@ -270,27 +280,27 @@ def look(writers: Writers, text: TextState, who: int, active: Array | None = Non
         cache = target.model.commit(cache, pending, zero, active.astype(jnp.int32))
         return cache, output.logits[:, 0].astype(jnp.float32), output.hidden[:, 0]
 
-    shapes = jax.eval_shape(one, mind.cache)[1:]
-    carry = (mind.cache, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    shapes = jax.eval_shape(one, writer_state.cache)[1:]
+    carry = (writer_state.cache, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
     # A loop of one turn or none, whose cache is written in place; a branch would copy it.
     turns = jnp.any(active).astype(jnp.int32)
     cache, logits, hidden = jax.lax.fori_loop(0, turns, lambda _, carry: one(carry[0]), carry)
     finite = text.finite & (jnp.any(logits > -jnp.inf, 1) & ~jnp.any(jnp.isnan(logits), 1) | ~active)
     new = text._replace(finite=finite, passes=text.passes.at[:, who].add(active), read=text.read.at[:, who].add(active))
-    return _with(new, who, mind._replace(cache=cache, held=mind.held + active)), logits, hidden
+    return _with(new, who, writer_state._replace(cache=cache, cached=writer_state.cached + active)), logits, hidden
 
 
 def last(text: TextState) -> Array:
-    """int32[B, 1]: the last token of each row."""
+    """Return int32[B, 1], the last token of each row."""
     return take_along(text.tokens, text.length[:, None] - 1, 1)
 
 
 def score(
     writers: Writers, text: TextState, who: int, appended: Array, count: Array, active: Array | None = None
 ) -> tuple[TextState, Scores]:
-    """What writer `who` says of the first `count` int32[B] of `appended` int32[B, T], were they behind the text.
+    """Score the first `count` int32[B] of `appended` int32[B, T] with writer `who`, as if they followed the text.
 
-    One pass over T + 1 tokens, of which nothing is kept: there is nothing to take back.
+    This is one pass over T + 1 tokens. It leaves the cache unchanged, so no rewind is needed.
     """
     target, (batch, width) = writers[who].target, appended.shape
     active = jnp.ones((batch,), bool) if active is None else active
@@ -301,7 +311,9 @@ def score(
     positions = text.length[:, None] - 1 + jnp.arange(width + 1)
 
     def one():
-        output, _ = target.model.forward(target.params, tokens, text.minds[who].cache, positions=positions, mask=mask)
+        output, _ = target.model.forward(
+            target.params, tokens, text.writer_states[who].cache, positions=positions, mask=mask
+        )
         log_p = jax.nn.log_softmax(output.logits[:, :-1].astype(jnp.float32), -1)
         inside = jnp.arange(width) < count[:, None]
         logprobs = take_along(log_p, jnp.where(inside, appended, 0)[:, :, None], 2)[:, :, 0]
@@ -311,8 +323,8 @@ def score(
             zero(logprobs), zero(entropy(log_p)), behind(output.logits).astype(jnp.float32), behind(output.hidden)
         )
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
-    scores = jax.lax.cond(jnp.any(active), one, lambda: nothing)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one))
+    scores = jax.lax.cond(jnp.any(active), one, lambda: zeros)
     new = text._replace(
         passes=text.passes.at[:, who].add(active),
         read=text.read.at[:, who].add(jnp.where(active, count + 1, 0)),
@@ -324,40 +336,47 @@ def score(
 
 
 def rewind(writers: Writers, text: TextState, length: Array) -> TextState:
-    """All but the first `length` int32[B] tokens of each row taken back; never any of the prompt."""
+    """Truncate each row to its first `length` int32[B] tokens. The prompt is never truncated."""
     length = jnp.clip(length, text.prompt, text.length)
 
-    def forget(writer: Parts, mind: Mind) -> Mind:
-        held = jnp.minimum(mind.held, length)
-        cache = writer.target.model.rewind_cache(mind.cache, held)
-        return mind._replace(cache=cache, held=held, agreed=jnp.minimum(mind.agreed, length))
+    def forget(writer: Parts, writer_state: WriterState) -> WriterState:
+        cached = jnp.minimum(writer_state.cached, length)
+        cache = writer.target.model.rewind_cache(writer_state.cache, cached)
+        return writer_state._replace(
+            cache=cache, cached=cached, agreed_length=jnp.minimum(writer_state.agreed_length, length)
+        )
 
-    minds = tuple(forget(writer, mind) for writer, mind in zip(writers, text.minds, strict=True))
-    return text._replace(length=length, ended=text.ended & (length == text.length), minds=minds)
+    writer_states = tuple(
+        forget(writer, writer_state) for writer, writer_state in zip(writers, text.writer_states, strict=True)
+    )
+    return text._replace(length=length, ended=text.ended & (length == text.length), writer_states=writer_states)
 
 
 def axes(writers: Writers, text: TextState) -> TextState:
-    """The place of the rows in the shape of each array; `buffers.SHARED` of what all rows share."""
+    """Return the batch axis of each array; it is `buffers.SHARED` for arrays that all rows share."""
 
-    def of(writer: Parts, mind: Mind) -> Mind:
-        return batch_axes.rows_first(mind)._replace(
-            cache=writer.target.model.axes(mind.cache),
-            draft=writer.drafter.hooks.axes(mind.draft),
-            control=writer.controller.axes(mind.control),
+    def state_axes(writer: Parts, writer_state: WriterState) -> WriterState:
+        return batch_axes.rows_first(writer_state)._replace(
+            cache=writer.target.model.axes(writer_state.cache),
+            draft=writer.drafter.hooks.axes(writer_state.draft),
+            control=writer.controller.axes(writer_state.control),
         )
 
-    minds = tuple(of(writer, mind) for writer, mind in zip(writers, text.minds, strict=True))
-    return batch_axes.rows_first(text)._replace(minds=minds)
+    writer_states = tuple(
+        state_axes(writer, writer_state) for writer, writer_state in zip(writers, text.writer_states, strict=True)
+    )
+    return batch_axes.rows_first(text)._replace(writer_states=writer_states)
 
 
 def select(writers: Writers, text: TextState, rows: Array) -> TextState:
-    """The rows at `rows` int32[R], with all that is known of them. Twice the same row writes twice the same text,
-    unless it is given other `keys`."""
+    """Return the rows at `rows` int32[R], with all states. A row that is selected twice writes the same text twice,
+    unless its copies get different `keys`.
+    """
     return batch_axes.take_rows(text, rows, axes(writers, text))
 
 
 def fork(writers: Writers, text: TextState, times: int) -> TextState:
-    """Each row `times` times in a row, each with keys of its own, as `decode` has those of `samples_per_prompt`."""
+    """Repeat each row `times` times. The copies get different keys, as in `decode` with `samples_per_prompt`."""
     if times == 1:
         return text
     new = batch_axes.repeat_rows(text, times, axes(writers, text))
@@ -366,7 +385,7 @@ def fork(writers: Writers, text: TextState, times: int) -> TextState:
 
 
 def forked(writers: Writers, times: int) -> Writers:
-    """The writers, for a text that was forked: settings of rows are repeated too."""
+    """Return the writers for a forked text: settings of rows are repeated too."""
 
     def more(writer: Parts) -> Parts:
         per_row = lambda x: x if len(x) == 1 else jnp.repeat(x, times, 0)
@@ -383,31 +402,38 @@ def forked(writers: Writers, times: int) -> Writers:
 # --- a writer's turn --------------------------------------------------------------------------------------------------
 
 
-def _attend(writers: Writers, text: TextState, who: int, going: Array) -> TextState:
-    """Writer `who` as its own step expects it in the rows `going`, whatever others did to the text."""
-    text, writer = read(writers, text, who, going), writers[who]
-    mind, is_new = text.minds[who], _is_new(text, who, going)
-    draft = _drafter_anew(writer, text, who, is_new) if jax.tree.leaves(mind.draft) else mind.draft
-    processed = known_to_processors(writers, text, who, going)
-    knows = lambda x: jnp.where(is_new, text.length, x)
+def _attend(writers: Writers, text: TextState, who: int, writing: Array) -> TextState:
+    """Bring writer `who` up to date in the rows `writing`, after any changes by other writers."""
+    text, writer = read(writers, text, who, writing), writers[who]
+    writer_state, is_new = text.writer_states[who], _is_new(text, who, writing)
+    draft = _drafter_anew(writer, text, who, is_new) if jax.tree.leaves(writer_state.draft) else writer_state.draft
+    processed = processor_states(writers, text, who, writing)
+    refresh = lambda x: jnp.where(is_new, text.length, x)
     return _with(
         text,
         who,
-        mind._replace(draft=draft, processed=processed, told=knows(mind.told), agreed=knows(mind.agreed)),
+        writer_state._replace(
+            draft=draft,
+            processed=processed,
+            seen=refresh(writer_state.seen),
+            agreed_length=refresh(writer_state.agreed_length),
+        ),
     )
 
 
 def _is_new(text: TextState, who: int, active: Array) -> Array:
-    """bool[B]: the rows `active` that are not as the drafter and the processors of writer `who` know them."""
-    mind = text.minds[who]
-    return active & ((mind.told != text.length) | (mind.agreed != text.length))
+    """Return bool[B], the rows `active` in which writer `who` has not processed the current text."""
+    writer_state = text.writer_states[who]
+    return active & ((writer_state.seen != text.length) | (writer_state.agreed_length != text.length))
 
 
 def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> PyTree:
-    """The drafter's state after the text as it is now, in the rows `is_new` bool[B]."""
-    drafter, mind = writer.drafter, text.minds[who]
+    """Return the drafter's state for the current text, recomputed in the rows `is_new` bool[B]."""
+    drafter, writer_state = writer.drafter, text.writer_states[who]
     if drafter.hooks.resume is not None:
-        return drafter.hooks.resume(drafter.params, mind.draft, jnp.where(is_new, mind.agreed, text.length))
+        return drafter.hooks.resume(
+            drafter.params, writer_state.draft, jnp.where(is_new, writer_state.agreed_length, text.length)
+        )
     keys = text.keys[:, who]
     noise = keys if writer.coupled else None
 
@@ -417,27 +443,28 @@ def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> Py
             fresh = drafter.init(drafter.params, context)
         else:  # it learns from what the target says of all tokens
             fresh = writer.loop.init(writer, text.tokens, text.length, keys, text.stop).draft
-        return batch_axes.where_rows(is_new, fresh, mind.draft, drafter.hooks.axes(mind.draft))
+        return batch_axes.where_rows(is_new, fresh, writer_state.draft, drafter.hooks.axes(writer_state.draft))
 
-    return jax.lax.cond(jnp.any(is_new), anew, lambda: mind.draft)
+    return jax.lax.cond(jnp.any(is_new), anew, lambda: writer_state.draft)
 
 
-def known_to_processors(writers: Writers, text: TextState, who: int, active: Array) -> tuple[PyTree, ...]:
-    """What the processors of writer `who` know of the text, in the rows `active` bool[B]: its prompt, and what was
-    written since."""
-    writer, known = writers[who], text.minds[who].processed
+def processor_states(writers: Writers, text: TextState, who: int, active: Array) -> tuple[PyTree, ...]:
+    """Return the processor states of writer `who`, updated in the rows `active` bool[B] with the prompt and the new
+    tokens.
+    """
+    writer, old_states = writers[who], text.writer_states[who].processed
     if not writer.processors:
-        return known
+        return old_states
     is_new, size = _is_new(text, who, active), text.tokens.shape[1]
 
     def anew() -> tuple[PyTree, ...]:
         states = pipeline.init_states(writer.processors, text.tokens, text.prompt, writer.target.model.vocab_size)
         place = jnp.minimum(text.prompt[:, None] + jnp.arange(size), size - 1)
         states = pipeline.update_states(writer.processors, states, take_along(text.tokens, place, 1), text.written)
-        return batch_axes.where_rows(is_new, states, known, batch_axes.rows_first(known))
+        return batch_axes.where_rows(is_new, states, old_states, batch_axes.rows_first(old_states))
 
-    return jax.lax.cond(jnp.any(is_new), anew, lambda: known)
+    return jax.lax.cond(jnp.any(is_new), anew, lambda: old_states)
 
 
-def _with(text: TextState, who: int, mind: Mind) -> TextState:
-    return text._replace(minds=(*text.minds[:who], mind, *text.minds[who + 1 :]))
+def _with(text: TextState, who: int, writer_state: WriterState) -> TextState:
+    return text._replace(writer_states=(*text.writer_states[:who], writer_state, *text.writer_states[who + 1 :]))

@@ -1,7 +1,7 @@
-"""Particles: several samples of a text with weights, which follow a law that no sampler draws from directly.
+"""Particles: weighted samples of a text, which follow a distribution that cannot be sampled directly.
 
-Card C0: weights x resampling, as plain functions. Rows are b n + i, of particle i of prompt b. A weight is a logarithm;
-what a particle's tokens were drawn from belongs to its place, so two copies of one particle go apart.
+This module provides weights and resampling as plain functions. Row b n + i is particle i of prompt b. A weight is
+stored as its logarithm. Random draws belong to the place of a particle, so two copies of one particle diverge.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, PyTree
 
 RESAMPLE, CHOOSE, MOVE, LOOK = 101, 102, 103, 104
-"""Purposes of a prompt's keys, beside those of tokens."""
+"""Purposes of a prompt's keys, in addition to the draws of tokens."""
 
 
 class Particles(NamedTuple):
@@ -41,7 +41,7 @@ class Particles(NamedTuple):
 
 
 def begin(writers: Writers, text: TextState, n: int, carried: PyTree) -> Particles:
-    """`n` equal particles for each row of a text that was not forked yet."""
+    """Return `n` equally weighted particles for each row of an unforked text."""
     batch = len(text.length)
     zero = jnp.zeros((batch,))
     return Particles(
@@ -51,13 +51,13 @@ def begin(writers: Writers, text: TextState, n: int, carried: PyTree) -> Particl
 
 
 def ess(logw: Array) -> Array:
-    """float32[B]: the effective number of particles, 1 / sum w^2 of the normalised weights of logw [B, n]."""
+    """Return float32[B], the effective sample size 1 / sum w^2 of the normalised weights of logw [B, n]."""
     w = jax.nn.softmax(logw, 1)
     return 1 / jnp.sum(w * w, 1)
 
 
 def systematic(u0: Array, logw: Array) -> Array:
-    """int32[B, n]: the ancestors a_i = #{j: cumsum(w)_j <= (u0 + i) / n}, of one uniform per row, float32[B]."""
+    """Return int32[B, n], the ancestors a_i = #{j: cumsum(w)_j <= (u0 + i) / n}, for one uniform u0 float32[B]."""
     n = logw.shape[1]
     total = jnp.cumsum(jax.nn.softmax(logw, 1), 1)
     u = (u0[:, None] + jnp.arange(n)) / n
@@ -68,9 +68,12 @@ def systematic(u0: Array, logw: Array) -> Array:
     return jnp.minimum(ancestors, last[:, None].astype(jnp.int32))
 
 
-def weighted(particles: Particles, increment: Array) -> Particles:
-    """With `increment` float32[B, n] added to the weights. A prompt one of whose increments is no number is not valid
-    any more, one all of whose weights are 0 not alive; both stay where they are."""
+def add_weights(particles: Particles, increment: Array) -> Particles:
+    """Add `increment` float32[B, n] to the log-weights.
+
+    A prompt with a NaN or +inf increment becomes invalid. A prompt with only zero weights is no longer alive. The
+    weights of both are reset to 0 and their texts stay as they are.
+    """
     valid = particles.valid & ~jnp.any(jnp.isnan(increment) | (increment == jnp.inf), 1)
     logw = jnp.where(valid[:, None], particles.logw + increment, 0.0)
     alive = particles.alive & jnp.any(logw > -jnp.inf, 1)
@@ -78,14 +81,14 @@ def weighted(particles: Particles, increment: Array) -> Particles:
 
 
 def resample(writers: Writers, particles: Particles, kappa: Array | float) -> tuple[Particles, Array]:
-    """Particles drawn anew by weight for the prompts whose ESS is below kappa n, and which these were, bool[B].
+    """Resample the prompts with an ESS below kappa n, and return the particles and a mask bool[B] of these prompts.
 
-    writers: forked. Where no prompt needs it nothing is moved; keys stay where they are.
+    writers: forked. If no prompt needs resampling, all particles stay. Keys stay in their places.
     """
     batch, n = particles.logw.shape
     needs = particles.valid & particles.alive & (ess(particles.logw) < kappa * n)
 
-    def moved(particles: Particles) -> Particles:
+    def move_particles(particles: Particles) -> Particles:
         keys = fold_in(fold_in(particles.keys, RESAMPLE), particles.round)
         ancestors = systematic(uniform(keys, 1)[:, 0], particles.logw)
         ancestors = jnp.where(needs[:, None], ancestors, jnp.arange(n))
@@ -100,11 +103,11 @@ def resample(writers: Writers, particles: Particles, kappa: Array | float) -> tu
             resampled=particles.resampled + needs,
         )
 
-    return jax.lax.cond(jnp.any(needs), moved, lambda particles: particles, particles), needs
+    return jax.lax.cond(jnp.any(needs), move_particles, lambda particles: particles, particles), needs
 
 
 def choose(particles: Particles) -> Array:
-    """int32[B]: a particle for each prompt, drawn by weight."""
+    """Return int32[B], one particle per prompt, drawn by weight."""
     keys = fold_in(particles.keys, CHOOSE)
     total = jnp.cumsum(jax.nn.softmax(particles.logw, 1), 1)
     u = uniform(keys, 1) * total[:, -1:]
@@ -112,9 +115,9 @@ def choose(particles: Particles) -> Array:
 
 
 class Sample(NamedTuple):
-    """What particles say besides the text that was chosen."""
+    """The particles of each prompt, and the index of the returned one."""
 
-    chosen: Array  # int32[B], the particle
+    choice: Array  # int32[B], the particle
     logw: Array  # float32[B, n]
     tokens: Array  # int32[B, n, L], the texts of all, without their prompts; -1 behind the end
     lengths: Array  # int32[B, n]
@@ -125,7 +128,7 @@ class Sample(NamedTuple):
 
 
 def check(sample: Sample) -> None:
-    """Outside of a program. Raises: UsageError for a prompt whose particles have no weights."""
+    """Raise UsageError for a prompt without valid weights. Call it outside of traced programs."""
     check_scores(
         sample.valid, "a particle's weight", "a reward must be a number of at least 0, and so must the model's"
     )
@@ -137,17 +140,17 @@ def check(sample: Sample) -> None:
 
 
 def outcome(writers: Writers, particles: Particles) -> tuple[TextState, Sample]:
-    """The text that was chosen, with what all of them cost, and all of them. writers: forked."""
+    """Return the chosen text with the total cost of all particles, and their `Sample`. writers: forked."""
     (batch, n), text = particles.logw.shape, particles.text
-    chosen = choose(particles)
+    choice = choose(particles)
     index = jnp.arange(text.tokens.shape[1])
     place = jnp.minimum(text.prompt[:, None] + index, len(index) - 1)
     new = jnp.where(index < text.written[:, None], take_along(text.tokens, place, 1), -1)
-    best = texts.select(writers, text, jnp.arange(batch) * n + chosen)
+    best = texts.select(writers, text, jnp.arange(batch) * n + choice)
     spent = lambda x: jnp.sum(x.reshape(batch, n, -1), 1)
     best = best._replace(passes=spent(text.passes), read=spent(text.read))
     sample = Sample(
-        chosen,
+        choice,
         particles.logw,
         new.reshape(batch, n, -1),
         text.written.reshape(batch, n),
@@ -160,21 +163,21 @@ def outcome(writers: Writers, particles: Particles) -> tuple[TextState, Sample]:
 
 
 Grow = Callable[[Particles], Particles]
-"""One block more for every particle that goes on, with its weight."""
+"""A function that adds one block to every unfinished particle and updates its weight."""
 
 
 Move = Callable[[Particles, Array], Particles]
-"""After resampling, of the prompts bool[B] that did: a step that leaves the law of the particles as it is."""
+"""A function that moves the particles of the resampled prompts bool[B]. It leaves their distribution invariant."""
 
 
 def smc(
     writers: Writers, particles: Particles, grow: Grow, kappa: Array | float, move: Move | None = None
 ) -> Particles:
-    """Blocks, each followed by resampling, until all particles of all prompts have ended."""
+    """Write blocks, each followed by resampling, until all particles of all prompts have ended."""
 
-    def going(particles: Particles) -> Array:
+    def is_unfinished(particles: Particles) -> Array:
         fine = (particles.valid & particles.alive)[:, None]
-        return jnp.any(particles.text.going.reshape(particles.logw.shape) & fine)
+        return jnp.any(particles.text.unfinished.reshape(particles.logw.shape) & fine)
 
     def body(particles: Particles) -> Particles:
         particles, resampled = resample(writers, grow(particles), kappa)
@@ -182,4 +185,4 @@ def smc(
             particles = move(particles, resampled)
         return particles._replace(round=particles.round + 1)
 
-    return jax.lax.while_loop(going, body, particles)
+    return jax.lax.while_loop(is_unfinished, body, particles)

@@ -1,4 +1,4 @@
-"""From models, prompts and settings to a text that they write: what can be wrong is found before anything compiles."""
+"""Preparation of a text job from models, prompts and settings. All checks run before anything compiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specjax.types import Array, Drafter, Target
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TextJob:
-    """Writers, and the prompts that they go on from. A pytree: the argument of a method's program."""
+    """The writers and the prompts that they continue. It is a pytree, the argument of a method's program."""
 
     writers: Writers
     tokens: Array  # int32[B, L], with room behind the text for every pass
@@ -30,7 +30,7 @@ class TextJob:
     stop: Array  # int32[B]
 
     def begin(self) -> TextState:
-        """The prompts, read by all."""
+        """Return the text of the prompts after all writers have prefilled them."""
         return texts.begin(self.writers, self.tokens, self.lengths, self.keys, self.stop)
 
 
@@ -46,14 +46,16 @@ def prepare_texts(
     keep: Keep | None = None,
     rewinds: bool = True,
 ) -> TextJob:
-    """The job of several models on the same prompts, each checked as `decode` checks it.
+    """Return the job of several models on the same prompts, with the checks that `decode` makes for each.
 
     Args:
-      drafters: one per model, None: it writes token by token. spare: tokens that a pass may read behind the text,
-        besides what drafters need. keep: what passes note. rewinds: whether the method takes tokens back.
+      drafters: one per model; None means token by token.
+      spare: tokens that a pass may read past the text, in addition to those that drafters need.
+      keep: the outputs that passes record.
+      rewinds: whether the method rewinds tokens.
 
-    Raises: UsageError for models of different vocabularies, one that cannot take back what it must, or what `decode`
-      refuses.
+    Raises: UsageError for models of different vocabularies, a model that cannot rewind as required, or arguments that
+      `decode` rejects.
     """
     settings = Settings() if settings is None else settings
     if settings.logprobs or settings.debug:
@@ -64,12 +66,12 @@ def prepare_texts(
             f"the models have vocabularies of {', '.join(map(str, sizes))} tokens; models that write one text need the "
             "same, so choose models of one tokenizer"
         )
-    chosen = [drafter or autoregressive() for drafter in (*drafters, *[None] * (len(models) - len(drafters)))]
+    all_drafters = [drafter or autoregressive() for drafter in (*drafters, *[None] * (len(models) - len(drafters)))]
     jobs = [
         prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens)
-        for target, drafter in zip(models, chosen, strict=True)
+        for target, drafter in zip(models, all_drafters, strict=True)
     ]
-    for target, drafter in zip(models, chosen, strict=True):
+    for target, drafter in zip(models, all_drafters, strict=True):
         if target.model.rewind is None and (rewinds or drafter.num_nodes > 1):
             raise UsageError(
                 f"the model {target.model.name} cannot take tokens back, which this method needs of every model; "
@@ -77,26 +79,26 @@ def prepare_texts(
             )
     capacity = settings.capacity or min(target.model.max_positions for target in models)
     # Behind the text every kind of pass has room: a cache silently writes elsewhere near its end.
-    room = max(CHUNK, spare + 1, *(drafter.num_nodes for drafter in chosen))
+    room = max(CHUNK, spare + 1, *(drafter.num_nodes for drafter in all_drafters))
     tokens, lengths = pack(prompts, max_new_tokens, room, capacity, sizes[0])
     writers = tuple(replace(job.parts, keep=keep or Keep()) for job in jobs)
     return TextJob(writers, tokens, lengths, jobs[0].keys, lengths + max_new_tokens)
 
 
-def number(name: str, value: float, holds: bool, wanted: str) -> None:
-    """Raises: UsageError unless it holds; NaN never may."""
+def number(name: str, value: float, holds: bool, requirement: str) -> None:
+    """Raise UsageError unless the condition `holds`; NaN always fails."""
     if value != value or not holds:
-        raise UsageError(f"{name} must be {wanted}, not {value}")
+        raise UsageError(f"{name} must be {requirement}, not {value}")
 
 
-def whole(name: str, value: int, least: int, wanted: str = "") -> None:
-    """Raises: UsageError unless it is a whole number from `least` on that fits 32 bits."""
-    number(name, value, value >= least, wanted or f"at least {least}")
+def whole(name: str, value: int, minimum: int, requirement: str = "") -> None:
+    """Raise UsageError unless the value is a whole number of at least `minimum` that fits 32 bits."""
+    number(name, value, value >= minimum, requirement or f"at least {minimum}")
     number(name, value, hasattr(value, "__index__") and value < 1 << 31, "a whole number below 2^31")
 
 
 def refuse(settings: Mapping[str, Any], names: Sequence[str], why: str) -> None:
-    """Raises: UsageError for the first of these settings that was given; `why` says what it would do."""
+    """Raise UsageError for the first of these settings that is present; `why` describes its effect."""
     for name in names:
         value = settings.get(name)
         if not (value is None or (isinstance(value, Sequence) and not value)):
@@ -104,7 +106,7 @@ def refuse(settings: Mapping[str, Any], names: Sequence[str], why: str) -> None:
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises: UsageError for a token that the models do not have."""
+    """Raise UsageError for a token outside the models' vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise UsageError(

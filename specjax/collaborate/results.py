@@ -1,4 +1,4 @@
-"""What the methods give back: the text, who wrote it, and what it cost each model."""
+"""Results of the collaboration methods: the text, the author of each token, and the cost of each model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specjax.types import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TextResult(DecodeResult):
-    """A text of M writers. `stats` counts the passes of the last of them, the largest model."""
+    """A text of M writers. `stats` counts the passes of the last writer, the largest model."""
 
     authors: (
         Array  # int32[B, max_new_tokens], the writer of each token, in the order of the arguments; -1 behind the end
@@ -29,17 +29,17 @@ class TextResult(DecodeResult):
     log: Any = None  # what the method notes besides
 
     def share(self, who: int) -> np.ndarray:
-        """float[B]: the part of the tokens that a writer wrote."""
+        """Return float[B], the fraction of the tokens that a writer wrote."""
         mine = np.sum(np.asarray(self.authors) == who, 1)
         return mine / np.maximum(np.asarray(self.lengths), 1)
 
     def cut(self, max_new_tokens: int) -> Self:
-        """With arrays of so many tokens, which all rows fit into."""
+        """Return the result with arrays of `max_new_tokens` tokens, which must fit all rows."""
         return replace(super().cut(max_new_tokens), authors=self.authors[:, :max_new_tokens])
 
 
 def result(text: TextState, log: Any = None) -> TextResult:
-    """The result of a text, inside of a program."""
+    """Return the result of a text, inside a traced program."""
     index = jnp.arange(text.tokens.shape[1])
     place = jnp.minimum(text.prompt[:, None] + index, len(index) - 1)
     new = lambda x: jnp.where(index < text.written[:, None], take_along(x, place, 1), -1)
@@ -57,13 +57,13 @@ def result(text: TextState, log: Any = None) -> TextResult:
     )
 
 
-def check_scores(valid: Array, what: str, fix: str) -> None:
-    """Outside of a program: `valid` bool[B], whether all that a judge or a reward said of a row was a number.
+def check_scores(valid: Array, subject: str, fix: str) -> None:
+    """Raise UsageError for a row with a NaN score of a judge or a reward. Call it outside of traced programs.
 
-    Raises: UsageError.
+    valid: bool[B], whether all scores of a row were numbers.
     """
     if isinstance(valid, jax.core.Tracer):
         return
     wrong = np.flatnonzero(~np.asarray(valid))
     if wrong.size:
-        raise UsageError(f"{what} is NaN in row {wrong[0]}; {fix}")
+        raise UsageError(f"{subject} is NaN in row {wrong[0]}; {fix}")

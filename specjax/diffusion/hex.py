@@ -29,7 +29,7 @@ from specjax.types import Array, PyTree
 
 
 class Expert(NamedTuple):
-    """One generated text of a prompt, with its block size and seed."""
+    """A generated text of a prompt, with its block size and seed."""
 
     block: int
     seed: int

@@ -12,7 +12,7 @@ from toy import markov, tiny_llama
 from toy_models import encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
 from specjax import UsageError, check_model
-from specjax.analysis.check_model import _Asking
+from specjax.analysis.check_model import _ModelProbe
 from specjax.arrays import batch_axes
 from specjax.engine.prefill import CHUNK
 from specjax.types import Target
@@ -185,7 +185,7 @@ REPEATED = (
 def test_what_is_broken_is_named_in_one_sentence(broken):
     model, name, words = BROKEN[broken]
     found = check_model(model, weights())
-    assert not found and [promise.name for promise in found.promises if not promise.kept] == [name], found
+    assert not found and [promise.name for promise in found.promises if not promise.is_kept] == [name], found
     assert words in str(found) and "\n" not in str(found)
     if name not in ("form", "finite"):
         assert f"(allowed: {found.tolerance:.2g}) at row " in str(found)
@@ -253,5 +253,5 @@ def test_what_is_computed_in_bfloat16_is_rounded():
         short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, cache))
         return GOOD.forward(short[0], tokens, short[1]._replace(length=cache.length), **options)
 
-    limit = [_Asking(model, weights(), None, 0).is_short() for model in (GOOD, GOOD._replace(forward=forward))]
+    limit = [_ModelProbe(model, weights(), None, 0).is_short() for model in (GOOD, GOOD._replace(forward=forward))]
     assert limit == [False, True]

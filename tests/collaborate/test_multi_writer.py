@@ -77,7 +77,7 @@ def test_a_step_ends_where_it_would_token_by_token(name):
     segmenter = segments.after_any(common, 16)
     job = lib.job_of([lib.history()], (INSIDE[name](),), max_new_tokens=24)
     text, ends = lib.begin(job), [[] for _ in whole]
-    while np.asarray(text.going).any():
+    while np.asarray(text.unfinished).any():
         before = np.asarray(text.length)
         text, written = lib.turn(job.writers, text, 0, segmenter=segmenter)
         for row, (start, end) in enumerate(zip(before, np.asarray(text.length), strict=True)):
@@ -236,7 +236,7 @@ def test_a_model_that_cannot_rewind_writes_and_looks():
     @jax.jit
     def look(writers, text):
         text, logits, _ = texts.look(writers, text, 0)
-        return texts.append_one(writers, text, jnp.argmax(logits, -1), 0, text.going)
+        return texts.append_one(writers, text, jnp.argmax(logits, -1), 0, text.unfinished)
 
     text = lib.begin(job)
     for _ in range(6):

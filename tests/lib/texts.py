@@ -161,7 +161,7 @@ def calls():
         "spec_reason": (
             methods.spec_reason, pair, {"segmenter": ends, "judging": JUDGING, "digits": DIGITS, "threshold": 5.0}
         ),
-        "entropy_adaptive": (methods.entropy_adaptive, pair, {"tau": 2.2, "window": 2, "least": 2}),
+        "entropy_adaptive": (methods.entropy_adaptive, pair, {"tau": 2.2, "window": 2, "min_tokens": 2}),
         "fs_gen": (methods.fs_gen, pair, {"temperature": 0.8}),
         "speculative_thinking": (
             methods.speculative_thinking, pair,
@@ -169,13 +169,13 @@ def calls():
                 "look_ahead": 3, "long": 4, "patience": 2},
         ),
         "first_finish": (methods.first_finish, (large,), {"samples": 3, "eos": 5}),
-        "cntp": (methods.cntp, (large,), {"punctuation": ends, "n_max": 4, "most": 5}),
+        "cntp": (methods.cntp, (large,), {"punctuation": ends, "n_max": 4, "max_trial_tokens": 5}),
         "power_smc": (methods.power_smc, (large,), {"particles": 4, "block": 4, "alpha": 2.0, "ramp": 5, "eos": 5}),
         "reward_smc": (methods.reward_smc, (large,), {"reward": likes_fours, "particles": 4, "block": 4, "eos": 5}),
         "a_star": (
             methods.a_star, (large,),
-            {"segmenter": ends, "reward": likes_odds, "k": 3, "frontier": 4, "expected": 3.0, "budget": 6, "most": 5,
-                "temperature": 0.8},
+            {"segmenter": ends, "reward": likes_odds, "k": 3, "frontier": 4, "expected": 3.0, "budget": 6,
+                "max_step_tokens": 5, "temperature": 0.8},
         ),
         "anchored": (methods.anchored, pair, {"budget": 0.3}),
         "momentum": (methods.momentum, (large,), {}),

@@ -1,19 +1,20 @@
-"""How often each rule accepts one of n siblings at a node with distributions p and q, next to the best possible.
+"""Acceptance probability of each rule for n siblings at a node with distributions p and q, next to the best possible.
 
-Of rules that test siblings in turn only the last rejected distribution matters, so most have a closed form (the papers
-are named in each rule's own file):
-  standard              sum min(p, q), one draft
-  specinfer             1 - prod_j (1 - sum min(r_j, q)), r_1 = p, r_{j+1} = norm([r_j - q]+)
-  spectr                1 - (1 - beta(rho))^n
-  multipath_block       sum min(p, q'), q' the distribution of the draft with the largest p/q
-  greedy_multi_draft    P(T) + sum outside T of min(p, q'), T the n - 1 likeliest drafts
-  sample_and_match      P(T), T the n likeliest drafts
-  recursive_rejection   as specinfer, but d depends on the tokens rejected so far: summed over them where there are few,
-                        else drawn from their distribution norm([d - r]+), with exact acceptance along each draw
-  coupled               shared noise: that the drafter's top n of log q + G holds the target's argmax of log p + G. With
-                        one draft it is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV) (Daliri,
-                        Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024,
-                        arXiv 2408.07978); with more it is simulated
+Most rules have a closed form (the papers are named in each rule's own file):
+
+    standard              sum min(p, q), one draft
+    specinfer             1 - prod_j (1 - sum min(r_j, q)), r_1 = p, r_{j+1} = norm([r_j - q]+)
+    spectr                1 - (1 - beta(rho))^n
+    multipath_block       sum min(p, q'), q' the distribution of the draft with the largest p/q
+    greedy_multi_draft    P(T) + sum outside T of min(p, q'), T the n - 1 likeliest drafts
+    sample_and_match      P(T), T the n likeliest drafts
+    recursive_rejection   as specinfer, but d depends on the rejected tokens: summed over them where there are few, else
+                          drawn from their distribution norm([d - r]+), with exact acceptance along each draw
+    coupled               shared noise: P(the drafter's top n of log q + G contain the argmax of log p + G)
+
+With one draft, `coupled` is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV) (Daliri, Musco,
+Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024, arXiv 2408.07978). With more
+drafts it is simulated.
 Any other `Verifier` is simulated on trees of one level.
 """
 
@@ -44,7 +45,7 @@ simulated comes in parts of this size."""
 
 
 class Acceptance(NamedTuple):
-    """Of one rule, per row of distributions."""
+    """The acceptance of one rule, per row of distributions."""
 
     rule: str
     draws: Draws
@@ -109,7 +110,7 @@ class Entry(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What `compare` finds."""
+    """The result of `compare`."""
 
     entries: list[Entry]
     bounds: dict[str, dict[int, float]]  # by draws and n, the mean of `optimal_acceptance`
@@ -139,12 +140,12 @@ def compare(
     entries = []
     for rule in rules if rules is not None else FORMULAS:
         for n in (1,) if rule == "standard" else sorted(set(drafts)):
-            found = acceptance(rule, p, q, n, samples=samples, seed=seed)
-            bound = best.get("with_replacement" if found.draws == "chain" else found.draws, {}).get(n, found.value)
-            errors = [_error_of_mean(x) for x in (found.value, bound - found.value)]
-            mean, limit = float(found.value.mean()), float(bound.mean())
+            result = acceptance(rule, p, q, n, samples=samples, seed=seed)
+            bound = best.get("with_replacement" if result.draws == "chain" else result.draws, {}).get(n, result.value)
+            errors = [_error_of_mean(x) for x in (result.value, bound - result.value)]
+            mean, limit = float(result.value.mean()), float(bound.mean())
             guarantee = VERIFIERS[rule].guarantee if rule in VERIFIERS else "distribution"
-            entries.append(Entry(rule, guarantee, found.draws, n, mean, errors[0], limit, limit - mean, errors[1]))
+            entries.append(Entry(rule, guarantee, result.draws, n, mean, errors[0], limit, limit - mean, errors[1]))
     means = {kind: {n: float(x.mean()) for n, x in by_n.items()} for kind, by_n in best.items()}
     return Comparison(entries, means, p[..., 0].size)
 
@@ -179,10 +180,10 @@ def _norm(x: np.ndarray) -> np.ndarray:
 
 def _likeliest(q: np.ndarray, n: int) -> np.ndarray:
     """bool[R, V]: the n largest of q, ties to the lower id; none without mass."""
-    chosen = np.zeros(q.shape, bool)
+    selected = np.zeros(q.shape, bool)
     if n:
-        np.put_along_axis(chosen, np.argsort(-q, 1, kind="stable")[:, :n], True, 1)
-    return chosen & (q > 0)
+        np.put_along_axis(selected, np.argsort(-q, 1, kind="stable")[:, :n], True, 1)
+    return selected & (q > 0)
 
 
 @_exact
@@ -285,8 +286,8 @@ def _coupled(p, q, n, samples, seed):
             noise = rng.gumbel(size=(part, p.shape[1]))
             token = np.argmax(log_p[row] + noise, 1)[:, None]
             scores = log_q[row] + noise
-            own = np.take_along_axis(scores, token, 1)
-            counts[row] += np.sum((own[:, 0] > -np.inf) & ((scores > own).sum(1) < n))
+            row_value = np.take_along_axis(scores, token, 1)
+            counts[row] += np.sum((row_value[:, 0] > -np.inf) & ((scores > row_value).sum(1) < n))
     return _fraction(counts, samples)
 
 
@@ -308,7 +309,7 @@ def _coupled_one(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 class Formula(NamedTuple):
-    """Of a rule: (p[R, V], q[R, V], n, samples, seed) -> (float64[R], standard error float64[R]), for these draws."""
+    """A closed form: (p[R, V], q[R, V], n, samples, seed) -> (float64[R], standard error float64[R])."""
 
     function: Callable[..., tuple[np.ndarray, np.ndarray]]
     draws: Draws
@@ -328,7 +329,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 def _kind(verifier: Verifier | None, n: int, draws: Draws | None) -> How | Literal["chain"]:
-    """How to draw n siblings for a rule."""
+    """Return the way to draw n siblings for a rule."""
     if verifier is None:
         raise UsageError("the coupled rule has drafts without_replacement only; leave draws out")
     kinds: tuple[How, ...] = ("without_replacement", "with_replacement", "top_and_sampled", "point_mass")

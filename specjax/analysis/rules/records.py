@@ -150,9 +150,9 @@ def _merge(ids: np.ndarray, p: np.ndarray, q: np.ndarray):
     tokens, p, q = (
         np.take_along_axis(np.where(again, x.dtype.type(empty), x), last, 1) for x, empty in ((ids, -1), (p, 0), (q, 0))
     )
-    held = [x.astype(np.float64).sum(1) for x in (p, q)]
-    dropped = np.maximum(1 - np.stack(held, 1), 0).astype(np.float32)
-    p, q = ((x / mass[:, None]).astype(np.float32) for x, mass in zip((p, q), held, strict=True))
+    contained = [x.astype(np.float64).sum(1) for x in (p, q)]
+    dropped = np.maximum(1 - np.stack(contained, 1), 0).astype(np.float32)
+    p, q = ((x / mass[:, None]).astype(np.float32) for x, mass in zip((p, q), contained, strict=True))
     return tokens.astype(np.int32), p, q, dropped
 
 
@@ -191,7 +191,7 @@ def load_record(path: Path | str) -> Record:
 
 
 def _is_whole(record: Record) -> bool:
-    """Whether the arrays fit one another and hold distributions."""
+    """Return True if the arrays fit each other and contain distributions."""
     shape = record.tokens.shape
     if len(shape) != 2 or not all(shape) or record.p.shape != shape or record.q.shape != shape:
         return False

@@ -50,14 +50,14 @@ def expected_tokens(
     settings = Settings(temperature=temperature, verifier=verifiers[0] if temperature else None)
     job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=room)
     parts, state = dataclasses.replace(job.parts, keep=Keep(scored=True)), start(job)
-    found: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
+    result: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
     for _ in range(passes):
         length = state.length + 0  # the state is given away
         state, info, _ = step(parts, state)
         for verifier in verifiers:
             count = _judge(verifier, job.keys, length, info.scored, draws=draws if temperature else 1)
-            found[verifier.name].append(np.asarray(count, np.float64))
-    return {name: np.stack(columns, 1) for name, columns in found.items()}
+            result[verifier.name].append(np.asarray(count, np.float64))
+    return {name: np.stack(columns, 1) for name, columns in result.items()}
 
 
 @functools.partial(jax.jit, static_argnames="draws")

@@ -1,4 +1,4 @@
-"""One file per published method."""
+"""The collaboration methods, each in a file named after its paper."""
 
 from specjax.collaborate.methods.a_star import a_star
 from specjax.collaborate.methods.anchored import anchored

@@ -1,17 +1,18 @@
-"""A*-decoding: the steps of a text are searched best first, by a reward of each and a guess at what is still to come.
+"""A*-decoding: a best-first search over the steps of a text, by their rewards and an estimate of the remaining cost.
 
 A*-Decoding: Token-Efficient Inference Scaling (2025), arXiv 2505.13672.
 
-Rule: a node is a text, its expansion k sampled next steps, each with a reward r from 0 to 1. A child has the cost
-g = the sum of -log r over its steps and the guess h = -log r max(0, S - depth), with r of its last step; f = g + h. The
-node with the smallest f is expanded; of the nodes that are open at most M stay, those of the smallest f, and of equal
-children one. The first node to come up that is finished, by an eos or a full row, is the text. After `budget`
-expansions it is the finished node with the smallest f, or else the node with the smallest f.
-Guarantee: lossy. With k = 1 it is plain sampling, byte for byte, as far as the budget goes; with M = 1 it is a greedy
-search, which keeps the best of k steps.
-Deviations: the paper leaves the cost open, and this is ours, as are k = 4, M = 64, S = 8 and 64 expansions. h is 0 of a
-node that is finished, and a reward below 1e-30 counts as 1e-30. All prompts expand one node per round, whose text is
-read anew behind the prompt.
+Rule: a node is a text. Its expansion samples k next steps, each with a reward r from 0 to 1. The cost of a child is
+g = the sum of -log r over its steps. The estimate of its remaining cost is h = -log r max(0, S - depth), with the r
+of its last step, and f = g + h. The node with the smallest f is expanded. At most M open nodes with the smallest f
+stay, and equal children count once. The first finished node (an eos or a full row) that has the smallest f is the
+text. After `budget` expansions the text is the finished node with the smallest f, or else the node with the
+smallest f.
+Guarantee: lossy. With k = 1 it is plain sampling, byte for byte, within the budget. With M = 1 it is a greedy search,
+which takes the best of k steps.
+Deviations: the paper does not define the cost. This cost is our choice, and so are k = 4, M = 64, S = 8 and 64
+expansions. For a finished node h is 0, and a reward below 1e-30 counts as 1e-30. Each round expands one node per
+prompt and reads its text again after the prompt.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ METHOD = Method(
         Option("frontier", "int", 64, "size of the frontier"),
         Option("expected", "float", 8.0, "expected number of steps of a text; 0: no estimate of the remaining cost"),
         Option("budget", "int", 64, "expansions per prompt"),
-        Option("most", "int", 512, "maximum number of tokens per step"),
+        Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
     ),
 )
 
 
 LEAST = 1e-30
-"""A reward below counts as this one, so that all costs are finite."""
+"""Lower bound of a reward, which makes all costs finite."""
 
 
 class Nodes(NamedTuple):
-    """Open nodes of each prompt, N of them."""
+    """The N open nodes of each prompt."""
 
     f: Array  # float32[B, N], inf where there is none
     g: Array  # float32[B, N]
@@ -71,7 +72,7 @@ class Nodes(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What a search cost, and what it found."""
+    """The cost and the outcome of a search."""
 
     expansions: Array  # int32[B]
     tokens: Array  # int32[B], of all steps that were tried
@@ -92,25 +93,27 @@ def a_star(
     frontier: int = 64,
     expected: float = 8.0,
     budget: int = 64,
-    most: int = 512,
+    max_step_tokens: int = 512,
     temperature: float = 1.0,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """The text of a best-first search over steps.
+    """Decode the best text of a best-first search over steps.
 
     Args:
-      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
-      reward: r of a step, from 0 to 1, with the arguments that `reward_smc` gives it; the same function for every call
-        that is to compile nothing.
-      k: steps per expansion. frontier: nodes that stay open, M. expected: S, the steps that a text is expected to have;
-        0: nodes come up by their cost alone. budget: expansions per prompt. temperature: of the steps.
-      drafter: drafts for all of them. settings: of `decode`: eos, top_p, processors, ...
+      segmenter: detects the ends of steps, such as `after_strings(["\\n\\n"], ...)`.
+      max_step_tokens: maximum number of tokens per step.
+      reward: r of a step, from 0 to 1, with the arguments of `reward_smc`'s reward. Pass the same function in every
+        call to avoid compiling again.
+      k: steps per expansion. frontier: maximum number of open nodes, M. budget: expansions per prompt.
+      expected: S, the expected number of steps of a text; 0 ranks nodes by their cost alone.
+      temperature: sampling temperature of the steps. drafter: drafts for all steps.
+      settings: settings of `decode`: eos, top_p, processors, ...
 
-    Returns: TextResult, whose passes and tokens read are those of all steps; its log is a `Search`.
+    Returns: TextResult with the passes and tokens read of all steps; its log is a `Search`.
     Raises: UsageError for a setting outside its range, or a reward that is no number from 0 to 1.
     """
-    for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("most", most)):
+    for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("max_step_tokens", max_step_tokens)):
         whole(name, value, 1)
     number("expected", expected, 0 <= expected < float("inf"), "at least 0, and finite")
     if isinstance(temperature, int | float) and not temperature > 0 and k > 1:
@@ -119,33 +122,32 @@ def a_star(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
         settings=Settings(temperature=temperature, **settings),
     )  # fmt: skip
-    numbers = jnp.array([budget, most], jnp.int32)
+    numbers = jnp.array([budget, max_step_tokens], jnp.int32)
     done = _run(job, segmenter, numbers, jnp.float32(expected), reward=reward, k=k, frontier=frontier)
-    check_scores(done.log.valid, "what the reward says", "a reward must be a number from 0 to 1")
+    check_scores(done.log.valid, "the reward", "a reward must be a number from 0 to 1")
     return done.cut(max_new_tokens)
 
 
 def costs(g: Array, reward: Array, depth: Array, finished: Array, expected: Array | float) -> tuple[Array, Array]:
-    """(f, g) float32 of children, by the g of their parent, the reward of their step and their depth."""
+    """Return (f, g) float32 of children, from the g of their parent, the reward of their step and their depth."""
     step = -jnp.log(jnp.maximum(reward, LEAST))
     g = g + step
     return g + jnp.where(finished, 0.0, step * jnp.maximum(expected - depth, 0)), g
 
 
 def pick(nodes: Nodes, place: Array) -> Nodes:
-    """The nodes at `place` int32[B, K]."""
+    """Return the nodes at `place` int32[B, K]."""
     index = lambda x: place.reshape(*place.shape, *[1] * (x.ndim - 2))
     return Nodes(*(take_along(x, index(x), 1) for x in nodes))
 
 
-def kept(nodes: Nodes, count: int) -> Nodes:
-    """The `count` nodes with the smallest f, in this order; of equal ones the earlier."""
+def keep_best(nodes: Nodes, count: int) -> Nodes:
+    """Return the `count` nodes with the smallest f, in this order. Of equal nodes the earlier comes first."""
     return pick(nodes, jax.lax.top_k(-nodes.f, count)[1])
 
 
 def distinct(tokens: Array, length: Array, start: Array) -> Array:
-    """bool[B, K]: the texts int32[B, K, L] to which none before them is equal, all of them behind one of `start`
-    int32[B]."""
+    """Return bool[B, K], True for texts int32[B, K, L] that equal no earlier one after `start` int32[B]."""
     place = jnp.arange(tokens.shape[2])
     inside = (place >= start[:, None, None]) & (place < length[:, :, None])
     new = jnp.where(inside, tokens, -1)
@@ -158,11 +160,11 @@ def distinct(tokens: Array, length: Array, start: Array) -> Array:
 def _run(
     job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, *, reward: Reward, k: int, frontier: int
 ) -> TextResult:
-    writers, many, (budget, most) = job.writers, texts.forked(job.writers, k), numbers
+    writers, many, (budget, max_step_tokens) = job.writers, texts.forked(job.writers, k), numbers
     batch = len(job.lengths)
 
-    def at(text: TextState, node: Nodes) -> TextState:
-        """The text of one node per row."""
+    def restore(text: TextState, node: Nodes) -> TextState:
+        """Return the text of one node per row."""
         text = texts.rewind(writers, text, text.prompt)
         new = take_along(node.tokens[:, 0], jnp.minimum(text.prompt[:, None] + index, len(index) - 1), 1)
         return texts.append(text, new, node.length[:, 0] - text.prompt, 0)
@@ -171,27 +173,32 @@ def _run(
         text, nodes, log = carry
         node = pick(nodes, jnp.zeros((batch, 1), jnp.int32))
         expands = goes_on(nodes, log)
-        text = texts.read(writers, at(text, node), 0, expands)
+        text = texts.read(writers, restore(text, node), 0, expands)
         if k > 1:  # children of other nodes draw anew at the same places
             text = text._replace(keys=fold_in(job_keys, log.expansions[:, None]))
         steps, written = texts.extend(
-            many, texts.fork(writers, text, k), 0, segmenter=segmenter, limit=most, active=jnp.repeat(expands, k)
+            many,
+            texts.fork(writers, text, k),
+            0,
+            segmenter=segmenter,
+            limit=max_step_tokens,
+            active=jnp.repeat(expands, k),
         )
-        r = reward(steps.tokens, written.start, steps.length, ~steps.going).astype(jnp.float32).reshape(batch, k)
+        r = reward(steps.tokens, written.start, steps.length, ~steps.unfinished).astype(jnp.float32).reshape(batch, k)
         grouped = lambda x: x.reshape(batch, k, *x.shape[1:])
-        finished, depth = grouped(~steps.going), jnp.broadcast_to(node.depth + 1, (batch, k))
+        finished, depth = grouped(~steps.unfinished), jnp.broadcast_to(node.depth + 1, (batch, k))
         f, g = costs(node.g, r, depth, finished, expected)
         new = distinct(grouped(steps.tokens), grouped(steps.length), grouped(written.start)[:, 0])
         children = Nodes(
             jnp.where(new, f, jnp.inf), g, depth, grouped(steps.tokens), grouped(steps.length), grouped(steps.ended),
             finished,
         )  # fmt: skip
-        others = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
-        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), others, children)
+        remaining = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), remaining, children)
         where = lambda x, y: jnp.where(expands.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        nodes = jax.tree.map(where, kept(both, frontier), nodes)
+        nodes = jax.tree.map(where, keep_best(both, frontier), nodes)
         valid = ~expands | jnp.all((r >= 0) & (r <= 1), 1)
-        spent = lambda x, before: before + jnp.sum(grouped(x) - before[:, None], 1)
+        spent = lambda x, previous: previous + jnp.sum(grouped(x) - previous[:, None], 1)
         text = text._replace(
             passes=spent(steps.passes, text.passes), read=spent(steps.read, text.read),
             finite=text.finite & jnp.all(grouped(steps.finite), 1),
@@ -218,5 +225,5 @@ def _run(
     # Where the budget was spent, what is finished comes before what is not.
     best = jnp.argmin(jnp.where(nodes.finished, nodes.f, jnp.inf), 1)  # 0, the smallest f, if none is
     node = pick(nodes, best[:, None])
-    text = at(text, node)._replace(ended=node.ended[:, 0])
+    text = restore(text, node)._replace(ended=node.ended[:, 0])
     return result(text, log._replace(cost=node.g[:, 0], finished=node.finished[:, 0]))

@@ -1,15 +1,16 @@
-"""Anchored decoding: a risky model's text, held within a budget of divergence from a safe model's.
+"""Anchored decoding: the text of a risky model, within a divergence budget from a safe model.
 
 He et al.: Anchored Decoding: Provably Reducing Copyright Risk for Any Language Model (2026),
 arXiv 2602.07120.
 
 Rule: with p_s safe and p_r risky, q_theta = p_s^(1 - theta) p_r^theta / Z. At token t = 0, 1, ... the budget is
-k_t = max(0, (t + 1) k - debt - spent), and theta the largest in [0, 1] with KL(q_theta || p_s) <= k_t. The token is
-drawn from q_theta, and what it diverges is spent. The debt is what the prompt says of p_r: the mean of the `tokens`
-largest log p_r / p_s of its tokens, or 0.
-Guarantee: lossy, with a bound: whatever the text, the sum of the divergences of its T tokens is at most k T, so
+k_t = max(0, (t + 1) k - debt - spent). Theta is the largest value in [0, 1] with KL(q_theta || p_s) <= k_t. The token
+is drawn from q_theta, and its divergence is added to `spent`. The debt measures the divergence on the prompt: the
+mean of the `tokens` largest log p_r / p_s of its tokens, or 0.
+Guarantee: lossy, with a bound. For every text, the sum of the divergences of its T tokens is at most k T. So
 KL(law of the text || law of the safe model) <= k T. With k = 0 it is the safe model, byte for byte.
-Deviations: one vocabulary, so no fusion over bytes. Temperature shapes both models, and nothing cuts them after it.
+Deviations: both models share one vocabulary, so there is no fusion over bytes. Temperature shapes both models, and
+no setting truncates their distributions.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ METHOD = Method(
 SAFE, RISKY = 0, 1
 NEWTON, BISECTIONS = 8, 12
 ROUNDING = 1e-5
-"""Nats of a budget that are left for what float32 rounds, of log p_r / p_s up to a hundred."""
+"""Nats of a budget that are reserved for rounding errors of float32, with log p_r / p_s up to a hundred."""
 FARTHEST = 1e4
-"""log p_r / p_s counts as no less than minus this, so that the path stays continuous where p_r has no mass."""
+"""Negated lower bound of log p_r / p_s, so that the path stays continuous where p_r has no mass."""
 
 
 class Budget(NamedTuple):
-    """What a text has spent, in nats."""
+    """The budget that a text has spent, in nats."""
 
     spent: Array  # float32[B]
     debt: Array  # float32[B]
@@ -80,14 +81,15 @@ def anchored(
     temperature: float = 1.0,
     **settings: Any,
 ) -> TextResult:
-    """Text between two models.
+    """Decode with the risky model, within a divergence budget from the safe model.
 
     Args:
-      budget: k, nats per token. debt: whether what the prompt tells of the risky model counts; tokens: how many of its
-        tokens say that. temperature: of both models. settings: of `decode`: eos, capacity.
+      budget: k, nats per token. debt: whether the divergence on the prompt is charged to the budget.
+      tokens: number of prompt tokens in this divergence. temperature: sampling temperature of both models.
+      settings: settings of `decode`: eos, capacity.
 
-    Returns: TextResult of the writers safe, risky, whose log is a `Budget`. A token counts as the risky model's where
-      theta is above 0.
+    Returns: TextResult of the writers safe, risky; its log is a `Budget`. The risky model is the author of a token
+    where theta is above 0.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     number("budget", budget, budget >= 0, "at least 0")
@@ -102,14 +104,16 @@ def anchored(
     return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
 
 
-def fused(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array]:
-    """(log q float32[B, V], theta float32[B], KL(q || p_s) float32[B]) of log-probabilities [B, V] and a budget [B]."""
+def fuse(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array]:
+    """Return (log q float32[B, V], theta float32[B], KL(q || p_s) float32[B]) of log-probabilities [B, V] and a budget
+    [B].
+    """
     inside = log_s > -jnp.inf
     log_r = jax.nn.log_softmax(jnp.where(inside, log_r, -jnp.inf), -1)
     apart = jnp.where(inside, jnp.maximum(log_r - log_s, -FARTHEST), 0.0)
 
     def at(theta: Array) -> tuple[Array, Array, Array]:
-        """log q, KL and its derivative."""
+        """Return log q, KL and its derivative."""
         x = jnp.where(inside, log_s + theta[:, None] * apart, -jnp.inf)
         log_z = jax.nn.logsumexp(x, -1)
         q = jnp.exp(x - log_z[:, None])
@@ -128,35 +132,37 @@ def fused(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Arra
         return low, high, jnp.where(within, step, middle)
 
     low, _, _ = jax.lax.fori_loop(0, NEWTON + BISECTIONS, narrow, (0 * one, one, one / 2))
-    whole = at(one)[1] <= budget
-    theta = jnp.where(budget <= 0, 0.0, jnp.where(whole, 1.0, low))
+    fits = at(one)[1] <= budget
+    theta = jnp.where(budget <= 0, 0.0, jnp.where(fits, 1.0, low))
     log_q, kl, _ = at(theta)
     return jnp.where((theta == 0)[:, None], log_s, log_q), theta, jnp.where(theta == 0, 0.0, kl)
 
 
-def prompt_debt(log_s: Array, log_r: Array, known: Array, tokens: int) -> Array:
-    """float32[B]: the mean of the largest of log p_r / p_s >= 0 over the tokens `known` bool[B, L] of log p [B, L]."""
-    ratio = jnp.where(known, jnp.maximum(log_r - log_s, 0.0), 0.0)
-    count = jnp.minimum(jnp.sum(known, 1), tokens)
+def prompt_debt(log_s: Array, log_r: Array, mask: Array, tokens: int) -> Array:
+    """Return float32[B], the mean of the largest log p_r / p_s >= 0 over the tokens in `mask` bool[B, L] of log p [B,
+    L].
+    """
+    ratio = jnp.where(mask, jnp.maximum(log_r - log_s, 0.0), 0.0)
+    count = jnp.minimum(jnp.sum(mask, 1), tokens)
     return jnp.sum(jax.lax.top_k(ratio, min(tokens, ratio.shape[1]))[0], 1) / jnp.maximum(count, 1)
 
 
 def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
-    """float32[B, L]: log p, after temperature, of each token of a prompt but the first; 0 elsewhere."""
+    """Return float32[B, L], log p after temperature of each prompt token except the first; 0 elsewhere."""
     target, (batch, size) = writer.target, tokens.shape
 
-    def see(seen: tuple[Array, Array], window: Array, count: Array, output) -> tuple[Array, Array]:
-        start, found = seen
+    def see(carry: tuple[Array, Array], window: Array, count: Array, output) -> tuple[Array, Array]:
+        start, logprobs = carry
         place = start + 1 + jnp.arange(CHUNK)
         following = jnp.take(tokens, place, axis=1, mode="clip")
         log_p = jax.nn.log_softmax(warp(output.logits, writer.sampling), -1)
-        of = take_along(log_p, following[:, :, None], 2)[:, :, 0]
-        of = jnp.where(jnp.arange(CHUNK) < count[:, None], of, 0.0)
-        return start + CHUNK, found.at[:, place].set(of, mode="drop")
+        values = take_along(log_p, following[:, :, None], 2)[:, :, 0]
+        values = jnp.where(jnp.arange(CHUNK) < count[:, None], values, 0.0)
+        return start + CHUNK, logprobs.at[:, place].set(values, mode="drop")
 
     cache = target.model.init_cache(target.params, None, batch, size)
-    seen = jnp.int32(0), jnp.zeros(tokens.shape)
-    return prefill_and_read(target.model, target.params, cache, tokens, length - 1, see, seen)[1][1]
+    carry = jnp.int32(0), jnp.zeros(tokens.shape)
+    return prefill_and_read(target.model, target.params, cache, tokens, length - 1, see, carry)[1][1]
 
 
 @functools.partial(jax.jit, static_argnames=("debt", "tokens"))
@@ -169,14 +175,14 @@ def _run(job: TextJob, budget: Array, *, debt: bool, tokens: int) -> TextResult:
         place = jnp.arange(job.tokens.shape[1])
         owed = prompt_debt(log_p[SAFE], log_p[RISKY], (place > 0) & (place < job.lengths[:, None]), tokens)
 
-    def choose(text: TextState, state: Budget, going: Array):
+    def choose(text: TextState, state: Budget, unfinished: Array):
         log_p = []
         for who in (SAFE, RISKY):
-            text, logits, _ = texts.look(writers, text, who, going)
+            text, logits, _ = texts.look(writers, text, who, unfinished)
             log_p.append(jax.nn.log_softmax(warp(logits, writers[who].sampling), -1))
-        now = jnp.maximum((text.written + 1) * budget - state.debt - state.spent, 0.0)
-        log_q, theta, kl = fused(log_p[SAFE], log_p[RISKY], now)
-        add = lambda total, x: total + jnp.where(going, x, 0.0)
+        allowance = jnp.maximum((text.written + 1) * budget - state.debt - state.spent, 0.0)
+        log_q, theta, kl = fuse(log_p[SAFE], log_p[RISKY], allowance)
+        add = lambda total, x: total + jnp.where(unfinished, x, 0.0)
         state = Budget(add(state.spent, kl), state.debt, add(state.theta, theta))
         return text, log_q, jnp.where(theta > 0, RISKY, SAFE), state
 

@@ -1,14 +1,14 @@
-"""Arbitrage: the target rewrites a step of the draft model where that would make it better, not where it is bad.
+"""Arbitrage: the target rewrites a step of the draft model if the rewrite is predicted to be better.
 
 Arbitrage: Efficient Reasoning via Advantage-Aware Speculation (2025), arXiv 2512.05033.
 
-Rule: the draft model writes a step z. With form
-  router: y = sigmoid(w . h + b) of a router model's hidden state h at the end of z; the target rewrites where y >= tau;
-  reward: a process reward s(z), ignoring what the target would do; it rewrites where s < tau;
-  oracle: both write, with rewards s_d and s_t; the target's step is kept where s_t - s_d > tau.
-Guarantee: lossy. A router with tau = 0 leaves all to the target, with its own key of `text.writer_keys`, above 1 all to
-the draft model; the oracle says what the best router could do.
-Deviations: the router is given; how it is trained, on which of the two steps the reward prefers, is not here.
+Rule: the draft model writes a step z. The decision depends on the form:
+  router: y = sigmoid(w . h + b) of a router model's hidden state h at the end of z; the target rewrites where y >= tau.
+  reward: a process reward s(z) ignores the target's step; the target rewrites where s < tau.
+  oracle: both models write, with rewards s_d and s_t; the target's step is used where s_t - s_d > tau.
+Guarantee: lossy. A router with tau = 0 leaves all steps to the target, with its own key of `multi_writer.writer_keys`.
+With tau above 1 it leaves all to the draft model. The oracle is the upper bound for routers.
+Deviations: the caller provides the router. Its training, on which of the two steps the reward prefers, is not included.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ METHOD = Method(
         Option(
             "tau", "float", None, "threshold of the decision; default: 0.5 for router, 0.7 for reward, 0 for oracle"
         ),
-        Option("most", "int", 512, "maximum number of tokens per step"),
+        Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
     ),
 )
 
@@ -66,24 +66,26 @@ def arbitrage(
     segmenter: Segmenter,
     form: Form = "router",
     tau: float | None = None,
-    most: int = 512,
+    max_step_tokens: int = 512,
     router: Target | None = None,
     head: tuple[Array, Array] | None = None,
     reward: Reward | None = None,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Steps of the draft model, some of them rewritten by the target.
+    """Decode steps with the draft model, and rewrite some of them with the target.
 
     Args:
-      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
-      form: what decides. tau: its threshold, by default 0.5 of a router, 0.7 of a reward, 0 of the oracle.
-      router, head: a model of the same vocabulary and (w float32[D], b float32[]). reward: as `reward_smc` has it.
-      drafter: drafts within the target's own steps. settings: of `decode`, for both models.
+      segmenter: detects the ends of steps, such as `after_strings(["\\n\\n"], ...)`.
+      max_step_tokens: maximum number of tokens per step.
+      form: source of the decision. tau: its threshold; defaults are 0.5 for router, 0.7 for reward and 0 for oracle.
+      router, head: a model of the same vocabulary and (w float32[D], b float32[]). reward: as in `reward_smc`.
+      drafter: drafts within the target's own steps. settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target and, if given, router. Its log is a `StepLog` of y, s or s_t - s_d.
-    Raises: UsageError for a form without what it needs, a setting outside its range, models of different vocabularies,
-      or a score that is NaN.
+    Returns: TextResult of the writers draft, target and, if present, router. Its log is a `StepLog` of y, s or s_t -
+    s_d.
+    Raises: UsageError for a form without its model or reward, a setting outside its range, models of different
+    vocabularies, or a NaN score.
     """
     if form not in get_args(Form):
         raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
@@ -93,22 +95,22 @@ def arbitrage(
         raise UsageError(f'form="{form}" needs reward=, a function of steps')
     tau = DEFAULTS[form] if tau is None else tau
     number("tau", tau, True, "a number")
-    whole("most", most, 1)
+    whole("max_step_tokens", max_step_tokens, 1)
     models = (draft, target) if router is None else (draft, target, router)
     job = prepare_texts(
         models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings),
     )  # fmt: skip
-    done = _run(job, segmenter, jnp.float32(tau), head, form=form, reward=reward, most=most)
-    check_scores(done.log.valid, f"what the {form} says", "look at its parameters")
+    done = _run(job, segmenter, jnp.float32(tau), head, form=form, reward=reward, max_step_tokens=max_step_tokens)
+    check_scores(done.log.valid, f"the score of the {form}", "look at its parameters")
     return done.cut(max_new_tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "reward", "most"))
+@functools.partial(jax.jit, static_argnames=("form", "reward", "max_step_tokens"))
 @without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, tau: Array, head: tuple[Array, Array] | None, *, form: str,
-    reward: Reward | None, most: int,
+    reward: Reward | None, max_step_tokens: int,
 ) -> TextResult:  # fmt: skip
     def routed(writers: Writers, text: TextState, step: Step):
         assert head is not None
@@ -117,13 +119,21 @@ def _run(
 
     def rewarded(text: TextState, step: Step) -> Array:
         assert reward is not None
-        return reward(text.tokens, step.start, text.length, ~text.going)
+        return reward(text.tokens, step.start, text.length, ~text.unfinished)
 
     def compared(writers: Writers, text: TextState, step: Step):
-        """The target writes beside the text, and the same once more if it is to stay: a draw belongs to its place."""
+        """Return the advantage of the target's step.
+
+        The target writes it in a copy of the text, and again if it is accepted: draws depend on the place alone.
+        """
         start = jnp.where(step.active, step.start, text.length)
         other, _ = texts.extend(
-            writers, texts.rewind(writers, text, start), TARGET, segmenter=segmenter, limit=most, active=step.active
+            writers,
+            texts.rewind(writers, text, start),
+            TARGET,
+            segmenter=segmenter,
+            limit=max_step_tokens,
+            active=step.active,
         )
         advantage = rewarded(other, step) - rewarded(text, step)
         return text._replace(passes=other.passes, read=other.read), advantage
@@ -135,6 +145,11 @@ def _run(
         "oracle": lambda score, step: score > tau,
     }
     text, log = judged_steps(
-        job.writers, job.begin(), segmenter=segmenter, judge=judges[form], route=routes[form], most=most
+        job.writers,
+        job.begin(),
+        segmenter=segmenter,
+        judge=judges[form],
+        route=routes[form],
+        max_step_tokens=max_step_tokens,
     )
     return result(text, log)

@@ -1,14 +1,14 @@
-"""Cautious next token prediction: where the model is unsure it tries several continuations, and keeps the likeliest.
+"""Cautious next token prediction: an uncertain model samples several continuations, and the most likely one is used.
 
 Wang et al.: Cautious Next Token Prediction (2025), arXiv 2507.03038.
 
-Rule: H is the entropy, in nats, of the next token's distribution, as processors, temperature and top-p shape it, and
-N = int(n_min + (n_max - n_min) clip((H - 0.01) / (1.5 - 0.01), 0, 1)). For N = 1 one token is sampled. Else N trials
-are sampled, each up to a token with punctuation in it, an eos or `most` tokens; the one with the lowest perplexity,
-exp(mean NLL) under the distributions that were sampled, is kept whole.
+Rule: H is the entropy, in nats, of the next token's distribution after processors, temperature and top-p. The number
+of trials is N = int(n_min + (n_max - n_min) clip((H - 0.01) / (1.5 - 0.01), 0, 1)). If N = 1, one token is sampled.
+Otherwise N trials are sampled, each up to a token with punctuation, an eos or `max_trial_tokens` tokens. The trial
+with the lowest perplexity, exp(mean NLL) under the sampled distributions, is appended in full.
 Guarantee: lossy. With n_max = 1 it is plain sampling, byte for byte.
-Deviations: `most` is 32. The trials of a round are rows with a copy of the cache each, and all n_max of them have one,
-whether the round needs them or not. Of equal trials the first is kept.
+Deviations: `max_trial_tokens` is 32. The trials of a round are rows, each with a copy of the cache. All n_max of them
+have a copy even if the round needs fewer. Of equal trials the first is used.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ METHOD = Method(
     options=(
         Option("n_min", "int", 1, "minimum number of continuations"),
         Option("n_max", "int", 10, "maximum number of continuations"),
-        Option("most", "int", 32, "maximum number of tokens per continuation"),
+        Option("max_trial_tokens", "int", 32, "maximum number of tokens per continuation"),
     ),
 )
 
 
 SURE, UNSURE = 0.01, 1.5
-"""Nats, from which and up to which more trials are made."""
+"""Entropies in nats at which the number of trials starts to grow and reaches its maximum."""
 
 
 class Trials(NamedTuple):
-    """What was tried."""
+    """Counts of rounds, trials and their tokens."""
 
     rounds: Array  # int32[B]
     trials: Array  # int32[B], of all rounds
@@ -69,63 +69,64 @@ def cntp(
     punctuation: Segmenter,
     n_min: int = 1,
     n_max: int = 10,
-    most: int = 32,
+    max_trial_tokens: int = 32,
     temperature: float = 0.8,
     top_p: float = 0.9,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Sampling that looks ahead where it is unsure.
+    """Sample tokens, with several trial continuations where the entropy is high.
 
     Args:
-      punctuation: where trials end, such as `after_strings([".", ",", ":", ";", "?", "!", "\\n", ")", "]"], ...)`.
-      n_min, n_max: trials. most: tokens of one at most. drafter: drafts for all trials. settings: of `decode`.
+      punctuation: ends of trials, such as `after_strings([".", ",", ":", ";", "?", "!", "\\n", ")", "]"], ...)`.
+      n_min, n_max: number of trials. max_trial_tokens: maximum number of tokens per trial.
+      drafter: drafts for all trials. settings: settings of `decode`.
 
-    Returns: TextResult, whose passes and tokens read are those of all trials; its log is a `Trials`.
+    Returns: TextResult with the passes and tokens read of all trials; its log is a `Trials`.
     Raises: UsageError for a setting outside its range, or a temperature of 0, at which all trials are equal.
     """
     whole("n_min", n_min, 1)
     whole("n_max", n_max, n_min, f"at least n_min, {n_min}")
-    whole("most", most, 1)
+    whole("max_trial_tokens", max_trial_tokens, 1)
     if isinstance(temperature, int | float) and temperature <= 0:
         raise UsageError("temperature must be above 0, as trials drawn at 0 are equal; use decode for greedy text")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
         settings=Settings(temperature=temperature, top_p=top_p, **settings), keep=Keep(logprobs=True),
     )  # fmt: skip
-    return _run(job, punctuation, jnp.int32(n_min), jnp.int32(most), n_max=n_max).cut(max_new_tokens)
+    return _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max).cut(max_new_tokens)
 
 
 def number_of_trials(nats: Array, n_min: Array | int, n_max: int) -> Array:
-    """int32[B] of entropies float32[B]."""
+    """Return the number of trials int32[B] for entropies float32[B]."""
     share = jnp.clip((nats - SURE) / (UNSURE - SURE), 0, 1)
     return (n_min + (n_max - n_min) * share + 1e-4).astype(jnp.int32)  # of 9.99999 the whole number meant is 10
 
 
 def best_trial(nll: Array, count: Array, tried: Array) -> Array:
-    """int32[B]: the trial with the lowest mean, of sums of NLL float32[B, n] over `count` tokens each."""
+    """Return int32[B], the trial with the lowest mean NLL, for sums of NLL float32[B, n] over `count` tokens each."""
     mean = nll / jnp.maximum(count, 1)
     return jnp.argmin(jnp.where(tried & (count > 0), mean, jnp.inf), 1).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("n_max",))
 @without_x64
-def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_max: int) -> TextResult:
+def _run(job: TextJob, punctuation: Segmenter, n_min: Array, max_trial_tokens: Array, *, n_max: int) -> TextResult:
     writers, n, batch = job.writers, n_max, len(job.lengths)
     many = texts.forked(writers, n)
     rows = jnp.arange(batch) * n
 
-    def add(total: Array, info: Info, kept: Array) -> Array:
+    def add(total: Array, info: Info, count: Array) -> Array:
         assert info.logprobs is not None
-        inside = jnp.arange(info.logprobs.shape[1]) < kept[:, None]
+        inside = jnp.arange(info.logprobs.shape[1]) < count[:, None]
         return total - jnp.sum(jnp.where(inside, info.logprobs, 0.0), 1)
 
     def body(carry: tuple[texts.TextState, Trials]) -> tuple[texts.TextState, Trials]:
         text, log = carry
-        going, start = text.going, text.length
-        text, logits, _ = texts.look(writers, text, 0, going)
-        known = texts.known_to_processors(writers, text, 0, going)
-        logits = pipeline.process_root(writers[0].processors, known, texts.last(text), logits)
+        unfinished, start = text.unfinished, text.length
+        text, logits, _ = texts.look(writers, text, 0, unfinished)
+        states = texts.processor_states(writers, text, 0, unfinished)
+        logits = pipeline.process_root(writers[0].processors, states, texts.last(text), logits)
         nats = entropy(jax.nn.log_softmax(warp(logits, writers[0].sampling), -1))
         tries = number_of_trials(nats, n_min, n)
         # A round that is no trial draws as plain sampling does; what a trial drew, whether it was kept or not, is not
@@ -134,26 +135,26 @@ def _run(job: TextJob, punctuation: Segmenter, n_min: Array, most: Array, *, n_m
         of_trials = fold_in(of_round, jnp.arange(n)[None, :, None])
         keys = jnp.where((tries > 1)[:, None, None], of_trials, jnp.broadcast_to(text.keys[:, None], of_trials.shape))
         trials = texts.fork(writers, text, n)._replace(keys=keys.reshape(batch * n, -1))
-        tried = going[:, None] & (jnp.arange(n) < tries[:, None])
-        limit = jnp.repeat(jnp.where(tries > 1, most, 1), n)
+        tried = unfinished[:, None] & (jnp.arange(n) < tries[:, None])
+        limit = jnp.repeat(jnp.where(tries > 1, max_trial_tokens, 1), n)
         trials, written = texts.extend(
-            many, trials, 0, segmenter=punctuation, limit=limit, active=tried.reshape(-1), see=add,
-            seen=jnp.zeros((batch * n,)),
+            many, trials, 0, segmenter=punctuation, limit=limit, active=tried.reshape(-1), observe=add,
+            observations=jnp.zeros((batch * n,)),
         )  # fmt: skip
         count = (trials.length - written.start).reshape(batch, n)
-        winner = best_trial(written.seen.reshape(batch, n), count, tried)
+        winner = best_trial(written.observations.reshape(batch, n), count, tried)
         new = texts.select(many, trials, rows + winner)
-        spent = lambda x, before: before + jnp.sum((x - jnp.repeat(before, n, 0)).reshape(batch, n, -1), 1)
+        spent = lambda x, previous: previous + jnp.sum((x - jnp.repeat(previous, n, 0)).reshape(batch, n, -1), 1)
         new = new._replace(keys=text.keys, passes=spent(trials.passes, text.passes), read=spent(trials.read, text.read))
         several = tries > 1
         log = Trials(
-            log.rounds + (going & several),
-            log.trials + jnp.where(going & several, tries, 0),
+            log.rounds + (unfinished & several),
+            log.trials + jnp.where(unfinished & several, tries, 0),
             log.tokens + jnp.sum(jnp.where(tried, count, 0), 1),
         )
         return new, log
 
     zero = jnp.zeros((batch,), jnp.int32)
     carry = job.begin(), Trials(zero, zero, zero)
-    text, log = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, carry)
+    text, log = jax.lax.while_loop(lambda carry: jnp.any(carry[0].unfinished), body, carry)
     return result(text, log)

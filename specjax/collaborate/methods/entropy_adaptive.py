@@ -1,14 +1,15 @@
-"""Entropy adaptive decoding: the large model writes while the text is uncertain, the small one while it is not.
+"""Entropy adaptive decoding: the large model writes while the entropy is high, and the small one while it is low.
 
 Simonds: Entropy Adaptive Decoding: Dynamic Model Switching for Efficient Inference (2025), arXiv 2502.06833.
 
-Rule: H_t is the entropy, in bits, of the active model's distribution before temperature, and M_t the mean of the last
-`window` of them. If at least `least` tokens have come since the last switch, the next token is the large model's where
-M_t > tau and the small one's where not; else the model stays. A model that comes in reads what it missed.
-Guarantee: lossy. With tau infinite it is decoding with the small model, with tau < 0 and start="large" with the large
-one, byte for byte.
-Deviations: `least` is 10 where the paper gives no number. The first token is the small model's unless `start` says so.
-Rows share the passes: with several of them both models run, and only rows that agree save anything.
+Rule: H_t is the entropy, in bits, of the active model's distribution before temperature. M_t is the mean of the last
+`window` of them. After at least `min_tokens` tokens since the last switch, the large model writes the next token if
+M_t > tau, and otherwise the small one. Before that the model does not change. A model that takes over first reads the
+tokens it missed.
+Guarantee: lossy. With tau infinite it is decoding with the small model, byte for byte. With tau < 0 and start="large"
+it is decoding with the large one.
+Deviations: `min_tokens` is 10, as the paper gives no number. The small model writes the first token unless `start` is
+"large". Rows share the passes, so both models run in a mixed batch. Time is saved only when all rows agree.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ METHOD = Method(
     options=(
         Option("tau", "float", 1.0, "mean entropy in bits above which the large model writes"),
         Option("window", "int", 5, "tokens in the mean of the entropy"),
-        Option("least", "int", 10, "minimum number of tokens between two switches"),
+        Option("min_tokens", "int", 10, "minimum number of tokens between two switches"),
         Option("start", ("small", "large"), "small", "model that writes first"),
     ),
 )
@@ -52,7 +53,7 @@ SMALL, LARGE = 0, 1
 
 
 class Router(NamedTuple):
-    """The last entropies, and who writes."""
+    """The last entropies, and the model that writes next."""
 
     recent: Array  # float32[B, window], a ring
     number: Array  # int32[B], entropies so far
@@ -70,58 +71,59 @@ def entropy_adaptive(
     max_new_tokens: int,
     tau: float = 1.0,
     window: int = 5,
-    least: int = 10,
+    min_tokens: int = 10,
     start: str = "small",
     **settings: Any,
 ) -> TextResult:
-    """Decoding that switches between a small and a large model by the entropy of what they say.
+    """Decode with a small and a large model, switching by the entropy of their distributions.
 
     Args:
-      tau: bits, to be swept. window: entropies that are averaged. least: tokens between two switches.
-      start: "small" or "large", who writes first. settings: of `decode`, for both models.
+      tau: threshold in bits, to be tuned. window: number of entropies in the mean.
+      min_tokens: minimum number of tokens between two switches. start: "small" or "large", the model that writes first.
+      settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target, whose log is int32[B], the number of switches.
+    Returns: TextResult of the writers draft, target; its log is int32[B], the number of switches.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     number("tau", tau, True, "a number of bits")
     whole("window", window, 1)
-    whole("least", least, 1)
+    whole("min_tokens", min_tokens, 1)
     if start not in ("small", "large"):
         raise UsageError(f'start must be "small" or "large", not "{start}"')
     job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings))
-    done = _run(job, jnp.float32(tau), jnp.int32(least), jnp.bool_(start == "large"), window=window)
+    done = _run(job, jnp.float32(tau), jnp.int32(min_tokens), jnp.bool_(start == "large"), window=window)
     return done.cut(max_new_tokens)
 
 
 def begin(batch: int, window: int, large: Array) -> Router:
-    """Before the first token."""
+    """Return the router's state before the first token."""
     zero = jnp.zeros((batch,), jnp.int32)
     return Router(jnp.zeros((batch, window)), zero, zero, jnp.broadcast_to(large, (batch,)), zero)
 
 
-def route(router: Router, bits: Array, going: Array, tau: Array, least: Array) -> Router:
-    """Who writes the next token, after one whose distribution had `bits` float32[B] of entropy."""
+def route(router: Router, bits: Array, unfinished: Array, tau: Array, min_tokens: Array) -> Router:
+    """Update the router after a token with the entropy `bits` float32[B], and select the writer of the next token."""
     window = router.recent.shape[1]
     recent = jnp.where((jnp.arange(window) == (router.number % window)[:, None]), bits[:, None], router.recent)
     number = router.number + 1
     filled = jnp.minimum(number, window)
     mean = jnp.sum(jnp.where(jnp.arange(window) < filled[:, None], recent, 0.0), 1) / filled
-    large = jnp.where(router.since >= least, mean > tau, router.large)
+    large = jnp.where(router.since >= min_tokens, mean > tau, router.large)
     switch = large != router.large
     new = Router(recent, number, jnp.where(switch, 0, router.since + 1), large, router.switches + switch)
-    return jax.tree.map(lambda x, old: jnp.where(going.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, router)
+    return jax.tree.map(lambda x, old: jnp.where(unfinished.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, router)
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
 @without_x64
-def _run(job: TextJob, tau: Array, least: Array, large: Array, *, window: int) -> TextResult:
-    def choose(text: TextState, router: Router, going: Array):
-        text, small_says, _ = texts.look(job.writers, text, SMALL, going & ~router.large)
-        text, large_says, _ = texts.look(job.writers, text, LARGE, going & router.large)
-        logits = jnp.where(router.large[:, None], large_says, small_says)
+def _run(job: TextJob, tau: Array, min_tokens: Array, large: Array, *, window: int) -> TextResult:
+    def choose(text: TextState, router: Router, unfinished: Array):
+        text, small_logits, _ = texts.look(job.writers, text, SMALL, unfinished & ~router.large)
+        text, large_logits, _ = texts.look(job.writers, text, LARGE, unfinished & router.large)
+        logits = jnp.where(router.large[:, None], large_logits, small_logits)
         bits = entropy(jax.nn.log_softmax(logits, -1)) / jnp.log(2.0)
         author = jnp.where(router.large, LARGE, SMALL)
-        return text, logits, author, route(router, bits, going, tau, least)
+        return text, logits, author, route(router, bits, unfinished, tau, min_tokens)
 
     text = job.begin()
     text, router = token_by_token(job.writers, text, choose, begin(len(text.length), window, large))

@@ -1,14 +1,16 @@
-"""First finish search: of several samples of a prompt, the one that ends first.
+"""First finish search: several samples of a prompt run in parallel, and the one that ends first is returned.
 
 Agarwal, Sengupta, Chakraborty: First Finish Search: Efficient Test-Time Scaling in Large Language Models (2025),
 arXiv 2505.18149.
 
-Rule: n samples go on at once. The shortest that ends with an eos is the answer, and the others are cancelled as soon as
-they cannot be shorter. Of several of one length the one with the highest mean log-probability wins, then the first; if
-none ends by the limit, the one with the highest mean log-probability.
-Guarantee: lossy: each sample has the model's distribution, the shortest of several does not. With n = 1 it is `decode`.
-Deviations: lengths are compared, not clocks. With a drafter, rows come to one length in different passes; then what is
-shorter still goes on, so that the winner is the one of token-by-token decoding where the texts are (coupled sampling).
+Rule: n samples run at once. The shortest sample that ends with an eos is the answer. The others are cancelled as soon
+as they cannot be shorter. Among equal lengths the highest mean log-probability wins, then the first sample. If none
+ends by the limit, the sample with the highest mean log-probability wins.
+Guarantee: lossy. Each sample has the model's distribution, but the shortest of several does not. With n = 1 it is
+`decode`.
+Deviations: lengths are compared instead of wall-clock times. With a drafter, rows reach the same length in different
+passes, so shorter samples continue. The winner then equals that of token-by-token decoding if the texts are equal
+(coupled sampling).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ METHOD = Method(
 
 
 class Race(NamedTuple):
-    """The samples of each prompt."""
+    """The samples of each prompt, and the winner."""
 
     winner: Array  # int32[B]
     lengths: Array  # int32[B, n], tokens when they ended or were cancelled
@@ -60,13 +62,13 @@ def first_finish(
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """The sample that is over first.
+    """Decode several samples of each prompt, and return the first that ends.
 
     Args:
-      samples: per prompt, n; sample i has the key that `decode` gives it with `samples_per_prompt`.
-      drafter: drafts for all of them. settings: of `decode`, such as eos, without which none ends.
+      samples: n per prompt; sample i has the key of `decode` with `samples_per_prompt`.
+      drafter: drafts for all samples. settings: settings of `decode`, such as eos, without which no sample ends.
 
-    Returns: TextResult of the winners, whose passes and tokens read are those of all samples; its log is a `Race`.
+    Returns: TextResult of the winners, with the passes and tokens read of all samples; its log is a `Race`.
     Raises: UsageError for samples below 1, or a temperature of 0, at which all are equal.
     """
     whole("samples", samples, 1)
@@ -80,9 +82,9 @@ def first_finish(
 
 
 def winners(lengths: Array, ended: Array, mean_logprob: Array) -> Array:
-    """int32[B]: the sample that wins, of arrays [B, n]."""
-    least = jnp.min(jnp.where(ended, lengths, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
-    in_the_race = jnp.where(jnp.any(ended, 1, keepdims=True), ended & (lengths == least), True)
+    """Return int32[B], the winning sample, for arrays [B, n]."""
+    shortest = jnp.min(jnp.where(ended, lengths, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+    in_the_race = jnp.where(jnp.any(ended, 1, keepdims=True), ended & (lengths == shortest), True)
     return jnp.argmax(jnp.where(in_the_race, mean_logprob, -jnp.inf), 1).astype(jnp.int32)
 
 
@@ -93,20 +95,20 @@ def _run(job: TextJob, *, samples: int) -> TextResult:
     writers = texts.forked(job.writers, n)
     grouped = lambda x: x.reshape(batch, n)
 
-    def add(total: Array, info: Info, kept: Array) -> Array:
+    def add(total: Array, info: Info, count: Array) -> Array:
         assert info.logprobs is not None
-        inside = jnp.arange(info.logprobs.shape[1]) < kept[:, None]
+        inside = jnp.arange(info.logprobs.shape[1]) < count[:, None]
         return total + jnp.sum(jnp.where(inside, info.logprobs, 0.0), 1)
 
     def cannot_win(length: Array, ended: Array) -> Array:
         done, long = grouped(ended), grouped(length)
-        least = jnp.min(jnp.where(done, long, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
-        return (long >= least).reshape(-1)
+        shortest = jnp.min(jnp.where(done, long, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
+        return (long >= shortest).reshape(-1)
 
     text = texts.fork(job.writers, job.begin(), n)
-    text, written = texts.extend(writers, text, 0, see=add, seen=jnp.zeros((batch * n,)), halt=cannot_win)
+    text, written = texts.extend(writers, text, 0, observe=add, observations=jnp.zeros((batch * n,)), halt=cannot_win)
     lengths, ended = grouped(text.written), grouped(text.ended)
-    mean = grouped(written.seen) / jnp.maximum(lengths, 1)
+    mean = grouped(written.observations) / jnp.maximum(lengths, 1)
     winner = winners(lengths, ended, mean)
     best = texts.select(writers, text, jnp.arange(batch) * n + winner)
     spent = lambda x: jnp.sum(x.reshape(batch, n, -1), 1)

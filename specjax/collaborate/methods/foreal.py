@@ -1,15 +1,15 @@
-"""FoReaL decoding: a leading model begins sentences, and a small one ends them.
+"""FoReaL decoding: a leading model begins sentences, and a small one finishes them.
 
 Li et al.: What Makes Reasoning Models Different? Follow the Reasoning Leader for Efficient Decoding (2025),
 arXiv 2506.06998.
 
-Rule: at the beginning of each sentence a coin is tossed, g ~ Bernoulli(p). Where it shows 1 the leader writes the first
-n tokens, or all of a shorter sentence, and the draft model the rest; else the draft model writes all of it. Each reads
-what the other wrote.
-Guarantee: lossy. With p = 0 the text is the draft model's, with p = 1 and n beyond the longest sentence the leader's,
-with its own key of `text.writer_keys`.
-Deviations: n = 15 and p = 0.6 are our choice. What ends a sentence is the caller's segmenter, from the first token of
-each model's part on.
+Rule: each sentence begins with a coin toss g ~ Bernoulli(p). If g = 1, the leader writes the first n tokens, or all of
+a shorter sentence, and the draft model writes the remaining ones. If g = 0, the draft model writes the sentence. Each
+model reads the other's tokens.
+Guarantee: lossy. With p = 0 the text is the draft model's. With p = 1 and n above the length of the longest sentence
+it is the leader's, with its own key of `multi_writer.writer_keys`.
+Deviations: n = 15 and p = 0.6 are our choice. The caller's segmenter detects the end of a sentence. It starts with the
+first token of each model's part.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ METHOD = Method(
 
 DRAFT, LEADER = 0, 1
 COIN = 105
-"""Purpose of the keys of the tosses."""
+"""Purpose of the keys of the coin tosses."""
 
 
 class Sentences(NamedTuple):
-    """How the coin fell."""
+    """Counts of sentences."""
 
     all: Array  # int32[B]
     led: Array  # int32[B], those that the leader began
@@ -70,13 +70,14 @@ def foreal(
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Sentences begun by the leader, `target`, and ended by the draft model.
+    """Decode sentences that the leader, `target`, begins and the draft model finishes.
 
     Args:
-      segmenter: where sentences end, such as `after_strings([".", "?", "!", "\\n"], ...)`. lead: n. p: of the coin.
-      drafter: drafts within the leader's parts. settings: of `decode`, for both models.
+      segmenter: detects the ends of sentences, such as `after_strings([".", "?", "!", "\\n"], ...)`.
+      lead: n. p: probability of g = 1. drafter: drafts within the leader's parts.
+      settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target, whose log is a `Sentences`.
+    Returns: TextResult of the writers draft, target; its log is a `Sentences`.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     whole("lead", lead, 1)
@@ -95,14 +96,16 @@ def _run(job: TextJob, segmenter: Segmenter, lead: Array, p: Array) -> TextResul
 
     def body(carry: tuple[TextState, Sentences]) -> tuple[TextState, Sentences]:
         text, log = carry
-        going = text.going
+        unfinished = text.unfinished
         coins = fold_in(fold_in(text.keys[:, 0], text.length), COIN)
-        led = going & (uniform(coins, 1)[:, 0] < p)
-        text, begun = texts.extend(writers, text, LEADER, segmenter=segmenter, limit=lead, active=led)
-        text, _ = texts.extend(writers, text, DRAFT, segmenter=segmenter, active=going & ~(led & begun.complete))
-        return text, Sentences(log.all + going, log.led + led)
+        led = unfinished & (uniform(coins, 1)[:, 0] < p)
+        text, beginning = texts.extend(writers, text, LEADER, segmenter=segmenter, limit=lead, active=led)
+        text, _ = texts.extend(
+            writers, text, DRAFT, segmenter=segmenter, active=unfinished & ~(led & beginning.complete)
+        )
+        return text, Sentences(log.all + unfinished, log.led + led)
 
     text = job.begin()
     zero = jnp.zeros_like(text.length)
-    text, log = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, Sentences(zero, zero)))
+    text, log = jax.lax.while_loop(lambda carry: jnp.any(carry[0].unfinished), body, (text, Sentences(zero, zero)))
     return result(text, log)

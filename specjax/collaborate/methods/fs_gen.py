@@ -3,14 +3,17 @@
 Zhang, Wang, Ding, Qi, Hua, Lv, Zhou: Fast and Slow Generating: An Empirical Study on Large and Small
 Language Models Collaborative Decoding (2024), arXiv 2406.12295.
 
-Rule: l and s are the models' logits, s_ft those of a small model that was tuned, with a maximum p1 and a second p2.
+Rule: l and s are the models' logits, and s_ft those of a tuned small model. The small model's highest probabilities
+are p1 and p2.
   contrastive: s + beta (l - s) over the tokens with log p_l >= log alpha + max log p_l; no others.
   proxy: l + beta (s_ft - s).
-  threshold, margin, oracle: a token is the small model's unless p1 < t, (p1 - p2) / 2 < t, or the models' likeliest
-  tokens differ; then it is the large model's.
-Guarantee: lossy. Where beta or t says so it is one of the models, byte for byte: proxy with beta = 0 the large one,
-threshold 0 the small one, above 1 the large one, and the oracle's greedy text is the large model's.
-Deviations: the speculative member of the frame is `decode` with `two_model`. No support vector machine.
+  threshold: the large model writes the token if p1 < t, otherwise the small one.
+  margin: the large model writes the token if (p1 - p2) / 2 < t.
+  oracle: the large model writes the token if the models' most likely tokens differ.
+Guarantee: lossy. For some settings it is one of the models, byte for byte: proxy with beta = 0 is the large model,
+threshold 0 is the small one, and a threshold above 1 is the large one. The greedy text of the oracle is the large
+model's.
+Deviations: the speculative form of the paper is `decode` with `two_model`. There is no support vector machine.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ METHOD = Method(
 
 Form = Literal["contrastive", "proxy", "threshold", "margin", "oracle"]
 DEFAULTS = {"contrastive": 0.5, "proxy": 1.0, "threshold": 0.5, "margin": 0.25, "oracle": 0.0}
-"""`strength` of each: the authors' beta and a, our choice of t."""
+"""Default `strength` of each form: the authors' beta and a, and our choice of t."""
 
 
 def fs_gen(
@@ -74,14 +77,15 @@ def fs_gen(
     tuned: Target | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Text by a small model, `draft`, and a large one.
+    """Decode with a small model, `draft`, and a large one.
 
     Args:
-      form: how they are combined. strength: beta of contrastive, 0.5, and of proxy, 1.0; t of the routers.
-      alpha: of contrastive, how likely a token must be beside the likeliest. tuned: of proxy, the small model tuned.
-      settings: of `decode`; temperature, top-k and top-p apply to what was fused.
+      form: method of combination. strength: beta of contrastive (0.5) and of proxy (1.0), or t of the routers.
+      alpha: for contrastive, the minimum probability of a token relative to the most likely one.
+      tuned: for proxy, the tuned small model.
+      settings: settings of `decode`; temperature, top-k and top-p apply to the fused logits.
 
-    Returns: TextResult of the writers draft, target and, if given, tuned. A fused token counts as the target's.
+    Returns: TextResult of the writers draft, target and, if present, tuned. The target is the author of fused tokens.
     Raises: UsageError for a setting outside its range, models of different vocabularies, or proxy without `tuned`.
     """
     if form not in get_args(Form):
@@ -97,7 +101,7 @@ def fs_gen(
 
 
 def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:
-    """Scores float32[B, V] of logits [B, V]; -inf where the large model holds a token for implausible."""
+    """Return scores float32[B, V] of logits [B, V]; -inf for tokens that are implausible under the large model."""
     s, l = jax.nn.log_softmax(small, -1), jax.nn.log_softmax(large, -1)
     plausible = (l >= jnp.log(alpha) + jnp.max(l, -1, keepdims=True)) & (l > -jnp.inf)
     times = lambda weight, x: jnp.where(weight == 0, 0.0, weight * x)  # nothing of what has no mass is nothing
@@ -105,14 +109,14 @@ def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:
 
 
 def proxy(small: Array, large: Array, tuned: Array, strength: Array) -> Array:
-    """Scores float32[B, V]; -inf where the large model has no mass, or one of those that shift it."""
+    """Return scores float32[B, V]; -inf where the large model or one of the two small models has no mass."""
     shift = jax.nn.log_softmax(tuned, -1) - jax.nn.log_softmax(small, -1)
     shift = jnp.where((tuned > -jnp.inf) & (small > -jnp.inf), strength * shift, -jnp.inf)
     return jnp.where(large > -jnp.inf, large + jnp.where(strength == 0, 0.0, shift), -jnp.inf)
 
 
 def is_unsure(small: Array, form: str, threshold: Array) -> Array:
-    """bool[B]: whether the routers `threshold` and `margin` ask the large model, by the small one's logits."""
+    """Return bool[B], True where `threshold` or `margin` route to the large model, from the small one's logits."""
     two = jax.lax.top_k(jax.nn.softmax(small, -1), 2)[0]
     return two[:, 0] < threshold if form == "threshold" else (two[:, 0] - two[:, 1]) / 2 < threshold
 
@@ -122,22 +126,22 @@ def is_unsure(small: Array, form: str, threshold: Array) -> Array:
 def _run(job: TextJob, strength: Array, alpha: Array, *, form: str) -> TextResult:
     writers = job.writers
 
-    def fused(text: TextState, state: tuple, going: Array):
-        text, small, _ = texts.look(writers, text, 0, going)
-        text, large, _ = texts.look(writers, text, 1, going)
+    def fuse(text: TextState, state: tuple, unfinished: Array):
+        text, small, _ = texts.look(writers, text, 0, unfinished)
+        text, large, _ = texts.look(writers, text, 1, unfinished)
         if form == "contrastive":
             return text, contrastive(small, large, strength, alpha), 1, state
-        text, tuned, _ = texts.look(writers, text, 2, going)
+        text, tuned, _ = texts.look(writers, text, 2, unfinished)
         return text, proxy(small, large, tuned, strength), 1, state
 
-    def routed(text: TextState, state: tuple, going: Array):
-        text, small, _ = texts.look(writers, text, 0, going)
-        asks = going if form == "oracle" else going & is_unsure(small, form, strength)
-        text, large, _ = texts.look(writers, text, 1, asks)
+    def route(text: TextState, state: tuple, unfinished: Array):
+        text, small, _ = texts.look(writers, text, 0, unfinished)
+        uses_large = unfinished if form == "oracle" else unfinished & is_unsure(small, form, strength)
+        text, large, _ = texts.look(writers, text, 1, uses_large)
         if form == "oracle":
-            asks &= first_largest(small) != first_largest(large)
-        return text, jnp.where(asks[:, None], large, small), asks.astype(jnp.int32), state
+            uses_large &= first_largest(small) != first_largest(large)
+        return text, jnp.where(uses_large[:, None], large, small), uses_large.astype(jnp.int32), state
 
-    choose = fused if form in ("contrastive", "proxy") else routed
+    choose = fuse if form in ("contrastive", "proxy") else route
     text, _ = token_by_token(writers, job.begin(), choose, ())
     return result(text)

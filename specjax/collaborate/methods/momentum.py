@@ -1,12 +1,12 @@
-"""Momentum decoding: greedy text that is held back from going round in circles.
+"""Momentum decoding: greedy decoding with a penalty that prevents loops.
 
 Lan, Su, Liu, Huang, Mao: Momentum Decoding: Open-ended Text Generation As Graph Exploration (2022), arXiv 2212.02175.
 
-Rule: of the k likeliest tokens v take the one with the largest p(v) - alpha f(depth(v)). depth is 0 for a token that is
-not in the text yet, else the length of the longest end of (text, v) that is in the text already, at most 5; f is 0, 1,
-2, 3, 4, 5. A likeliest token that is new wins always.
+Rule: among the k most likely tokens v, take the one with the largest p(v) - alpha f(depth(v)). For a token that the
+text does not contain, depth is 0. Otherwise it is the length of the longest suffix of (text, v) that already occurs in
+the text, at most 5. f is 0, 1, 2, 3, 4, 5. If the most likely token is new, it always wins.
 Guarantee: lossy, without randomness. With alpha = 0 or k = 1 it is greedy decoding, byte for byte.
-Deviations: f is the authors' table for GPT-2 XL; theirs for other models differ.
+Deviations: f is the authors' table for GPT-2 XL; their tables for other models differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHOD = Method(
 
 
 RESISTANCE = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
-"""f of a depth."""
+"""f of each depth."""
 DEEPEST = len(RESISTANCE) - 1
 
 
@@ -57,10 +57,10 @@ def momentum(
     alpha: float = 0.2,
     **settings: Any,
 ) -> TextResult:
-    """Text without randomness and without loops.
+    """Decode without randomness and without loops.
 
-    Args: k: candidates. alpha: the weight of what was written already. settings: of `decode`: eos, capacity. key: not
-      used.
+    Args: k: candidates. alpha: weight of the repetition penalty. settings: settings of `decode`: eos, capacity. key:
+    not used.
     Raises: UsageError for a setting outside its range.
     """
     whole("k", k, 1, "from 1 to the vocabulary")
@@ -75,21 +75,25 @@ def momentum(
 
 
 def depths(tokens: Array, length: Array, candidates: Array) -> Array:
-    """int32[B, k]: depth of `candidates` int32[B, k] behind the first `length` int32[B] of `tokens` int32[B, L]."""
+    """Return int32[B, k], the depth of `candidates` int32[B, k] after the first `length` int32[B] of `tokens` int32[B,
+    L].
+    """
     place = jnp.arange(tokens.shape[1])
     matched, unbroken = jnp.zeros(tokens.shape, jnp.int32), jnp.ones(tokens.shape, bool)
     for back in range(DEEPEST - 1):  # the common end of the text and of what ends at each place
         last = take_along(tokens, jnp.maximum(length[:, None] - 1 - back, 0), 1)
-        there = take_along(tokens, jnp.maximum(place - back, 0)[None], 1)
-        unbroken &= (there == last) & (place >= back) & (length[:, None] > back)
+        earlier = take_along(tokens, jnp.maximum(place - back, 0)[None], 1)
+        unbroken &= (earlier == last) & (place >= back) & (length[:, None] > back)
         matched += unbroken
-    before = jnp.pad(matched, ((0, 0), (1, 0)))[:, :-1]  # of what stands before each place; nothing before the first
+    matched_before = jnp.pad(matched, ((0, 0), (1, 0)))[
+        :, :-1
+    ]  # of what stands before each place; nothing before the first
     occurs = (tokens[:, :, None] == candidates[:, None]) & (place < length[:, None])[:, :, None]
-    return jnp.minimum(jnp.max(jnp.where(occurs, 1 + before[:, :, None], 0), 1), DEEPEST)
+    return jnp.minimum(jnp.max(jnp.where(occurs, 1 + matched_before[:, :, None], 0), 1), DEEPEST)
 
 
-def chosen(p: Array, depth: Array, alpha: Array) -> Array:
-    """int32[B]: the place of the best of candidates with p float32[B, k], falling, and depth int32[B, k]."""
+def choose_candidate(p: Array, depth: Array, alpha: Array) -> Array:
+    """Return int32[B], the index of the best candidate, for p float32[B, k] in falling order and depth int32[B, k]."""
     score = p - alpha * jnp.asarray(RESISTANCE)[depth]
     return jnp.where(depth[:, 0] == 0, 0, jnp.argmax(score, 1)).astype(jnp.int32)
 
@@ -97,10 +101,10 @@ def chosen(p: Array, depth: Array, alpha: Array) -> Array:
 @functools.partial(jax.jit, static_argnames=("k",))
 @without_x64
 def _run(job: TextJob, alpha: Array, *, k: int) -> TextResult:
-    def choose(text: TextState, state: tuple, going: Array):
-        text, logits, _ = texts.look(job.writers, text, 0, going)
+    def choose(text: TextState, state: tuple, unfinished: Array):
+        text, logits, _ = texts.look(job.writers, text, 0, unfinished)
         p, candidates = jax.lax.top_k(jax.nn.softmax(logits, -1), k)
-        best = chosen(p, depths(text.tokens, text.length, candidates), alpha)
+        best = choose_candidate(p, depths(text.tokens, text.length, candidates), alpha)
         token = take_along(candidates, best[:, None], 1)
         alone = jnp.where(jnp.arange(logits.shape[1]) == token, 0.0, -jnp.inf)
         return text, alone, 0, state

@@ -4,13 +4,14 @@ Azizi et al.: Power-SMC: Low-Latency Sequence-Level Power Sampling for Training-
 LLM Reasoning (2026), arXiv 2602.10273.
 
 Rule: n particles are drawn at temperature 1 / alpha, q(v) = p(v)^alpha / sum_u p(u)^alpha. A token y_t adds
-(a_t - a_{t-1}) log p(y_<t) + a_t log p(y_t | y_<t) - log q(y_t) to a particle's log-weight, with a ramp
-a_t = 1 + (alpha - 1) min((t + 1) / ramp, 1); one that ends earlier is brought up to alpha at its end. With ramp = 1
-that is log sum_v p(v)^alpha, whatever was drawn. After each block of tokens, a prompt whose ESS is below kappa n
-resamples. The text is one particle, drawn by weight.
-Guarantee: lossy: of the model's own distribution it is another law. The law of a particle converges to p^alpha as n
-grows, and exp(log_z) has the mean sum_y p(y)^alpha for any n; with alpha = 1 it is plain sampling.
-Deviations: no top-p, which would give no mass where p^alpha has some. All particles have a copy of the prompt's cache.
+(a_t - a_{t-1}) log p(y_<t) + a_t log p(y_t | y_<t) - log q(y_t) to a particle's log-weight. The exponent has the ramp
+a_t = 1 + (alpha - 1) min((t + 1) / ramp, 1). A particle that ends earlier is raised to alpha at its end. With
+ramp = 1 the increment is log sum_v p(v)^alpha, independent of the drawn token. After each block of tokens, a prompt
+with an ESS below kappa n is resampled. The text is one particle, drawn by weight.
+Guarantee: lossy, as the target law differs from the model's distribution. The law of a particle converges to p^alpha
+as n grows. For any n, exp(log_z) has the mean sum_y p(y)^alpha. With alpha = 1 it is plain sampling.
+Deviations: there is no top-p, which would remove mass that p^alpha has. Every particle has a copy of the prompt's
+cache.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ METHOD = Method(
 
 
 class Power(NamedTuple):
-    """What a particle knows of itself."""
+    """The log-probabilities and the weight gain of a particle."""
 
     log_p: Array  # float32[R], of its tokens under the model
     written: Array  # int32[R], these
@@ -73,15 +74,15 @@ def power_smc(
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """A text of the law p^alpha, approximately.
+    """Decode a text that approximately follows the law p^alpha.
 
     Args:
-      alpha: the power, at least 1. particles: per prompt, n. block: tokens between two looks at the weights.
-      kappa: share of n below which the ESS must fall. ramp: tokens until the weights aim at alpha.
-      drafter: drafts for all particles. settings: of `decode`: eos, capacity.
+      alpha: the power, at least 1. particles: n per prompt. block: tokens between two resampling tests.
+      kappa: fraction of n below which the ESS triggers resampling. ramp: tokens until the exponent reaches alpha.
+      drafter: drafts for all particles. settings: settings of `decode`: eos, capacity.
 
-    Returns: TextResult, whose passes and tokens read are those of all particles; its log is a `particles.Sample`.
-    Raises: UsageError for a setting outside its range, or if the model gives no numbers.
+    Returns: TextResult with the passes and tokens read of all particles; its log is a `particles.Sample`.
+    Raises: UsageError for a setting outside its range, or if the model's outputs are not numbers.
     """
     number("alpha", alpha, alpha >= 1, "at least 1")
     number("alpha", alpha, alpha < float("inf"), "finite")
@@ -100,22 +101,22 @@ def power_smc(
 
 
 def exponent(t: Array, alpha: Array, ramp: Array) -> Array:
-    """a_t float32 of the token t = 0, 1, ...; before the first one it is 1."""
+    """Return a_t float32 of the token t = 0, 1, ...; it is 1 for negative t."""
     return jnp.where(t < 0, 1.0, 1 + (alpha - 1) * jnp.minimum((t + 1) / ramp, 1.0))
 
 
-def add_tokens(power: Power, logits: Array, tokens: Array, kept: Array, alpha: Array, ramp: Array) -> Power:
-    """With the first `kept` int32[R] of tokens [R, N], drawn from logits float32[R, N, V] of temperature 1 / alpha."""
+def add_tokens(power: Power, logits: Array, tokens: Array, count: Array, alpha: Array, ramp: Array) -> Power:
+    """Add the first `count` int32[R] of tokens [R, N], drawn from logits float32[R, N, V] of temperature 1 / alpha."""
     log_q = jax.nn.log_softmax(logits, -1)
     log_p = jax.nn.log_softmax(logits / alpha, -1)  # the temperature undone
-    of = lambda x: take_along(x, jnp.clip(tokens, 0, x.shape[-1] - 1)[:, :, None], 2)[:, :, 0]
-    inside = jnp.arange(tokens.shape[1]) < kept[:, None]
-    p, q = jnp.where(inside, of(log_p), 0.0), jnp.where(inside, of(log_q), 0.0)
-    before = power.log_p[:, None] + jnp.cumsum(p, 1) - p
+    gather = lambda x: take_along(x, jnp.clip(tokens, 0, x.shape[-1] - 1)[:, :, None], 2)[:, :, 0]
+    inside = jnp.arange(tokens.shape[1]) < count[:, None]
+    p, q = jnp.where(inside, gather(log_p), 0.0), jnp.where(inside, gather(log_q), 0.0)
+    prefix_log_p = power.log_p[:, None] + jnp.cumsum(p, 1) - p
     t = power.written[:, None] + jnp.arange(tokens.shape[1])
-    now, last = exponent(t, alpha, ramp), exponent(t - 1, alpha, ramp)
-    gain = jnp.where(inside, (now - last) * before + now * p - q, 0.0)
-    return Power(power.log_p + jnp.sum(p, 1), power.written + kept, power.gain + jnp.sum(gain, 1))
+    current, last = exponent(t, alpha, ramp), exponent(t - 1, alpha, ramp)
+    gain = jnp.where(inside, (current - last) * prefix_log_p + current * p - q, 0.0)
+    return Power(power.log_p + jnp.sum(p, 1), power.written + count, power.gain + jnp.sum(gain, 1))
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
@@ -123,23 +124,23 @@ def add_tokens(power: Power, logits: Array, tokens: Array, kept: Array, alpha: A
 def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *, n: int) -> TextResult:
     writers = texts.forked(job.writers, n)
 
-    def see(power: Power, info: Info, kept: Array) -> Power:
+    def observe(power: Power, info: Info, count: Array) -> Power:
         assert info.logits is not None
-        return add_tokens(power, info.logits, info.tokens, kept, alpha, ramp)
+        return add_tokens(power, info.logits, info.tokens, count, alpha, ramp)
 
     def grow(particles: Particles) -> Particles:
-        going = particles.text.going
-        power = particles.carried._replace(gain=jnp.zeros(going.shape))
-        text, written = texts.extend(writers, particles.text, 0, limit=block, see=see, seen=power)
-        power = written.seen
+        unfinished = particles.text.unfinished
+        power = particles.carried._replace(gain=jnp.zeros(unfinished.shape))
+        text, written = texts.extend(writers, particles.text, 0, limit=block, observe=observe, observations=power)
+        power = written.observations
         # The rest of the ramp, of particles that end here.
         missing = (alpha - exponent(power.written - 1, alpha, ramp)) * power.log_p
-        gain = power.gain + jnp.where(going & ~text.going, missing, 0.0)
-        return smc.weighted(particles._replace(text=text, carried=power), gain.reshape(-1, n))
+        gain = power.gain + jnp.where(unfinished & ~text.unfinished, missing, 0.0)
+        return smc.add_weights(particles._replace(text=text, carried=power), gain.reshape(-1, n))
 
     text = job.begin()
     rows = len(text.length) * n
     power = Power(jnp.zeros((rows,)), jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,)))
     particles = smc.smc(writers, smc.begin(writers, text, n, power), grow, kappa)
-    chosen, sample = smc.outcome(writers, particles)
-    return result(chosen, sample)
+    best, sample = smc.outcome(writers, particles)
+    return result(best, sample)

@@ -2,17 +2,18 @@
 
 Sampling for Quality: Training-Free Reward-Guided LLM Decoding via Sequential Monte Carlo (2026), arXiv 2604.16453.
 
-Rule: the target law is prod_t p(y_t | y_<t) psi_t(y_<=t), with rewards psi >= 0 given block by block. n particles are
-drawn from q, the model at a temperature; a block multiplies a particle's weight by p / q and
+Rule: the target law is prod_t p(y_t | y_<t) psi_t(y_<=t), with one reward psi >= 0 per block. n particles are
+drawn from q, the model at a temperature. A block multiplies a particle's weight by p / q and
   prefix: psi;
-  look-ahead: psi V_t / V_{t-1}, where V is the mean, over m roll-outs from p, of the product of the rewards to come.
-A prompt whose ESS is below kappa n resamples. Then a move: each particle draws its last block anew from p, and takes it
-with probability min(1, psi(new) / psi(old)), times the ratio of V with look-ahead. The text is one particle, by weight.
-Guarantee: lossy: of the model's own distribution it is another law. The law of a particle converges to the target as n
-grows; with psi = 1 it is the model's.
-Deviations: the paper leaves the numbers open; n = 16, block = 32, kappa = 0.5 and one move are ours. A move happens
-only where a prompt has resampled, and for particles that wrote in the last block. The look-ahead's V is an estimate, of
-which each particle keeps its own.
+  look-ahead: psi V_t / V_{t-1}, where V is the mean, over m roll-outs from p, of the product of the future rewards.
+A prompt with an ESS below kappa n is resampled. A move follows: each particle draws its last block again from p. It
+accepts the new block with probability min(1, psi(new) / psi(old)), times the ratio of V with look-ahead. The text is
+one particle, drawn by weight.
+Guarantee: lossy, as the target law differs from the model's distribution. The law of a particle converges to the
+target law as n grows. With psi = 1 it is the model's.
+Deviations: the paper gives no numbers; n = 16, block = 32, kappa = 0.5 and one move are our choice. Only resampled
+prompts move, and only particles that wrote in the last block. The look-ahead's V is an estimate, and each particle
+stores its own.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ METHOD = Method(
 
 
 CUTS = "top_k", "top_p", "min_p"
-"""Settings that cut a distribution."""
+"""Settings that truncate a distribution."""
 Reward = Callable[[Array, Array, Array, Array], Array]
-"""`reward(tokens int32[R, L], start int32[R], length int32[R], ended bool[R]) -> psi float32[R]` of the block from
-`start` to `length`, behind all of the text before; `ended`: the text goes no further. It is traced; one that Python
-must compute is wrapped in `jax.pure_callback`."""
+"""`reward(tokens int32[R, L], start int32[R], length int32[R], ended bool[R]) -> psi float32[R]`. It scores the block
+from `start` to `length`, given the text before it. `ended` is True if the text is complete. The function is traced;
+wrap Python code in `jax.pure_callback`.
+"""
 
 
 class Block(NamedTuple):
-    """What a particle knows of its last block."""
+    """The last block of a particle."""
 
     start: Array  # int32[R]
     wrote: Array  # bool[R], whether it is of the last round
@@ -94,16 +96,17 @@ def reward_smc(
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """A text of the model's law times rewards, approximately.
+    """Decode a text that approximately follows the model's law times rewards.
 
     Args:
-      reward: psi of a block, the same function for every call that is to compile nothing. particles: per prompt, n.
-      block: tokens between two rewards. kappa: share of n below which the ESS must fall. lookahead: roll-outs, m; 0:
-        rewards of the prefix alone. move: whether particles move after resampling. temperature: of q.
-      drafter: drafts for all particles. settings: of `decode`: eos, capacity.
+      reward: psi of a block. Pass the same function in every call to avoid compiling again. particles: n per prompt.
+      block: tokens between two rewards. kappa: fraction of n below which the ESS triggers resampling.
+      lookahead: number of roll-outs m; 0 uses rewards of the prefix alone.
+      move: whether particles move after resampling. temperature: temperature of q.
+      drafter: drafts for all particles. settings: settings of `decode`: eos, capacity.
 
-    Returns: TextResult, whose passes and tokens read are those of all particles and their moves, without roll-outs; its
-      log is a `particles.Sample`.
+    Returns: TextResult with the passes and tokens read of all particles and their moves, without roll-outs; its log is
+    a `particles.Sample`.
     Raises: UsageError for a setting outside its range, a reward that is NaN or infinite, or no particle left alive.
     """
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
@@ -125,32 +128,32 @@ def reward_smc(
 
 
 def _as_model(writers: Writers) -> Writers:
-    """The writers at temperature 1, as the law has them."""
+    """Return the writers at temperature 1, the temperature of the target law."""
     return tuple(dataclasses.replace(writer, sampling=Sampling(jnp.float32(1.0))) for writer in writers)
 
 
-def _log_reward(reward: Reward, text: TextState, start: Array, going: Array) -> Array:
-    """log psi float32[R] of blocks from `start` on; 0 in rows that wrote none."""
-    psi = reward(text.tokens, start, text.length, ~text.going)
+def _log_reward(reward: Reward, text: TextState, start: Array, unfinished: Array) -> Array:
+    """Return log psi float32[R] of the blocks from `start` on; 0 in rows that wrote no block."""
+    psi = reward(text.tokens, start, text.length, ~text.unfinished)
     if psi.shape != text.length.shape:
         raise UsageError(f"reward must give one number per row, {text.length.shape}, not {psi.shape}")
     psi = jnp.where(psi >= 0, psi, jnp.nan)  # and what is below 0 is no reward
-    return jnp.where(going, jnp.log(psi), 0.0)
+    return jnp.where(unfinished, jnp.log(psi), 0.0)
 
 
 def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, m: int, purpose: Array) -> Array:
-    """log V float32[R] of texts: of the mean of m roll-outs each; 0 of those that have ended."""
+    """Return log V float32[R] of texts, from the mean of m roll-outs each; 0 for finished texts."""
     many, rolls = texts.forked(writers, m), texts.fork(writers, text, m)
     keys = fold_in(fold_in(rolls.keys, smc.LOOK), purpose)
 
     def body(carry: tuple[TextState, Array]) -> tuple[TextState, Array]:
         text, total = carry
-        going = text.going
+        unfinished = text.unfinished
         new, written = texts.extend(many, text, 0, limit=block)
-        return new, total + _log_reward(reward, new, written.start, going)
+        return new, total + _log_reward(reward, new, written.start, unfinished)
 
     carry = rolls._replace(keys=keys), jnp.zeros(rolls.length.shape)
-    _, total = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, carry)
+    _, total = jax.lax.while_loop(lambda carry: jnp.any(carry[0].unfinished), body, carry)
     return jax.nn.logsumexp(total.reshape(-1, m), 1) - jnp.log(m)
 
 
@@ -163,12 +166,12 @@ def _run(
     as_model = _as_model(writers)
     temperature = writers[0].sampling.temperature
 
-    def see(gain: Array, info: Info, kept: Array) -> Array:
+    def observe(gain: Array, info: Info, count: Array) -> Array:
         assert info.logits is not None and temperature is not None
         log_p, log_q = jax.nn.log_softmax(info.logits * temperature, -1), jax.nn.log_softmax(info.logits, -1)
         token = jnp.clip(info.tokens, 0, log_p.shape[-1] - 1)[:, :, None]
         ratio = (take_along(log_p, token, 2) - take_along(log_q, token, 2))[:, :, 0]
-        return gain + jnp.sum(jnp.where(jnp.arange(ratio.shape[1]) < kept[:, None], ratio, 0.0), 1)
+        return gain + jnp.sum(jnp.where(jnp.arange(ratio.shape[1]) < count[:, None], ratio, 0.0), 1)
 
     def value(text: TextState, number: Array) -> Array:
         if not lookahead:
@@ -176,16 +179,18 @@ def _run(
         return look_ahead(as_model, text, reward, block, lookahead, number)
 
     def grow(particles: Particles) -> Particles:
-        going = particles.text.going
-        text, written = texts.extend(writers, particles.text, 0, limit=block, see=see, seen=jnp.zeros(going.shape))
-        log_psi = _log_reward(reward, text, written.start, going)
-        log_v = jnp.where(going, value(text, 2 * particles.round), particles.carried.log_v)
+        unfinished = particles.text.unfinished
+        text, written = texts.extend(
+            writers, particles.text, 0, limit=block, observe=observe, observations=jnp.zeros(unfinished.shape)
+        )
+        log_psi = _log_reward(reward, text, written.start, unfinished)
+        log_v = jnp.where(unfinished, value(text, 2 * particles.round), particles.carried.log_v)
         # What had no future has none still, whatever V says of it.
         ahead = jnp.where(log_v > -jnp.inf, log_v - particles.carried.log_v, -jnp.inf)
-        gain = jnp.where(going, written.seen + log_psi + ahead, 0.0)
+        gain = jnp.where(unfinished, written.observations + log_psi + ahead, 0.0)
         gain = jnp.where(particles.carried.log_v > -jnp.inf, gain, -jnp.inf)
-        new = particles._replace(text=text, carried=Block(written.start, going, log_psi, log_v))
-        return smc.weighted(new, gain.reshape(-1, n))
+        new = particles._replace(text=text, carried=Block(written.start, unfinished, log_psi, log_v))
+        return smc.add_weights(new, gain.reshape(-1, n))
 
     def moved(particles: Particles, resampled: Array) -> Particles:
         text, old = particles.text, particles.carried
@@ -210,5 +215,5 @@ def _run(
     block_0 = Block(jnp.repeat(text.length, n), jnp.zeros((rows,), bool), zero, zero)
     start = smc.begin(writers, text, n, block_0)
     particles = smc.smc(writers, start, grow, kappa, moved if move else None)
-    chosen, sample = smc.outcome(writers, particles)
-    return result(chosen, sample)
+    best, sample = smc.outcome(writers, particles)
+    return result(best, sample)

@@ -1,14 +1,15 @@
-"""RPC: of many samples the answer with the most probability, without the samples that are improbable.
+"""RPC: the answer with the largest total probability over many samples, after improbable samples are pruned.
 
 Zhou, Tan, Li, Yao, Guo, Ma, Li: Bridging Internal Probability and Self-Consistency for Effective and Efficient LLM
 Reasoning (2025), arXiv 2502.00511.
 
-Rule: a sample i has the probability P_i = exp(mean log p of its tokens). Pruning: two Weibull laws are fitted to the
-P_i of a prompt; a sample is left out if the one with the lower mean is the likelier for it and P_i is below their mean.
-Consistency: an answer scores the sum of P_i over its distinct samples, so that equal ones count once; the highest wins.
-Guarantee: lossy: each sample has the model's distribution, what is chosen among them does not.
-Deviations: the law is fitted by 200 steps of Adam on free parameters. `path` takes the probability of the whole text,
-as the paper's theory does, in place of its authors' mean. The text given back is the answer's likeliest.
+Rule: a sample i has the probability P_i = exp(mean log p of its tokens). Pruning fits two Weibull laws to the P_i of a
+prompt. It drops a sample if the law with the lower mean is the more likely one and P_i is below the mean of all P_i.
+Consistency: the score of an answer is the sum of P_i over its distinct samples, so equal samples count once. The
+highest score wins.
+Guarantee: lossy. Each sample has the model's distribution, but the selected text does not.
+Deviations: the laws are fitted by 200 steps of Adam on free parameters. `path` uses the probability of the whole text,
+as in the paper's theory, instead of the authors' mean. The returned text is the most likely text of the answer.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ METHOD = Method(
 STEPS, RATE = 200, 0.05
 
 
-class Mixture(NamedTuple):
-    """w Weibull(shape_0, scale_0) + (1 - w) Weibull(shape_1, scale_1)."""
+class AnswerMixture(NamedTuple):
+    """A mixture of two laws: w Weibull(shape_0, scale_0) + (1 - w) Weibull(shape_1, scale_1)."""
 
     w: Array  # float32[]
     shape: Array  # float32[2]
@@ -60,11 +61,11 @@ class Mixture(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What became of the samples of each prompt, as numpy."""
+    """The samples, answers and choices of each prompt, as numpy."""
 
-    chosen: np.ndarray  # int[B]
+    choices: np.ndarray  # int[B]
     probability: np.ndarray  # float[B, K]
-    kept: np.ndarray  # bool[B, K]
+    survivors: np.ndarray  # bool[B, K]
     answers: list[list[Hashable]]
     samples: list[list[list[int]]]
 
@@ -83,15 +84,16 @@ def rpc(
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """The likeliest answer's likeliest text.
+    """Decode many samples, and return the most likely text of the most likely answer.
 
     Args:
-      answer: from a text's new tokens to its answer; equal answers are one, None is none. samples: K, per prompt.
-      path: probabilities of whole texts. prune: whether improbable samples are left out.
-      drafter: drafts for all of them. settings: of `decode`: eos, top_p, ...
+      answer: maps the new tokens of a text to its answer. Equal answers are pooled; None means no answer.
+      samples: K per prompt. path: whether to use probabilities of whole texts. prune: whether to drop improbable
+        samples.
+      drafter: drafts for all samples. settings: settings of `decode`: eos, top_p, ...
 
-    Returns: TextResult of the texts chosen, whose passes and tokens read are those of all samples; its log is a `Vote`.
-    Raises: UsageError for a setting outside its range, or a prompt to none of whose samples there is an answer.
+    Returns: TextResult of the selected texts, with the passes and tokens read of all samples; its log is a `Vote`.
+    Raises: UsageError for a setting outside its range, or a prompt without an answer in any sample.
     """
     whole("samples", samples, 1)
     if isinstance(temperature, int | float) and not temperature > 0:
@@ -106,15 +108,15 @@ def rpc(
     probability = np.exp(np.asarray(logprob) / (1 if path else np.maximum(lengths, 1))).reshape(batch, samples)
     rows = [texts_of[row * samples : (row + 1) * samples] for row in range(batch)]
     answers = [[answer(tokens) for tokens in row] for row in rows]
-    kept = np.stack([keep(p) if prune else np.ones(samples, bool) for p in probability])
-    chosen = []
+    survivors = np.stack([keep(p) if prune else np.ones(samples, bool) for p in probability])
+    choices = []
     for row in range(batch):
-        best = vote(answers[row], [tuple(tokens) for tokens in rows[row]], probability[row], kept[row])
+        best = vote(answers[row], [tuple(tokens) for tokens in rows[row]], probability[row], survivors[row])
         if best is None:
             raise UsageError(f"there is no answer in any sample of row {row}; give more samples or max_new_tokens")
-        chosen.append(best)
-    log = Vote(np.array(chosen), probability, kept, answers, rows)
-    place = np.arange(batch) * samples + log.chosen
+        choices.append(best)
+    log = Vote(np.array(choices), probability, survivors, answers, rows)
+    place = np.arange(batch) * samples + log.choices
     total = lambda x: jnp.sum(x.reshape(batch, samples, -1), 1)
     passes, read = total(every.passes), total(every.read)
     best = jax.tree.map(lambda x: x[place], every)
@@ -125,38 +127,38 @@ def rpc(
     ).cut(max_new_tokens)  # fmt: skip
 
 
-def vote(answers: Sequence[Hashable], samples: Sequence[tuple], probability: Any, kept: Any) -> int | None:
-    """The sample that stands for the answer with the highest score; None if there is no answer."""
+def vote(answers: Sequence[Hashable], samples: Sequence[tuple], probability: Any, survivors: Any) -> int | None:
+    """Return the most likely sample of the answer with the highest score, or None if there is no answer."""
     scores: dict[Hashable, float] = {}
     best: dict[Hashable, int] = {}
-    seen: set[tuple] = set()
-    for i, (said, text) in enumerate(zip(answers, samples, strict=True)):
-        if said is None or not kept[i] or text in seen:
+    distinct: set[tuple] = set()
+    for i, (reply, text) in enumerate(zip(answers, samples, strict=True)):
+        if reply is None or not survivors[i] or text in distinct:
             continue
-        seen.add(text)
-        scores[said] = scores.get(said, 0.0) + float(probability[i])
-        if said not in best or probability[i] > probability[best[said]]:
-            best[said] = i
-    return best[max(scores, key=lambda said: scores[said])] if scores else None
+        distinct.add(text)
+        scores[reply] = scores.get(reply, 0.0) + float(probability[i])
+        if reply not in best or probability[i] > probability[best[reply]]:
+            best[reply] = i
+    return best[max(scores, key=lambda reply: scores[reply])] if scores else None
 
 
 def keep(probability: Any) -> np.ndarray:
-    """bool[K]: the samples that pruning leaves. None above the mean is ever left out."""
+    """Return bool[K], the samples that survive pruning. No sample above the mean is ever pruned."""
     p = jnp.asarray(probability, jnp.float32)
     mixture = fit(p)
     mean = mixture.scale * jnp.exp(jax.scipy.special.gammaln(1 + 1 / mixture.shape))
     density = _log_densities(mixture, p)  # float32[2, K], with their weights
     low = jnp.argmin(mean)
-    least = jnp.minimum(jnp.mean(p), jnp.max(p))  # the mean of equal numbers is rounded, perhaps to above them
-    return np.asarray((density[low] <= density[1 - low]) | (p >= least))
+    mean_p = jnp.minimum(jnp.mean(p), jnp.max(p))  # the mean of equal numbers is rounded, perhaps to above them
+    return np.asarray((density[low] <= density[1 - low]) | (p >= mean_p))
 
 
-def log_likelihood(mixture: Mixture, p: Array) -> Array:
-    """float32[]: mean over probabilities float32[K]."""
+def log_likelihood(mixture: AnswerMixture, p: Array) -> Array:
+    """Return float32[], the mean log-likelihood of probabilities float32[K]."""
     return jnp.mean(jax.nn.logsumexp(_log_densities(mixture, p), 0))
 
 
-def _log_densities(mixture: Mixture, p: Array) -> Array:
+def _log_densities(mixture: AnswerMixture, p: Array) -> Array:
     k, scale = mixture.shape[:, None], mixture.scale[:, None]
     x = jnp.maximum(p, 1e-6) / scale
     weight = jnp.log(jnp.stack([mixture.w, 1 - mixture.w]))[:, None]
@@ -165,35 +167,35 @@ def _log_densities(mixture: Mixture, p: Array) -> Array:
 
 @jax.jit
 @without_x64
-def fit(p: Array) -> Mixture:
-    """Of probabilities float32[K], from w = .5, (1, 1) and (1.5, 2) on, with w within .2 and .8."""
+def fit(p: Array) -> AnswerMixture:
+    """Fit a mixture to probabilities float32[K], starting from w = .5, (1, 1) and (1.5, 2), with w within .2 and .8."""
 
-    def of(free: tuple[Array, Array, Array]) -> Mixture:
-        return Mixture(0.2 + 0.6 * jax.nn.sigmoid(free[0]), jnp.exp(free[1]), jnp.exp(free[2]))
+    def to_mixture(free: tuple[Array, Array, Array]) -> AnswerMixture:
+        return AnswerMixture(0.2 + 0.6 * jax.nn.sigmoid(free[0]), jnp.exp(free[1]), jnp.exp(free[2]))
 
     adam = optax.adam(RATE)
     start = jnp.float32(0.0), jnp.log(jnp.array([1.0, 1.5])), jnp.log(jnp.array([1.0, 2.0]))
 
     def step(_: Array, carry: tuple) -> tuple:
         free, state = carry
-        gradient = jax.grad(lambda free: -log_likelihood(of(free), p))(free)
+        gradient = jax.grad(lambda free: -log_likelihood(to_mixture(free), p))(free)
         change, state = adam.update(gradient, state)
         return optax.apply_updates(free, change), state
 
-    return of(jax.lax.fori_loop(0, STEPS, step, (start, adam.init(start)))[0])
+    return to_mixture(jax.lax.fori_loop(0, STEPS, step, (start, adam.init(start)))[0])
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
 @without_x64
 def _samples(job: TextJob, *, n: int) -> tuple[TextResult, Array]:
-    """All texts, and float32[B n], their log-probabilities."""
+    """Return all texts, and their log-probabilities float32[B n]."""
 
-    def add(total: Array, info: Info, kept: Array) -> Array:
+    def add(total: Array, info: Info, count: Array) -> Array:
         assert info.logprobs is not None
-        inside = jnp.arange(info.logprobs.shape[1]) < kept[:, None]
+        inside = jnp.arange(info.logprobs.shape[1]) < count[:, None]
         return total + jnp.sum(jnp.where(inside, info.logprobs, 0.0), 1)
 
     text = texts.fork(job.writers, job.begin(), n)
     writers = texts.forked(job.writers, n)
-    text, written = texts.extend(writers, text, 0, see=add, seen=jnp.zeros(text.length.shape))
-    return result(text), written.seen
+    text, written = texts.extend(writers, text, 0, observe=add, observations=jnp.zeros(text.length.shape))
+    return result(text), written.observations

@@ -1,16 +1,17 @@
-"""SpecReason: a small model writes the steps of a chain of thought, and a large one rewrites those it rates low.
+"""SpecReason: a small model writes the steps of a chain of thought, and a large one rewrites steps with low ratings.
 
 Pan, Dai, Zhang, Oliaro, Jia, Netravali: SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning
 (2025), arXiv 2504.07891.
 
-Rule: the draft model writes a step s. The target reads it and, behind a fixed judging prompt, rates it with one digit:
-u = the likeliest of the ten, or sum_k k p(k) with p normalised over them. Keep s if u >= threshold, else the target
-writes a step in its place. The first `first` steps are the target's. It ends with a step that has an answer in it or
-repeats the one before.
-Guarantee: lossy. With a threshold of 0 the text is the draft model's, above 9 the target's, with its own key of
-`text.writer_keys`. A drafter inside of the target's steps keeps its own guarantee: greedy text is the same.
-Deviations: judging is one pass over the prompt whose keys and values are never committed, so there is nothing to roll
-back. Strings are tokens: the caller gives the judging prompt and the ids of the digits.
+Rule: the draft model writes a step s. The target reads it and, after a fixed judging prompt, rates it with one digit:
+u = the most likely of the ten, or sum_k k p(k) with p normalised over them. The step is accepted if u >= threshold.
+Otherwise the target writes a step in its place. The target writes the first `first` steps. The text ends with a step
+that contains an answer or repeats the previous step.
+Guarantee: lossy. With a threshold of 0 the text is the draft model's. With a threshold above 9 it is the target's,
+with its own key of `multi_writer.writer_keys`. A drafter inside the target's steps keeps its own guarantee: greedy
+text is the same.
+Deviations: judging is one pass over the prompt without a commit to the cache, so no rewind is needed. Strings
+are tokens: the caller passes the judging prompt and the digits as ids.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ METHOD = Method(
         Option("threshold", "float", 7.0, "minimum rating of an accepted step, from 0 to 9"),
         Option("average", "yes_or_no", False, "use the mean rating instead of the most likely one"),
         Option("first", "int", 0, "first steps that the target writes itself"),
-        Option("most", "int", 512, "maximum number of tokens per step"),
+        Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
     ),
 )
 
@@ -64,26 +65,27 @@ def spec_reason(
     threshold: float = 7.0,
     average: bool = False,
     first: int = 0,
-    most: int = 512,
+    max_step_tokens: int = 512,
     answer: Sequence[Sequence[int]] = (),
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Steps of the draft model, rated by the target. The authors sample at temperature 0.6 with top_p 0.95.
+    """Decode steps with the draft model, rated by the target. The authors sample at temperature 0.6 with top_p 0.95.
 
     Args:
-      segmenter: where steps end, such as `after_strings(["\\n\\n"], ...)`; most: their tokens at most.
+      segmenter: detects the ends of steps, such as `after_strings(["\\n\\n"], ...)`.
+      max_step_tokens: maximum number of tokens per step.
       judging: ids of the judging prompt. digits: the ten ids of 0 ... 9.
-      threshold: a rating from which on a step is kept. average: the mean rating, not the likeliest.
-      first: steps that the target writes without a proposal. answer: sequences of ids that say that one was given.
-      drafter: drafts within the target's own steps. settings: of `decode`, for both models.
+      threshold: minimum rating of an accepted step. average: whether to use the mean rating, not the most likely one.
+      first: steps that the target writes without a proposal. answer: sequences of ids that mark an answer.
+      drafter: drafts within the target's own steps. settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target, whose log is a `StepLog`.
+    Returns: TextResult of the writers draft, target; its log is a `StepLog`.
     Raises: UsageError for a setting outside its range, models of different vocabularies, or a judge without a rating.
     """
     number("threshold", threshold, True, "a number")
     whole("first", first, 0)
-    whole("most", most, 1)
+    whole("max_step_tokens", max_step_tokens, 1)
     if len(digits) != 10 or not len(judging):
         raise UsageError("digits must be the ids of 0 to 9, ten of them, behind a judging prompt of at least one token")
     job = prepare_texts(
@@ -94,32 +96,32 @@ def spec_reason(
         check_ids(name, ids, target.model.vocab_size)
     done = _run(
         job, segmenter, jnp.asarray(judging, jnp.int32), jnp.asarray(digits, jnp.int32), jnp.float32(threshold),
-        jnp.int32(first), patterns(answer) if answer else None, average=average, most=most,
+        jnp.int32(first), patterns(answer) if answer else None, average=average, max_step_tokens=max_step_tokens,
     )  # fmt: skip
     check_scores(done.log.valid, "the target's rating", "it gives none of the ten digits any mass, so look at digits=")
     return done.cut(max_new_tokens)
 
 
 def rating(logits: Array, average: bool) -> Array:
-    """float32[B] of the digits' logits float32[B, 10]; NaN where none of them has any mass."""
+    """Return the rating float32[B] from the digits' logits float32[B, 10]; NaN where no digit has any mass."""
     some = jnp.any(logits > -jnp.inf, -1) & ~jnp.any(jnp.isnan(logits), -1)
     mean = jnp.sum(jnp.arange(10) * jax.nn.softmax(logits, -1), -1)
     return jnp.where(some, mean if average else jnp.argmax(logits, -1).astype(jnp.float32), jnp.nan)
 
 
 def judge_by_digit(writers: Writers, text: TextState, step: Step, *, judging: Array, digits: Array, average: bool):
-    """(text, float32[B]): the rating of a step by the target, behind the judging prompt."""
+    """Return (text, float32[B]), the target's rating of a step after the judging prompt."""
     suffix = jnp.broadcast_to(judging, (len(text.length), len(judging)))
     count = jnp.full(text.length.shape, len(judging))
     text, scores = texts.score(writers, text, TARGET, suffix, count, step.active)
     return text, rating(scores.logits[:, digits], average)
 
 
-@functools.partial(jax.jit, static_argnames=("average", "most"))
+@functools.partial(jax.jit, static_argnames=("average", "max_step_tokens"))
 @without_x64
 def _run(
     job: TextJob, segmenter: Segmenter, judging: Array, digits: Array, threshold: Array, first: Array,
-    answer: Array | None, *, average: bool, most: int,
+    answer: Array | None, *, average: bool, max_step_tokens: int,
 ) -> TextResult:  # fmt: skip
     text, log = judged_steps(
         job.writers,
@@ -127,7 +129,7 @@ def _run(
         segmenter=segmenter,
         judge=functools.partial(judge_by_digit, judging=judging, digits=digits, average=average),
         route=lambda score, step: score < threshold,
-        most=most,
+        max_step_tokens=max_step_tokens,
         first=first,
         answer=answer,
     )

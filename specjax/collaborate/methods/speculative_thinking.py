@@ -1,16 +1,17 @@
-"""Speculative thinking: a small model reasons, and a large one takes over where the small one reflects or doubts.
+"""Speculative thinking: a small model reasons, and a large one takes over where the text reflects or doubts.
 
 Yang, Yue, Chaudhary, Han: Speculative Thinking: Enhancing Small-Model Reasoning with Large Model Guidance at Inference
 Time (2025), arXiv 2504.12329.
 
-Rule: the small model writes up to a delimiter, then looks ahead by n_look tokens. In these, cues are counted: positive,
-negative and verifying ones; the sentiment is the larger side, a tie that is not zero is negative. With a sentiment, or
-a small model that does not reason, the look-ahead is dropped and the large model writes n_look tokens; with a verifying
-cue so many more. Negative sentiments are counted: at `patience` of them a sentence is put in, the large model writes
-n_long tokens, and the count begins anew with n_long += 25 (up to 200) and patience += 5 (up to 30).
+Rule: the small model writes up to a delimiter, then looks ahead by n_look tokens. Positive, negative and verifying cues
+in these tokens are counted. The sentiment is the larger side, and a nonzero tie is negative. With a sentiment, or
+a small model that does not reason, the look-ahead is dropped and the large model writes n_look tokens. With a verifying
+cue it also writes n_long more. Negative sentiments are counted. When the count reaches `patience`, a sentence is
+inserted and the large model writes n_long tokens. The count then restarts with n_long += 25 (up to 200) and
+patience += 5 (up to 30).
 Guarantee: lossy. Without cues the text is the small model's own, byte for byte.
-Deviations: cues are tokens, which the caller gives. A look-ahead without cues stays as it was written, and the next
-delimiter is looked for behind it. A verifying cue alone counts as a sentiment.
+Deviations: cues are token sequences from the caller. A look-ahead without cues stays in the text, and the search for
+the next delimiter starts after it. A verifying cue alone counts as a sentiment.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ METHOD = Method(
         Option("long", "int", 125, "tokens of a long takeover by the large model"),
         Option("patience", "int", 15, "negative cues before a long takeover"),
         Option("reasons", "yes_or_no", True, "the small model is a reasoning model"),
-        Option("most", "int", 512, "maximum number of tokens per thought"),
+        Option("max_step_tokens", "int", 512, "maximum number of tokens per thought"),
     ),
 )
 
@@ -58,7 +59,7 @@ OPENING = 100  # tokens of the large model where the small one does not reason
 
 
 class Cues(NamedTuple):
-    """`routing.patterns` of words."""
+    """The `routing.patterns` of cue words."""
 
     positive: Array
     negative: Array
@@ -66,7 +67,7 @@ class Cues(NamedTuple):
 
 
 class Takeovers(NamedTuple):
-    """When the large model takes over, and what it wrote."""
+    """The state of the takeover rule, and the token counts of the large model."""
 
     negatives: Array  # int32[B], since the last long takeover
     patience: Array  # int32[B]
@@ -93,22 +94,29 @@ def speculative_thinking(
     long: int = 125,
     patience: int = 15,
     reasons: bool = True,
-    most: int = 512,
+    max_step_tokens: int = 512,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
-    """Reasoning by a small model with the guidance of a large one.
+    """Decode the reasoning of a small model with the guidance of a large one.
 
     Args:
-      segmenter: where thoughts end, such as `after_strings(["\\n\\n"], ...)`. most: tokens of a thought at most.
+      segmenter: detects the ends of thoughts, such as `after_strings(["\\n\\n"], ...)`.
+      max_step_tokens: maximum number of tokens per thought.
       positive, negative, verify: sequences of ids that are cues. check: ids of the sentence before a long takeover.
-      look_ahead, long, patience: n_look, n_long and the patience to begin with. reasons: whether the small model does.
-      drafter: drafts within the large model's parts. settings: of `decode`, for both models.
+      look_ahead, long, patience: n_look, and the initial values of n_long and patience.
+      reasons: whether the small model is a reasoning model.
+      drafter: drafts within the large model's parts. settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target, whose log is a `Takeovers`. The sentence put in has no author, -1.
+    Returns: TextResult of the writers draft, target; its log is a `Takeovers`. The inserted sentence has the author -1.
     Raises: UsageError for a setting below 1, or models of different vocabularies.
     """
-    for name, value in (("look_ahead", look_ahead), ("long", long), ("patience", patience), ("most", most)):
+    for name, value in (
+        ("look_ahead", look_ahead),
+        ("long", long),
+        ("patience", patience),
+        ("max_step_tokens", max_step_tokens),
+    ):
         whole(name, value, 1)
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
@@ -117,20 +125,20 @@ def speculative_thinking(
     check_ids("check", check, target.model.vocab_size)
     done = _run(
         job, segmenter, Cues(patterns(positive), patterns(negative), patterns(verify)),
-        jnp.asarray(check, jnp.int32).reshape(-1), jnp.array([look_ahead, long, patience, most], jnp.int32),
+        jnp.asarray(check, jnp.int32).reshape(-1), jnp.array([look_ahead, long, patience, max_step_tokens], jnp.int32),
         jnp.bool_(reasons),
     )  # fmt: skip
     return done.cut(max_new_tokens)
 
 
 def sentiment(positive: Array, negative: Array) -> Array:
-    """int32[B]: 1, -1 or, without cues, 0; of as many on both sides -1."""
+    """Return int32[B]: 1, -1 or, without cues, 0; a nonzero tie is -1."""
     return jnp.where(positive > negative, 1, jnp.where(negative > 0, -1, 0))
 
 
-def grown(x: Array, more: int, most: int) -> Array:
-    """int32[B]: by `more`, up to `most`; what is above that stays."""
-    return jnp.maximum(x, jnp.minimum(x + more, most))
+def grow(x: Array, increment: int, limit: int) -> Array:
+    """Increase x int32[B] by `increment`, up to `limit`; values above the limit stay."""
+    return jnp.maximum(x, jnp.minimum(x + increment, limit))
 
 
 @jax.jit
@@ -138,7 +146,7 @@ def grown(x: Array, more: int, most: int) -> Array:
 def _run(
     job: TextJob, segmenter: Segmenter, cues: Cues, check: Array, numbers: Array, reasons: Array
 ) -> TextResult:  # fmt: skip
-    writers, (look, long, patience, most) = job.writers, numbers
+    writers, (look, long, patience, max_step_tokens) = job.writers, numbers
 
     def by(who: int, text: TextState, limit: Array, active: Array, segmenter: Segmenter | None = None):
         new, _ = texts.extend(writers, text, who, limit=limit, active=active, segmenter=segmenter)
@@ -146,26 +154,26 @@ def _run(
 
     def body(carry: tuple[TextState, Takeovers]) -> tuple[TextState, Takeovers]:
         text, takes = carry
-        going = text.going
-        text, _ = by(SMALL, text, most, going, segmenter)
+        unfinished = text.unfinished
+        text, _ = by(SMALL, text, max_step_tokens, unfinished, segmenter)
         place = text.length
-        text, _ = by(SMALL, text, look, going)
-        count = lambda wanted: jnp.where(going, count_patterns(text, place, text.length, wanted), 0)
+        text, _ = by(SMALL, text, look, unfinished)
+        count = lambda cue: jnp.where(unfinished, count_patterns(text, place, text.length, cue), 0)
         feels, verifies = sentiment(count(cues.positive), count(cues.negative)), count(cues.verify) > 0
-        hands_over = going & (text.length > place) & ((feels != 0) | verifies | ~reasons)
+        hands_over = unfinished & (text.length > place) & ((feels != 0) | verifies | ~reasons)
         text = texts.rewind(writers, text, jnp.where(hands_over, place, text.length))
         text, short = by(LARGE, text, look, hands_over)
         text, verifying = by(LARGE, text, long, hands_over & verifies)
         negatives = takes.negatives + (feels < 0)
-        doubts = going & (negatives >= takes.patience) & text.going
+        doubts = unfinished & (negatives >= takes.patience) & text.unfinished
         text = texts.append(
-            text, jnp.broadcast_to(check, (len(going), len(check))), jnp.where(doubts, len(check), 0), texts.PROMPT
+            text, jnp.broadcast_to(check, (len(unfinished), len(check))), jnp.where(doubts, len(check), 0), texts.PROMPT
         )
         text, longer = by(LARGE, text, takes.length, doubts)
         return text, Takeovers(
             jnp.where(doubts, 0, negatives),
-            jnp.where(doubts, grown(takes.patience, MORE_PATIENCE, MOST_PATIENCE), takes.patience),
-            jnp.where(doubts, grown(takes.length, GROWTH, LONGEST), takes.length),
+            jnp.where(doubts, grow(takes.patience, MORE_PATIENCE, MOST_PATIENCE), takes.patience),
+            jnp.where(doubts, grow(takes.length, GROWTH, LONGEST), takes.length),
             takes.short + short,
             takes.verifying + verifying,
             takes.long + longer,
@@ -174,7 +182,7 @@ def _run(
 
     text = job.begin()
     zero, like = jnp.zeros_like(text.length), jnp.ones_like(text.length)
-    text, opening = by(LARGE, text, jnp.int32(OPENING), text.going & ~reasons)
+    text, opening = by(LARGE, text, jnp.int32(OPENING), text.unfinished & ~reasons)
     takes = Takeovers(zero, patience * like, long * like, zero, zero, zero, opening)
-    text, takes = jax.lax.while_loop(lambda carry: jnp.any(carry[0].going), body, (text, takes))
+    text, takes = jax.lax.while_loop(lambda carry: jnp.any(carry[0].unfinished), body, (text, takes))
     return result(text, takes)

@@ -9,9 +9,9 @@ Rule: in each pass, for every open column with probabilities p and likeliest tok
 
 and tokens, confidences and the threshold rule are of these logits.
 Guarantee: lossy; alpha = 0 is the threshold rule.
-Deviations: credits are kept for the `slots` tokens of a column that have most (a new one takes the place of the least),
-which is exact as long as no more tokens than that were likeliest there; 0 keeps one for every token of the vocabulary.
-They begin anew in every block; dInfer clears them when a canvas is finished.
+Deviations: only the `slots` tokens with the largest credit of a column are stored. A new token replaces the smallest.
+This is exact if no more tokens than that were likeliest there. 0 stores a credit for every token of the vocabulary.
+Credits restart in every block. dInfer clears them when a canvas is finished.
 """
 
 from __future__ import annotations

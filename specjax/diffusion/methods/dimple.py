@@ -6,8 +6,9 @@ Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Pa
 2505.16990.
 
 Rule: take {confidence > gamma}. If that is empty, with m of G columns open, the time is t = m / G. Go to the first time
-s < t of the grid s_k = 1 - (1 - eps) k / S for which n = int(m (1 - s / t)) is at least 1, and take the n surest. If
-there is none, take 1. Pass S takes all. Confidences are those before temperature and top-p.
+s < t of a grid with n = int(m (1 - s / t)) of at least 1, and take the n most confident columns. The grid is
+s_k = 1 - (1 - eps) k / S. If there is no such time, take 1 column. Pass S takes all.
+Confidences are those before temperature and top-p.
 Memory: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
 Guarantee: lossy; with S = G, as `steps=None` has it, and without `prefill` it is the threshold rule. With one layer the
 cache is exact.

@@ -3,9 +3,10 @@
 From Bits to Rounds: Parallel Decoding with Exploration for Diffusion Language Models (2025), arXiv 2511.21103.
 
 Rule: *exploit*: of the block and the `ahead` next ones every column with confidence >= tau. If these are fewer than
-`min_columns`, *explore*: of the block's open columns next to a decided one take the one of largest entropy, look in one
-pass at `words` canvases with each of its likeliest words there, and keep the one with the largest
-log p(word) + gain * (columns that are now sure). What was seen of it serves the next exploit, so no pass is wasted.
+`min_columns`, *explore*: choose the open column with the largest entropy next to a decided one. One pass evaluates
+`words` canvases, each with one of its likeliest words there. Keep the canvas with the largest
+log p(word) + gain * (columns that are now confident). The next exploit uses the
+output of that pass, so no pass is wasted.
 Why: what is sure carries hardly any information: a pass of n columns by the factor rule at most `most_bits`. An
 uncertain column that is decided may make many others sure.
 Guarantee: lossy; min_columns=0 and ahead=0 is the threshold rule.

@@ -3,14 +3,15 @@
 Thomas, Pal: Greedy Multi-Path Block Verification for Faster Decoding in Speculative Sampling (2026), arXiv 2602.16961.
 
 Rule: order the tokens of a context by p/q, ties by id, and paths lexicographically. Take the largest of the K drafted
-paths. With F_t = sum of q up to t in this order and rho = 1 at the root, the token of the largest path has the
-distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i}, then rho <- rho q(t) / (1
-- rho + rho F_t). Run block verification on that path with q' for q. Guarantee: distribution, because the order is
-strict. More paths can be worse, because the choice skews q'. Paths may end early, by the limit or a stop condition,
-if the preceding text alone decides it. Then paths that agree end together, and the largest one is that of a smaller
-tree of texts. So the rule assumes no fixed number of nodes. F_t needs a sorted vocabulary, once per drafted depth of
-the chosen path. A threshold search gives F_t for single tokens, but block verification sums [w p - q']+ over all of
-them. Deviation: the recursion in rho is equal to the paper's but does not underflow.
+paths. Let F_t = sum of q up to t in this order, and rho = 1 at the root. The token of the largest path then has the
+  distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i};
+then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
+Guarantee: distribution, because the order is strict. More paths can be worse, because the choice skews q'.
+Paths may end early, by the limit or a stop condition, if the preceding text alone decides it. Then paths that agree end
+together, and the largest one is that of a smaller tree of texts. So the rule assumes no fixed number of nodes.
+F_t needs a sorted vocabulary, once per drafted depth of the chosen path. A threshold search gives F_t for single
+tokens, but block verification sums [w p - q']+ over all of them.
+Deviation: the recursion in rho is equal to the paper's but does not underflow.
 """
 
 from __future__ import annotations

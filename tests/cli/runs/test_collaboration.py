@@ -15,21 +15,21 @@ SERVED = [name for name, row in of_kind("collaboration").items() if not collabor
 
 
 def test_json_says_who_wrote_which_token(cli):
-    options = ("--method", "entropy_adaptive", "--draft", "draft", "--set", "tau=0.3", "--set", "least=2", *SHORT)
+    options = ("--method", "entropy_adaptive", "--draft", "draft", "--set", "tau=0.3", "--set", "min_tokens=2", *SHORT)
     document = json.loads(cli("generate", "hello", *options, "--json").out)
     (entry,) = document["results"]
     target, tokenizer = specjax.load()
     draft, _ = specjax.load("draft")
     prompts = [tokenizer.chat("hello")]
     direct = specjax.collaborate.methods.entropy_adaptive(
-        draft, target, prompts, key=measure.row_keys(0, [0]), max_new_tokens=12, eos=2, tau=0.3, least=2
+        draft, target, prompts, key=measure.row_keys(0, [0]), max_new_tokens=12, eos=2, tau=0.3, min_tokens=2
     )
     count = int(direct.lengths[0])
     assert entry["token_ids"] == direct.to_lists()[0] and entry["authors"] == direct.authors[0, :count].tolist()
     assert {*entry["authors"]} == {0, 1}
     assert document["passes"] == direct.passes[0].tolist() == entry["passes"]
     assert document["share_of_target"] == float(direct.share(1)[0]) and document["left"] == 0
-    assert document["options"] == {"tau": 0.3, "least": 2} and document["guarantee"] == "lossy"
+    assert document["options"] == {"tau": 0.3, "min_tokens": 2} and document["guarantee"] == "lossy"
 
 
 @pytest.mark.parametrize("name", ["spec_reason", "momentum"])
@@ -159,4 +159,4 @@ def test_tokens_that_are_none_are_refused(cli, refused, prompts, tmp_path, token
 def test_where_batches_cannot_be_kept(refused, tmp_path):
     (tmp_path / "file").write_text("")
     assert "choose another folder" in refused("generate", "hello", *FEW, "--checkpoint", tmp_path / "file")
-    assert "choose another folder" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")
+    assert "choose another one" in refused("generate", "hello", *FEW, "--checkpoint", "gs://bucket/kept")

@@ -10,7 +10,7 @@ import texts as lib
 from tiers import exhaustive
 
 from specjax import UsageError, decode, drafters
-from specjax.collaborate.methods.a_star import Nodes, costs, distinct, kept
+from specjax.collaborate.methods.a_star import Nodes, costs, distinct, keep_best
 from specjax.numerics.sampling import fold_in
 
 LARGE = lib.history(1)
@@ -23,7 +23,7 @@ def grow(nodes, g, rewards, depth, names, frontier=4):
     whole, no = jnp.ones((1, count), jnp.int32), jnp.zeros((1, count), bool)
     children = Nodes(f, g, whole * depth, jnp.array(names)[None, :, None], whole, no, no)
     others = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
-    return kept(jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), others, children), frontier)
+    return keep_best(jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), others, children), frontier)
 
 
 def test_the_order_of_the_card():
@@ -53,7 +53,7 @@ def test_of_equal_children_one_stays():
     assert distinct(tokens, jnp.array([[3, 3, 3, 4]]), jnp.array([1])).tolist() == [[True, True, False, True]]
 
 
-def searched(row, *, k=3, frontier=4, expected=3.0, budget=6, most=5, eos=None):
+def searched(row, *, k=3, frontier=4, expected=3.0, budget=6, max_step_tokens=5, eos=None):
     """(text, expansions) by a heap, over steps as plain decoding draws them."""
     prompt = lib.PROMPTS[row]
     limit, order = len(prompt) + 12, 0
@@ -68,7 +68,7 @@ def searched(row, *, k=3, frontier=4, expected=3.0, budget=6, most=5, eos=None):
         drawn = decode(LARGE, "autoregressive", [text] * 3, key=jnp.stack(keys), max_new_tokens=12, temperature=0.8)
         children = []
         for tokens in drawn.to_lists()[:k]:
-            room = min(most, limit - len(text))
+            room = min(max_step_tokens, limit - len(text))
             end = next((n + 1 for n, token in enumerate(tokens[:room]) if token in (*lib.ENDS, eos)), room)
             child, last = text + tokens[:end], tokens[end - 1]
             if child in children:
@@ -110,7 +110,7 @@ def test_with_drafts_the_search_is_the_same():
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="what the reward says is NaN in row 1; a reward must be a number from 0 to 1"):
+    with pytest.raises(UsageError, match="the reward is NaN in row 1; a reward must be a number from 0 to 1"):
         lib.run("a_star", k=1, frontier=1, reward=too_much)
     with pytest.raises(UsageError, match="temperature must be above 0, as steps drawn at 0 are equal; or give k=1"):
         lib.run("a_star", temperature=0.0)

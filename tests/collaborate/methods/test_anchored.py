@@ -8,7 +8,7 @@ import pytest
 import texts as lib
 
 from specjax import UsageError
-from specjax.collaborate.methods.anchored import fused, prompt_debt
+from specjax.collaborate.methods.anchored import fuse, prompt_debt
 
 SAFE, RISKY = lib.history(0), lib.history(1)
 
@@ -22,11 +22,11 @@ def test_the_path_by_hand():
     for budget, theta, q, kl in (
         (0.1, 0.4294, (0.7198, 0.2802), 0.1), (0.0, 0.0, (0.5, 0.5), 0.0), (9.0, 1.0, (0.9, 0.1), 0.3681),
     ):  # fmt: skip
-        log_q, found, spent = fused(s, r, jnp.array([budget]))
+        log_q, found, spent = fuse(s, r, jnp.array([budget]))
         np.testing.assert_allclose(found, [theta], atol=1e-4)
         np.testing.assert_allclose(jnp.exp(log_q[0]), q, atol=1e-4)
         np.testing.assert_allclose(spent, [kl], atol=1e-4)
-    same = fused(s, s, jnp.array([0.01]))
+    same = fuse(s, s, jnp.array([0.01]))
     assert same[1].tolist() == [1.0] and abs(float(same[2][0])) < 1e-6
 
 
@@ -37,7 +37,7 @@ def test_it_is_always_on_the_side_of_the_budget():
     logits[1, ::5, 2] = -np.inf
     s, r = (np.array(x - np.logaddexp.reduce(x, -1, keepdims=True)) for x in logits)
     budget = rng.uniform(0, 1, 2000)
-    log_q, theta, spent = (np.asarray(x, np.float64) for x in fused(*map(jnp.float32, (s, r, budget))))
+    log_q, theta, spent = (np.asarray(x, np.float64) for x in fuse(*map(jnp.float32, (s, r, budget))))
     with np.errstate(invalid="ignore"):
         exact = np.where(log_q > -np.inf, np.exp(log_q) * (log_q - s), 0).sum(1)
     assert (exact <= budget + 1e-6).all() and (spent <= budget.astype(np.float32)).all()
@@ -58,7 +58,7 @@ def test_the_divergence_of_the_whole_law_is_bounded():
             for text, (p, spent, ps) in nodes.items():
                 last = text[-1] if text else 0
                 now = jnp.array([max(0.0, (t + 1) * k - spent)])
-                log_q, _, kl = fused(log(safe[last]), log(risky[last]), now)
+                log_q, _, kl = fuse(log(safe[last]), log(risky[last]), now)
                 for token, q in enumerate(np.exp(np.asarray(log_q[0], np.float64))):
                     grown[(*text, token)] = p * q, spent + float(kl[0]), ps * safe[last, token]
             nodes = grown

@@ -20,7 +20,7 @@ def test_the_switch_by_hand():
     assert models == "SSSLLLS" and router.switches.tolist() == [2]
 
 
-def by_hand(prompt, tau, window, least, count=12):
+def by_hand(prompt, tau, window, min_tokens, count=12):
     text, authors, recent, since, large = list(prompt), [], [], 0, False
     for _ in range(count):
         logits = lib.table_logits(LARGE if large else SMALL, text).astype(np.float64)
@@ -29,19 +29,19 @@ def by_hand(prompt, tau, window, least, count=12):
         recent.append(-(p * np.log2(p)).sum())
         text.append(int(logits.argmax()))
         authors.append(int(large))
-        wants = np.mean(recent[-window:]) > tau if since >= least else large
+        wants = np.mean(recent[-window:]) > tau if since >= min_tokens else large
         large, since = wants, 0 if wants != large else since + 1
     return text[len(prompt) :], authors
 
 
-@pytest.mark.parametrize("least, window", [(2, 2), (1, 2)])
-def test_greedy_text_is_that_of_the_loop_by_hand(least, window):
-    result = lib.run("entropy_adaptive", least=least, window=window)
+@pytest.mark.parametrize("min_tokens, window", [(2, 2), (1, 2)])
+def test_greedy_text_is_that_of_the_loop_by_hand(min_tokens, window):
+    result = lib.run("entropy_adaptive", min_tokens=min_tokens, window=window)
     for row, prompt in enumerate(lib.PROMPTS):
-        tokens, authors = by_hand(prompt, 2.2, window, least)
+        tokens, authors = by_hand(prompt, 2.2, window, min_tokens)
         assert result.to_lists()[row] == tokens
         assert result.authors[row, :12].tolist() == authors
-        assert result.log[row] <= 12 // least
+        assert result.log[row] <= 12 // min_tokens
     assert {0, 1} == set(np.asarray(result.authors[:, :12]).ravel().tolist())
 
 

@@ -6,7 +6,7 @@ import pytest
 import texts as lib
 
 from specjax import UsageError, processors
-from specjax.collaborate.methods.momentum import chosen, depths
+from specjax.collaborate.methods.momentum import choose_candidate, depths
 
 LARGE = lib.history(1)
 
@@ -24,8 +24,8 @@ def test_depths_by_hand():
 
 def test_choices_by_hand():
     p, depth = jnp.array([[0.6, 0.35], [0.6, 0.35], [0.3, 0.29]]), jnp.array([[2, 0], [0, 0], [1, 0]])
-    assert chosen(p, depth, jnp.float32(0.2)).tolist() == [1, 0, 1]
-    assert chosen(p, depth, jnp.float32(0.0)).tolist() == [0, 0, 0]
+    assert choose_candidate(p, depth, jnp.float32(0.2)).tolist() == [1, 0, 1]
+    assert choose_candidate(p, depth, jnp.float32(0.0)).tolist() == [0, 0, 0]
 
 
 def test_without_resistance_it_is_greedy():

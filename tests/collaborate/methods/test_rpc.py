@@ -6,7 +6,7 @@ import pytest
 import texts as lib
 
 from specjax import UsageError, decode
-from specjax.collaborate.methods.rpc import Mixture, fit, keep, log_likelihood, vote
+from specjax.collaborate.methods.rpc import AnswerMixture, fit, keep, log_likelihood, vote
 
 ALL = np.ones(9, bool)
 
@@ -24,7 +24,7 @@ def test_the_fit_is_as_likely_as_the_truth():
     rng = np.random.default_rng(0)
     first = rng.random(5000) < 0.5
     p = np.where(first, 0.2 * rng.weibull(2.0, 5000), 0.8 * rng.weibull(6.0, 5000)).astype(np.float32)
-    truth = Mixture(jnp.float32(0.5), jnp.array([2.0, 6.0]), jnp.array([0.2, 0.8]))
+    truth = AnswerMixture(jnp.float32(0.5), jnp.array([2.0, 6.0]), jnp.array([0.2, 0.8]))
     assert log_likelihood(fit(p), p) >= log_likelihood(truth, p) - 2e-3
     kept = keep(p)
     assert kept[p >= p.mean()].all()  # nothing above the mean is left out
@@ -41,7 +41,7 @@ def test_it_votes_among_the_samples_of_decode():
         texts = found[4 * row : 4 * row + 4]
         assert result.log.samples[row] == texts
         best = vote([lib.last_of(text) for text in texts], [tuple(text) for text in texts], mean[row], ALL)
-        assert result.log.chosen[row] == best and result.to_lists()[row] == texts[best]
+        assert result.log.choices[row] == best and result.to_lists()[row] == texts[best]
     whole = lib.run("rpc", prune=False, path=True)
     np.testing.assert_allclose(whole.log.probability.ravel(), np.exp(np.asarray(samples.logprobs).sum(1)), rtol=1e-3)
 

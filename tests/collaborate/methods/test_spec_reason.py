@@ -14,11 +14,11 @@ from specjax.collaborate.routing import patterns
 SMALL, LARGE = lib.history(0), lib.history(1)
 
 
-def by_hand(prompt, threshold, first=0, most=512, count=12):
+def by_hand(prompt, threshold, first=0, max_step_tokens=512, count=12):
     """(tokens, authors, ratings) of greedy models; a step that is the end of the text counts too."""
     text, authors, ratings, last = list(prompt), [], [], None
     while len(text) < len(prompt) + count:
-        left, who = min(most, count - len(authors)), 1
+        left, who = min(max_step_tokens, count - len(authors)), 1
         if len(ratings) >= first:
             step = lib.greedy(SMALL, text, left, lib.ENDS)
             ratings.append(int(lib.table_logits(LARGE, [*text, *step, *lib.JUDGING])[:10].argmax()))
@@ -88,7 +88,13 @@ def in_a_circle(**options):
 def test_a_repeated_step_or_an_answer_ends_it():
     assert in_a_circle().to_lists() == [[1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2]]
     assert in_a_circle(answer=[[4, 4], [5, 0]]).to_lists() == [[1, 2, 3, 4, 5, 0, 1, 2]]
-    assert in_a_circle(most=3, threshold=9.5).log.tokens[0, :5].tolist() == [2, 3, 3, 3, 3]  # a limit ends a step too
+    assert in_a_circle(max_step_tokens=3, threshold=9.5).log.tokens[0, :5].tolist() == [
+        2,
+        3,
+        3,
+        3,
+        3,
+    ]  # a limit ends a step too
 
 
 def test_what_is_wrong_is_one_sentence():
@@ -98,8 +104,8 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("spec_reason", digits=[99] * 10)
     with pytest.raises(UsageError, match="logprobs and debug are noted by decode alone"):
         lib.run("spec_reason", logprobs=True)
-    with pytest.raises(UsageError, match="most must be at least 1"):
-        in_a_circle(most=0)
+    with pytest.raises(UsageError, match="max_step_tokens must be at least 1"):
+        in_a_circle(max_step_tokens=0)
     silent = markov(np.where(np.arange(12) < 2, 0.5, 0.0) * np.ones((12, 1)))
     with pytest.raises(UsageError, match="rating is NaN in row 0; it gives none of the ten digits any mass"):
         spec_reason(silent, silent, [[0]], key=0, max_new_tokens=4, segmenter=segments.after_any([0], 12),

@@ -8,7 +8,7 @@ from toy import markov, scripted
 
 from specjax import UsageError, drafters
 from specjax.collaborate import segments
-from specjax.collaborate.methods.speculative_thinking import grown, sentiment, speculative_thinking
+from specjax.collaborate.methods.speculative_thinking import grow, sentiment, speculative_thinking
 
 SMALL, LARGE = lib.history(0), lib.history(1)
 
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_reason_is_opened_for():
 
 
 def test_what_the_caller_has_larger_does_not_shrink():
-    assert grown(jnp.array([10, 28, 30, 40]), 5, 30).tolist() == [15, 30, 30, 40]
+    assert grow(jnp.array([10, 28, 30, 40]), 5, 30).tolist() == [15, 30, 30, 40]
 
 
 def test_what_is_wrong_is_one_sentence():

@@ -11,7 +11,7 @@ from specjax.cli.options import common as o
 from specjax.errors import require
 
 if TYPE_CHECKING:
-    from specjax.analysis.check_bits import Promise
+    from specjax.analysis.check_bits import BitPromise
 
 HELP = """Check whether the logits of a token depend on its pass, on this device.
 
@@ -64,7 +64,7 @@ def check_bits(
     raise typer.Exit(0 if holds else 1)
 
 
-def _show(promises: Sequence[Promise], holds: bool) -> None:
+def _show(promises: Sequence[BitPromise], holds: bool) -> None:
     """Print the table of all comparisons."""
     from rich.table import Table
 
