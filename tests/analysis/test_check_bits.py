@@ -1,8 +1,8 @@
-from pathlib import Path
 
 """check_bits on tiny models: nothing differs where the model promises that, and something does where it does not."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
