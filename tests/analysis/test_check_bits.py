@@ -1,4 +1,3 @@
-
 """check_bits on tiny models: nothing differs where the model promises that, and something does where it does not."""
 
 import dataclasses
