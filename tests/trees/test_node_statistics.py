@@ -58,7 +58,7 @@ def test_hindsight_counts_what_would_have_been_accepted():
     assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
     np.testing.assert_allclose(learnt.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
-    again = learn(shape, learnt._replace(shadow=shadow), Context(text, jnp.array([4])))
+    again = learn(shape, learnt._replace(pending=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
 
