@@ -121,7 +121,8 @@ def make(
         return lambda rows, **options: method(small, rows, samples=samples, temperature=0.7, **more, **options)
     settings: dict[str, Any] = {
         "spec_reason": lambda: {
-            "segmenter": lines(), "judging": ids(JUDGING), "digits": [ids(str(i))[-1] for i in range(10)], "max_step_tokens": 64
+            "segmenter": lines(), "judging": ids(JUDGING), "digits": [ids(str(i))[-1] for i in range(10)],
+            "max_step_tokens": 64,
         },
         "entropy_adaptive": dict,
         "fs_gen": lambda: {"form": "threshold"},
