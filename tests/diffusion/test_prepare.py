@@ -55,8 +55,8 @@ def test_what_keeps_only_what_is_judged_needs_a_judge():
     [
         ({"control": END_AT_ONCE}, "hears no control"),
         ({"score": methods.eoser(toys.causal()).score}, "hears no score"),
-        ({"rule": rules.threshold(0.5)}, "leave schedule and rule"),
-        ({"schedule": schedules.blocks(4)}, "leave schedule and rule"),
+        ({"rule": rules.threshold(0.5)}, "its own schedule and rule"),
+        ({"schedule": schedules.blocks(4)}, "its own schedule and rule"),
     ],
 )
 @pytest.mark.parametrize("name", ["linear_spec", "s2d2"])
@@ -67,7 +67,7 @@ def test_what_judges_by_the_model_alone_hears_nothing_else(name, parts, words):
 
 def test_a_memory_of_all_new_columns_takes_no_blocks():
     denoiser = toys.full()
-    assert "the memory prefilled" in refused(denoiser, methods.llada(denoiser, block=8).replace(memory=PREFILLED))
+    assert "the cache `prefilled`" in refused(denoiser, methods.llada(denoiser, block=8).replace(memory=PREFILLED))
 
 
 def test_a_fill_knows_no_language():

@@ -26,10 +26,10 @@ from specjax.diffusion.validation import checked
         ("llada", {"steps": True}, "steps must be a whole number, not True"),
         ("llada", {"by": "sureness"}, "by must be one of confidence, "),
         ("dream", {"alg": "maskgit"}, "alg must be one of origin, maskgit_plus"),
-        ("dream", {"alg_temp": 0.5}, "alg origin chooses by chance alone"),
+        ("dream", {"alg_temp": 0.5}, "alg origin has no score for alg_temp"),
         ("ccd", {"dynamic": "no"}, "dynamic must be True or False, not 'no'"),
         ("adablock", {"delimiters": 198}, "delimiters must be whole numbers, as a tuple, not 198"),
-        ("eoser", {"parts": 4}, "parts are of ascending passes"),
+        ("eoser", {"parts": 4}, "parts needs ascending passes"),
         ("credit_decoding", {"beta": -0.1}, "beta and gamma must be at least 0"),
         ("llada", {"tau": 0.9}, "method llada has no option tau"),
     ],
@@ -44,7 +44,7 @@ def test_those_of_block_causal_models_too():
     denoiser = toys.causal()
     with pytest.raises(UsageError, match="remasking must be one of dynamic, static, sequential"):
         methods.sdar(denoiser, remasking="random")
-    with pytest.raises(UsageError, match="block-causal model are its own; leave ascending out"):
+    with pytest.raises(UsageError, match="block-causal model has fixed blocks; leave ascending out"):
         methods.eoser(denoiser, ascending=True)
     with pytest.raises(UsageError, match="tau is an option of methods by name"):
         procedure_of(methods.sdar(denoiser), denoiser, tau=0.5)

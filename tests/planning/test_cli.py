@@ -82,7 +82,7 @@ def command(name, **changes):
         ),
         ({"target": "dream_7b", "method": "nothing"}, ("--method nothing is unknown", "linear_spec, llada, llada21")),
         ({"target": "dream_7b", "method": "constraint"}, ("--method constraint needs an automaton",)),
-        ({"target": "llada_8b", "method": "sdar"}, ("sdar decodes block-causal models", "llada")),
+        ({"target": "llada_8b", "method": "sdar"}, ("sdar needs a block-causal model", "llada")),
         ({"target": "llada_8b", "method": "dream", "block": 8}, ("--block", "dream has no blocks")),
         ({"target": "llada_8b", "block": 8, "set": "block=16"}, ("--block", "--set block")),
         ({"target": "sdar_4b", "block": 0}, ("--block must be at least 1",)),

@@ -1,14 +1,14 @@
-"""AdaBlock-dLLM: blocks that end where the model says that a line does.
+"""AdaBlock-dLLM: blocks with adaptive sizes that end where the model predicts a line break.
 
 Lu, Chen, Karashima, Wang, Fujiki, Fan: AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size
 (2025), arXiv 2509.26432.
 
-Rule: a block is entered at the first open column. In that pass, of the next `ahead` columns whose likeliest token is a
-delimiter, take the one that is surest, column d. If its confidence is at least `delimiter_tau`, the block ends with it,
-else after `block` columns. It is decided by the threshold rule, of that pass on.
+Rule: a block starts at the first masked column. Its first pass looks at the next `ahead` columns. Among those whose
+most likely token is a delimiter, d is the most confident column. If its confidence is at least `delimiter_tau`, the
+block ends with column d, otherwise after `block` columns. The threshold rule decides the block, from that pass on.
 Guarantee: lossy; delimiter_tau > 1 is the threshold rule with blocks of `block`.
-Deviations: `ahead` is a number of columns, not a quarter of the new text (which is 128 of the paper's 512). A row
-enters its next block when it is done with the last one, and waits for no other row.
+Deviations: `ahead` is a number of columns, not a quarter of the new text (the paper's quarter is 128 of 512). A row
+enters its next block as soon as its last one is finished, without waiting for other rows.
 """
 
 from __future__ import annotations
@@ -53,20 +53,23 @@ def adablock(
     delimiter_tau: float = 0.3,
     ahead: int = 128,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block without a delimiter. tau: threshold of the rule. delimiters:
-    tokens that may end a block (default: LLaDA's newline). delimiter_tau: minimum confidence of a delimiter. ahead:
-    columns that are searched for one.
+    """Return the procedure.
+
+    Args:
+      block: columns of a block without a delimiter. tau: confidence at which a column is decided.
+      delimiters: tokens that may end a block (default: LLaDA's newline).
+      delimiter_tau: minimum confidence of a delimiter. ahead: columns that are searched for one.
 
     Raises: UsageError for a block-causal model, which has fixed blocks.
     """
     if denoiser.is_causal:
-        raise UsageError("adablock chooses blocks, and those of a block-causal model are its own; choose method sdar")
+        raise UsageError("adablock selects block sizes, and a block-causal model has a fixed one; choose method sdar")
     return Procedure(delimited(block, tuple(delimiters), delimiter_tau, ahead), threshold(tau))
 
 
 class State(NamedTuple):
-    start: Array  # int32[B], of the block
-    end: Array  # int32[B]
+    start: Array  # int32[B], first column of the block
+    end: Array  # int32[B], column after the block
 
 
 @functools.cache

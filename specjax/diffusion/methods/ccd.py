@@ -1,15 +1,15 @@
-"""CCD: decide columns that were candidates with the same token in the previous pass.
+"""CCD: a rule that decides columns that were candidates in two consecutive passes with the same token.
 
 Chen et al.: Beyond Confidence: Adaptive and Coherent Decoding for Diffusion Language Models (2025), arXiv 2512.02044;
 the rule is that of the release.
 
-Rule: columns are ranked by -H(p). The candidates of a pass are its V surest columns. V starts at 1 and grows by one per
-pass up to `candidates`. It returns to 1 once a tenth or less of the block is open. R are the columns that are
-candidates in both passes with the same likeliest token. If the surest column was a candidate of the last pass, decide
-all of R (`dynamic`) or the surest of R. Otherwise, and in the first `warmup` passes of a block, decide the surest
-column alone.
+Rule: columns are ranked by -H(p), the most confident first. The candidates of a pass are the V top-ranked columns. V
+starts at 1 and grows by one per pass up to `candidates`. It returns to 1 once a tenth or less of the block is masked.
+R are the columns that are candidates in this pass and the previous one, with the same most likely token. If the
+top-ranked column was a candidate of the previous pass, decide all of R (`dynamic`) or the most confident of R.
+Otherwise, and in the first `warmup` passes of a block, decide the top-ranked column alone.
 Guarantee: lossy; candidates = 1 is one column a pass by entropy.
-Deviations: if R is empty because the surest column had another token before, that column is still decided. The history
+Deviations: if R is empty because the top column had another token before, that column is still decided. The history
 restarts in every block. The paper's other form, thresholds on the average of d distributions, is not implemented.
 """
 
@@ -60,17 +60,20 @@ def ccd(
 
 
 class State(NamedTuple):
-    named: Array  # bool[B, W], candidates of the pass before
-    word: Array  # int32[B, W], their likeliest tokens
-    passes: Array  # int32[B], in this block
-    masks: Array  # int32[B], columns of this block that were open when it was entered
+    named: Array  # bool[B, W], candidates of the previous pass
+    word: Array  # int32[B, W], their most likely tokens
+    passes: Array  # int32[B], passes over this block
+    masks: Array  # int32[B], columns of this block that were masked when it was entered
 
 
 @functools.cache
 def coherent(candidates: int, warmup: int, dynamic: bool) -> ColumnRule:
-    """Return the rule. Raises: UsageError for numbers that are too small."""
+    """Return the rule of CCD.
+
+    Raises: UsageError for numbers that are too small.
+    """
     if candidates < 1 or warmup < 0:
-        raise UsageError(f"candidates must be at least 1 and warmup at least 0, and they are {candidates} and {warmup}")
+        raise UsageError(f"candidates must be at least 1 and warmup at least 0, not {candidates} and {warmup}")
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
         batch = len(canvas.tokens)

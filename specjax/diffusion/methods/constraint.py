@@ -1,16 +1,17 @@
-"""Decoding within a regular language: each pass decides only tokens that some word of the language allows.
+"""Decoding within a regular language: each pass decides only tokens with which the text can still become a valid word.
 
-Mündler, Dekoninck, Vechev: Constrained Decoding of Diffusion LLMs with Context-Free Grammars (2025), arXiv 2508.10111;
-here for regular languages, which include brackets and JSON of bounded depth.
+Mündler, Dekoninck, Vechev: Constrained Decoding of Diffusion LLMs with Context-Free Grammars (2025), arXiv 2508.10111,
+reduced to regular languages, which include brackets and JSON of bounded depth.
 
 Rule: F_i are the states that the automaton can reach before column i. R_i are those from which it can still accept.
-Both follow from the decided tokens, and an open column may take any token. Token v is feasible at an open column i if
-it leads from a state of F_i to one of R_(i+1). Other tokens get the logit -inf before drawing and measuring.
-Individually feasible tokens may be jointly infeasible. The columns are then decided one at a time, the surest first.
-Columns that became infeasible wait for another pass.
+Both follow from the decided tokens, and a masked column may take any token. Token v is feasible at a masked column i if
+it leads from a state of F_i to one of R_(i+1). Other tokens get the logit -inf, before drawing and before confidences
+are computed. Individually feasible tokens may be jointly infeasible. The columns are then decided one at a time, the
+most confident first. Columns that became infeasible wait for another pass.
 Guarantee: valid: every finished text, or its part up to an end token, is a word of the language (see
-`TokenAutomaton.closed`). The language of all words gives the threshold rule. The distribution is not the conditional.
-Deviations: an open column is one token, so gaps have a fixed length and no lexer is needed. Full attention only: the
+`TokenAutomaton.closed`). The language of all words gives the threshold rule. The distribution is not the model's
+distribution conditioned on the language.
+Deviations: a masked column is one token, so gaps have a fixed length and no lexer is needed. Full attention only: the
 last block of block-causal models extends past the text, where it need not be a word.
 """
 
@@ -52,11 +53,11 @@ METHOD = Method(
 class TokenAutomaton(NamedTuple):
     """A deterministic automaton over tokens. It starts in state 0."""
 
-    transitions: Any  # int32[Q, V], the next state; -1: no word goes on so
-    accepting: Any  # bool[Q]
+    transitions: Any  # int32[Q, V], the next state; -1: no word continues with this token
+    accepting: Any  # bool[Q], states in which a word may end
 
     def closed(self, eos: int | Sequence[int]) -> TokenAutomaton:
-        """Return the automaton of words that end with any number of `eos`, or continue to the last column."""
+        """Return the automaton of the same words, followed by any number of `eos`, zero included."""
         table, accepting = np.array(self.transitions, np.int32), np.array(self.accepting, bool)
         ids = np.atleast_1d(np.asarray(eos))
         final = np.full((1, table.shape[1]), -1, np.int32)
@@ -69,7 +70,7 @@ class Language(NamedTuple):
     """An automaton over C classes of tokens. Tokens of a class have the same transitions in every state."""
 
     kind: Array  # int32[V], the class of a token
-    to: Array  # int32[Q, C], -1: none
+    to: Array  # int32[Q, C], the next state; -1: none
     accepting: Array  # bool[Q]
 
 
@@ -77,25 +78,26 @@ class Language(NamedTuple):
 def constraint(
     denoiser: Denoiser, *, automaton: TokenAutomaton | None = None, block: int | None = 32, tau: float = 0.9
 ) -> Procedure:
-    """Return the procedure. automaton: of the language. block: columns of a block; None: all new ones. tau: threshold
-    of the rule.
+    """Return the procedure. automaton: automaton of the language. block: columns of a block; None: all new ones.
 
-    Raises: UsageError without an automaton, for one of another vocabulary, and for a block-causal model.
+    tau: confidence at which a column is decided.
+
+    Raises: UsageError if the automaton is missing or has another vocabulary, and for a block-causal model.
     """
     if automaton is None:
         raise UsageError("constraint needs the automaton of a language; give automaton=")
     if denoiser.is_causal:
-        raise UsageError("constraint is of models with full attention, and this one has block-causal attention")
+        raise UsageError("constraint needs a model with full attention, and this one is block-causal")
     table, accepting = np.array(automaton.transitions), np.asarray(automaton.accepting, bool)
     vocab, states = denoiser.model.vocab_size, len(accepting)
     if table.shape != (states, vocab):
         raise UsageError(
-            f"the transitions of {states} states over the model's {vocab} tokens have the shape [{states}, {vocab}], "
+            f"transitions of {states} states over the model's {vocab} tokens must have the shape [{states}, {vocab}], "
             f"not {list(table.shape)}"
         )
     if states < 1 or table.min() < -1 or table.max() >= states:
-        raise UsageError(f"transitions lead to one of the {states} states, or are -1")
-    table[:, denoiser.mask_token] = -1  # which no column becomes
+        raise UsageError(f"transitions must be -1 or the number of one of the {states} states")
+    table[:, denoiser.mask_token] = -1  # the mask token is never decided
     columns, kind = np.unique(table, axis=1, return_inverse=True)
     language = Language(*map(jnp.asarray, (kind.reshape(-1).astype(np.int32), columns.astype(np.int32), accepting)))
     base = Procedure(blocks(block), threshold(tau))
@@ -105,7 +107,7 @@ def constraint(
 
 @functools.cache
 def feasible() -> Score:
-    """Return the score that masks infeasible tokens. Its parameters are a language."""
+    """Return the score that masks infeasible tokens. Its parameters are a `Language`."""
 
     def transform(language: Language, state: PyTree, logits: Array, view: View) -> tuple[Array, PyTree]:
         canvas = view.canvas
@@ -122,8 +124,9 @@ def feasible() -> Score:
 
 @functools.cache
 def together(rule: ColumnRule) -> ColumnRule:
-    """Return a rule that decides only the jointly feasible columns of `rule`. Its parameters are (those of `rule`, a
-    language).
+    """Return a rule that decides only jointly feasible columns of `rule`.
+
+    Its parameters are (parameters of `rule`, `Language`).
     """
 
     def select(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
@@ -195,8 +198,10 @@ def _is_open_to(language: Language, canvas: Canvas) -> Array:
 
 
 def _has_words(language: Language, count: int, eos: Array) -> None:
-    """Raises: UsageError for a language without a word of so many tokens, or in which a text that ends with one of
-    `eos` may be no word."""
+    """Check that the language has words of `count` tokens, and that a text which ends with one of `eos` is a word.
+
+    Raises: UsageError.
+    """
     if isinstance(language.to, jax.core.Tracer):
         return
     table, accepting = np.asarray(language.to), np.asarray(language.accepting)
@@ -206,17 +211,17 @@ def _has_words(language: Language, count: int, eos: Array) -> None:
         states = np.isin(np.arange(len(states)), table[states])
     if not isinstance(eos, jax.core.Tracer):
         ends = accepting
-        for _ in range(len(accepting)):  # from which a word can be finished
+        for _ in range(len(accepting)):  # states from which a word can be finished
             ends = accepting | np.any((table >= 0) & ends[table], 1)
         kinds = np.asarray(language.kind)
         behind = table[reached][:, kinds[[token for token in np.asarray(eos) if 0 <= token < len(kinds)]]]
         if np.any((behind >= 0) & ends[behind] & ~accepting[behind]):
             raise UsageError(
-                "a text ends with eos, and the automaton has words that go on; give automaton.closed(eos), or leave "
-                "eos out"
+                "a text ends at eos, but the automaton has words that continue after it; pass automaton.closed(eos), "
+                "or leave eos out"
             )
     if not np.any(states & accepting):
         raise UsageError(
-            f"the automaton has no word of {count} tokens; choose another max_new_tokens, or let words end before "
-            f"with automaton.closed(eos)"
+            f"the automaton has no word of {count} tokens; choose another max_new_tokens, or pass "
+            f"automaton.closed(eos) to allow shorter words"
         )

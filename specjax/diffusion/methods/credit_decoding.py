@@ -1,17 +1,17 @@
-"""CreditDecoding: a token that was likeliest in the passes before gets credit for it.
+"""CreditDecoding: a token that was the most likely one in earlier passes gets credit, which is added to its logit.
 
 Wang, Jiang, Feng, Zhao, Liu, Li, Lan, Lin: CreditDecoding: Accelerating Parallel Decoding in Diffusion Large Language
-Models with Trace Credit (2025), arXiv 2510.06133; as the engine dInfer has it.
+Models with Trace Credit (2025), arXiv 2510.06133, as implemented in the engine dInfer.
 
-Rule: in each pass, for every open column with probabilities p and likeliest token v,
+Rule: in each pass, for every masked column with probabilities p and most likely token v,
 
-    C <- beta C,   C[v] <- C[v] + p(v)^gamma,   logits <- logits + alpha log(1 + C),
+    C <- beta C,   C[v] <- C[v] + p(v)^gamma,   logits <- logits + alpha log(1 + C).
 
-and tokens, confidences and the threshold rule are of these logits.
+Tokens, confidences and the threshold rule use the changed logits.
 Guarantee: lossy; alpha = 0 is the threshold rule.
-Deviations: only the `slots` tokens with the largest credit of a column are stored. A new token replaces the smallest.
-This is exact if no more tokens than that were likeliest there. 0 stores a credit for every token of the vocabulary.
-Credits restart in every block. dInfer clears them when a canvas is finished.
+Deviations: each column stores only the `slots` tokens with the largest credit, and a new token replaces the smallest.
+This is exact if at most `slots` tokens were the most likely one at that column. slots=0 stores a credit for every token
+of the vocabulary. Credits restart in every block; dInfer clears them when a canvas is finished.
 """
 
 from __future__ import annotations
@@ -60,23 +60,26 @@ def credit_decoding(
     gamma: float = 0.2,
     slots: int = 8,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. tau: threshold of the rule. alpha: weight of
-    the credit. beta: factor of its decay per pass. gamma: power of the credited probability. slots: tokens per column
-    with credit; 0: all.
+    """Return the procedure.
+
+    Args:
+      block: columns of a block; None: all new ones. tau: confidence at which a column is decided.
+      alpha: weight of the credit. beta: decay factor of the credit per pass. gamma: power of the credited probability.
+      slots: tokens per column with credit; 0: all.
     """
     return Procedure(blocks(denoiser.block or block), threshold(tau), score=credits(alpha, beta, gamma, slots))
 
 
 class Sparse(NamedTuple):
     ids: Array  # int32[B, W, K], tokens that have credit; -1: none
-    value: Array  # float32[B, W, K]
+    value: Array  # float32[B, W, K], their credits
 
 
 @functools.cache
 def credits(alpha: float, beta: float, gamma: float, slots: int) -> Score:
     """Return the score. Raises: UsageError for a number of slots, a beta or a gamma below 0."""
     if beta < 0 or gamma < 0:
-        raise UsageError(f"beta and gamma must be at least 0, and they are {beta} and {gamma}")
+        raise UsageError(f"beta and gamma must be at least 0, not {beta} and {gamma}")
     if slots < 0:
         raise UsageError(f"slots must be at least 1, or 0 for all tokens, not {slots}")
 

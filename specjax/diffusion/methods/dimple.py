@@ -1,17 +1,17 @@
-"""Dimple's confident decoding: every sure column is decided, or the next share by a grid of times.
+"""Dimple's confident decoding: each pass decides all confident columns, or as many as a time grid requires.
 
-Keys and values of the prompt are computed once.
+The keys and values of the prompt are computed once.
 
 Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding (2025), arXiv
 2505.16990.
 
-Rule: take {confidence > gamma}. If that is empty, with m of G columns open, the time is t = m / G. Go to the first time
-s < t of a grid with n = int(m (1 - s / t)) of at least 1, and take the n most confident columns. The grid is
-s_k = 1 - (1 - eps) k / S. If there is no such time, take 1 column. Pass S takes all.
+Rule: take {confidence > gamma}. If no column is confident and m of G columns are masked, the time is t = m / G. The
+grid is s_k = 1 - (1 - eps) k / S. Go to the first time s < t of the grid with n = int(m (1 - s / t)) of at least 1, and
+take the n most confident columns. If there is no such time, take 1 column. Pass S takes all columns.
 Confidences are those before temperature and top-p.
-Memory: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
-Guarantee: lossy; with S = G, as `steps=None` has it, and without `prefill` it is the threshold rule. With one layer the
-cache is exact.
+Cache: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
+Guarantee: lossy; with S = G, the default (`steps=None`), and without `prefill` it is the threshold rule. With one layer
+the cache is exact.
 Deviations: the last column of the prompt is computed in every pass, because its row predicts the first new column of
 shifted models. Images are not supported.
 """
@@ -63,8 +63,11 @@ METHOD = Method(
 def dimple(
     denoiser: Denoiser, *, gamma: float = 0.95, steps: int | None = None, eps: float = 1e-3, prefill: bool = True
 ) -> Procedure:
-    """Return the procedure. gamma: confidence above which a column is taken. steps: S, maximum passes; None: one for
-    each column. eps: the last time. prefill: read the prompt once, as models with block-causal attention always do.
+    """Return the procedure.
+
+    Args:
+      gamma: confidence above which a column is taken. steps: S, maximum number of passes; None: one for each column.
+      eps: last time of the grid. prefill: read the prompt once, as models with block-causal attention always do.
     """
     memory = PREFILLED if prefill and not denoiser.is_causal else None
     return Procedure(next_times(denoiser.block, steps, eps), confident(gamma), memory)
@@ -72,8 +75,9 @@ def dimple(
 
 @functools.cache
 def confident(gamma: float) -> ColumnRule:
-    """Return a rule that takes every sure column. It takes the quota if no column is sure, or if the quota covers all
-    open columns.
+    """Return a rule that takes every column with confidence > gamma.
+
+    If there is none, or if the quota covers all masked columns, it takes the quota.
     """
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
@@ -87,13 +91,13 @@ def confident(gamma: float) -> ColumnRule:
 
 
 class State(NamedTuple):
-    total: Array  # int32[B], G
-    passes: Array  # int32[B] over this window
+    total: Array  # int32[B], G, columns of this window that were masked on entry
+    passes: Array  # int32[B], passes over this window
 
 
 @functools.cache
 def next_times(size: int | None = None, steps: int | None = None, eps: float = 1e-3) -> Schedule:
-    """Return a schedule that takes shares by the grid, from the time that matches the number of open columns."""
+    """Return a schedule whose quota follows the time grid, from the time that matches the number of masked columns."""
     check_grid(steps, eps)
 
     def init(params: PyTree, canvas: Canvas, width: int) -> State:
@@ -138,8 +142,8 @@ def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> 
 def _check(procedure: Procedure) -> None:
     if procedure.schedule.width is not None:
         raise UsageError(
-            f"the memory prefilled looks at all new columns, and the schedule at {procedure.schedule.width} of them; "
-            "leave the memory out, with prefill=False, or keep the schedule"
+            f"the cache `prefilled` needs a schedule over all new columns, and this one has a window of "
+            f"{procedure.schedule.width}; use prefill=False, or keep the schedule of dimple"
         )
 
 

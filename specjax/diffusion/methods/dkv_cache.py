@@ -1,10 +1,10 @@
-"""dKV-Cache: LLaDA's procedure over keys and values that are kept one pass after their column was decided.
+"""dKV-Cache: LLaDA's decoding with keys and values that are cached one pass after their column was decided.
 
 Ma et al.: dKV-Cache: The Cache for Diffusion Language Models (2025), arXiv 2505.15781.
 
-Rule: `specjax.diffusion.caches.delayed`; schedule and rule are those of `llada`, so are the passes.
+Rule: `specjax.diffusion.caches.delayed`, with the schedule and the rule of `llada`. The number of passes is the same.
 Guarantee: lossy; refresh=1 is `llada`.
-Deviations: those of the memory.
+Deviations: those of the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHOD = Method(
         shared.STEPS,
         shared.RANKING,
         Option("refresh", "int", 8, "passes over a block between two recomputations of the whole canvas"),
-        Option("suffix", ("frozen", "fresh"), "frozen", "treatment of open columns after the block"),
+        Option("suffix", ("frozen", "fresh"), "frozen", "treatment of masked columns after the block"),
     ),
 )
 
@@ -44,10 +44,10 @@ def dkv_cache(
     suffix: Suffix = "frozen",
 ) -> Procedure:
     """Return the procedure. block, steps, by: as in `llada`. refresh: passes over a block between full recomputations;
-    None: never. suffix: `fresh` also computes the open columns after the block in every pass.
+    None: never. suffix: `fresh` also computes the masked columns after the block in every pass.
 
     Raises: UsageError for a block-causal model, in which finished columns never change.
     """
     if denoiser.is_causal:
-        raise UsageError("dkv_cache is of models with full attention; a block-causal one keeps its blocks: choose sdar")
+        raise UsageError("dkv_cache needs a model with full attention, and this one is block-causal; choose sdar")
     return llada(denoiser, block=block, steps=steps, by=by).replace(memory=delayed(refresh, suffix))

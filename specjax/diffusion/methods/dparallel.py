@@ -1,9 +1,9 @@
-"""dParallel's decoding: every column of little entropy.
+"""dParallel's decoding: each pass decides all columns with low entropy.
 
-Chen, Fang, Ma, Yu, Wang: dParallel: Learnable Parallel Decoding for dLLMs (2025), arXiv 2509.26488, for models that its
-distillation has made certain; that is training (`specjax.training.methods.certainty_forcing`), this is how they decode.
+Chen, Fang, Ma, Yu, Wang: dParallel: Learnable Parallel Decoding for dLLMs (2025), arXiv 2509.26488. This is the decoder
+for models distilled for certainty; the distillation is `specjax.training.methods.certainty_forcing`.
 
-Rule: take the eligible columns with entropy <= eta, in nats, at least the one of least entropy.
+Rule: take the eligible columns with entropy <= eta, in nats, and always the one with the lowest entropy.
 Guarantee: lossy; eta < 0 is one column a pass, by entropy.
 """
 

@@ -1,15 +1,17 @@
-"""Dream's decoding: no blocks; a grid of times says how many columns, one of four scores which.
+"""Dream's decoding without blocks: a time grid sets the number of columns per pass, and one of four scores ranks them.
 
 Ye et al.: Dream 7B: Diffusion Large Language Models (2025), arXiv 2508.15487.
 
-Rule: `specjax.diffusion.schedules.timesteps` gives n; the n columns of the largest score s are decided: `maskgit_plus`,
-probability of the drawn token; `topk_margin`, p1 - p2; `entropy`, sum p log p; all of the distribution that tokens are
-drawn from. With alg_temp a > 0 these n are drawn instead, without replacement, with weights exp(s / a): the n largest
-s / a + g, g Gumbel noise. `origin`: step k decides each open column with probability 1 - t_{k+1} / t_k.
+Rule: `specjax.diffusion.schedules.timesteps` gives n, and the n columns with the largest score s are decided. The
+scores are computed from the distribution that tokens are drawn from. `maskgit_plus`: probability of the drawn token.
+`topk_margin`: p1 - p2. `entropy`: sum p log p. With alg_temp a > 0 the n columns are drawn without replacement, with
+weights exp(s / a): these are the n largest s / a + g, with Gumbel noise g. `origin` has no score: step k decides each
+masked column with probability 1 - t_{k+1} / t_k.
 Guarantee: definition.
-Deviations: a column is open after step k of `origin` with probability t_{k+1}, independently of the others. So each
-has a time drawn evenly from (0, 1), once, and is decided in the step whose times hold it: the same law, and a step
-that would decide nothing is not run. A top-k of 1, like a temperature of 0, leaves the scores those of temperature 1.
+Deviations: with `origin`, a column is still masked after step k with probability t_{k+1}, independently of the others.
+Each column therefore draws a time uniformly from (0, 1) once, and is decided in the step whose interval contains it.
+This is the same distribution, and steps that decide no column are skipped. A top-k of 1, like a temperature of 0,
+leaves the scores at their values for temperature 1.
 """
 
 from __future__ import annotations
@@ -58,8 +60,11 @@ def dream(
     eps: float = 1e-3,
     alg_temp: float = 0.0,
 ) -> Procedure:
-    """Return the procedure. alg: measure that selects columns. steps: of the grid; None: one for each column. eps: the
-    last time. alg_temp: temperature of the random column selection. `origin` selects at random only.
+    """Return the procedure.
+
+    Args:
+      alg: score that ranks the columns; `origin` selects them at random. steps: steps of the time grid; None: one for
+        each column. eps: last time of the grid. alg_temp: temperature of the random choice of columns.
 
     Raises: UsageError for invalid steps, eps or alg_temp, or an alg_temp with `origin`.
     """
@@ -67,7 +72,7 @@ def dream(
         raise UsageError(f"alg_temp must be at least 0, not {alg_temp}")
     if alg == "origin":
         if alg_temp:
-            raise UsageError(f"alg origin chooses by chance alone; leave alg_temp out, or choose {', '.join(SCORES)}")
+            raise UsageError(f"alg origin has no score for alg_temp; leave alg_temp out, or choose {', '.join(SCORES)}")
         return Procedure(blocks(denoiser.block), at_their_times(steps, eps))
     rule = by_chance(SCORES[alg], alg_temp) if alg_temp else quota(SCORES[alg])  # type: ignore[arg-type]
     return Procedure(timesteps(denoiser.block, steps=steps, eps=eps), rule)
@@ -75,7 +80,7 @@ def dream(
 
 @functools.cache
 def by_chance(by: str, alg_temp: float) -> ColumnRule:
-    """Return a rule that draws the quota of columns with weights exp(measure / alg_temp)."""
+    """Return a rule that draws the quota of columns without replacement, with weights exp(measure / alg_temp)."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         score = MEASURES[by](proposal, view) / alg_temp + sampling.noise(view.rule_keys, 1)[..., 0]
@@ -86,8 +91,9 @@ def by_chance(by: str, alg_temp: float) -> ColumnRule:
 
 @functools.cache
 def at_their_times(steps: int | None = None, eps: float = 1e-3) -> ColumnRule:
-    """Return a rule that takes each column in the step of the grid that contains its random time. State: the steps,
-    int32[B, W].
+    """Return a rule that takes each column in the step of the grid that contains its random time.
+
+    The state is int32[B, W], the step of each column.
     """
     check_grid(steps, eps)
 

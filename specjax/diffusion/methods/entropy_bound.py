@@ -1,17 +1,17 @@
-"""The most certain columns, up to a bound on the sum of their entropies.
+"""Entropy-bounded decoding: each pass decides the columns of lowest entropy whose sum of entropies is below a bound.
 
 Cheng et al.: SDAR (2025), arXiv 2510.06303, `entropy_bounded`; DiffusionGemma's sampler accepts by the same rule with
 `include_own=False`; Ben-Hamu et al.: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking
 (2025), arXiv 2505.24857.
 
-Rule: sort the entropies of the eligible columns, H_1 <= H_2 <= ... Take the first n, n = max{n : H_1 + ... + H_n <
-gamma}, at least one. `include_own=False`: n = max{n : H_1 + ... + H_{n-1} <= gamma}.
-Reason: the joint entropy of columns is at most the sum of theirs. Deciding them independently loses the sum minus the
-joint entropy, which is below gamma.
+Rule: sort the entropies of the eligible columns, H_1 <= H_2 <= ... Take the first n columns with
+n = max{n : H_1 + ... + H_n < gamma}, at least one. With `include_own=False`, n = max{n : H_1 + ... + H_{n-1} <= gamma}.
+Reason: the joint entropy of columns is at most the sum of their entropies. Deciding them independently loses the sum
+minus the joint entropy, which is below gamma.
 Guarantee: lossy; a gamma of 0 is one column a pass, if no entropy is 0.
 Deviations: the entropy is that of the full distribution at temperature 1. SDAR's released script sums only the terms of
 the drawn tokens over the block, and does not run. DiffusionGemma's other columns restart with random tokens; here they
-stay open.
+stay masked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ METHOD = Method(
         shared.BLOCK,
         Option("gamma", "float", 0.35, "entropy budget per pass, in nats"),
         Option(
-            "include_own", "yes_or_no", True, "count the column's own entropy too, and not only that of earlier ones"
+            "include_own",
+            "yes_or_no",
+            True,
+            "include a column's own entropy in the sum, not only earlier ones",
         ),
     ),
 )
@@ -47,15 +50,16 @@ METHOD = Method(
 def entropy_bound(
     denoiser: Denoiser, *, block: int | None = 32, gamma: float = 0.35, include_own: bool = True
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. gamma: entropy in nats that a pass may
-    decide. include_own: True if the bound includes a column's own entropy, not only those ranked before it.
+    """Return the procedure. block: columns of a block; None: all new ones. gamma: entropy budget of a pass, in nats.
+
+    include_own: True if the sum includes a column's own entropy, not only the entropies ranked before it.
     """
     return Procedure(blocks(denoiser.block or block), within(gamma, include_own))
 
 
 @functools.cache
 def within(gamma: float, include_own: bool = True) -> ColumnRule:
-    """Return a rule that takes columns with a total entropy of at most `gamma`."""
+    """Return a rule that takes columns of lowest entropy up to a total of `gamma`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         certain = -measures.entropy(proposal.logits)

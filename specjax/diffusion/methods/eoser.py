@@ -1,4 +1,4 @@
-"""EOSER and ASS: end tokens are decided late, and each pass decides twice as many columns as the previous one.
+"""EOSER and ASS: end tokens are decided late, and each pass may decide twice as many columns as the previous one.
 
 Yang, Chen, Hu, Shao: Taming Masked Diffusion Language Models via Consistency Trajectory Reinforcement Learning with
 Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not implemented.)
@@ -8,10 +8,14 @@ confidence is multiplied in pass i of T by
 
     gamma_i = first_factor + (last_factor - first_factor) i / (T - 1),        i = 0 ... T - 1.
 
-`ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones,
-with gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S. `parts` = n: each of the last n - 1
-passes has a block. Earlier passes share the first 2^k - 1 columns, k = S - n + 1. Pass i decides the columns below
-2^(i+1) - 1. Guarantee: lossy; first_factor = last_factor = 1 is the procedure without it, one column a pass or `steps`.
+`ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones.
+The factor is then
+
+    gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S.
+
+`parts` = n: each of the last n - 1 passes has its own block. The earlier passes share the first 2^k - 1 columns, with
+k = S - n + 1. Pass i decides the columns below 2^(i+1) - 1.
+Guarantee: lossy; first_factor = last_factor = 1 has no discount. Without `ascending` this is `llada`.
 Deviations: the argument `eos` of `denoise` gives the end tokens. Without any, no confidence is discounted.
 """
 
@@ -58,27 +62,30 @@ def eoser(
     first_factor: float | None = None,
     last_factor: float = 1.0,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
-    each column. ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule.
-    first_factor, last_factor: factors of the confidence in the first and the last pass. first_factor defaults to 0.4,
-    or 0.01 for ascending passes.
+    """Return the procedure.
 
-    Raises: UsageError for block or steps beside ascending passes, a block of a block-causal model, or parts without
+    Args:
+      block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column.
+      ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule.
+      first_factor, last_factor: factors on the confidence of end tokens in the first and the last pass. first_factor
+        defaults to 0.4, or 0.01 for ascending passes.
+
+    Raises: UsageError for ascending passes with block or steps or with a block-causal model, or for parts without
     ascending passes.
     """
     size = denoiser.block or block
     first_factor = first_factor if first_factor is not None else 0.01 if ascending else 0.4
     if not ascending:
         if parts != 1:
-            raise UsageError("parts are of ascending passes; say ascending=True, or leave parts out")
+            raise UsageError("parts needs ascending passes; set ascending=True, or leave parts out")
         return Procedure(blocks(size, steps=steps), quota(), score=late_ends(first_factor, last_factor, size, steps))
     if denoiser.is_causal:
         raise UsageError(
-            "ascending passes take all new columns for a block, and those of a block-causal model are its own; leave "
+            "ascending passes use all new columns as one block, and a block-causal model has fixed blocks; leave "
             "ascending out"
         )
     if size is not None or steps is not None:
-        raise UsageError("ascending passes take all new columns for a block; leave block and steps out, or say parts=")
+        raise UsageError("ascending passes use all new columns as one block; leave block and steps out, or set parts=")
     return Procedure(powers(parts), quota(), score=late_ends(first_factor, last_factor, None, None, ascending=True))
 
 
@@ -86,7 +93,7 @@ def eoser(
 def late_ends(
     first_factor: float, last_factor: float, size: int | None, steps: int | None, *, ascending: bool = False
 ) -> Score:
-    """Return the score for blocks of `size` with `steps` passes each."""
+    """Return a score that discounts end tokens, for blocks of `size` with `steps` passes each."""
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
         return _log2(canvas.end - canvas.start) if ascending else num_passes(canvas, size, steps)
@@ -104,7 +111,7 @@ def late_ends(
 
 class State(NamedTuple):
     columns: Array  # int32[B], G
-    passes: Array  # int32[B], that decided something
+    passes: Array  # int32[B], passes that had an eligible column
 
 
 @functools.cache
@@ -127,5 +134,5 @@ def powers(parts: int = 1) -> Schedule:
 
 
 def _log2(count: Array) -> Array:
-    """Return int32[B]: the floor of the logarithm to base 2, exactly."""
+    """Return int32[B]: the exact floor of the logarithm to base 2."""
     return jnp.sum(count[:, None] >= 1 << jnp.arange(1, 31), 1, dtype=jnp.int32)

@@ -1,18 +1,21 @@
-"""ETE: where the model is sure of too little, it tries words for one uncertain column, and looks where each leads.
+"""ETE: a pass that decides too few columns explores several tokens for one uncertain column and keeps the best of them.
 
 From Bits to Rounds: Parallel Decoding with Exploration for Diffusion Language Models (2025), arXiv 2511.21103.
 
-Rule: *exploit*: of the block and the `ahead` next ones every column with confidence >= tau. If these are fewer than
-`min_columns`, *explore*: choose the open column with the largest entropy next to a decided one. One pass evaluates
-`words` canvases, each with one of its likeliest words there. Keep the canvas with the largest
-log p(word) + gain * (columns that are now confident). The next exploit uses the
-output of that pass, so no pass is wasted.
-Why: what is sure carries hardly any information: a pass of n columns by the factor rule at most `most_bits`. An
-uncertain column that is decided may make many others sure.
+Rule: *exploit*: decide every column with confidence >= tau in the current block and the `ahead` next ones. If these are
+fewer than `min_columns`, *explore*. Choose the masked column of the current block with the largest entropy among those
+next to a decided column. One pass evaluates `words` canvases, each with one of the most likely tokens at that column.
+Keep the canvas with the largest
+
+    log p(word) + gain * (number of masked columns with confidence >= tau).
+
+The next exploit uses the output of that pass, so no pass is wasted.
+Reason: confident columns carry little information. A pass of n columns by the factor rule decides at most `most_bits`
+nats. Deciding one uncertain column may make many others confident.
 Guarantee: lossy; min_columns=0 and ahead=0 is the threshold rule.
-Deviations: the abstract states the principle, the concrete rule is ours. Where it explores, the column that is explored
-is what the pass is sure to decide, not the surest one. A last open column takes its likeliest word without a pass. With
-a temperature the words are drawn, none twice.
+Deviations: the abstract states the principle; the concrete rule is our choice. A pass that explores always decides the
+explored column, which need not be the most confident one. The last masked column takes its most likely token without a
+pass. With a temperature the candidate tokens are drawn without replacement.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ METHOD = Method(
         Option("block", "int", 32, "columns per block"),
         shared.tau(0.9),
         Option("ahead", "int", 1, "later blocks whose columns may be decided too"),
-        Option("min_columns", "int", 2, "number of decided columns below which a pass explores"),
+        Option("min_columns", "int", 2, "number of confident columns below which a pass explores"),
         Option("words", "int", 2, "tokens to explore"),
         Option("gain", "float", 0.1, "value in nats of each column that an explored token makes confident"),
     ),
@@ -93,14 +96,18 @@ def ete(
     words: int = 2,
     gain: float = 0.1,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block. tau: confidence at which a column is decided. ahead: later
-    blocks that are decided too. min_columns: a pass explores if it decides fewer columns. words: tokens that it tries.
-    gain: nats that each newly sure column adds to a token's score.
+    """Return the procedure.
+
+    Args:
+      block: columns of a block. tau: confidence at which a column is decided.
+      ahead: later blocks whose columns may be decided too.
+      min_columns: a pass explores if it has fewer confident columns.
+      words: tokens to explore. gain: nats that each confident column adds to the score of a token.
 
     Raises: UsageError for a block-causal model, which reads no later block, or for numbers that are too small.
     """
     if denoiser.is_causal:
-        raise UsageError("ete looks at blocks ahead, and a block-causal model sees none; choose sdar")
+        raise UsageError("ete reads later blocks, which block-causal attention does not allow; choose sdar")
     for name, value, smallest in (("words", words, 1), ("ahead", ahead, 0), ("min_columns", min_columns, 0)):
         if value < smallest:
             raise UsageError(f"{name} must be at least {smallest}, not {value}")
@@ -110,7 +117,10 @@ def ete(
 
 @functools.cache
 def sure(tau: float, block: int) -> ColumnRule:
-    """Return a rule that takes every sure column. Without one in the first `block`, it takes their surest."""
+    """Return a rule that takes every column with confidence >= tau.
+
+    If the first `block` columns of the window have none, it also takes the most confident of these.
+    """
 
     def take_those(params: PyTree, state: PyTree, proposal: Proposal, view: View, quota: Array):
         confidence = measures.confidence(proposal)
@@ -123,17 +133,15 @@ def sure(tau: float, block: int) -> ColumnRule:
 
 
 class Known(NamedTuple):
-    """Cached output for the current canvas, valid if the last pass explored."""
+    """Cached output of the model for the current canvas."""
 
     hidden: Array  # [B, N, D]
-    ready: Array  # bool[B]
+    ready: Array  # bool[B], True if the last pass explored: `hidden` is then valid
 
 
 @functools.cache
 def exploring(tau: float, block: int, min_columns: int, words: int, gain: float) -> Verify:
-    """Return the deciding step: one look unless the output is cached, and a second look if the first decides too few
-    columns.
-    """
+    """Return the decision of a step: one pass unless its output is cached, and a second one if a row explores."""
     decide = functools.partial(_decide, tau=tau, block=block, min_columns=min_columns, words=words, gain=gain)
     return Verify(decide, _init, exact_memory=False, several=True)
 
@@ -171,7 +179,7 @@ def _decide(
         take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden
     )
 
-    # The pass that decides a column is the one that the model said it in.
+    # `decided_at` counts the pass whose output decided the column: for cached output, the pass before.
     current = canvas._replace(passes=canvas.passes - 1 + looks)
     view = make_view(parts, state, current, window, output)
     proposal, slots = propose(parts, view, forward.window_logits(parts.denoiser, output), slots)
@@ -229,7 +237,7 @@ def _decide(
 
 
 def _column(proposal: Proposal, left: Array, updated: Canvas, place: Array) -> Array:
-    """Return int32[B]: among the columns of `left` next to a decided one, the one with the largest entropy."""
+    """Return int32[B]: the column of `left` with the largest entropy among those next to a decided column."""
     decided = jnp.pad(~updated.open & (updated.decided_at != -1), ((0, 0), (1, 1)))
     beside = take_along(decided[:, :-2] | decided[:, 2:], place, 1)
     return first_largest(jnp.where(left & beside, measures.entropy(proposal.logits), -jnp.inf))
@@ -239,7 +247,7 @@ def _words(parts: DenoisingParts, proposal: Proposal, view: View, at: Array, wor
     """Return (int32[B, k], float32[B, k] log-probabilities) of a column's candidates. Missing candidates have -inf."""
     warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (proposal.warped, proposal.logits))
     if parts.sampling.temperature is None:
-        warped = logits  # at temperature 0 these leave one word alone
+        warped = logits  # at temperature 0 the warped logits leave only one token
     else:
         key = take_along(view.rule_keys, at[:, None], 1)
         warped = warped + noise(key, warped.shape[-1])[:, 0]

@@ -1,14 +1,14 @@
-"""Fast-dLLM's rules: decide every column that is sure enough, or as many as can be sure together.
+"""Fast-dLLM's two rules: decide all columns above a confidence threshold, or as many as are jointly confident.
 
 Wu et al.: Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding (2025),
 arXiv 2505.22618.
 
-Rule: `threshold`: `specjax.diffusion.rules.threshold`. `factor` f: with confidences c_1 >= c_2 >= ... of the eligible
-columns take the n first, n = max{n : (n + 1)(1 - c_n) < f}, at least one.
-If every confidence taken exceeds 1 - e and (n + 1) e <= 1, the tokens taken are the likeliest together too.
+Rule: `threshold` is `specjax.diffusion.rules.threshold`. `factor` f sorts the confidences of the eligible columns,
+c_1 >= c_2 >= ..., and takes the first n columns with n = max{n : (n + 1)(1 - c_n) < f}, at least one.
+If all taken confidences exceed 1 - e and (n + 1) e <= 1, the taken tokens are also the most likely ones jointly.
 Guarantee: lossy; tau > 1, or f = 0, is one column a pass.
-Deviations: the caches are an option, off unless asked for. The released factor rule also takes the first column that
-violates the bound; here it does not.
+Deviations: the approximate caches are an option, and the default is exact. The released factor rule also takes the
+first column that violates the bound; this one does not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def fast_dllm(
     factor: float = 0.75,
     memory: Literal["exact", "dual", "prefix"] = "exact",
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. memory: `dual` or `prefix`, caches of
-    `specjax.diffusion.caches` for models with full attention.
+    """Return the procedure.
+
+    Args:
+      block: columns of a block; None: all new ones. rule: `threshold` with `tau`, or `factor` with `factor`.
+      memory: `dual` or `prefix`: caches of `specjax.diffusion.caches` for models with full attention.
     """
     column_rule = threshold(tau) if rule == "threshold" else by_factor(factor)
     return Procedure(blocks(denoiser.block or block), column_rule, CACHES[memory]() if memory in CACHES else None)
@@ -72,7 +75,8 @@ def by_factor(factor: float) -> ColumnRule:
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)
         falling = measures.sort_descending(sure, view.eligible, behind=-1.0)
-        fits = (jnp.arange(falling.shape[1]) + 2) * (1 - falling) < factor  # rising, so those that fit come first
+        # The left side rises, so the columns that fit come first.
+        fits = (jnp.arange(falling.shape[1]) + 2) * (1 - falling) < factor
         count = jnp.maximum(jnp.sum(fits, 1, dtype=jnp.int32), 1)
         return measures.top(sure, view.eligible, count), proposal.token, state
 

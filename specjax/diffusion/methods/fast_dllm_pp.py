@@ -1,13 +1,13 @@
-"""Fast-dLLM++: the largest number of columns that are jointly likeliest under any dependence between them.
+"""Fast-dLLM++: the largest set of columns whose tokens are jointly most likely under any dependence between them.
 
 Kasa, Dai, Negi, Li: Fast-dLLM++: Fréchet Profile Decoding for Faster Diffusion LLM Inference (2026), arXiv 2606.02955.
 
-Rule: sort the confidences of the eligible columns, c_1 >= c_2 >= ... L_n = max(0, 1 - sum_{j<=n} (1 - c_j)) is the
-lower bound of the joint probability of the first n. U_n = 1 - c_n is the upper bound of any other choice. Take n =
-max{n : L_n - U_n > delta} columns, at least one. L_n - U_n falls with n, so it suffices to count.
-Guarantee: lossy. With delta >= 0 and greedy proposals, the columns after the first are the single likeliest choice
-under every joint law with these marginals. It takes at least the columns of the factor rule with f = 1 - delta. With
-equal confidences it takes as many. delta >= 1 is one column a pass.
+Rule: sort the confidences of the eligible columns, c_1 >= c_2 >= ... The lower bound of the joint probability of the
+first n tokens is L_n = max(0, 1 - sum_{j<=n} (1 - c_j)). The upper bound of any other choice is U_n = 1 - c_n. Take
+n = max{n : L_n - U_n > delta} columns, at least one. L_n - U_n falls with n, so it suffices to count.
+Guarantee: lossy. Let delta >= 0 and the proposals be greedy. The columns after the first are then the single most
+likely choice under every joint distribution with these marginals. The rule takes at least the columns of the factor
+rule with f = 1 - delta, and as many if the confidences are equal. delta >= 1 is one column a pass.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ METHOD = Method(
 
 @checked
 def fast_dllm_pp(denoiser: Denoiser, *, block: int | None = 32, delta: float = 0.25) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. delta: minimum gap between the bounds of a
-    taken column.
+    """Return the procedure. block: columns of a block; None: all new ones. delta: gap L_n - U_n that every taken column
+    exceeds.
     """
     return Procedure(blocks(denoiser.block or block), frechet(delta))
 
 
 @functools.cache
 def frechet(delta: float) -> ColumnRule:
-    """Return a rule that takes the columns with a gap between the bounds above `delta`."""
+    """Return a rule that takes the columns with L_n - U_n > `delta`."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         sure = measures.confidence(proposal)

@@ -1,13 +1,13 @@
-"""Fast-dLLM v2: blocks of a model made from an autoregressive one, whose sub-blocks are decided one after another.
+"""Fast-dLLM v2: decoding of block-causal models made from autoregressive ones, with sub-blocks from left to right.
 
 Wu et al.: Fast-dLLM v2: Efficient Block-Diffusion LLM (2025), arXiv 2509.26328.
 
-Rule: the pass that reads a finished block decides the first column of the next by its last row. Then, within the
-leftmost sub-block that has an open column, take {confidence >= tau}, at least the surest; the confidence of a token is
-its share of the nucleus of `top_p`.
-Guarantee: lossy; tau > 1 is one column a pass. A sub-block of the whole block and a top_p of 1 are the loop of SDAR.
-Deviations: >= tau where the release has >; the release's sub-block cache, which is off by default, is not here. The
-nucleus is of confidences alone: tokens are drawn with the `top_p` that `denoise` is given.
+Rule: the pass that reads a finished block also decides the first column of the next block, with the output of its last
+column. In the leftmost sub-block with a masked column, take {confidence >= tau}, at least the most confident column.
+The confidence of a token is its share of the nucleus of `top_p`.
+Guarantee: lossy; tau > 1 is one column a pass. A sub-block of the full block and a top_p of 1 is the loop of SDAR.
+Deviations: the test is >= tau, and > in the release. The release's sub-block cache, off by default, is not implemented.
+The nucleus affects confidences only: tokens are drawn with the `top_p` of `denoise`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fast_dllm_v2(
     if size is None or denoiser.seeding != "seed_and_mask":
         other = "llada" if size is None else "sdar"
         raise UsageError(
-            "fast_dllm_v2 decodes block-causal models whose finished blocks seed the next, and this one is none; "
+            "fast_dllm_v2 needs a block-causal model with seeding='seed_and_mask', and this one is not; "
             f"choose method {other}"
         )
     if sub_block is None:
@@ -69,7 +69,7 @@ def fast_dllm_v2(
 
 @functools.cache
 def in_nucleus(rule: ColumnRule, top_p: float) -> ColumnRule:
-    """Return a rule that reads only the nucleus of each column.
+    """Return a rule that measures confidence within the nucleus of each column.
 
     Raises: UsageError for an invalid top_p.
     """

@@ -1,17 +1,19 @@
-"""FreeDave: the model looks at its next steps at once, and keeps those that it would have taken one by one.
+"""FreeDave: one pass verifies several drafted steps of a procedure and keeps those that the procedure would have taken.
 
 Wu, Zhang: Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models (2025),
 arXiv 2510.00294.
 
-Rule: let F(y; h) be the static step: what schedule and rule make of canvas y by what the model says of it, h. With the
-canvas x and an older h', draft y_1 = x, y_{k+1} = F(y_k; h'), look at y_1 ... y_d in one pass (h_1 ... h_d), and take
-x <- F(y_a; h_a) for the largest a with y_{k+1} = F(y_k; h_k) for all k < a. With d = 1 it is the static loop itself.
-Guarantee: identical: token for token the text of the procedure without it, at any temperature, since noise belongs to
-(row, column, columns decided) and the parts see the steps that they would have seen. Only rounding differs: passes of
-another width may turn near-ties, of bfloat16 more than of float32.
-Deviations: the step after the last exact look is taken at once, not in the next pass: the same passes, and the last
-column needs none. F may be any rule, so quotas and thresholds are drafted too; drafts and targets must be equal (the
-variant ++ asks for inclusion only). Drafts end with the block; the first pass over a block drafts nothing.
+Rule: the static step F(y; h) is the canvas that schedule and rule make from canvas y and model output h. Given the
+canvas x and an older output h', draft y_1 = x and y_{k+1} = F(y_k; h'). One pass runs the model on y_1 ... y_d and
+gives h_1 ... h_d. Then x <- F(y_a; h_a) for the largest a with y_{k+1} = F(y_k; h_k) for all k < a. With d = 1 this is
+the static loop.
+Guarantee: identical. The text equals that of the procedure without drafts token for token, at any temperature. Noise
+depends on (row, column, number of decided columns), and all parts see the same steps. Only rounding differs: passes of
+another width may change near-ties, more often in bfloat16 than in float32.
+Deviations: the step after the last verified output is taken in the same pass, not in the next one. This needs the same
+number of passes, and none for the last column. F may use any rule, so quotas and thresholds are drafted too. Drafts
+must equal the static steps; the paper's variant ++ requires inclusion only. Drafts end with the block, and the first
+pass over a block has no drafts.
 """
 
 from __future__ import annotations
@@ -59,27 +61,30 @@ class Last(NamedTuple):
 class Trail(NamedTuple):
     """Progress of the static steps within a pass."""
 
-    canvas: Canvas  # whose passes are the static ones
+    canvas: Canvas  # its `passes` counts static steps
     slots: PartStates
     settled: Array  # bool[B]
     logprobs: Array | None
     finite: Array  # bool[B]
     running: Array  # bool[B], rows that took the last step
-    hidden: Array | None = None  # of that step
-    predicted: Array | None = None
+    hidden: Array | None = None  # [B, W, D], output for the canvas before the last step taken
+    predicted: Array | None = None  # bool[B, W]
 
 
 @checked
 def freedave(
     denoiser: Denoiser, *, block: int | None = 32, steps: int | None = None, by: By = "confidence", drafts: int = 4
 ) -> Procedure:
-    """Return the procedure, which gives the text of `llada`. drafts: canvases per pass."""
+    """Return the procedure, which gives the text of `llada`. block, steps, by: as in `llada`.
+
+    drafts: canvases per pass, at least 1.
+    """
     return llada(denoiser, block=block, steps=steps, by=by).replace(verify=ahead(drafts))
 
 
 @functools.cache
 def ahead(drafts: int) -> Verify:
-    """Return a verification of the next steps of any procedure.
+    """Return a verification of the next steps of any procedure. drafts: canvases per pass.
 
     Raises: UsageError for less than one draft.
     """
@@ -159,13 +164,13 @@ def _step(
     running: Array,
     logits: Array | None = None,
 ) -> Trail:  # fmt: skip
-    """Take the static step in rows of `running`, if it belongs to this window. The first step is placed already."""
+    """Take a static step in rows of `running`, if it is in the same window. The schedule has already placed step 0."""
     first = step == 0
     start, placed = parts.procedure.schedule.place(trail.slots.schedule, trail.canvas)
     running &= first | (start == window.start) | ~trail.settled
     running &= first | jnp.any(
         output.predicted, 1
-    )  # what reads a finished block only is one step, of which nothing comes
+    )  # a pass that only reads a finished block predicts no column, so no step follows it
     schedule = jax.tree.map(lambda new, old: jnp.where(first, old, new), placed, trail.slots.schedule)
     all_rows = window._replace(entered=window.entered & first)
     state = state._replace(draft=state.draft._replace(logprobs=trail.logprobs))

@@ -1,13 +1,13 @@
-"""IterSmooth: the input of an open column is the mask mixed with the prediction of the previous pass.
+"""IterSmooth: the model reads a masked column as the mask token mixed with the prediction of the previous pass.
 
-Ma et al.: dInfer: An Efficient Inference Framework for Diffusion Language Models (2025), arXiv 2510.08666, by its
+Ma et al.: dInfer: An Efficient Inference Framework for Diffusion Language Models (2025), arXiv 2510.08666, after its
 release.
 
-Rule: in pass i over a block (from 0) an open column has the embedding E[mask] + w sum_v p(v) E[v]. p is the previous
+Rule: in pass i over a block (from 0) a masked column has the embedding E[mask] + w sum_v p(v) E[v]. p is the previous
 pass's distribution and w = min(`first` + `step` i, `max_share`), with w = 0 in pass 0. Columns with a confidence of at
 least max(1 - `step` i, tau) are decided.
 Guarantee: lossy; first = step = max_share = 0 and tau = 1 is one column a pass.
-Deviations: the sum is over the `words` likeliest tokens. Full attention only.
+Deviations: the sum is over the `words` most likely tokens. Full attention only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHOD = Method(
     name="iter_smooth",
     kind="diffusion",
     guarantee="lossy",
-    summary="feeds open columns as mixtures of the mask and the tokens predicted in the previous pass",
+    summary="feeds masked columns as mixtures of the mask and the tokens predicted in the previous pass",
     paper="Ma et al. 2025, arXiv 2510.08666",
     options=(
         shared.BLOCK,
@@ -67,15 +67,19 @@ def iter_smooth(
     max_share: float = 0.3,
     words: int = 8,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. tau: lowest threshold. first, step,
-    max_share: weight of the previous prediction in the mixture. words: mixed tokens per column.
+    """Return the procedure.
 
-    Raises: UsageError for a model that reads no token mixtures, or has block-causal attention.
+    Args:
+      block: columns of a block; None: all new ones. tau: lowest threshold.
+      first, step, max_share: first weight of the previous prediction, its increase per pass, and its maximum.
+      words: mixed tokens per column.
+
+    Raises: UsageError for a model without token mixtures or with block-causal attention, or for invalid words.
     """
     if denoiser.is_causal:
-        raise UsageError("iter_smooth is of models with full attention, and this one has block-causal attention")
+        raise UsageError("iter_smooth needs a model with full attention, and this one is block-causal")
     if not denoiser.model.capabilities.mixtures:
-        raise UsageError(f"the model {denoiser.model.name} takes no mixtures of tokens, which iter_smooth shows it")
+        raise UsageError(f"iter_smooth needs a model that reads mixtures of tokens, and {denoiser.model.name} does not")
     if not 1 <= words < denoiser.model.vocab_size:
         raise UsageError(f"words must be from 1 to {denoiser.model.vocab_size - 1}, not {words}")
     return Procedure(blocks(block), falling(tau, step), smooth(first, step, max_share, words))
@@ -99,13 +103,13 @@ def falling(tau: float, step: float) -> ColumnRule:
 class State(NamedTuple):
     cache: PyTree
     passed: Array  # int32[B], passes over this block
-    ids: Array  # int32[B, W, K], likeliest tokens of the window's columns in the pass before
+    ids: Array  # int32[B, W, K], most likely tokens of the window's columns in the previous pass
     share: Array  # float32[B, W, K], their probabilities
 
 
 @functools.cache
 def smooth(first: float, step: float, max_share: float, words: int) -> CanvasCache:
-    """Return a cache that stores only the prediction of the previous pass."""
+    """Return a cache that stores only the predictions of the previous pass."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
         shape = len(canvas.start), width, words
@@ -130,7 +134,7 @@ def smooth(first: float, step: float, max_share: float, words: int) -> CanvasCac
 
 
 def _showing(denoiser: Denoiser, state: State, canvas: Canvas, window: Window, weight: Array) -> Any:
-    """Return the model's `forward` with mixtures in the window's open columns."""
+    """Return the model's `forward` with mixtures in the window's masked columns."""
 
     def forward(params: PyTree, tokens: Array, cache: PyTree, **more: Any):
         inside = jnp.arange(tokens.shape[1]) - window.start[:, None]

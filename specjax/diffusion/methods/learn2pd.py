@@ -1,15 +1,15 @@
-"""Learn2PD: a small learned filter predicts which columns are right, and columns after the end of the text are skipped.
+"""Learn2PD: a small trained filter predicts which proposals are right, and columns after the end are skipped.
 
 Bao, Chen, Xu, Ren: Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding
 (2025), arXiv 2509.25188.
 
-Rule: c is the largest probability at each column of a block, decided ones included, and 0 after the canvas. The filter
-computes z = W2 relu(W1 c + b1) + b2. Take the open columns with sigma(z) > theta, and the surest one. `eotp`,
-end-of-text prediction: the text ends with the leftmost column that holds an end token. Later columns are neither
-computed nor decided.
+Rule: c contains the largest probability at each column of a block, decided columns included, and 0 past the end of the
+canvas. The filter computes z = W2 relu(W1 c + b1) + b2. Take the masked columns with sigma(z) > theta, and always the
+most confident one. `eotp` (end-of-text prediction): the text ends at the leftmost decided end token. Later columns are
+neither computed nor decided.
 Guarantee: lossy; theta >= 1 is one column a pass. A filter with z = K (c - tau), K large, is the threshold rule.
-Deviations: a filter has a fixed block size. The release also ends a text at an open column with a likeliest end token;
-here the token must be decided. The argument `eos` of `denoise` gives the end tokens.
+Deviations: a filter has a fixed block size. The release also ends a text at a masked column whose most likely token is
+an end token; here the token must be decided. The argument `eos` of `denoise` gives the end tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METHOD = Method(
 
 
 class Filter(NamedTuple):
-    """Two linear layers over the columns of a block of W, with a hidden layer of H: H = W as published."""
+    """Two linear layers over the W columns of a block, with H hidden units. The paper uses H = W."""
 
     weight1: Array  # float32[W, H], columns first
     bias1: Array  # float32[H]
@@ -66,7 +66,7 @@ class Filter(NamedTuple):
 
 
 def above(tau: float, width: int, *, sharpness: float = 1e4) -> Filter:
-    """Return the filter of blocks of `width` that equals the threshold rule."""
+    """Return the filter for blocks of `width` that equals the threshold rule with threshold `tau`."""
     eye = jnp.eye(width)
     return Filter(sharpness * eye, jnp.zeros(width), eye, jnp.full(width, -sharpness * tau))
 
@@ -79,10 +79,13 @@ def learn2pd(
     theta: float = 0.96,
     eotp: bool = True,
 ) -> Procedure:
-    """Return the procedure. filter: trained for this model and block width. theta: filter output above which a column
-    is taken. eotp: end the text with the first column that ends it.
+    """Return the procedure.
 
-    Raises: UsageError without a filter, or for one with shapes of another block.
+    Args:
+      filter: filter trained for this model and block width. theta: filter output above which a column is taken.
+      eotp: end the text at the first decided end token.
+
+    Raises: UsageError if the filter is missing, has inconsistent shapes, or was trained for another block size.
     """
     if filter is None:
         raise UsageError("learn2pd needs a filter that was trained for this model; give filter=")
@@ -92,13 +95,15 @@ def learn2pd(
     if shapes != ((width, hidden), (hidden,), (hidden, width), (width,)):
         raise UsageError(f"a filter has the shapes [W, H], [H], [H, W] and [W], not {', '.join(map(str, shapes))}")
     if denoiser.block not in (None, width):
-        raise UsageError(f"the filter is of blocks of {width}, and the model has blocks of {denoiser.block}")
+        raise UsageError(
+            f"the filter has a block size of {width}, and the model one of {denoiser.block}; give a filter of that size"
+        )
     return Procedure(blocks(width), filtered(theta).replace(params=weights), control=ends_the_text() if eotp else None)
 
 
 @functools.cache
 def filtered(theta: float) -> ColumnRule:
-    """Return the rule. Its parameters are a filter."""
+    """Return the rule that takes columns with a filter output above `theta`. Its parameters are a `Filter`."""
 
     def select(params: Filter, state: PyTree, proposal: Proposal, view: View, quota: Array):
         largest = jnp.exp(jnp.max(proposal.logits, -1) - jax.nn.logsumexp(proposal.logits, -1))
@@ -110,7 +115,7 @@ def filtered(theta: float) -> ColumnRule:
 
 @functools.cache
 def ends_the_text() -> Control:
-    """Return the control `eotp`."""
+    """Return the control `eotp`, which ends the text at the first decided end token."""
 
     def act(params: PyTree, state: PyTree, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput | None):
         columns = jnp.arange(canvas.tokens.shape[1])

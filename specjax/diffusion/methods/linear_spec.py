@@ -1,13 +1,13 @@
 """LinearSpec: a block-causal model drafts a block in one pass and verifies it in its autoregressive mode.
 
-SGLang's algorithm LinearSpec for Nemotron-Labs-Diffusion (2026); without a paper.
+The algorithm LinearSpec of SGLang for Nemotron-Labs-Diffusion (2026); there is no paper.
 
-Rule: one bidirectional pass over the next W columns gives d_i. One causal pass over the last decided token and d gives
-the autoregressive rows p_i. The chain verifier (`specjax.verifiers.exact.standard`) accepts a prefix of d and adds one
-token. At temperature 0 this is the longest prefix with d_i = argmax p_i, followed by argmax p.
-Guarantee: distribution, of the model's autoregressive mode: the same weights with blocks of one and shifted rows. All
-columns are drafted in one pass, independently given the text. The row that d_i was drawn from is therefore its law
-given the text before it, as the verifier requires. Drafts have separate noise.
+Rule: one bidirectional pass over the next W columns gives drafts d_i. One causal pass over the last decided token and d
+gives the autoregressive distributions p_i. The chain verifier (`specjax.verifiers.exact.standard`) accepts a prefix of
+d and adds one token. At temperature 0 this is the longest prefix with d_i = argmax p_i, followed by argmax p.
+Guarantee: distribution, that of the model's autoregressive mode: the same weights with blocks of one and shifted rows.
+All columns are drafted in one pass, independently given the text. The distribution that d_i was drawn from is therefore
+its conditional distribution given the earlier drafts, as the verifier requires. Drafts have separate noise.
 Deviations: the release is greedy. The window starts after the last decided column, not at a multiple of the block,
 because the cache is token-causal and has no blocks.
 """
@@ -52,7 +52,7 @@ class VerifiedWindow(NamedTuple):
     """Result of verifying a window in the autoregressive mode."""
 
     canvas: Canvas
-    num_accepted: Array  # int32[B], of the tokens judged, root included
+    num_accepted: Array  # int32[B], accepted tokens, root included
     finite: Array  # bool[B]
     logprobs: Array | None
 
@@ -91,8 +91,10 @@ def decide(
     *,
     mask_rows: bool = False,
 ) -> StepOutcome:
-    """Draft and verify one round. asked: the verifying pass reads a mask at each column and takes its row; otherwise it
-    takes the row of the previous column.
+    """Draft and verify one round.
+
+    mask_rows: the verifying pass reads a mask token at each column and uses its output. Otherwise it uses the output of
+    the previous column.
     """
     output, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
     view = make_view(parts, state, canvas, window, output)
@@ -119,13 +121,13 @@ def decide(
 def verify_drafts(
     parts: DenoisingParts, state: DecodeState, canvas: Canvas, view: View, tokens: Array, drafted: Array, logits: Array
 ) -> VerifiedWindow:
-    """Return the accepted part of root and drafts, tokens [B, 1 + W], and the next token.
+    """Verify root and drafts, tokens [B, 1 + W], and decide the accepted part and the next token.
 
-    drafted: warped rows [B, W, V] that the drafts were drawn from. logits: [B, 1 + W, V], from the autoregressive pass.
+    drafted: warped logits [B, W, V] that the drafts were drawn from. logits: [B, 1 + W, V], of the verifying pass.
     """
     batch, count = tokens.shape
     depth = jnp.arange(count)
-    columns = view.start[:, None] + depth  # that a row predicts
+    columns = view.start[:, None] + depth  # the column that each row predicts
     exists = columns < canvas.end[:, None]
     tree = TokenTree(
         tokens=tokens,
@@ -147,12 +149,15 @@ def verify_drafts(
 
 
 def check(procedure: Procedure) -> None:
-    """Check that the procedure has no parts that verification would ignore. Raises: UsageError."""
+    """Check that the procedure has no parts that verification would ignore.
+
+    Raises: UsageError.
+    """
     for name in ("score", "control"):
         if getattr(procedure, name) is not None:
-            raise UsageError(f"drafts are judged by the model alone, which hears no {name}; leave it out")
+            raise UsageError(f"verification of drafts does not support a {name}; leave it out")
     if procedure.schedule != schedules.leading(procedure.schedule.width) or procedure.rule != rules.quota():
-        raise UsageError("drafts are the next columns, and the model decides; leave schedule and rule as they are")
+        raise UsageError("verification of drafts uses its own schedule and rule; leave both as they are")
 
 
 AUTOREGRESSIVE_VERIFY = Verify(decide, exact_memory=False, memory=TOKEN_CAUSAL, check=check)

@@ -1,12 +1,13 @@
-"""LLaDA's decoding: blocks from left to right, in each pass as many columns as its share, the surest first.
+"""LLaDA's decoding: blocks from left to right, and in each pass a fixed number of the most confident columns.
 
 Nie et al.: Large Language Diffusion Models (2025), arXiv 2502.09992.
 
 Rule: `specjax.diffusion.schedules.blocks` and `specjax.diffusion.rules.quota`.
-Guarantee: definition. One column a pass (`steps=None`) is the reference for the quality of everything faster.
-Deviations: noise is log-form Gumbel noise in float32 (the release has the ratio form in float64); the mask token is
-never proposed; a row ends when its text up to an eos is decided, which changes nothing of that text. The options that
-forbid eos are not here (`eoser` decides ends late). Guidance: `specjax.diffusion.caches.guided`.
+Guarantee: definition. One column a pass (`steps=None`) is the quality reference for all faster methods.
+Deviations: sampling adds Gumbel noise to the logits in float32; the release uses a ratio form in float64. The mask
+token is never proposed. A row ends when its text up to an eos is decided, which does not change that text. The
+release's options that forbid eos are not implemented; `eoser` decides end tokens late. Guidance is
+`specjax.diffusion.caches.guided`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ def llada(
     by: By = "confidence",
     guidance: float = 0.0,
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
-    each column. by: measure that ranks columns; `random` is the release's other remasking. guidance: scale of
-    classifier-free guidance away from the output without the prompt; 0: one look instead of two.
+    """Return the procedure.
+
+    Args:
+      block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column.
+      by: measure that ranks columns; `random` is the release's other remasking.
+      guidance: scale of classifier-free guidance away from the output without the prompt. 0: no guidance, one forward
+        pass instead of two.
     """
     memory = guided(append() if denoiser.is_causal else WHOLE, guidance) if guidance else None
     return Procedure(blocks(denoiser.block or block, steps=steps), quota(by), memory)

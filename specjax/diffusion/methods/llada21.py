@@ -1,18 +1,18 @@
-"""LLaDA2.1: columns that are decided may be changed again until their block is finished.
+"""LLaDA2.1: decided columns may change again until their block is finished.
 
-Bie et al.: LLaDA2.1: Speeding Up Text Diffusion via Token Editing (2026), arXiv 2602.08676, by its released sampler;
-with tau .5 and edit_tau 0 it is SGLang's `JointThreshold`.
+Bie et al.: LLaDA2.1: Speeding Up Text Diffusion via Token Editing (2026), arXiv 2602.08676, after its released sampler.
+With tau .5 and edit_tau 0 it is SGLang's `JointThreshold`.
 
 Rule, in each pass over a block:
-- every open column with confidence above `tau` is decided, or the surest one (mask to token);
-- every column of the block that was decided before, with p(new) > `edit_tau` and another token than it has, takes the
-  new one (token to token).
-A block is finished after a pass that found no open column and changed nothing, or after `post_steps` passes that found
-no open column.
+- Mask to token: every masked column with confidence above `tau` is decided, or the most confident one if there is none.
+- Token to token: a decided column of the block changes its token if the proposed token is another one and has a
+  probability above `edit_tau`.
+A block is finished after a pass that found no masked column and changed nothing, or after `post_steps` passes that
+found no masked column.
 Guarantee: lossy; edit_tau >= 1 is the threshold rule, pass by pass.
-Deviations: > as released, where the threshold rule has >=. The last pass over a block, which stores its keys and
-values, is fused with the first one over the next as anywhere. SGLang's penalty for repetition, off by default, is not
-here.
+Deviations: the test is > as in the release, while the threshold rule uses >=. The last pass over a block, which stores
+its keys and values, is fused with the first pass over the next block, as in all methods. SGLang's repetition penalty,
+off by default, is not implemented.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHOD = Method(
         shared.BLOCK,
         shared.tau(0.95),
         Option("edit_tau", "float", 0.9, "probability of another token above which a decided column changes"),
-        Option("post_steps", "int", 16, "maximum number of passes over a full block"),
+        Option("post_steps", "int", 16, "maximum number of passes over a block without masked columns"),
     ),
 )
 
@@ -55,14 +55,14 @@ def llada21(
     post_steps: int = 16,
 ) -> Procedure:
     """Return the procedure. block: columns of a block; None: all new ones. tau: confidence above which a column is
-    decided. edit_tau: confidence above which it is changed. post_steps: passes over a full block.
+    decided. edit_tau: confidence above which it is changed. post_steps: maximum passes over a block without masks.
     """
     return Procedure(blocks(denoiser.block or block), edits(tau, edit_tau, post_steps))
 
 
 class State(NamedTuple):
-    post: Array  # int32[B], passes over this block that found it full
-    settled: Array  # bool[B]
+    post: Array  # int32[B], passes over this block that found no masked column
+    settled: Array  # bool[B], True if the block is finished
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def edits(tau: float, edit_tau: float, post_steps: int) -> ColumnRule:
     """Return the rule. Raises: UsageError for a number of passes below 0."""
     if post_steps < 0:
         raise UsageError(f"post_steps must be at least 0, not {post_steps}")
-    max_passes = post_steps if edit_tau < 1 else 0  # nothing is ever changed
+    max_passes = post_steps if edit_tau < 1 else 0  # with edit_tau >= 1 no column ever changes
 
     def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
         return State(jnp.zeros_like(canvas.start), jnp.ones((len(canvas.start),), bool))

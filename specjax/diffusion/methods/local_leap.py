@@ -1,12 +1,12 @@
-"""LocalLeap: next to a column that is sure, less is sure enough.
+"""LocalLeap: the threshold rule with a lower threshold near columns that are very confident.
 
 Kong, Zhang, Liu, Wu, Tian, W., Zhou: Accelerating Diffusion LLM Inference via Local Determinism Propagation (LocalLeap,
 2025), arXiv 2510.07081.
 
-Rule: anchors are the eligible columns with confidence >= tau. Take the anchors, the eligible columns at most `radius`
-from one with confidence >= near, and the surest.
+Rule: anchors are the eligible columns with confidence >= tau. Take the anchors, the eligible columns with confidence
+>= near that are at most `radius` columns from an anchor, and always the most confident column.
 Guarantee: lossy; a radius of 0, or near >= tau, is the threshold rule.
-Deviations: the release may fill a text behind its eos with eos; here a row ends there, which is the same text.
+Deviations: the release may fill the text after its eos with eos; here a row ends at eos, which is the same text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local_leap(
 
 @functools.cache
 def around_anchors(tau: float, near: float, radius: int) -> ColumnRule:
-    """Return a rule that takes anchors and the sure columns around them.
+    """Return a rule that takes anchors and the confident columns around them.
 
     Raises: UsageError for a radius below 0.
     """

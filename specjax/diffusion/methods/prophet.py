@@ -1,14 +1,14 @@
-"""Prophet: once the model is sure of the answer, all open columns are decided at once.
+"""Prophet: once the model is confident of the answer, all masked columns are decided at once.
 
 Li, Zhou, Muhtar, Yin, Yan, Shen, Liang, Vosoughi, Liu: Diffusion Language Models Know the Answer Before Decoding
 (2025), arXiv 2508.19982.
 
 Rule: after each pass, g is the mean over the answer of the gap between a column's two largest logits. rho is the share
-of finished passes. If g is at least `early` for rho < 1/3, `middle` for rho < 2/3, or `late` afterwards, every open
-column takes its likeliest token and the row ends.
+of finished passes. If g is at least `early` for rho < 1/3, `middle` for rho < 2/3, or `late` afterwards, every masked
+column takes its most likely token and the row ends.
 Guarantee: lossy; infinite gaps are LLaDA's procedure.
 Deviations: the release writes "The answer is" into the canvas and reads the next five columns. Here the answer is the
-open columns up to the first end token, decided or likeliest. The cuts are at .33 and .67. A fill is greedy at every
+masked columns up to the first end token, decided or most likely. The cuts are at .33 and .67. A fill is greedy at every
 temperature. The model must have full attention, because the full canvas is read.
 """
 
@@ -43,7 +43,7 @@ METHOD = Method(
 
 
 CUTS = (0.33, 0.67)
-"""Shares of the passes behind which a smaller gap is enough."""
+"""Shares of the passes after which a smaller gap suffices."""
 
 
 @checked
@@ -57,27 +57,25 @@ def prophet(
     late: float = 2.5,
 ) -> Procedure:
     """Return the procedure. block: columns of a block; None: all new ones. steps: passes for a block; None: one for
-    each column. early, middle, late: gaps that end the decoding.
+    each column. early, middle, late: gaps that end decoding in the three thirds of the passes.
 
     Raises: UsageError for a block-causal model, which never reads the full canvas.
     """
     if denoiser.is_causal:
-        raise UsageError("prophet looks at the whole canvas, and a block-causal model sees no block ahead; choose sdar")
+        raise UsageError("prophet needs a model with full attention, and this one is block-causal; choose sdar")
     control = sure_of_the_answer(early, middle, late, block, steps)
     return Procedure(blocks(block, steps=steps), quota(), control=control)
 
 
 @functools.cache
 def sure_of_the_answer(early: float, middle: float, late: float, size: int | None, steps: int | None) -> Control:
-    """Return the control for blocks of `size` with `steps` passes each."""
+    """Return the control that fills the canvas, for blocks of `size` with `steps` passes each."""
 
     def init(params: PyTree, canvas: Canvas, width: int) -> Array:
         return num_passes(canvas, size, steps)
 
     def act(params: PyTree, total: Array, canvas: Canvas, proposal: Proposal, view: View, wide: CanvasOutput):
-        canvas_before = canvas.open | (
-            canvas.decided_at == canvas.passes[:, None]
-        )  # this pass's columns are judged, too
+        canvas_before = canvas.open | (canvas.decided_at == canvas.passes[:, None])  # includes the columns of this pass
         new = canvas.decided_at >= -1
         ends = new & view.ends(jnp.where(canvas_before, wide.best, canvas.tokens))
         up_to = jnp.cumsum(ends, 1) - ends == 0

@@ -1,16 +1,17 @@
-"""R2-dLLM: the threshold rule, and three more for columns that are redundant in place or in time.
+"""R2-dLLM: the threshold rule with three additional rules for columns that are redundant in space or in time.
 
 Du, Xia, Zhong, Fu, Oswald, Ji, Khailany, Molchanov, Lin: R^2-dLLM: Accelerating Diffusion Large Language Models via
 Spatio-Temporal Redundancy Reduction (2026), arXiv 2604.18995.
 
-Rule: the threshold rule; then, each of the columns that those before it left open:
-1. of three columns in a row of which at most one is decided: all, if the mean of their confidences >= `cluster`;
-2. of two columns or more in a row with the same likeliest token: the surest, if its confidence > `repeat`;
-3. every column whose likeliest token was the same in the last `times` passes, if its confidence >= `steady`: that of
-   the last of these passes, or their mean or largest (`over`).
-Guarantee: lossy; with the three above 1 it is the threshold rule.
-Deviations: as in the release the surest column is decided before rule 1 looks. The third rule's confidence is that of
-the last pass by default, where the release has the mean. Fine-tuning for it is training.
+Rule: first the threshold rule, then three rules. Each one reads the columns that the rules before it did not take:
+1. Of three adjacent columns with at most one decided, take the rest if their mean confidence >= `cluster`.
+2. Of two or more adjacent columns with the same most likely token, take the most confident, if its confidence >
+   `repeat`.
+3. Take every column with the same most likely token in the last `times` passes, if its confidence >= `steady`. `over`
+   selects the confidence of the last of these passes, their mean, or their maximum.
+Guarantee: lossy; with the three thresholds above 1 it is the threshold rule.
+Deviations: as in the release, the most confident column is decided before rule 1 runs. The default of rule 3 is the
+confidence of the last pass; the release uses the mean. The paper's fine-tuning is not implemented.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ METHOD = Method(
         Option("cluster", "float", 0.8, "threshold for the mean confidence of three adjacent columns"),
         Option("repeat", "float", 0.8, "threshold for the most confident of columns with the same token"),
         Option("steady", "float", 0.8, "threshold for a column whose token did not change"),
-        Option("times", "int", 3, "passes without change that this needs"),
-        Option("over", ("last", "mean", "max"), "last", "confidence of these passes that counts"),
+        Option("times", "int", 3, "minimum number of passes without change"),
+        Option("over", ("last", "mean", "max"), "last", "confidence of these passes that is compared"),
     ),
 )
 
 
 TOGETHER = 3
-"""Columns of a cluster."""
+"""Number of columns of a cluster."""
 
 Over = Literal["last", "mean", "max"]
 
@@ -67,16 +68,16 @@ def r2_dllm(
     times: int = 3,
     over: Over = "last",
 ) -> Procedure:
-    """Return the procedure. block: columns of a block; None: all new ones. tau: confidence at which a column is taken
-    alone. The other options belong to the three rules.
+    """Return the procedure. block: columns of a block; None: all new ones. tau: threshold of the threshold rule. The
+    other options belong to the three rules.
     """
     return Procedure(blocks(denoiser.block or block), redundant(tau, cluster, repeat, steady, times, over))
 
 
 class State(NamedTuple):
-    best: Array  # int32[B, W], likeliest token in the pass before
-    run: Array  # int32[B, W], passes for which it has been that
-    sure: Array  # float32[B, W], sum of its confidences in them, or the largest
+    best: Array  # int32[B, W], most likely token in the previous pass; -1: none
+    run: Array  # int32[B, W], consecutive passes with this token
+    sure: Array  # float32[B, W], sum or maximum of its confidences in these passes
 
 
 @functools.cache
@@ -110,7 +111,7 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
         sure = jnp.maximum(previous, largest) if over == "max" else previous + largest
         judged = {"last": largest, "mean": sure / run, "max": sure}[over]
         again |= left & (run >= times) & (judged >= steady)
-        output = view.eligible  # what is not predicted in this pass keeps its state
+        output = view.eligible  # columns without a prediction in this pass lose their history
         history = State(jnp.where(output, best, -1), jnp.where(output, run, 0), jnp.where(output, sure, 0.0))
         return take | again, jnp.where(again, best, token), history
 
@@ -118,8 +119,8 @@ def redundant(tau: float, cluster: float, repeat: float, steady: float, times: i
 
 
 def _clustered(sure: Array, left: Array, view: View, min_confidence: float) -> Array:
-    """Return bool[B, W]: triples of existing columns, at least two of them open, with a sufficient mean."""
-    outside = (~view.exists).astype(jnp.float32)  # of a last block that is cut off
+    """Return bool[B, W]: columns of triples that exist, with at least two columns of `left` and a sufficient mean."""
+    outside = (~view.exists).astype(jnp.float32)  # columns past the end of the last block
     edge = ((0, 0), (TOGETHER - 1, TOGETHER - 1))
 
     def over_three(x: Array, function, start: float, **pad) -> Array:
@@ -129,14 +130,12 @@ def _clustered(sure: Array, left: Array, view: View, min_confidence: float) -> A
     count = over_three(left.astype(jnp.float32), jax.lax.add, 0.0)
     total = over_three(jnp.where(left, sure, 0.0), jax.lax.add, 0.0)
     complete = over_three(outside, jax.lax.max, 0.0, constant_values=1.0) == 0
-    good = (
-        complete & (count >= TOGETHER - 1) & (total >= min_confidence * count)
-    )  # [B, W + 2], by the last column of the three
+    good = complete & (count >= TOGETHER - 1) & (total >= min_confidence * count)  # [B, W + 2], by last column
     return jax.lax.reduce_window(good.astype(jnp.int32), 0, jax.lax.max, (1, TOGETHER), (1, 1), "VALID") > 0
 
 
 def _repeated(best: Array, sure: Array, left: Array, min_confidence: float) -> Array:
-    """Return bool[B, W]: the most confident column of each run of equal likeliest tokens."""
+    """Return bool[B, W]: the most confident column of each run of equal most likely tokens."""
     goes_on = left[:, 1:] & left[:, :-1] & (best[:, 1:] == best[:, :-1])
     run = jnp.cumsum(jnp.pad(~goes_on, ((0, 0), (1, 0))), 1)
     together = (run[:, :, None] == run[:, None, :]) & left[:, None, :]

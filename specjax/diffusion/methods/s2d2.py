@@ -1,17 +1,18 @@
-"""S2D2, where it is exact: a block-causal model drafts a block, and judges it by itself with blocks of one.
+"""S2D2 in its exact form: a block-causal model drafts a block, and verifies it with the same weights and blocks of one.
 
 Han, Wang, Gao, Xu, Srivastava: S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation (2026), arXiv
 2603.25702.
 
-Rule: one pass in both directions over the next W columns gives drafts d_i with probabilities p_i. One pass over the
-last decided token, d, and a mask at each of their columns, which sees what stands before it and itself, gives q_i, what
-the model says of one open column. Left to right accept d_i with probability min(1, q_i(d_i) / p_i(d_i)), and after the
-first rejection one token of norm([q_i - p_i]+), else one of q: the chain verifier.
-Guarantee: distribution, of the model's own mode with blocks of one and logits of the same position.
-Deviations: this is the setting in which every round verifies, with k = 1 and a token-causal cache. The routers, which
-decide by expected acceptance whether to verify, and the cache of whole blocks are `s2d2_routed`, which is lossy. At
-temperature 0 a draft stands if it is the likeliest token; the release keeps its random test. The window begins behind
-the last decided column. Models with shifted logits have `linear_spec`, which needs no masks.
+Rule: one bidirectional pass over the next W columns gives drafts d_i with probabilities p_i. A second pass reads the
+last decided token, the drafts d, and one mask token for the column of each draft. A mask token attends to the tokens
+before its column and to itself. Its output is q_i, the model's distribution of that column with blocks of one. The
+chain verifier goes from left to right and accepts d_i with probability min(1, q_i(d_i) / p_i(d_i)). After the first
+rejection it draws one token from norm([q_i - p_i]+). If all drafts are accepted, it draws one more token from q.
+Guarantee: distribution, that of the same model with blocks of one. It holds for models with `alignment="same"`.
+Deviations: every round verifies, as in the paper with k = 1, and the cache is token-causal. Routers, which skip
+verification in rounds with a low expected acceptance, are in the lossy method `s2d2_routed`, with a cache of full
+blocks. At temperature 0 a draft is accepted if it is the most likely token; the release keeps its random test. The
+window starts after the last decided column. For models with shifted logits use `linear_spec`, which reads no masks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def s2d2(denoiser: Denoiser) -> Procedure:
     """
     block = causal_block(denoiser, "s2d2")
     if denoiser.is_shifted or denoiser.mask_token is None:
-        raise UsageError("s2d2 asks a mask for its own column, and this model's logits are shifted; choose linear_spec")
+        raise UsageError(
+            "s2d2 needs a mask token and unshifted logits, which this model does not have; choose linear_spec"
+        )
     return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=MASK_VERIFY)
 
 

@@ -1,17 +1,18 @@
-"""S2D2 as published: a router selects the rounds in which the model with blocks of one verifies the drafts.
+"""S2D2 as published: a router selects the rounds in which the same model, with blocks of one, verifies the drafts.
 
 Han, Wang, Gao, Xu, Srivastava: S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation (2026), arXiv
 2603.25702.
 
-Rule: a pass over the block gives drafts d_i with rows p_i. If `specjax.diffusion.routers` selects the round, a second
-pass reads [the block with d in its first run of open columns | a mask at each column]. Both halves attend to earlier
-blocks. A column of the first half attends to that half up to itself. A column of the second half attends to the first
-half before its position, and gives q_i. From left to right d_i is accepted with probability min(1, q_i(d_i) /
-p_i(d_i)). After the first rejection one token is drawn from norm([q_i - p_i]+): the chain verifier. If this gives fewer
-tokens than the quota, or if the round is not verified, the dynamic rule of SDAR decides by the first pass.
-Guarantee: lossy. `s2d2` is the exact setting. A router that never verifies is `sdar`, at any temperature.
+Rule: a pass over the block gives drafts d_i with probabilities p_i. If `specjax.diffusion.routers` selects the round, a
+second pass reads two copies of the block. The first copy has d in its first run of masked columns. The second copy has
+a mask at each column. Both copies attend to earlier blocks. A column of the first copy attends to that copy up to
+itself. A column of the second copy attends to itself and to the first copy before its position, and gives q_i. The
+chain verifier goes from left to right and accepts d_i with probability min(1, q_i(d_i) / p_i(d_i)). After the first
+rejection it draws one token from norm([q_i - p_i]+). The dynamic rule of SDAR decides by the first pass in two cases:
+the round is not verified, or verification gives fewer tokens than the quota.
+Guarantee: lossy. `s2d2` is the exact setting. A router that never verifies gives `sdar`, at any temperature.
 Deviations: keys and values are those of full blocks (`append`), because the router may change its decision. At
-temperature 0 a draft is accepted if it is the likeliest token. The kinds of rounds of the bandit are our choice.
+temperature 0 a draft is accepted if it is the most likely token. The kinds of rounds of the bandit are our choice.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ METHOD = Method(
         Option("cost", "float", 1.0, "cost of verification, in expected tokens"),
         Option("above", "float", 0.0, "score above which drafts are verified"),
         Option("below", "float", -5.0, "for hysteresis: score below which verification stops"),
-        Option("min_run", "int", 2, "for span: minimum number of adjacent open columns"),
+        Option("min_run", "int", 2, "for span: minimum number of adjacent masked columns"),
     ),
 )
 
@@ -92,16 +93,20 @@ def s2d2_routed(
     below: float = -5.0,
     min_run: int = 2,
 ) -> Procedure:
-    """Return the procedure. router: `span` verifies runs of `min_run` columns. `score` verifies at a score above
-    `above`. `hysteresis` continues until the score is below `below`. `bandit` learns when to verify. chance, beta,
-    dynamic, cost: of the score.
+    """Return the procedure.
+
+    Args:
+      router: `span` verifies runs of at least `min_run` columns. `score` verifies at a score above `above`.
+        `hysteresis` does too, and continues until the score is below `below`. `bandit` learns when to verify.
+      tau: confidence at which a column is decided. steps: passes for a block; None: one for each column.
+      chance, beta, dynamic, cost: settings of the score, defined in `specjax.diffusion.routers`.
 
     Raises: UsageError for a model with full attention, or with shifted logits.
     """
     block = causal_block(denoiser, "s2d2_routed")
     if denoiser.is_shifted or denoiser.mask_token is None:
         raise UsageError(
-            "s2d2_routed asks a mask for its own column, and this model's logits are shifted; choose linear_spec"
+            "s2d2_routed needs a mask token and unshifted logits, which this model does not have; choose linear_spec"
         )
     kinds: dict[str, Callable[[], VerificationRouter]] = {
         "always": routers.always,
@@ -118,7 +123,10 @@ def s2d2_routed(
 def routed(
     router: VerificationRouter, tau: float = 0.85, chance: ChanceMeasure = "entropy", beta: float = 1.0
 ) -> Verify:
-    """Return a verification in the rounds that the router selects. tau: confidence of a sure column."""
+    """Return a verification in the rounds that the router selects.
+
+    tau: confidence at which the rule decides a column; routers count these columns.
+    """
     decide = functools.partial(_decide, router=router, tau=tau, chance=chance, beta=beta)
     return Verify(decide, lambda parts, canvas: router.init(len(canvas.start)), check=_check)
 
@@ -128,7 +136,7 @@ def _decide(
     router: VerificationRouter, tau: float,
     chance: ChanceMeasure, beta: float,
 ) -> StepOutcome:  # fmt: skip
-    """Decide the columns of one round."""
+    """Decide the columns of one round, with one pass or two."""
     output, memory = parts.memory.look(parts.denoiser, state.cache, canvas, window)
     view = make_view(parts, state, canvas, window, output)
     proposal, slots = propose(parts, view, forward.compute_logits(parts.denoiser, output.hidden), slots)
@@ -142,7 +150,7 @@ def _decide(
     )
     verifies, routing = router.route(slots.verify, forecast)
     verifies &= window.active & (forecast.run > 0)
-    # with noise of their own: the verifier draws with that of their columns
+    # Drafts have separate random keys, because the verifier draws with the keys of the columns.
     drafts = draw_tokens(parts, draft_keys(state, view._replace(start=canvas.start + canvas.decided)), proposal.warped)
     drafted = proposal._replace(token=jnp.where(verifies[:, None], drafts, proposal.token))
 
@@ -174,14 +182,15 @@ def _decide(
 
 
 def first_run(canvas: Canvas, view: View) -> Array:
-    """Return bool[B, W]: the contiguous eligible columns from the first open one on."""
+    """Return bool[B, W]: the contiguous eligible columns from the first masked one on."""
     behind = view.columns >= canvas.first_open[:, None]
     return behind & (jnp.cumprod(view.eligible | ~behind, 1, dtype=jnp.int32) > 0)
 
 
 def asked_alone(parts: DenoisingParts, cache: PyTree, canvas: Canvas, view: View, drafts: Array, run: Array) -> Array:
-    """Return float32[B, W, V]: the logits of the model with blocks of one, given the text before each column. The
-    columns of `run` contain `drafts`.
+    """Return float32[B, W, V]: the logits of the model with blocks of one, given the text before each column.
+
+    The text contains `drafts` at the columns of `run`.
     """
     batch, width = run.shape
     shown = jnp.where(run, drafts, view.tokens)
@@ -203,12 +212,12 @@ def _verified(
     width = run.shape[1]
     logits = asked_alone(parts, cache, canvas, view, drafted.token, run)
     first = canvas.first_open
-    place = jnp.clip(
-        (first - view.start)[:, None] + jnp.arange(width + 1), 0, width - 1
-    )  # of the columns from there on
+    # Indices in the window of the columns from `first` on.
+    place = jnp.clip((first - view.start)[:, None] + jnp.arange(width + 1), 0, width - 1)
     tokens = jnp.concatenate([take_along(canvas.tokens, first[:, None] - 1, 1), take_along(drafted.token, place, 1)], 1)
     rows = lambda x, count: take_along(x, place[:, :count, None], 1)
-    alone = canvas._replace(end=first + jnp.sum(run, 1, dtype=jnp.int32))  # nothing behind the run
+    # The verifier must not decide columns after the run.
+    alone = canvas._replace(end=first + jnp.sum(run, 1, dtype=jnp.int32))
     self_proposal = view._replace(start=first, active=verifies)
     verified = verify_drafts(
         parts, state, alone, self_proposal, tokens[:, : width + 1], rows(drafted.warped, width), rows(logits, width + 1)
@@ -219,4 +228,4 @@ def _verified(
 def _check(procedure: Procedure) -> None:
     for name in ("score", "control"):
         if getattr(procedure, name) is not None:
-            raise UsageError(f"drafts are judged by the model alone, which hears no {name}; leave it out")
+            raise UsageError(f"verification of drafts does not support a {name}; leave it out")

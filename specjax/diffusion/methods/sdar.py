@@ -1,13 +1,13 @@
-"""SDAR's decoding of block-causal models: the columns of a block that are sure enough, at least its share of a pass.
+"""SDAR's decoding of block-causal models: each pass decides the confident columns of a block, at least a fixed number.
 
 Cheng et al.: SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation (2025), arXiv
 2510.06303.
 
-Rule: of a block that is decided in S passes, with quota k of this pass: take {confidence > tau} if these are k or more,
-else the k surest (`dynamic`); always the k surest (`static`); the k leftmost (`sequential`).
-Guarantee: `static` is the definition; `dynamic` is lossy, and equal to it for tau > 1.
+Rule: a block is decided in S passes, and k is the quota of a pass. `dynamic`: take {confidence > tau} if these are k or
+more columns, else the k most confident. `static`: take the k most confident. `sequential`: take the k leftmost.
+Guarantee: lossy. `static` is the definition; `dynamic` is lossy, and equal to `static` for tau > 1.
 Deviations: the clean pass of a block is fused with the first pass over the next one
-(`specjax.diffusion.caches.append`): the same text in fewer passes. Entropy bounds are a method of their own.
+(`specjax.diffusion.caches.append`), which gives the same text in fewer passes. Entropy bounds are in `entropy_bound`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def sdar(
     remasking: Literal["dynamic", "static", "sequential"] = "dynamic",
     fuse: bool = True,
 ) -> Procedure:
-    """Return the procedure. tau: confidence at which a column is taken. steps: passes for a block; None: one for each
-    column.
+    """Return the procedure.
+
+    Args:
+      tau: confidence at which a column is taken. steps: passes for a block; None: one for each column.
+      remasking: rule that selects the columns of a pass. fuse: fuse the clean pass with the next block's first pass.
 
     Raises: UsageError for a model with full attention.
     """
     if not denoiser.is_causal:
-        raise UsageError("sdar decodes block-causal models, and this one has full attention; choose method llada")
+        raise UsageError("sdar needs a block-causal model, and this one has full attention; choose method llada")
     rules = {"dynamic": threshold(tau, min_columns=None), "static": quota(), "sequential": quota("left_to_right")}
     return Procedure(blocks(denoiser.block, steps=steps), rules[remasking], append(fuse=fuse))

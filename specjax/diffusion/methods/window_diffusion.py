@@ -1,14 +1,14 @@
-"""Window-Diffusion: only near columns are seen, only the nearest are decided, and the cache lasts for some passes.
+"""Window-Diffusion: passes read a window of near columns, decide the nearest ones, and share a cache for a while.
 
 Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching (2026), arXiv
 2601.20332.
 
-Rule: `specjax.diffusion.schedules.sliding` with `specjax.diffusion.caches.phases`; of the columns that may be decided
-the surest one in each pass, or with `tau` every one that is sure enough.
-Guarantee: lossy; outer and inner windows of all new columns and refresh=1 are `llada` without blocks.
-Deviations: the first pass of a phase decides only what the others may (the release's LLaDA decides anywhere then, its
-Dream the first column). The open columns that may be decided lie within `outer` columns of the first one. Of `early`,
-which drops what is behind an end of the text: it does so as soon as one is decided.
+Rule: `specjax.diffusion.schedules.sliding` with `specjax.diffusion.caches.phases`. Each pass decides the most confident
+of the columns that may be decided, or with `tau` all columns at or above this confidence.
+Guarantee: lossy; outer and inner windows of all new columns with refresh=1 give `llada` without blocks.
+Deviations: the first pass of a phase decides the same columns as the other passes. The release's LLaDA decides any
+column in that pass, and its Dream decides the first column. The masked columns that may be decided lie within `outer`
+columns of the first one. `early` drops the columns after an end token as soon as one is decided.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ METHOD = Method(
     name="window_diffusion",
     kind="diffusion",
     guarantee="lossy",
-    summary="computes a window of open columns, caches those around it, and decides the first few",
+    summary="computes a window of masked columns, caches those around it, and decides the first few",
     paper="arXiv 2601.20332",
     options=(
-        Option("outer", "int", 64, "open columns that are visible"),
+        Option("outer", "int", 64, "masked columns that are visible"),
         Option("inner", "int", 16, "visible columns that may be decided"),
         Option("refresh", "int", 32, "passes between two recomputations of the cached columns"),
         Option("tau", "float", None, "confidence at which a column is decided; default: one column per pass"),
@@ -49,14 +49,19 @@ def window_diffusion(
     tau: float | None = None,
     early: bool = False,
 ) -> Procedure:
-    """Return the procedure. outer: open columns that the model reads. inner: open columns that may be decided. refresh:
-    passes of a phase. tau: confidence at which a column is decided; None: one per pass. early: end the text with the
-    first column that ends it.
+    """Return the procedure.
+
+    Args:
+      outer: masked columns that the model reads. inner: masked columns that may be decided.
+      refresh: passes of a phase. tau: confidence at which a column is decided; None: one column per pass.
+      early: end the text at the first end-of-text token.
 
     Raises: UsageError for a block-causal model.
     """
     if denoiser.is_causal:
-        raise UsageError("window_diffusion is of models with full attention, and this one is block-causal; choose sdar")
+        raise UsageError(
+            "window_diffusion needs a model with full attention, and this one is block-causal; choose sdar"
+        )
     return Procedure(
         sliding(inner, outer),
         quota() if tau is None else threshold(tau),

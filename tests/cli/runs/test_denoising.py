@@ -79,7 +79,7 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, but --method is for diffusion"),
         (("--show", "order"), "--show order draws the canvas of a diffusion model, and this target is none"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
-        (("--target", "full", "--method", "sdar"), "sdar decodes block-causal models"),
+        (("--target", "full", "--method", "sdar"), "sdar needs a block-causal model"),
         (
             ("--target", "full", "--draft", "draft"),
             "--draft applies to autoregressive models, and this is a diffusion model; remove it",

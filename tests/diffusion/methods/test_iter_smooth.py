@@ -70,7 +70,7 @@ def test_with_nothing_mixed_in_it_is_the_base():
 
 
 def test_what_it_refuses():
-    for denoiser, words in ((toys.causal(), "full attention"), (toys.frozen([0.5]), "takes no mixtures")):
+    for denoiser, words in ((toys.causal(), "full attention"), (toys.frozen([0.5]), "reads mixtures")):
         with pytest.raises(UsageError, match=words):
             methods.iter_smooth(denoiser)
     with pytest.raises(UsageError, match="from 1 to 63"):
