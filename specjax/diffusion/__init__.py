@@ -1,6 +1,6 @@
 """Diffusion language models: masked and block diffusion under the contracts of `specjax.diffusion.types`.
 
-`specjax.denoise` decodes with them, and `specjax.diffusion.methods` has one file per published method.
+`specjax.denoise` decodes with these models. `specjax.diffusion.methods` has one file per published method.
 """
 
 from specjax.diffusion.drafting import as_drafter

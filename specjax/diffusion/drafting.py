@@ -1,15 +1,15 @@
-"""A denoiser as a drafter for an autoregressive target: each denoiser pass drafts several tokens.
+"""A denoiser as a drafter for an autoregressive target, with several drafted tokens per denoiser pass.
 
-Christopher et al.: Speculative Diffusion Decoding (SpecDiff, 2024), arXiv 2408.05636; with several rounds as in
-DiffuSpec (Li et al. 2025, arXiv 2510.02358) and DEER (Cheng et al. 2025, arXiv 2512.15176), without their own path
-searches.
+Christopher et al.: Speculative Diffusion Decoding (SpecDiff, 2024), arXiv 2408.05636; several rounds as in DiffuSpec
+(Li et al. 2025, arXiv 2510.02358) and DEER (Cheng et al. 2025, arXiv 2512.15176), without their path searches.
 
-Rule: W open columns follow the text. With one round, every column is drawn from its own row q_j = q(x_j | text). This
-is a chain with its true q. With several rounds, a rule decides some columns in each pass, and the next pass reads them.
-Guarantee: distribution, by the verifier. It holds for several rounds because all their tokens are the likeliest ones,
-drafts without randomness. Drawn tokens would have no q(x_j | x_<j) there. In order of confidence, x_j may depend on
-later tokens, and p/q with the row that it was drawn from would be biased.
-Deviations: columns after the draft, up to the end of its last block, are read as open. A model with full attention
+Rule: W masked columns follow the text. With one round, every column is drawn from its own row q_j = q(x_j | text). This
+is a chain with true draft probabilities. With several rounds, a rule decides some columns in each pass, and the next
+pass reads them.
+Guarantee: distribution, by the verifier. With several rounds, all tokens are the most likely ones, so the draft has no
+randomness and is a point mass. Drawn tokens would have no known q(x_j | x_<j): columns are decided in order of
+confidence, so x_j may depend on later tokens. The ratio p/q with the row that x_j was drawn from would be biased.
+Deviations: columns after the draft, up to the end of its last block, are read as masked. A model with full attention
 reads the full text in each round. A block-causal model caches finished blocks, and reads new text with the draft.
 """
 
@@ -30,16 +30,17 @@ from specjax.types import Array, Context, Drafter, PyTree, TokenTree, Traits, Tr
 
 
 class DenoiserDrafterState(NamedTuple):
-    cache: PyTree  # of a block-causal model, of the text's finished blocks; of another, an empty one
-    columns: Array  # int32[B], that it holds
+    cache: PyTree  # cache of the text's finished blocks for block-causal models, empty for other models
+    columns: Array  # int32[B], number of columns in the cache
 
 
 def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnRule | None = None) -> Drafter:
     """Return a drafter that proposes chains of `width` tokens.
 
     Args:
-      rounds: passes of the denoiser for one draft. rule: selects the columns that a pass decides. The default takes an
-        equal share of the surest columns in each pass. The last round decides all remaining columns.
+      width: drafted tokens per step. rounds: passes of the denoiser for one draft.
+      rule: rule that selects the columns of a pass. The default decides an equal share in each pass, the most confident
+        columns first. The last round decides all remaining columns.
 
     Raises: UsageError for numbers below 1, or a rule that revises decided columns.
     """
@@ -48,7 +49,7 @@ def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnR
             raise UsageError(f"{name} must be at least 1, not {value}")
     rule = rule or quota()
     if rule.settled is not None:
-        raise UsageError("a drafter's rule must not revise what it decided; choose another")
+        raise UsageError("a rule that revises decided columns cannot draft; choose another rule")
     make = functools.partial(_propose, width=width, rounds=rounds)
     return Drafter(
         propose=make,
@@ -60,8 +61,9 @@ def as_drafter(denoiser: Denoiser, *, width: int, rounds: int = 1, rule: ColumnR
 
 
 def _columns(denoiser: Denoiser, width: int) -> int:
-    """Return the number of columns in one pass of a block-causal model over the uncached part: the text's last block,
-    the tokens of a round, and the draft to the end of its block.
+    """Return the number of columns in one pass of a block-causal model over the uncached part.
+
+    This part is the last block of the text, the tokens of one step, and the draft to the end of its block.
     """
     assert denoiser.block is not None
     return -(-(denoiser.block + 2 * width + 1) // denoiser.block) * denoiser.block
@@ -77,7 +79,7 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
     if context.target is not None and context.target.model.vocab_size != denoiser.model.vocab_size:
         raise UsageError(
             f"the denoiser has {denoiser.model.vocab_size} tokens in its vocabulary and the target "
-            f"{context.target.model.vocab_size}; a draft needs the target's own"
+            f"{context.target.model.vocab_size}; use a denoiser with the target's vocabulary"
         )
     if not denoiser.is_causal:
         return DenoiserDrafterState(
@@ -90,7 +92,10 @@ def init(params: tuple[Denoiser, *tuple[Any, ...]], context: Context, *, width: 
 
 
 def _finished_columns(denoiser: Denoiser, length: Array) -> Array:
-    """int32[B]: columns of whole blocks before the last token, whose row may predict the next one."""
+    """Return int32[B]: the number of columns in complete blocks before the last token.
+
+    The last token is never cached, because its row may predict the next token.
+    """
     assert denoiser.block is not None
     return (length - 1) // denoiser.block * denoiser.block
 
@@ -124,7 +129,7 @@ def _propose(
         rows = warp(logits, context.sampling)
         if context.noise is None:
             draw_keys = fold_in(keys[:, None], jnp.arange(width))
-        else:  # that of the target's own draws
+        else:  # the same noise as the target's draws
             draw_keys = node_keys(context.noise, context.length, jnp.broadcast_to(jnp.arange(width), (batch, width)))
         token = draw(draw_keys, rows)
         logits = jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
@@ -161,8 +166,9 @@ def build_chain(context: Context, token: Array, limit: Array, logits: Array | No
 def update_cache(
     denoiser: Denoiser, state: DenoiserDrafterState, context: Context, pending: PyTree, width: int
 ) -> DenoiserDrafterState:
-    """Return the state after a block-causal model caches the newly finished blocks. pending: the pending output of the
-    last `look`.
+    """Return the state after a block-causal model caches the newly finished blocks.
+
+    pending: the pending cache entries of the last `look`.
     """
     if not denoiser.is_causal:
         return state
@@ -172,7 +178,10 @@ def update_cache(
 
 
 def look(denoiser: Denoiser, state: DenoiserDrafterState, canvas: Canvas, width: int) -> tuple[Array, PyTree]:
-    """Return (hidden [B, W, D] that predict the columns after the text, pending cache entries)."""
+    """Run the denoiser on the text and the draft, without the cached columns.
+
+    Returns: (hidden [B, W, D] that predict the columns after the text, pending cache entries).
+    """
     if denoiser.block is None:
         hidden, pending = forward.forward_canvas(denoiser, state.cache, canvas)
         return forward.align_rows(denoiser, hidden, canvas.start, width), pending
@@ -182,7 +191,7 @@ def look(denoiser: Denoiser, state: DenoiserDrafterState, canvas: Canvas, width:
     block = offset // denoiser.block
     mask = jnp.broadcast_to(block[None, :] <= block[:, None], (len(columns), count, count))
     shown = forward.input_tokens(denoiser, canvas, columns)
-    # Behind the canvas there is nothing but open columns.
+    # All columns past the end of the canvas are masked.
     shown = jnp.where(columns < canvas.tokens.shape[1], shown, denoiser.blank)
     hidden, pending = forward.forward(denoiser, state.cache, shown, columns, mask)
     return forward.align_rows(denoiser, hidden, canvas.start - state.columns, width), pending

@@ -1,4 +1,4 @@
-"""Passes of a denoiser over columns of a canvas."""
+"""Forward passes of a denoiser over columns of a canvas."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def forward(
 ) -> tuple[Array, PyTree]:
     """Run the model on tokens [B, T] at columns [B, T], with attention mask bool[B, T, P + T].
 
+    earlier: keys and values of an earlier pass, to attend to in addition to the cache.
+
     Returns: (hidden [B, T, D], pending).
     """
     more = {} if earlier is None else {"earlier": earlier}
@@ -33,7 +35,10 @@ def forward(
 
 
 def forward_canvas(denoiser: Denoiser, cache: PyTree, canvas: Canvas) -> tuple[Array, PyTree]:
-    """Run the model on the whole canvas with full attention: (hidden [B, N, D], pending). `cache` is empty."""
+    """Run the model on the whole canvas with full attention. `cache` must be empty.
+
+    Returns: (hidden [B, N, D], pending).
+    """
     batch, size = canvas.tokens.shape
     column = jnp.arange(size)
     columns = jnp.broadcast_to(column, (batch, size))
@@ -43,13 +48,13 @@ def forward_canvas(denoiser: Denoiser, cache: PyTree, canvas: Canvas) -> tuple[A
 
 
 def align_rows(denoiser: Denoiser, hidden: Array, start: Array, width: int) -> Array:
-    """Return the rows [B, W, D] that predict the columns from `start` [B] on, of hidden [B, N, D] of a whole canvas."""
+    """Return the rows [B, W, D] of hidden [B, N, D] that predict the `width` columns from `start` [B] on."""
     columns = start[:, None] + jnp.arange(width) - denoiser.is_shifted
     return take_along(hidden, jnp.clip(columns, 0, hidden.shape[1] - 1)[..., None], 1)
 
 
 def compute_logits(denoiser: Denoiser, hidden: Array) -> Array:
-    """Return logits float32[..., V], -inf for the mask token, which no column may become."""
+    """Return logits float32[..., V]. The mask token has -inf, because it is never proposed."""
     assert denoiser.model.unembed is not None
     logits = denoiser.model.unembed(denoiser.params, hidden).astype(jnp.float32)
     if denoiser.mask_token is None:
@@ -58,7 +63,7 @@ def compute_logits(denoiser: Denoiser, hidden: Array) -> Array:
 
 
 def window_logits(denoiser: Denoiser, output: WindowOutput) -> Array:
-    """Return the logits float32[B, W, V] of the window, with classifier-free guidance if there is any."""
+    """Return the logits float32[B, W, V] of the window, with classifier-free guidance if the output has it."""
     logits = compute_logits(denoiser, output.hidden)
     if output.against is None or output.guidance is None:
         return logits
@@ -68,7 +73,7 @@ def window_logits(denoiser: Denoiser, output: WindowOutput) -> Array:
 
 
 def extra_slots(denoiser: Denoiser) -> int:
-    """Return the slots after the text that `read_blocks` writes in addition to the free slots of every token buffer."""
+    """Return the number of slots that `read_blocks` needs after the text, beyond the free slots of every buffer."""
     return _chunk(denoiser) - CHUNK
 
 
@@ -103,7 +108,7 @@ def read_blocks(denoiser: Denoiser, cache: PyTree, tokens: Array, count: Array) 
 def column_keys(keys: Array, columns: Array, start: Array, decided: Array) -> Array:
     """Return keys [B, W] for draws at columns [B, W], given the number of decided columns after the prompt.
 
-    If a text was written from left to right, they equal the keys of plain decoding at the next column.
+    If columns are decided from left to right, they equal the keys of plain decoding at the next column.
     """
     column_noise = fold_in(fold_in(keys[:, None], columns), VERIFY)
     ahead = decided[:, None] - (columns - start[:, None])

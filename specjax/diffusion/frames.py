@@ -1,4 +1,4 @@
-"""Canvases of a denoising job after every pass, for programs that display them."""
+"""The canvases of a denoising job after every pass, for programs that display them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from specjax.types import DecodeState
 
 
 class Frame(NamedTuple):
-    """State of all rows after a pass, as numpy arrays."""
+    """State of all rows after a pass, as NumPy arrays."""
 
     tokens: np.ndarray  # int32[B, N]
     open: np.ndarray  # bool[B, N]
-    decided_at: np.ndarray  # int32[B, N], the pass that decided a column; -1: none yet, -2: the prompt
-    start: np.ndarray  # int32[B], first column behind the prompt
-    stop: np.ndarray  # int32[B], columns of the text
-    length: np.ndarray  # int32[B], columns that are final
-    passes: np.ndarray  # int32[B], of the model
-    columns: np.ndarray  # int32[B], computed so far
+    decided_at: np.ndarray  # int32[B, N], index of the pass that decided a column; -1: none yet, -2: the prompt
+    start: np.ndarray  # int32[B], first column after the prompt
+    stop: np.ndarray  # int32[B], maximum number of columns of the text
+    length: np.ndarray  # int32[B], number of final columns
+    passes: np.ndarray  # int32[B], passes of the model so far
+    columns: np.ndarray  # int32[B], number of columns computed so far
     hit_eos: np.ndarray  # bool[B]
     done: np.ndarray  # bool[B]
     finite: np.ndarray  # bool[B]

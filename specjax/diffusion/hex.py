@@ -1,13 +1,13 @@
-"""HEX: the answer that most block sizes lead to.
+"""HEX: a vote over the answers of texts that were decoded with different block sizes.
 
 Lee, Moon, Zhai, Chithanar, Sahu, Kar, Lee, Chakraborty, Bedi: Test-Time Scaling in Diffusion LLMs via Hidden
 Semi-Autoregressive Experts (2025), arXiv 2510.05040.
 
-Rule: decode each prompt with every block size, several times each; take the answer of each text, leave out those that
-have none, and choose the one with the most votes. Of equal ones it is the answer that the smallest block size gave, of
-one size that of the lowest seed.
-Guarantee: lossy (more work for better answers); one size and one seed is that procedure's text.
-Deviations: block sizes are data, so that all texts are one batch of one compiled program, over a window of the largest.
+Rule: decode each prompt with every block size and several seeds. Extract the answer of each text, drop texts without an
+answer, and choose the answer with the most votes. Ties go to the answer of the smallest block size, then to the lowest
+seed.
+Guarantee: lossy (more computation for better answers); one size and one seed give the text of that procedure.
+Deviations: block sizes are data, so all texts are one batch of one compiled program, with a window of the largest size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Expert(NamedTuple):
 class HexVote(NamedTuple):
     """Result of the vote over all texts of a prompt."""
 
-    answer: Hashable | None  # None: no text had one
+    answer: Hashable | None  # None: no text has an answer
     votes: dict[Hashable, int]
     experts: list[Expert]
 
@@ -68,7 +68,9 @@ def hex_vote(
     """
     sizes = sorted(set(blocks))
     if denoiser.is_causal:
-        raise UsageError("hex_vote chooses block sizes, and those of a block-causal model are its own")
+        raise UsageError(
+            "hex_vote varies block sizes, and a block-causal model has a fixed one; use a model with full attention"
+        )
     if not sizes or sizes[0] < 1 or seeds < 1:
         raise UsageError(f"hex_vote needs block sizes and seeds of at least 1, not {sizes} and {seeds}")
     experts = [(size, seed) for size in sizes for seed in range(seeds)]
@@ -84,7 +86,7 @@ def hex_vote(
 
 
 def count_votes(experts: list[Expert]) -> HexVote:
-    """Count the votes of experts, which are sorted by block size."""
+    """Count the votes of experts, which must be sorted by block size and seed."""
     votes: dict[Hashable, int] = {}
     for expert in experts:
         if expert.answer is not None:

@@ -1,4 +1,4 @@
-"""The denoising loop: place a window, run the model on it, decide columns. `specjax.engine` drives it.
+"""The denoising loop: each step places a window, runs the model on it and decides columns. `specjax.engine` drives it.
 
 A token is *final* if no earlier column of its row is open. Only final tokens are emitted. A row ends when its text is
 final up to its last column or up to an eos token.
@@ -37,7 +37,7 @@ from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, T
 
 
 def _no_draft(*_: Any) -> Any:
-    raise AssertionError("a denoising loop drafts nothing")
+    raise AssertionError("a denoising loop has no drafter")
 
 
 NO_DRAFTER = Drafter(_no_draft, size=TreeSize(1, 0))
@@ -77,9 +77,7 @@ class PartStates(NamedTuple):
 
 
 class DenoisingState(NamedTuple):
-    """The part of a denoising loop's state in `DecodeState.draft`: the canvas without its tokens, and the parts'
-    states.
-    """
+    """The state of a denoising loop in `DecodeState.draft`: the canvas without its tokens, and the parts' states."""
 
     open: Array  # bool[B, N]
     start: Array  # int32[B]
@@ -87,20 +85,20 @@ class DenoisingState(NamedTuple):
     origin: Array  # int32[B]
     decided_at: Array  # int32[B, N]
     passes: Array  # int32[B]
-    window: Array  # int32[B], where the window began in the pass before; -1: there was none
-    settled: Array  # bool[B], whether it may move on
-    columns: Array  # int32[B], computed so far
-    logprobs: Array | None  # float32[B, N], of decided columns
+    window: Array  # int32[B], first column of the previous window; -1: none
+    settled: Array  # bool[B], True if the window may move
+    columns: Array  # int32[B], number of columns computed so far
+    logprobs: Array | None  # float32[B, N], log-probabilities of decided columns
     slots: PartStates
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Denoised(DecodeResult):
-    """The result of `denoise`: that of `decode`, and the order in which columns were decided."""
+    """The result of `denoise`: that of `decode`, the order in which columns were decided, and the cost."""
 
-    decided_at: Array  # int32[B, max_new_tokens], the row's pass that decided each, from 0; -1 behind the end
-    columns: Array  # int32[B], columns that were computed: what the passes cost, where tokens per pass is no speed
+    decided_at: Array  # int32[B, max_new_tokens], index of the pass that decided each token; -1 after the end
+    columns: Array  # int32[B], number of computed columns: the cost of the passes, which tokens per pass ignores
 
     def cut(self, max_new_tokens: int) -> Self:
         """Return a copy with arrays of `max_new_tokens` tokens, which must fit all rows."""
@@ -109,7 +107,7 @@ class Denoised(DecodeResult):
 
     @property
     def columns_per_token(self) -> Array:
-        """float32[B]: computed columns per token."""
+        """Number of computed columns per token, float32[B]."""
         return self.columns / jnp.maximum(self.lengths, 1)
 
 
@@ -136,9 +134,11 @@ def init(
     batch, size = tokens.shape
     denoiser, procedure, vocab = parts.denoiser, parts.procedure, parts.denoiser.model.vocab_size
     block = denoiser.block or 1
-    end = -(-stop // block) * block  # a last block is decided as a whole, so that a longer text begins with a shorter
+    end = (
+        -(-stop // block) * block
+    )  # the last block is decided in full, so that a longer text starts with a shorter one
     column = jnp.arange(size)
-    tokens = jnp.where(column < length[:, None], tokens, denoiser.blank)  # whatever prompts are padded with
+    tokens = jnp.where(column < length[:, None], tokens, denoiser.blank)  # the padding of prompts must not matter
     opened = (column >= length[:, None]) & (column < end[:, None])
     decided_at = jnp.where(column < length[:, None], -2, jnp.full((batch, size), -1))
     nothing = jnp.zeros((batch,), jnp.int32)
@@ -173,11 +173,11 @@ class StepOutcome(NamedTuple):
     canvas: Canvas
     memory: PyTree
     slots: PartStates
-    columns: Array  # int32[B], computed
+    columns: Array  # int32[B], number of columns computed in this step
     finite: Array  # bool[B]
-    passes: Array  # int32[B] of the model, in this step
-    logprobs: Array | None = None  # float32[B, N], the old ones and those of what was decided
-    settled: Array | None = None  # bool[B]; None: all are
+    passes: Array  # int32[B], passes of the model in this step
+    logprobs: Array | None = None  # float32[B, N], of all columns decided so far
+    settled: Array | None = None  # bool[B], True if the window may move; None: all True
 
 
 @on_mesh
@@ -205,7 +205,7 @@ def decide_window(
     parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, output: WindowOutput, slots: PartStates,
     logits: Array | None = None,
 ) -> StepOutcome:  # fmt: skip
-    """Apply score, rule and control to the model's output. `logits` are those of `output`, if already computed."""
+    """Apply score, rule and control to the model's output. `logits` are the logits of `output`, if already computed."""
     logits = forward.window_logits(parts.denoiser, output) if logits is None else logits
     view = make_view(parts, state, canvas, window, output)
     proposal, slots = propose(parts, view, logits, slots)
@@ -228,7 +228,7 @@ def decide_window(
 
 
 def make_view(parts: DenoisingParts, state: DecodeState, canvas: Canvas, window: Window, output: WindowOutput) -> View:
-    """Return the window for the parts of a procedure, before the schedule bounds it."""
+    """Return the view of the window for the parts of a procedure, before the schedule bounds it."""
     columns = window.start[:, None] + jnp.arange(window.width)
     exists = columns < canvas.end[:, None]
     inside = jnp.clip(columns, 0, canvas.tokens.shape[1] - 1)
@@ -312,11 +312,15 @@ def apply_control(
     slots = slots._replace(control=changed)
     if act.fill is not None:
         if wide is None:
-            raise UsageError("a control that fills a canvas must ask for what is likeliest there; say wide=True of it")
+            raise UsageError(
+                "a control that fills a canvas needs the output for the whole canvas; create it with wide=True"
+            )
         columns = jnp.broadcast_to(jnp.arange(new_canvas.tokens.shape[1]), new_canvas.tokens.shape)
         fill = old_canvas.open & act.fill[:, None] & view.active[:, None]
         new_canvas = forward.decide_columns(new_canvas, columns, fill, wide.best)
-        logprobs = None if logprobs is None else jnp.where(fill, 0.0, logprobs)  # there is no other choice
+        logprobs = (
+            None if logprobs is None else jnp.where(fill, 0.0, logprobs)
+        )  # a fill has no alternative: probability 1
     if act.end is not None:
         end = jnp.where(view.active, jnp.minimum(act.end, new_canvas.end), new_canvas.end)
         new_canvas = new_canvas._replace(
@@ -326,7 +330,7 @@ def apply_control(
 
 
 def is_finite(proposal: Proposal, view: View) -> Array:
-    """Return bool[B]: True if all logits of eligible columns are finite. The mask token does not count."""
+    """Return bool[B]: True if the logits of all eligible columns are valid: no NaN, no +inf, and not all -inf."""
     wrong = jnp.any(jnp.isnan(proposal.logits) | (proposal.logits == jnp.inf), -1) | (
         jnp.max(proposal.logits, -1) == -jnp.inf
     )
@@ -336,7 +340,7 @@ def is_finite(proposal: Proposal, view: View) -> Array:
 def store_logprobs(
     parts: DenoisingParts, state: DecodeState, view: View, take: Array, token: Array, proposal: Proposal
 ) -> Array | None:
-    """Store the log-probabilities of decided columns, in the distributions that they were drawn from."""
+    """Store the log-probabilities of decided columns under the distributions that they were drawn from."""
     denoising: DenoisingState = state.draft
     if denoising.logprobs is None:
         return None
@@ -348,7 +352,7 @@ def store_logprobs(
 def finish_step(
     parts: DenoisingParts, state: DecodeState, window: Window, decided: StepOutcome
 ) -> tuple[DecodeState, Info]:
-    """Return the next state, and the tokens that became final."""
+    """Return the next state, and the tokens that became final in this step."""
     denoising: DenoisingState = state.draft
     active = ~state.done
     keep = lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -416,7 +420,7 @@ def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoise
     order = take_along(denoising.decided_at, jnp.minimum(lengths[:, None] + index, size - 1), 1)
     order = jnp.where(index < (state.length - lengths)[:, None], order, -1)
     fields = {name: getattr(result, name) for name in DecodeResult.__dataclass_fields__}
-    fields["stats"] = result.stats._replace(target_passes=denoising.passes)  # a step may take several
+    fields["stats"] = result.stats._replace(target_passes=denoising.passes)  # a step may have several passes
     return Denoised(**fields, decided_at=order, columns=denoising.columns)
 
 

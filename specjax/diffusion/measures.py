@@ -1,4 +1,4 @@
-"""Confidence measures of proposals, and the ranks that rules use. All are float32 or int32 [B, W]."""
+"""Confidence measures of proposals, and the ranks that rules use. Results are float32, int32 or bool [B, W]."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def confidence(proposal: Proposal) -> Array:
 
 
 def warped_confidence(proposal: Proposal) -> Array:
-    """Return the probability of the proposed token in the distribution that it was drawn from, times the score's
-    weight.
+    """Return the probability of the proposed token under the distribution that it was drawn from.
+
+    It is multiplied by the score's weight.
     """
     return apply_weight(proposal, probability(sampling_logits(proposal), proposal.token))
 
@@ -26,7 +27,7 @@ def warped_confidence(proposal: Proposal) -> Array:
 def sampling_logits(proposal: Proposal) -> Array:
     """Return the warped logits float32[B, W, V], or the unwarped ones where warping leaves only one token.
 
-    At temperature 0 the warped logits carry no confidence.
+    One remaining token has probability 1, which is no confidence. This is the case at temperature 0.
     """
     alone = jnp.sum(proposal.warped > -jnp.inf, -1, keepdims=True) < 2
     return jnp.where(alone, proposal.logits, proposal.warped)

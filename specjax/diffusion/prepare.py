@@ -1,4 +1,4 @@
-"""Preparation of a denoising job from the arguments of `denoise`. All validation is here, before anything compiles."""
+"""Preparation of a denoising job from the arguments of `denoise`, with all validation that precedes compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.errors import UsageError
 from specjax.types import Array
 
 UNIT = 32
-"""The columns of a canvas that is computed as a whole, and of a window over it, are a multiple of this."""
+"""The sizes of a fully computed canvas and of a window over all its new columns are multiples of this number."""
 
 
 @without_x64
@@ -29,7 +29,7 @@ def prepare(
     max_new_tokens: int,
     samples: int = 1,
 ) -> Job:
-    """Check the arguments of `denoise` against each other, and lay out the canvases.
+    """Check the arguments of `denoise`, and build the job with its canvases.
 
     Raises: UsageError for invalid prompts, and for parts that do not fit the denoiser or each other.
     """
@@ -37,11 +37,13 @@ def prepare(
     check_parts(denoiser, procedure, memory)
     for name in ("verifier", "controller", "processors", "debug"):
         if getattr(settings, name):
-            raise UsageError(f"denoising has no {name}; leave it out, and choose a method or its parts instead")
+            raise UsageError(
+                f"denoising does not support {name}; leave it out, and choose a method or its parts instead"
+            )
     if settings.sampling != "speculative":
         raise UsageError(
-            f'denoising has no sampling="{settings.sampling}"; leave it out: noise belongs to row, column and columns '
-            "decided in any method"
+            f'denoising does not support sampling="{settings.sampling}"; leave it out: the noise of all methods '
+            "depends only on row, column and number of decided columns"
         )
     samples = check_samples(samples)
     count = check_new_tokens(max_new_tokens)
@@ -69,7 +71,7 @@ def prepare(
 
 
 def select_cache(denoiser: Denoiser, procedure: Procedure) -> CanvasCache:
-    """Return the procedure's cache, or the exact one of the denoiser's attention."""
+    """Return the procedure's cache, or the exact cache for the denoiser's attention."""
     return procedure.memory or (append() if denoiser.is_causal else WHOLE)
 
 
@@ -78,30 +80,32 @@ def check_parts(denoiser: Denoiser, procedure: Procedure, memory: CanvasCache) -
     width, block = procedure.schedule.width, denoiser.block
     if memory.attention != denoiser.attention:
         raise UsageError(
-            f"the memory {memory.name} is of models with {memory.attention.replace('_', '-')} attention, and this one "
-            f"has {denoiser.attention.replace('_', '-')} attention; leave the memory out"
+            f"the cache `{memory.name}` needs a model with {memory.attention.replace('_', '-')} attention, and this "
+            f"one has {denoiser.attention.replace('_', '-')} attention; leave the cache out"
         )
     if block is not None and width != block:
-        raise UsageError(f"the schedule's block of {width} must be the model's own, {block}; say block={block}")
+        raise UsageError(f"the schedule has a block of {width}, and the model one of {block}; set block={block}")
     if memory.check is not None:
         memory.check(procedure)
     if procedure.control is not None and procedure.control.wide:
         if memory != WHOLE:
-            raise UsageError(f"the control looks at the whole canvas, which the memory {memory.name} does not compute")
+            raise UsageError(f"the control reads the whole canvas, which the cache `{memory.name}` does not compute")
         if procedure.score is not None and procedure.score.transform is not None:
             raise UsageError(
-                "the control looks at the whole canvas as the model sees it, without what the score makes of it; leave "
-                "the control or the score out"
+                "the control reads logits of the whole canvas, which the score does not change; leave the control "
+                "or the score out"
             )
     verify = procedure.verify
     if verify is None:
         return
     if verify.memory is not None and memory != verify.memory:
-        raise UsageError(f"what is verified works over the memory {verify.memory.name}, not {memory.name}")
+        raise UsageError(f"verification needs the cache `{verify.memory.name}`, not `{memory.name}`")
     if verify.exact_memory and not memory.exact:
-        raise UsageError(f"what is verified needs an exact memory, and {memory.name} is none; leave the memory out")
+        raise UsageError(f"verification needs an exact cache, and `{memory.name}` is not exact; leave the cache out")
     if verify.several and memory.several is None:
-        raise UsageError(f"the memory {memory.name} looks at one canvas at a time, and this verifies several at once")
+        raise UsageError(
+            f"verification needs several canvases per pass, and the cache `{memory.name}` supports only one"
+        )
     if verify.check is not None:
         verify.check(procedure)
 
@@ -112,7 +116,7 @@ def round_up(count: int) -> int:
 
 
 def longest_prompt(prompts: Any) -> int:
-    """Return the length of the longest prompt, or the columns of an array of prompts."""
+    """Return the length of the longest prompt, or the width of an array of prompts."""
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         return prompts[0].shape[1]
     return max(len(row) for row in prompts)

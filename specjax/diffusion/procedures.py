@@ -1,4 +1,4 @@
-"""Procedures of diffusion methods by name."""
+"""Procedures of diffusion methods, built from the names of the methods."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specjax.errors import UsageError
 
 
 def procedure_of(method: str | Procedure, denoiser: Denoiser, **options: Any) -> Procedure:
-    """Return the procedure of a diffusion method by name; return a procedure as it is.
+    """Return the procedure of a diffusion method, given its name. A procedure is returned unchanged.
 
     Raises: UsageError for an unknown name, or options that the method does not have.
     """
     if isinstance(method, Procedure):
         if options:
             raise UsageError(
-                f"{next(iter(options))} is an option of methods by name; pass it to the function that built this one"
+                f"{next(iter(options))} needs a method given by name; pass it to the function that built the procedure"
             )
         return method
     rows = of_kind("diffusion")

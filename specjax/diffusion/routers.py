@@ -1,11 +1,11 @@
-"""Routers of S2D2: they decide if the draft of a block is worth a verifying pass.
+"""Routers of S2D2, which decide if the draft of a block is worth a verification pass.
 
 Han et al.: S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation (2026), arXiv 2603.25702.
 
-Rule: the first run of open columns has n columns. The chance that the draft of column i is accepted is estimated as
+Rule: the first run of masked columns has n columns. The acceptance probability of the draft of column i is estimated as
 a_i. `entropy`: a_i = exp(-beta H_i / log V), with H_i its entropy. `margin`: a_i = 1 if the two largest probabilities
-are more than .05 apart, else 0. The expected run is E = sum over k of the product of a_1 ... a_k. The score is E - c
-(`static`) or E - c #{columns that are sure enough} (`dynamic`).
+are more than .05 apart, else 0. The expected number of accepted columns is E, the sum of a_1 ... a_k over k = 1 ... n.
+The score is E - c (`static`) or E - c #{columns above the confidence threshold} (`dynamic`), with the cost c.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RoundForecast(NamedTuple):
     """Inputs of a router for each row. They must not depend on the drafted tokens."""
 
     run: Array  # int32[B], columns that would be verified
-    expected: Array  # float32[B], those of them that would stand
-    sure: Array  # int32[B], columns that the rule would decide without asking
+    expected: Array  # float32[B], expected number of accepted columns among them
+    sure: Array  # int32[B], columns that the rule would decide without verification
     width: int  # W
 
 
@@ -47,14 +47,14 @@ class VerificationRouter(NamedTuple):
 
 
 def acceptance(proposal: Proposal, by: ChanceMeasure = "entropy", beta: float = 1.0) -> Array:
-    """Return float32[B, W]: the estimated acceptance probability of each column's draft."""
+    """Return float32[B, W]: the estimated acceptance probability of the draft of each column."""
     if by == "margin":
         return (measures.margin(proposal.warped) > MARGIN).astype(jnp.float32)
     return jnp.exp(-beta * measures.entropy(proposal.logits) / jnp.log(proposal.logits.shape[-1]))
 
 
 def expected_run(chance: Array, run: Array) -> Array:
-    """Return float32[B]: E of the chances [B, W] of the contiguous columns in `run` bool[B, W]."""
+    """Return float32[B]: E, from the acceptance probabilities [B, W] of the contiguous columns in `run` bool[B, W]."""
     along = jnp.cumprod(jnp.where(run, chance, 1.0), 1)
     return jnp.sum(jnp.where(run, along, 0.0), 1)
 
@@ -66,7 +66,7 @@ def always() -> VerificationRouter:
 
 @functools.cache
 def span(min_run: int) -> VerificationRouter:
-    """Verify rows that have at least `min_run` open columns in a run."""
+    """Verify rows whose first run has at least `min_run` masked columns."""
     return VerificationRouter(lambda state, forecast: (forecast.run >= min_run, state))
 
 
@@ -101,16 +101,17 @@ class BanditStats(NamedTuple):
     """Statistics of the bandit for 8 kinds of rounds, without and with verification."""
 
     rounds: Array  # float32[B, 8, 2]
-    reward: Array  # float32[B, 8, 2], their sum
-    kind: Array  # int32[B], of the round that is going on
+    reward: Array  # float32[B, 8, 2], sum of the rewards
+    kind: Array  # int32[B], kind of the current round
 
 
 @functools.cache
 def bandit(explore: float = 1.0) -> VerificationRouter:
-    """Select by UCB over the kinds of rounds.
+    """Select verification by an upper confidence bound (UCB), separately for each kind of round.
 
-    The three bits of a kind: half of the window is open, half of the run is expected to be accepted, two columns are
-    sure enough. The reward of a round is its tokens per pass. A verified round has two passes.
+    A kind has three bits: at least half of the window is in the run, at least half of the run is expected to be
+    accepted, and the rule would decide two or more columns. The reward of a round is its tokens per pass. A verified
+    round has two passes.
     """
 
     def init(batch: int) -> BanditStats:
@@ -125,7 +126,7 @@ def bandit(explore: float = 1.0) -> VerificationRouter:
         total = jnp.sum(rounds, 1, keepdims=True)
         bonus = explore * jnp.sqrt(2 * jnp.log(jnp.maximum(total, 1)) / jnp.maximum(rounds, 1))
         value = jnp.where(rounds > 0, reward / jnp.maximum(rounds, 1) + bonus, jnp.inf)
-        return value[:, 1] >= value[:, 0], state._replace(kind=kind)  # what was never tried first, verifying before not
+        return value[:, 1] >= value[:, 0], state._replace(kind=kind)  # untried arms first, verification before none
 
     def learn(state: BanditStats, verified: Array, tokens: Array) -> BanditStats:
         row, arm = jnp.arange(len(tokens)), verified.astype(jnp.int32)

@@ -1,18 +1,19 @@
-"""Contracts of diffusion decoding: a canvas that is filled, several columns per pass.
+"""Contracts of diffusion decoding: a canvas of tokens that is filled in, several columns per pass.
 
-Shapes, besides those of `specjax.types`: N columns of the canvas (its tokens are `DecodeState.tokens`, L = N), and W
-columns of the window, the part of the canvas that a pass may decide. A *column* is a position of the text. A column is
-*open* until it is decided. The token of an open column does not matter, because the model reads the mask token there.
+Shapes, in addition to those of `specjax.types`: N columns of the canvas (its tokens are `DecodeState.tokens`, L = N),
+and W columns of the window, the part of the canvas that a pass may decide. A *column* is a position of the text. A
+column is *open*, or masked, until it is decided. The stored token of an open column is arbitrary, because the model
+reads the mask token there.
 
 One pass works as follows. The schedule places the window, and the cache runs the model over it. A score may change the
-logits. The schedule bounds the columns that may be decided and gives a quota, the rule decides, and a control may end
-the row early.
+logits. The schedule bounds the columns that may be decided and gives a quota. The rule decides columns, and a control
+may end the row early.
 
     canvas ─place→ window ─look→ logits ─transform→ Proposal ─bound→ (eligible, quota) ─select→ canvas ─act→
 
-Rows are independent for all parts: a row's text depends on its prompt, its key and the parts alone. Prompts are padded
-on the right, so columns count as for the row alone. Noise is drawn from (row key, column, number of decided columns),
-so the batch, the cache and the order of passes do not change it.
+All parts treat rows independently: a row's text depends only on its prompt, its key and the parts. Prompts are padded
+on the right, so column numbers do not depend on the batch. Noise is drawn from (row key, column, number of decided
+columns), so the batch, the cache and the order of passes do not change it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Alignment = Literal["same", "shifted"]
 Seeding = Literal["all_masked", "seed_and_mask"]
 
 RULE = 2
-"""Purpose of the random keys of rules, beside DRAFT and VERIFY of `specjax.numerics.sampling`."""
+"""Purpose of the random keys of rules, in addition to DRAFT and VERIFY of `specjax.numerics.sampling`."""
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +44,19 @@ RULE = 2
 class Denoiser:
     """A model used as a denoiser. It is a pytree whose only leaves are the parameters.
 
-    mask_token: the token that the model reads at an open column, and never proposes. None: it never reads one, with
-    blocks of one column. attention: "full": every column attends to the whole canvas. "block_causal": the columns of a
-    block attend to each other and to earlier blocks, so that the keys and values of a finished block are final. block:
-    columns of such a block, counted from column 0. A block of 1 is autoregression. alignment: "same": the output row of
-    a column predicts that column. "shifted": the row of the previous column predicts it, as in models derived from
-    autoregressive ones. seeding: "all_masked": a block starts without tokens. "seed_and_mask": the pass that reads the
-    previous finished block predicts its first column.
+    mask_token: the token that the model reads at an open column, and that is never proposed. None: the model has no
+    mask token and decodes blocks of one column.
+
+    attention: "full": every column attends to the whole canvas. "block_causal": the columns of a block attend to each
+    other and to earlier blocks, so that the keys and values of a finished block are final.
+
+    block: columns of such a block, counted from column 0. A block of 1 is autoregressive decoding.
+
+    alignment: "same": the output row of a column predicts that column. "shifted": the row of the previous column
+    predicts it, as in models derived from autoregressive ones.
+
+    seeding: "all_masked": a block starts without tokens. "seed_and_mask": the pass that reads the previous finished
+    block predicts the first column of a block.
     """
 
     model: Model = field(metadata=STATIC)
@@ -73,10 +80,10 @@ class Denoiser:
         if causal and (self.block is None or self.block < 1):
             raise UsageError(f"a block-causal denoiser needs a block of at least 1, not {self.block}; give block=")
         if not causal and self.block is not None:
-            raise UsageError('block is of block-causal attention; leave it out, or say attention="block_causal"')
+            raise UsageError('block needs block-causal attention; leave block out, or set attention="block_causal"')
         if not causal and self.seeding == "seed_and_mask":
             raise UsageError(
-                'seeding="seed_and_mask" is of block-causal attention, whose finished blocks seed the next'
+                'seeding="seed_and_mask" needs block-causal attention; leave it out, or set attention="block_causal"'
             )
         if causal and self.alignment == "shifted" and self.seeding == "all_masked":
             raise UsageError(
@@ -84,11 +91,15 @@ class Denoiser:
                 "first column of a block"
             )
         if self.mask_token is None and self.block != 1:
-            raise UsageError("a denoiser needs a mask_token, which stands where a column is open")
+            raise UsageError(
+                "a denoiser needs a mask_token, the token that it reads at masked columns; give mask_token="
+            )
         if self.mask_token is not None and not 0 <= self.mask_token < self.model.vocab_size:
-            raise UsageError(f"mask_token {self.mask_token} is outside of the vocabulary of {self.model.vocab_size}")
+            raise UsageError(
+                f"mask_token {self.mask_token} is outside the vocabulary of {self.model.vocab_size} tokens"
+            )
         if self.model.unembed is None:
-            raise UsageError(f"the model {self.model.name} has no `unembed`, which a denoiser reads its window with")
+            raise UsageError(f"the model {self.model.name} has no `unembed`, which a denoiser needs to compute logits")
 
     @property
     def is_causal(self) -> bool:
@@ -102,7 +113,7 @@ class Denoiser:
 
     @property
     def blank(self) -> int:
-        """Token that stands for an open column. It is arbitrary for a model that never reads one."""
+        """Input token of open columns. It is arbitrary for a model without a mask token."""
         return self.mask_token or 0
 
     @property
@@ -117,33 +128,33 @@ def autoregressive(target: Target) -> Denoiser:
 
 
 class Canvas(NamedTuple):
-    """The text of each row: prompt, decided columns, open columns, and columns past its end."""
+    """The text of each row: prompt, decided columns, open columns, and columns past the end."""
 
     tokens: Array  # int32[B, N]
-    open: Array  # bool[B, N], still to be decided
-    start: Array  # int32[B], first column behind the prompt
-    end: Array  # int32[B], columns that exist; those of a last block behind the text among them
-    origin: Array  # int32[B], column that blocks are counted from: 0 of block-causal models, else the first new one
-    decided_at: Array  # int32[B, N], the pass that decided a column, from 0; -1: none yet, -2: the prompt
-    passes: Array  # int32[B], so far
+    open: Array  # bool[B, N], columns that are not decided yet
+    start: Array  # int32[B], first column after the prompt
+    end: Array  # int32[B], number of columns that exist, including those of the last block after the text
+    origin: Array  # int32[B], column that blocks are counted from: 0 for block-causal models, else the first new one
+    decided_at: Array  # int32[B, N], index of the pass that decided a column; -1: none yet, -2: the prompt
+    passes: Array  # int32[B], number of passes so far
 
     @property
     def first_open(self) -> Array:
-        """int32[B]: number of columns before the first open one. They are final if the rule never revises."""
+        """Number of columns before the first open one, int32[B]. They are final if the rule never revises."""
         columns = jnp.arange(self.tokens.shape[1])
         return jnp.min(jnp.where(self.open, columns, self.end[:, None]), 1)
 
     @property
     def decided(self) -> Array:
-        """int32[B]: number of decided columns after the prompt."""
+        """Number of decided columns after the prompt, int32[B]."""
         return jnp.sum(self.decided_at >= 0, 1, dtype=jnp.int32)
 
 
 class Window(NamedTuple):
-    """The columns that a pass reads."""
+    """The columns that a pass may decide."""
 
     start: Array  # int32[B], its first column
-    entered: Array  # bool[B], the first pass over this window
+    entered: Array  # bool[B], True in the first pass over this window
     active: Array  # bool[B], rows that have not ended
     width: int  # W
 
@@ -154,29 +165,29 @@ class View(NamedTuple):
     start: Array  # int32[B], its first column
     columns: Array  # int32[B, W]
     tokens: Array  # int32[B, W]; where `open`, the mask token
-    exists: Array  # bool[B, W], columns of it that the canvas has; what is said of others means nothing
-    open: Array  # bool[B, W], columns of it that are not decided
-    eligible: Array  # bool[B, W], those that may be decided now: predicted, and within the schedule's bounds
-    revisable: Array  # bool[B, W], those that were decided in this window, in rows that have not ended
-    entered: Array  # bool[B], the first pass over this window
+    exists: Array  # bool[B, W], columns that the canvas has; the values of other columns are arbitrary
+    open: Array  # bool[B, W], columns that are not decided
+    eligible: Array  # bool[B, W], columns that may be decided now: predicted, and within the schedule's bounds
+    revisable: Array  # bool[B, W], columns that were decided in this window, in rows that have not ended
+    entered: Array  # bool[B], True in the first pass over this window
     active: Array  # bool[B], rows that have not ended
-    keys: Array  # key[B, W], which tokens are drawn with, by (row key, column, columns decided)
-    passes: Array  # int32[B], before this one
-    eos: Array | None = None  # int32[E], or per row int32[B, E], tokens that end a row; None: there are none
-    canvas: Canvas | None = None  # that the window is part of, before this pass
+    keys: Array  # key[B, W], keys that tokens are drawn with, from (row key, column, number of decided columns)
+    passes: Array  # int32[B], number of passes before this one
+    eos: Array | None = None  # int32[E], or per row int32[B, E], tokens that end a row; None: no tokens
+    canvas: Canvas | None = None  # canvas of the window, before this pass
 
     def ends(self, token: Array) -> Array:
-        """Return bool[B, T]: which of tokens [B, T] end a row."""
+        """Return bool[B, T]: True for tokens [B, T] that end a row."""
         return jnp.zeros(token.shape, bool) if self.eos is None else is_eos(self.eos, token)
 
     @property
     def rule_keys(self) -> Array:
-        """key[B, W] for random draws of rules, independent of the noise of the tokens."""
+        """Random keys [B, W] for rules, independent of the noise of the tokens."""
         return fold_in(self.keys, RULE)
 
 
 def is_eos(eos: Array, token: Array) -> Array:
-    """Return bool[B, T]: which of tokens [B, T] are among eos [E], or per row [B, E]."""
+    """Return bool[B, T]: True for tokens [B, T] that are among eos [E], or per row [B, E]."""
     ids = eos if eos.ndim > 1 else eos[None]
     return jnp.any(token[:, :, None] == ids[:, None, :], -1)
 
@@ -184,28 +195,29 @@ def is_eos(eos: Array, token: Array) -> Array:
 class Proposal(NamedTuple):
     """The model's proposal for each column of the window. `specjax.diffusion.measures` computes confidences."""
 
-    token: Array  # int32[B, W], drawn from `warped`, or its largest
-    logits: Array  # float32[B, W, V], by which confidence is measured: not warped, without noise, no mask token
+    token: Array  # int32[B, W], drawn from `warped`, or its argmax
+    logits: Array  # float32[B, W, V], used for confidences: not warped, without noise, -inf for the mask token
     warped: Array  # float32[B, W, V], after temperature, top-k and top-p
-    weight: Array | None = None  # float32[B, W], what confidences are multiplied by; None: 1
+    weight: Array | None = None  # float32[B, W], factor of the confidences; None: 1
 
 
 class CanvasOutput(NamedTuple):
     """The model's output for the whole canvas, for controls that need it."""
 
-    best: Array  # int32[B, N], likeliest token
-    gap: Array  # float32[B, N], between the two largest logits
+    best: Array  # int32[B, N], most likely token
+    gap: Array  # float32[B, N], difference of the two largest logits
 
 
 class WindowOutput(NamedTuple):
     """The output of the model for the window."""
 
-    hidden: Array  # [B, W, D], row i predicts column i of the window, whatever the alignment
-    predicted: Array  # bool[B, W], columns for which there is such a row
-    columns: Array  # int32[B], columns that were computed, for what a pass costs
-    canvas: Array | None = None  # [B, N, D], likewise for the whole canvas, if the memory computes all of it
-    against: Array | None = None  # [B, W, D], what `hidden` is weighed against: logits u + (guidance + 1)(l - u)
-    guidance: float | Array | None = None
+    hidden: Array  # [B, W, D], row i predicts column i of the window, for any alignment
+    predicted: Array  # bool[B, W], columns that have a valid row
+    columns: Array  # int32[B], number of computed columns, the cost of the pass
+    canvas: Array | None = None  # [B, N, D], the same for the whole canvas, if the cache computes all of it
+    # [B, W, D], hidden states of the logits u of guidance, u + (guidance + 1)(l - u); None: no guidance
+    against: Array | None = None
+    guidance: float | Array | None = None  # scale of guidance
 
 
 def _nothing(*_: Any) -> PyTree:
@@ -219,10 +231,10 @@ class Schedule:
 
     `place(state, canvas) -> (start[B], state)` returns the first column of the window, before the pass. `bound(state,
     canvas, proposal, view) -> (end[B], quota[B], state)` runs after it. The window's columns below `end` are eligible,
-    and a counting rule should decide `quota` of them. `view.eligible` is not bounded yet.
+    and a rule with a quota decides `quota` of them. `view.eligible` is not bounded yet.
     """
 
-    width: int | None = field(metadata=STATIC)  # W; None: as long as the new text may become
+    width: int | None = field(metadata=STATIC)  # W; None: the maximum number of new columns
     place: Callable[..., tuple[Array, PyTree]] = field(metadata=STATIC)
     bound: Callable[..., tuple[Array, Array, PyTree]] = field(metadata=STATIC)
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_nothing)  # (params, canvas, width)
@@ -236,11 +248,11 @@ class CanvasCache:
 
     `init(denoiser, canvas, width) -> state` may read the prompts. `look(denoiser, state, canvas, window) ->
     (WindowOutput, state)` runs the model over the window. `exact` is True if the result equals that of a pass over the
-    whole canvas without a cache. A guarantee of that procedure then holds with the cache too.
+    whole canvas without a cache. A guarantee of the procedure without a cache then holds with it too.
 
-    `several(denoiser, state, canvases, window) -> (WindowOutput, state)` processes in one pass canvases [d, B, ...]
-    that are equal before the window; hidden, predicted and canvas have the leading d too. None: not supported. The
-    state is that of `look`.
+    `several(denoiser, state, canvases, window) -> (WindowOutput, state)` runs the model on canvases [d, B, ...] in one
+    pass. They are equal before the window. In its output, hidden, predicted and canvas have the leading axis d too. The
+    state is that of `look`. None: not supported.
 
     `check(procedure)` raises a UsageError for a procedure that the cache does not support.
     """
@@ -258,12 +270,12 @@ class CanvasCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Score:
-    """A change of the model's proposals before the rule.
+    """A change of the model's proposals before the rule reads them.
 
     `transform(params, state, logits[B, W, V], view) -> (logits, state)` changes logits. `weigh(params, state, proposal,
     view) -> float32[B, W]` returns factors of the confidences. Either may be None. `learn(params, state, view, take,
     token) -> state` receives the decided columns. `check(params, count, eos)` raises a UsageError if no text of `count`
-    tokens is possible, or none that ends with one of `eos` int32[E].
+    tokens is possible, or if a text that ends with one of `eos` int32[E] may be invalid.
     """
 
     transform: Callable[..., tuple[Array, PyTree]] | None = field(metadata=STATIC, default=None)
@@ -298,8 +310,8 @@ class ColumnRule:
 class ControlAction(NamedTuple):
     """The action of a control."""
 
-    fill: Array | None = None  # bool[B], decide all open columns now by what is likeliest there
-    end: Array | None = None  # int32[B], columns that shall exist from now on
+    fill: Array | None = None  # bool[B], decide all open columns now, with their most likely tokens
+    end: Array | None = None  # int32[B], new number of columns that exist
 
 
 @jax.tree_util.register_dataclass
@@ -308,8 +320,7 @@ class Control:
     """A condition that ends a row early.
 
     `act(params, state, canvas, proposal, view, wide) -> (ControlAction, state)` runs after the rule, and `canvas`
-    includes its decisions. `wide` requests the `CanvasOutput` output, which only a cache that computes the whole canvas
-    provides.
+    includes its decisions. `wide` requests the `CanvasOutput`, which needs a cache that computes the whole canvas.
     """
 
     act: Callable[..., tuple[ControlAction, PyTree]] = field(metadata=STATIC)
@@ -321,11 +332,11 @@ class Control:
 
 
 class Verify(NamedTuple):
-    """A decision with passes of its own, in place of `specjax.diffusion.loop.decide`. It is built from the same pieces.
+    """A replacement of `specjax.diffusion.loop.decide` that may run several passes per step.
 
-    `decide(parts, state, canvas, window, slots) -> loop.StepOutcome`. Its state is `slots.verify`, initially
-    `init(parts, canvas)`. `exact_memory`: its guarantee requires an exact cache. `several`: it requires a cache that
-    processes several canvases. `memory`: the only cache that it supports, because it reads its state.
+    `decide(parts, state, canvas, window, slots) -> loop.StepOutcome` decides the columns of a step. Its state is
+    `slots.verify`, initially `init(parts, canvas)`. `exact_memory`: the guarantee requires an exact cache. `several`:
+    `decide` requires a cache with `several`. `memory`: the only supported cache, whose state `decide` reads.
     `check(procedure)` raises a UsageError for parts that it would ignore.
     """
 
@@ -344,7 +355,7 @@ class Procedure:
 
     schedule: Schedule
     rule: ColumnRule
-    memory: CanvasCache | None = None  # None: the exact one of the denoiser's attention
+    memory: CanvasCache | None = None  # None: the exact cache for the denoiser's attention
     score: Score | None = None
     control: Control | None = None
     verify: Verify | None = field(metadata=STATIC, default=None)

@@ -1,4 +1,4 @@
-"""Conversion and checks of method settings by the annotations of the factory."""
+"""Conversion and checks of method settings by the type annotations of the factory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Make = Callable[Concatenate[Denoiser, Settings], Procedure]
 def checked(make: Make[Settings]) -> Make[Settings]:
     """Wrap a factory so that its settings are converted to the annotated types.
 
-    Supported annotations are int, float, bool, tuple[int, ...], Literal, and None beside them. Numbers of numpy and JAX
-    become Python numbers, so that equal settings share parts and compiled programs.
+    Supported annotations are int, float, bool, tuple[int, ...], Literal, and unions of these with None. Numbers of
+    NumPy and JAX become Python numbers, so that equal settings share parts and compiled programs.
 
     Raises: UsageError for another type, a word outside the choices, or NaN, which never equals a cached key.
     """
@@ -48,7 +48,7 @@ def _read(name: str, value: Any, hint: Any) -> Any:
             return None
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
     if isinstance(value, jax.core.Tracer):
-        raise UsageError(f"{name} is part of the program, so it must be known where `jit` traces; make it static")
+        raise UsageError(f"{name} is a traced value, but it is part of the compiled program; make it static in `jit`")
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if not isinstance(value, str) or value not in choices:

@@ -208,15 +208,15 @@ def test_parts_that_do_not_fit_are_refused_in_a_sentence():
     causal, full = toys.causal(), toys.full()
     for method, denoiser, words in (
         ("sdar", full, "block-causal"),
-        (Procedure(schedules.blocks(8), rules.quota()), causal, "must be the model's own, 4"),
-        (Procedure(schedules.blocks(8), rules.quota(), append()), full, "leave the memory out"),
+        (Procedure(schedules.blocks(8), rules.quota()), causal, "the model one of 4"),
+        (Procedure(schedules.blocks(8), rules.quota(), append()), full, "leave the cache out"),
         ("nonesuch", full, "unknown diffusion method"),
     ):
         with pytest.raises(UsageError, match=words):
             texts(denoiser, method)
     with pytest.raises(UsageError, match="does not divide"):
         schedules.blocks(8, sub_block=3)
-    with pytest.raises(UsageError, match="no verifier"):
+    with pytest.raises(UsageError, match="does not support verifier"):
         texts(full, "llada", verifier="standard")
     for wrong in (
         {"attention": "block_causal"}, {"block": 4}, {"seeding": "seed_and_mask"}, {"mask_token": 64},

@@ -46,7 +46,7 @@ def test_those_of_block_causal_models_too():
         methods.sdar(denoiser, remasking="random")
     with pytest.raises(UsageError, match="block-causal model has fixed blocks; leave ascending out"):
         methods.eoser(denoiser, ascending=True)
-    with pytest.raises(UsageError, match="tau is an option of methods by name"):
+    with pytest.raises(UsageError, match="tau needs a method given by name"):
         procedure_of(methods.sdar(denoiser), denoiser, tau=0.5)
 
 
@@ -65,7 +65,7 @@ def test_numbers_of_every_library_make_one_rule():
 def test_what_traces_is_no_setting():
     import jax
 
-    with pytest.raises(UsageError, match="tau is part of the program"):
+    with pytest.raises(UsageError, match="tau is a traced value"):
         jax.jit(lambda tau: methods.fast_dllm(toys.full(), tau=tau) and tau)(0.5)
 
 

@@ -1,15 +1,15 @@
-"""The cache of block-causal models: a finished block is read once more, clean, and its keys and values are stored.
+"""The exact cache of block-causal models: one more pass reads each finished block and stores its keys and values.
 
 Cheng et al.: SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation (2025), arXiv
 2510.06303; Wu et al.: Fast-dLLM v2 (2025), arXiv 2509.26328.
 
 Rule: a pass over a block attends to the stored keys of earlier blocks and to the block itself. After the last column of
-a block is decided, the *clean pass* reads the final block and stores its keys and values. Guarantee: exact. Blocks do
-not attend to later ones, so stored keys and values stay valid. Deviations: the released samplers use a separate pass
-for the clean block. Here it is part of the first pass over the next block: twice the columns, block-causal among each
-other, if any row has just finished a block (`fuse`). Seeded models need the last output of the clean pass before the
-next block can start. For them the pass stays separate, and it decides the next block's first column. Rows finish their
-blocks independently.
+a block is decided, the *clean pass* reads the final block and stores its keys and values.
+Guarantee: exact. Blocks do not attend to later ones, so stored keys and values stay valid.
+Deviations: the released samplers use a separate clean pass. Here it is fused with the first pass over the next block,
+if any row has just finished a block (`fuse`). The fused pass computes twice the columns, with block-causal attention
+between both blocks. Models with shifted logits need the last output of the clean pass before the next block can start.
+For them the pass stays separate, and it decides the next block's first column. Rows finish their blocks independently.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from specjax.types import Array, PyTree
 
 
 class State(NamedTuple):
-    cache: PyTree  # of the model
-    stored: Array  # int32[B], stored columns, complete blocks
+    cache: PyTree  # cache of the model
+    stored: Array  # int32[B], number of stored columns, always complete blocks
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
-    """Read all complete blocks of the prompts except the last one, which is read by the first clean pass."""
+    """Read the complete blocks before the last token of the prompts.
+
+    If the last token ends a block, the first clean pass reads that block.
+    """
     assert denoiser.block is not None
     batch, size = canvas.tokens.shape
     cache = denoiser.model.init_cache(denoiser.params, None, batch, size + 2 * width + extra_slots(denoiser))
@@ -51,7 +54,7 @@ def _look(
 def _several(
     denoiser: Denoiser, state: State, canvases: Canvas, window: Window, *, fuse: bool
 ) -> tuple[WindowOutput, State]:
-    """Process the windows of all canvases side by side. They do not attend to each other."""
+    """Compute the windows of all canvases in one pass. They do not attend to each other."""
     model, width = denoiser.model, window.width
     copies, batch, _ = canvases.tokens.shape
     total = copies * width
@@ -71,7 +74,7 @@ def _several(
         return forward(denoiser, state.cache, tokens, columns, jnp.broadcast_to(same_copy, (batch, total, total)))
 
     def separate_pass() -> tuple[Array, PyTree]:
-        """Let rows with a finished block read it, and the other rows their window."""
+        """Read the finished block in rows that have one, and the window in the other rows."""
         return blocks(jnp.where(finished, state.stored, window.start))
 
     @jax.named_scope(scopes.RENEWAL)
@@ -79,7 +82,7 @@ def _several(
         clean = window.start[:, None] - width + offset
         tokens, columns = windows(window.start)
         first = input_tokens(denoiser, Canvas(*(x[0] for x in canvases)), clean)
-        # Each block attends to itself. Windows attend to the clean block where it is new.
+        # Each block attends to itself. Windows attend to the clean block in rows that have just finished it.
         clean_block = jnp.broadcast_to(finished[:, None, None], (batch, total, width))
         window_mask = jnp.concatenate([clean_block, jnp.broadcast_to(same_copy, (batch, total, total))], 2)
         clean_mask = jnp.broadcast_to(jnp.arange(width + total) < width, (batch, width, width + total))
@@ -122,7 +125,7 @@ def append(*, fuse: bool = True) -> CanvasCache:
     """Build the exact cache of a block-causal denoiser.
 
     Args:
-      fuse: run the clean pass of a block as part of the first pass over the next, unless the model is seeded.
+      fuse: run the clean pass of a block as part of the first pass over the next block, unless the logits are shifted.
     """
     look, several = (functools.partial(f, fuse=fuse) for f in (_look, _several))
     return CanvasCache(look, "block_causal", True, _init, "append", _axes, several)

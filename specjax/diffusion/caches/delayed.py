@@ -1,15 +1,15 @@
-"""The delayed cache: a column's keys and values are stored one pass after it was decided, computed from its token.
+"""The delayed cache: a column's keys and values are stored one pass after its decision, when they come from its token.
 
 Ma et al.: dKV-Cache: The Cache for Diffusion Language Models (2025), arXiv 2505.15781, `decode`.
 
-Rule: the first two passes over a window, and every `refresh`-th, compute the whole canvas. The others compute the open
-columns and those that the previous pass decided, and store the latter. All other columns are read from the cache: a
-column changes most in the pass that first reads it as a token.
+Rule: the first two passes over a window, and every `refresh`-th, compute the whole canvas. The other passes compute the
+masked columns and the columns that the previous pass decided, and store the latter. All other columns are read from the
+cache. The delay helps because a column changes most in the pass that first reads its token.
 Guarantee: lossy; exact with one layer, or with refresh=1.
-Deviations: a column is computed if its stored keys came from another token. For a rule that never revises, this is the
-pass after the decision; it is also right for a rule that revises. By default open columns after the window stay as they
+Deviations: a column is computed if its stored keys came from another token. Without revisions this is the pass after
+the decision; it is also correct for a rule that revises. By default the masked columns after the window stay as they
 were stored (`suffix="frozen"`), so that a pass computes about as many columns as the window has. "fresh" computes them
-as the paper does. The greedy variant for known orders is not implemented.
+as the paper does. The paper's greedy variant for known orders is not implemented.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def plan(
     """Plan a pass.
 
     Args:
-      tokens: int32[B, N], inputs of all columns. step: int32[B], number of this pass over the window, from 0.
+      tokens: int32[B, N], input tokens of all columns. source: int32[B, N], tokens that the stored keys came from.
+      step: int32[B], index of this pass over the window, from 0.
     """
     due = step < 2 if refresh is None else (step < 2) | (step % refresh == 0)
     changed = tokens != source
@@ -71,13 +72,13 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 @functools.cache
 def delayed(refresh: int | None = 8, suffix: Suffix = "frozen") -> CanvasCache:
-    """Build the cache.
+    """Build the delayed cache.
 
     Args:
       refresh: passes over a window after which the whole canvas is computed again; None: never.
-      suffix: "frozen" or "fresh", the treatment of open columns after the window.
+      suffix: "frozen" or "fresh", the treatment of masked columns after the window.
 
-    Raises: UsageError for less than one pass, or another suffix.
+    Raises: UsageError for a `refresh` below 1, or another suffix.
     """
     some.check_refresh(refresh)
     if suffix not in ("frozen", "fresh"):

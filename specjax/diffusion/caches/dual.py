@@ -1,4 +1,4 @@
-"""The dual cache of models with full attention: keys and values outside of the window stay fixed after it is entered.
+"""The dual cache of models with full attention: keys and values outside the window stay fixed after it is entered.
 
 Wu et al.: Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding (2025),
 arXiv 2505.22618.
@@ -7,9 +7,10 @@ Rule: on entry to a window, a pass over the whole canvas stores the keys and val
 the window alone. The window attends to its current self and to the stored columns.
 Guarantee: lossy; exact with one layer, where stored keys depend on a column's own token only, or if refreshed in
 every pass.
-Deviations: the entry pass computes the window a second time, so that a row gives the same result alone and beside rows
-that enter. That costs the columns of one window, in that pass only. Models with shifted logits also compute the column
-before the window, whose output predicts the first one. The release always uses the entry pass for it.
+Deviations: the entry pass computes the window a second time. A row then has the same result alone as in a batch with
+rows that enter a window. This costs the columns of one window, in that pass only. Models with shifted logits also
+compute the column before the window, whose output predicts the first one. The release always uses the entry pass for
+it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from specjax.types import Array, PyTree
 
 
 class State(NamedTuple):
-    cache: PyTree  # of the model, empty
-    stored: PyTree  # pending of all columns, as the last pass over the canvas left it
+    cache: PyTree  # cache of the model, empty
+    stored: PyTree  # pending keys and values of all columns, from the last pass over the canvas
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
@@ -78,12 +79,12 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 @functools.cache
 def dual(refresh: int | None = None) -> CanvasCache:
-    """Build the cache.
+    """Build the dual cache.
 
     Args:
       refresh: passes after which the whole canvas is computed again; None: only on entry to a window.
 
-    Raises: UsageError for less than one pass.
+    Raises: UsageError for a `refresh` below 1.
     """
     if refresh is not None and refresh < 1:
         raise UsageError(f"refresh must be at least 1, not {refresh}")

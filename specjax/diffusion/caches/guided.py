@@ -1,12 +1,12 @@
-"""Classifier-free guidance: a second pass over the canvas with a masked prompt, from which the first one is moved away.
+"""Classifier-free guidance: the logits are moved away from those of a second pass, which reads a masked prompt.
 
 Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992, `cfg_scale`.
 
-Rule: with l the logits for the canvas and u the logits with every column of the prompt masked,
+Rule: l are the logits for the canvas, and u the logits with every column of the prompt masked. Then
 logits = u + (w + 1)(l - u).
 Guarantee: w = 0 gives the result of the inner cache. With other weights the logits are not the model's own, so no
 guarantee about the model's own text holds.
-Deviations: two consecutive passes, each with the inner cache, in place of one with twice the rows. They count as one
+Deviations: two consecutive passes, each with the inner cache, replace one pass with twice the rows. They count as one
 pass with the columns of both.
 """
 
@@ -23,11 +23,11 @@ from specjax.types import PyTree
 
 @functools.cache
 def guided(inner: CanvasCache, weight: float) -> CanvasCache:
-    """Build a guided cache over another cache. `weight` is w."""
+    """Build a cache that applies guidance with weight w to another cache."""
 
     def init(denoiser: Denoiser, canvas: Canvas, width: int) -> tuple[PyTree, PyTree]:
         if denoiser.mask_token is None:
-            raise UsageError("guidance masks the prompt, and this denoiser has no mask_token; leave guidance out")
+            raise UsageError("guidance needs a denoiser with a mask_token, and this one has none; leave guidance out")
         return inner.init(denoiser, canvas, width), inner.init(denoiser, _without(denoiser, canvas), width)
 
     def look(denoiser: Denoiser, state: tuple[PyTree, PyTree], canvas: Canvas, window: Window):

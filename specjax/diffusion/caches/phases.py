@@ -1,13 +1,14 @@
-"""Phases of several passes that ignore distant columns and compute only the columns near the text.
+"""The cache of Window-Diffusion: phases of several passes that ignore distant columns and recompute only near ones.
 
 Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching (2026), arXiv
 2601.20332.
 
-Rule: a phase starts with a pass over its *buffer*: all decided columns and the first `outer` open ones. Later columns
-are neither computed nor attended to. The other passes of the phase compute the first `inner` open columns and those
-that the phase has decided. They read the rest of the buffer from its first pass. Guarantee: lossy; exact with refresh=1
-and all open columns in both windows; in one layer with all of them in `outer`. Deviations: a phase also ends if one of
-the first `inner` open columns is outside of its buffer.
+Rule: a phase starts with a pass over its *buffer*: all decided columns and the first `outer` masked ones. Later columns
+are neither computed nor attended to. The other passes of the phase compute the first `inner` masked columns and the
+columns that the phase has decided. They read the rest of the buffer from its first pass.
+Guarantee: lossy. It is exact with refresh=1 and all masked columns in both windows, or with one layer and all masked
+columns in the outer window.
+Deviations: a phase also ends if one of the first `inner` masked columns is outside its buffer.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from specjax.types import Array
 class Phase(NamedTuple):
     """The current phase."""
 
-    open_at_start: Array  # bool[B, N], columns that were open when it began
-    step: Array  # int32[B], passes since then
+    open_at_start: Array  # bool[B, N], columns that were masked when it began
+    step: Array  # int32[B], passes of the phase so far
 
 
 class State(NamedTuple):
@@ -41,12 +42,12 @@ def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
 
 
 def begin(canvas: Canvas) -> Phase:
-    """Return the phase before any pass."""
+    """Return the initial phase, before any pass."""
     return Phase(jnp.zeros_like(canvas.open), jnp.zeros_like(canvas.start))
 
 
 def plan(canvas: Canvas, phase: Phase, outer: int, inner: int, refresh: int) -> tuple[some.PassPlan, Phase]:
-    """Plan a pass, and return its phase, including this pass."""
+    """Return the plan of a pass, and the phase after it."""
     present = some.exists(canvas)
     opened = canvas.open & present
     near = some.first(opened, inner)
@@ -77,15 +78,15 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 
 @functools.cache
 def phases(outer: int = 64, inner: int = 16, refresh: int = 32) -> CanvasCache:
-    """Build the cache.
+    """Build the cache of phases.
 
     Args:
-      outer: open columns of the buffer. inner: open columns that every pass computes. refresh: passes of a phase.
+      outer: masked columns of the buffer. inner: masked columns that every pass computes. refresh: passes of a phase.
 
     Raises: UsageError for numbers below 1, or an inner window larger than the outer one.
     """
     some.check_refresh(refresh)
     if not 1 <= inner <= outer:
-        raise UsageError(f"the inner window must have from 1 to {outer} columns, those of the outer one, not {inner}")
+        raise UsageError(f"inner must be from 1 to outer, {outer}, not {inner}")
     look = functools.partial(_look, outer=outer, inner=inner, refresh=refresh)
     return CanvasCache(look, "full", False, _init, "phases", _axes)

@@ -3,10 +3,10 @@
 Wu et al.: Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding (2025),
 arXiv 2505.22618.
 
-Rule: on entry to a window, a pass over the whole canvas decides its first columns and stores the keys and values of the
-columns before it. Later passes compute the window and all columns after it.
+Rule: on entry to a window, a pass over the whole canvas decides its first columns. It also stores the keys and values
+of the columns before the window. Later passes compute the window and all columns after it.
 Guarantee: lossy; exact with one layer, or if refreshed in every pass.
-Deviations: the pass is as wide as a quarter, half or all of the canvas, whichever fits the columns.
+Deviations: a pass is as wide as the window, a quarter, half or all of the canvas: the smallest that fits its columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specjax.types import Array
 
 
 def plan(canvas: Canvas, window: Window, due: Array) -> some.PassPlan:
-    """Plan a pass. `due` bool[B] marks rows that compute all columns."""
+    """Return the plan of a pass. `due` bool[B] marks rows that compute all columns."""
     present = some.exists(canvas)
     live = present & (due[:, None] | (jnp.arange(present.shape[1]) >= window.start[:, None]))
     return some.PassPlan(live, present, live)
@@ -36,12 +36,12 @@ def _look(
 
 @functools.cache
 def prefix(refresh: int | None = None) -> CanvasCache:
-    """Build the cache.
+    """Build the prefix cache.
 
     Args:
       refresh: passes after which the whole canvas is computed again; None: only on entry to a window.
 
-    Raises: UsageError for less than one pass.
+    Raises: UsageError for a `refresh` below 1.
     """
     some.check_refresh(refresh)
     init = lambda denoiser, canvas, width: some.empty(denoiser, canvas)

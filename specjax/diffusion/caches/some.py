@@ -1,7 +1,7 @@
 """Passes over a subset of the columns of a canvas; the other columns are read from earlier passes.
 
-Caches of full-attention models are built on it. Each one plans which columns are computed (*live*), which are attended
-to, and which results are stored.
+Caches of full-attention models are built on this module. Each cache plans which columns are computed (*live*), which
+are attended to, and which results are stored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from specjax.types import Array, PyTree
 class StoredColumns(NamedTuple):
     """Keys and values of all columns from earlier passes."""
 
-    cache: PyTree  # of the model, empty
-    pending: PyTree  # keys and values of N columns
+    cache: PyTree  # cache of the model, empty
+    pending: PyTree  # pending keys and values of N columns
 
 
 class PassPlan(NamedTuple):
-    """The columns of a pass. All fields are bool[B, N], and false past the end of a text."""
+    """The columns of a pass. All fields are bool[B, N] and false past the end of a row."""
 
-    live: Array  # computed columns; other columns attend to their new keys
+    live: Array  # computed columns, which attend to each other's new keys
     visible: Array  # columns that are attended to, including the live ones
-    stored: Array  # live columns whose keys and values later passes read
+    stored: Array  # live columns whose keys and values are stored for later passes
 
 
 def empty(denoiser: Denoiser, canvas: Canvas) -> StoredColumns:
@@ -48,7 +48,7 @@ def axes(denoiser: Denoiser, memory: StoredColumns) -> StoredColumns:
 
 
 def exists(canvas: Canvas) -> Array:
-    """Return bool[B, N]: columns of the text."""
+    """Return bool[B, N]: columns before the end of each row."""
     return jnp.arange(canvas.open.shape[1]) < canvas.end[:, None]
 
 
@@ -64,7 +64,7 @@ def first(columns: Array, count: int) -> Array:
 
 
 def check_refresh(refresh: int | None) -> None:
-    """Raise a UsageError for less than one pass."""
+    """Raise a UsageError for a `refresh` below 1."""
     if refresh is not None and refresh < 1:
         raise UsageError(f"refresh must be at least 1, not {refresh}")
 
@@ -74,9 +74,9 @@ def look(
 ) -> tuple[WindowOutput, StoredColumns]:
     """Run a pass. Window columns that are not live are not predicted.
 
-    Shifted models also compute the columns before live ones. Live columns are gathered. The pass is as wide as the row
-    with most live columns needs, out of a few compiled widths: the window's, a quarter and half of the canvas, and all
-    of it.
+    Shifted models also compute the columns before live ones. Live columns are gathered. The width of the pass is the
+    smallest compiled width that fits the row with the most live columns. Compiled widths are the window plus one, a
+    quarter of the canvas, half of it, and all of it.
     """
     size = canvas.tokens.shape[1]
     live = plan.live & window.active[:, None]

@@ -1,13 +1,13 @@
-"""The cache of a block-causal model's own autoregressive mode: stored columns attended only to earlier columns.
+"""The cache of a block-causal model's autoregressive mode: stored columns attended to earlier columns only.
 
-It contains all columns before the *root*, the last column decided without a gap, like a cache of plain decoding. A
-window pass reads the root and the window after it, whose columns attend to each other and to all earlier ones. It
-stores nothing. The deciding code then reads the root and its candidate tokens causally (`read`), and stores the
-accepted ones (`keep`).
+The cache contains all columns before the *root*, like a cache of plain decoding. The root is the last column before the
+first masked one. A window pass reads the root and the window after it, whose columns attend to each other and to all
+earlier ones. It stores nothing. The verification then reads the root and its candidate tokens causally (`read`), and
+stores the accepted ones (`keep`).
 
 Guarantee: exact with respect to the model with blocks of one, for any window pass. It is not exact with respect to the
 model with its blocks, in which a finished block attends to itself in both directions. The window starts at the first
-open column.
+masked column.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from specjax.types import Array, PyTree
 
 
 class State(NamedTuple):
-    cache: PyTree  # of the model
-    stored: Array  # int32[B], columns that it holds
+    cache: PyTree  # cache of the model
+    stored: Array  # int32[B], number of stored columns
 
 
 def _init(denoiser: Denoiser, canvas: Canvas, width: int) -> State:
@@ -41,7 +41,7 @@ def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> t
     columns = window.start[:, None] + jnp.arange(width + 1) - 1
     tokens = jnp.where(columns < canvas.end[:, None], input_tokens(denoiser, canvas, columns), denoiser.blank)
     index = jnp.arange(width + 1)
-    mask = (index[:, None] > 0) | (index[None, :] == 0)  # the root sees itself, the window everything
+    mask = (index[:, None] > 0) | (index[None, :] == 0)  # the root attends to itself, the window to everything
     hidden, _ = forward(
         denoiser, state.cache, tokens, columns, jnp.broadcast_to(mask, (len(tokens), width + 1, width + 1))
     )
@@ -57,8 +57,9 @@ def read(denoiser: Denoiser, state: State, tokens: Array, queries: Array | None 
     """Run the model on the root and candidate tokens after it, [B, T]. Returns: (hidden [B, T, D], pending).
 
     Args:
-      queries: int32[B, T], for models whose output at a column predicts that column. Each is read at the column after
-        its candidate, and attends to the tokens before it and to itself. `hidden` is then that of the queries.
+      queries: int32[B, T], tokens that models with unshifted logits read in addition. Each one is read at the column
+        after its candidate, and attends to the tokens before that column and to itself. `hidden` is then the output at
+        the queries.
     """
     batch, count = tokens.shape
     index = jnp.arange(count)
@@ -87,7 +88,7 @@ def _axes(denoiser: Denoiser, state: State) -> State:
 def _check(procedure: Procedure) -> None:
     if procedure.verify is None or procedure.verify.memory != TOKEN_CAUSAL:
         raise UsageError(
-            "the memory token_causal keeps only what linear_spec or s2d2 let stand; leave it out, or choose one of them"
+            "the cache `token_causal` works only with linear_spec and s2d2; leave it out, or choose one of them"
         )
 
 

@@ -1,4 +1,4 @@
-"""No cache: every pass computes the whole canvas. All other caches approximate it, or equal it where they are exact.
+"""The absence of a cache: every pass computes the whole canvas. All other caches approximate it or equal it.
 
 Guarantee: exact, for full attention.
 """
@@ -29,7 +29,7 @@ def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> 
 
 
 def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
-    """Process the canvases as rows of one batch."""
+    """Compute the canvases as rows of one batch."""
     copies, batch, _ = canvases.tokens.shape
     flat = Canvas(*(x.reshape(copies * batch, *x.shape[2:]) for x in canvases))
     repeat = lambda x: jnp.tile(x, copies)

@@ -1,4 +1,4 @@
-"""Published ways to draft with a denoiser for an autoregressive target, one file each."""
+"""Published drafters that use a denoiser for an autoregressive target, one file each."""
 
 from specjax.diffusion.drafters.deer import deer
 from specjax.diffusion.drafters.diffuspec import diffuspec

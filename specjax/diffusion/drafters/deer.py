@@ -1,13 +1,13 @@
-"""DEER: a block in one pass of a small denoiser, each token drawn by itself.
+"""DEER: a small denoiser drafts a block in one pass, and each token is sampled independently.
 
 Cheng et al.: DEER: Draft with Diffusion, Verify with Autoregressive Models (2025), arXiv 2512.15176.
 
-Rule: the text is followed by `num_tokens` masks; one pass gives a row q_j for each, and the token j is drawn from it,
-whatever those before it are. So what is wrong with one does not make the next ones wrong.
-Guarantee: distribution. The rows are the law q(x_j | x_<j) that the verifier needs, as nothing of the draft was read.
-Deviations: the printed algorithm goes on testing tokens behind a rejected one, whose target row was computed with it;
-here the first rejection ends the round, as every verifier has it. The separator between text and draft that it is
-trained with is not put there.
+Rule: the text is followed by `num_tokens` masks. One pass gives a distribution q_j for each mask, and token j is drawn
+from q_j regardless of the drafted tokens before it. A wrong token therefore does not make later tokens wrong.
+Guarantee: distribution. q_j equals q(x_j | x_<j), which the verifier needs, because the pass reads no drafted token.
+Deviations: the published algorithm continues to test tokens after a rejected one, with target logits that depend on the
+rejected token. Here the first rejection ends the step, as in all verifiers. The separator between text and draft, which
+the paper trains with, is not inserted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ METHOD = Method(
 
 
 def deer(denoiser: Denoiser, *, num_tokens: int = 32) -> Drafter:
-    """Return the drafter. num_tokens: of a block.
+    """Return the drafter. num_tokens: drafted tokens per step.
 
-    Raises: UsageError for less than one.
+    Raises: UsageError for less than one token.
     """
     return as_drafter(denoiser, width=num_tokens)

@@ -1,19 +1,21 @@
-"""DiffuSpec: one denoiser pass gives candidates for each place, and a beam search finds a coherent path.
+"""DiffuSpec: one denoiser pass gives candidates for each position, and a beam search selects a consistent path.
 
 Li et al.: DiffuSpec: Unlocking Diffusion Language Models for Speculative Decoding (2025), arXiv 2510.02358.
 
-Rule: one pass over the text and k masks gives rows Q_j. *Lattice*: the likeliest tokens of each row up to a mass of
-`mass`, at most `choices`, and every eos. It ends with the first place whose likeliest token is an eos.
+Rule: one pass over the text and k masks gives distributions Q_j. *Lattice*: the most likely tokens of each position up
+to a mass of `mass`, at most `choices`, and every eos. It ends with the first position whose most likely token is an
+eos.
 *Causal-consistency path search*: a beam search from left to right with `beams` paths. The score is the sum of
-blend * log Q_j(x_j) + (1 - blend) * log P(x_j | x_{j-2}, x_{j-1}), P a trigram model. Ended paths stay and compete.
-*Adaptive length*: G is the number of tokens before the first eos of the likeliest ones (k without one). A is the number
-of accepted tokens. Both are averaged with weight `rate`. The next k is floor(G) + grow * [A >= G], within `min_tokens`
-and `num_tokens`.
-Guarantee: distribution: the path is a point mass. The paper's ratio with the denoiser's probability from left to right
-is not that of a path from a search.
-Deviations: P is the trigram model of the row's own text, counted in every round, with add-one smoothing. The paper ends
-the lattice at any eos in a column; here it ends at a likeliest eos. Models with full attention do not read columns
-after k. A block-causal one reads open columns up to the end of the block.
+blend * log Q_j(x_j) + (1 - blend) * log P(x_j | x_{j-2}, x_{j-1}), with a trigram model P. Finished paths stay and
+compete.
+*Adaptive length*: G is the number of most likely tokens before the first eos (k without one). A is the number of
+accepted tokens. Both are averaged with weight `rate`. The next k is floor(G) + grow * [A >= G], within `min_tokens` and
+`num_tokens`.
+Guarantee: distribution: the path is a point mass. The paper's acceptance ratio uses the denoiser's probability from
+left to right, which is not the probability of a path from a search.
+Deviations: P is the trigram model of the row's own text, counted in every step, with add-one smoothing. The paper ends
+the lattice at any eos in a column; here it ends at an eos that is the most likely token. Models with full attention do
+not read columns after k. A block-causal one reads masked columns up to the end of the block.
 """
 
 from __future__ import annotations
@@ -56,10 +58,10 @@ METHOD = Method(
 
 class State(NamedTuple):
     denoiser_state: drafting.DenoiserDrafterState
-    length: Array  # int32[B], k of the next round
+    length: Array  # int32[B], k of the next step
     drafted_length: Array  # float32[B], average of G
     accepted: Array  # float32[B], average of A
-    last: Array  # int32[B], G of this round
+    last: Array  # int32[B], G of this step
 
 
 def diffuspec(
@@ -75,11 +77,15 @@ def diffuspec(
     blend: float = 0.5,
     eos: tuple[int, ...] | None = None,
 ) -> Drafter:
-    """Return the drafter. num_tokens, min_tokens: length of the longest and the shortest draft. grow: maximum growth
-    per round. rate: weight of the last round. mass, choices: limits of the tokens at each place. beams: paths. blend:
-    weight of the denoiser; 1 ignores the trigram model. eos: tokens that end a text.
+    """Return the drafter.
 
-    Raises: UsageError for numbers below 1, a shortest draft above the longest, or invalid shares.
+    Args:
+      num_tokens, min_tokens: maximum and minimum draft length. grow: maximum increase of the draft length per step.
+      rate: weight of the last step in the averages. mass, choices: limits of the candidates per position.
+      beams: beams of the search. blend: weight of the denoiser; 1 ignores the trigram model.
+      eos: tokens that end a text; None: there are none.
+
+    Raises: UsageError for numbers below 1, min_tokens above num_tokens, or shares outside [0, 1].
     """
     for name, value in (("num_tokens", num_tokens), ("choices", choices), ("beams", beams)):
         if value < 1:
@@ -153,14 +159,17 @@ def _propose(
 
 
 class Lattice(NamedTuple):
-    """The tokens that each place may hold."""
+    """Candidate tokens of each position."""
 
     token: Array  # int32[B, W, M]
-    logprob: Array  # float32[B, W, M], of the denoiser; -inf: there is none
+    logprob: Array  # float32[B, W, M], under the denoiser; -inf: no candidate
 
 
 def lattice(rows: Array, mass: float, choices: int, eos: tuple[int, ...]) -> Lattice:
-    """Return each row's likeliest tokens up to the mass, and every eos, from log-probabilities float32[B, W, V]."""
+    """Return the candidates of each position, from log-probabilities `rows` float32[B, W, V].
+
+    These are the most likely tokens up to the mass, and every eos.
+    """
     logprob, token = jax.lax.top_k(rows, min(choices, rows.shape[-1]))
     p = jnp.exp(logprob)
     logprob = jnp.where(jnp.cumsum(p, -1) - p < mass, logprob, -jnp.inf)
@@ -172,7 +181,7 @@ def lattice(rows: Array, mass: float, choices: int, eos: tuple[int, ...]) -> Lat
 
 
 class Beams(NamedTuple):
-    """Paths, the best first."""
+    """Paths of the beam search, the best first."""
 
     tokens: Array  # int32[B, P, W]
     previous: Array  # int32[B, P, 2], the last two tokens of the text and the path
@@ -185,10 +194,10 @@ def search(
     words: Lattice, previous: Array, max_tokens: Array, say: Callable[[Array, Array], Array], beams: int, blend: float,
     eos: tuple[int, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return (path int32[B, W], its length int32[B]): the best path through the first `max_tokens` [B] places.
+    """Return (path int32[B, W], its length int32[B]): the best path through the first `max_tokens` [B] positions.
 
-    previous: [B, 2], the two previous tokens. `say(previous[B, P, 2], token[B, M]) -> float32[B, P, M]` returns the
-    log-probabilities of tokens after two others.
+    previous: int32[B, 2], the last two tokens of the text. `say(previous[B, P, 2], token[B, M]) -> float32[B, P, M]`
+    returns the trigram log-probabilities of `token` after `previous`.
     """
     batch, width, _ = words.token.shape
     begin = Beams(
@@ -227,8 +236,9 @@ def search(
 
 
 def trigram(context: Context, vocab: int, previous: Array, token: Array) -> Array:
-    """Return float32[B, P, M]: log P of token [B, M] after two others [B, P, 2], from the row's text with add-one
-    smoothing.
+    """Return float32[B, P, M]: the trigram log-probability of `token` [B, M] after `previous` [B, P, 2].
+
+    It is counted in the row's text, with add-one smoothing.
     """
     first, second, third = (context.tokens[:, i : context.tokens.shape[1] - 2 + i] for i in range(3))
     counted = jnp.arange(third.shape[1]) + 2 < context.length[:, None]

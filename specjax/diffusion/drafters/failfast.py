@@ -1,13 +1,13 @@
-"""FailFast: a chunk a pass, and another one as long as the denoiser is sure of all of the last.
+"""FailFast: a drafter that extends its draft chunk by chunk while the denoiser is confident of all tokens of a chunk.
 
 Pan et al.: Fail Fast, Win Big: Rethinking the Drafting Strategy in Speculative Decoding via Diffusion LLMs (2025),
 arXiv 2512.20573.
 
-Rule: of the next `chunk` columns one pass takes the likeliest tokens. If each of them has a probability of at least
-`tau`, the next chunk is drafted behind them, up to `num_tokens`; else the draft ends with this chunk. Where the text is
-hard a round costs one pass and little to verify; where it is easy dozens of tokens are tried at once.
-Guarantee: distribution: its drafts are the likeliest tokens, point masses, at any temperature. Tokens that were drawn
-in chunks would have their rows for q, too, but the length of a draft would depend on what was drawn.
+Rule: one pass takes the most likely tokens of the next `chunk` columns. If each of them has a probability of at least
+`tau`, the next chunk is drafted after them, up to `num_tokens`. Otherwise the draft ends with this chunk. In difficult
+text a step costs one pass and few verified tokens. In easy text dozens of tokens are drafted at once.
+Guarantee: distribution: drafted tokens are the most likely ones, point masses, at any temperature. Sampled chunks would
+also have known draft probabilities, but the draft length would depend on the sampled tokens.
 Deviations: a chunk is decided in a single pass, as the release's threshold of .05 nearly does. Rows whose draft has
 ended wait for the others of the batch.
 """
@@ -44,10 +44,10 @@ METHOD = Method(
 
 
 def failfast(denoiser: Denoiser, *, chunk: int = 8, num_tokens: int = 64, tau: float = 0.45) -> Drafter:
-    """Return the drafter. chunk: tokens of a pass. num_tokens: of the longest draft. tau: probability that each token
-    of a chunk needs for another chunk.
+    """Return the drafter. chunk: drafted tokens per pass. num_tokens: maximum draft length. tau: minimum probability of
+    each token of a chunk for drafting another chunk.
 
-    Raises: UsageError for numbers below 1, or a chunk that is longer than the longest draft.
+    Raises: UsageError for numbers below 1, or a chunk longer than num_tokens.
     """
     if not 1 <= chunk <= num_tokens:
         raise UsageError(f"chunk must be from 1 to num_tokens, {num_tokens}, not {chunk}")

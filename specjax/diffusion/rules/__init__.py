@@ -1,4 +1,4 @@
-"""Rules: which columns to decide."""
+"""Rules that select the columns to decide."""
 
 from specjax.diffusion.rules.quota import quota as quota
 from specjax.diffusion.rules.threshold import threshold as threshold

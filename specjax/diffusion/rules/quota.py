@@ -1,10 +1,10 @@
-"""The quota rule: it decides a scheduled number of columns, the surest first.
+"""The quota rule, which decides a scheduled number of columns, the most confident first.
 
 Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992, `low_confidence` and `random`; Cheng et
 al.: SDAR (2025), arXiv 2510.06303, `static` and `sequential`.
 
 Rule: the eligible columns with the `quota` largest measures are decided. Ties go to the lower column.
-Guarantee: this is the definition that other rules approximate. A quota of one is the reference for their quality.
+Guarantee: this is the definition that other rules approximate. A quota of one is the quality reference for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
     "random": lambda proposal, view: sampling.uniform(view.rule_keys, 1)[..., 0],
     "left_to_right": lambda proposal, view: -view.columns.astype(jnp.float32),
 }
-"""float32[B, W] by which columns are ranked, the largest first; "warped": in what their tokens are drawn from."""
+"""Functions that return float32[B, W], by which columns are ranked, the largest first.
+
+"warped" measures use the distribution that tokens are drawn from.
+"""
 
 
 @functools.cache
@@ -45,10 +48,10 @@ def quota(by: By = "confidence") -> ColumnRule:
     """Return the quota rule. by: the measure that ranks columns. `confidence` is the probability of the proposed token
     at temperature 1.
 
-    Raises: UsageError for another measure.
+    Raises: UsageError for an unknown measure.
     """
     if by not in MEASURES:
-        raise UsageError(f'a rule counts by one of {", ".join(MEASURES)}, not by "{by}"')
+        raise UsageError(f'by must be one of {", ".join(MEASURES)}, not "{by}"')
     measure = MEASURES[by]
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):

@@ -1,11 +1,12 @@
-"""Every column that is sure enough.
+"""The threshold rule, which decides every column with enough confidence.
 
 Wu et al.: Fast-dLLM (2025), arXiv 2505.22618, `threshold`; Cheng et al.: SDAR (2025), arXiv 2510.06303, `dynamic`.
 
-Rule: take the eligible columns with confidence >= tau; if these are fewer than the quota of the schedule, the `quota`
-surest ones instead. At least one, so that every pass goes on.
-Guarantee: lossy: columns of a pass are decided as if they did not depend on each other. tau > 1 is the quota rule.
-Deviations: SDAR's release compares with >, Fast-dLLM's with >=; here it is >=.
+Rule: take the eligible columns with confidence >= tau. If these are fewer than the minimum number of columns, take the
+most confident ones instead, as many as that minimum. The minimum is one, so that every pass makes progress, or the
+quota of the schedule.
+Guarantee: lossy: the columns of a pass are decided as if they were independent. tau > 1 is the quota rule.
+Deviations: the test is >= as in Fast-dLLM; SDAR's release uses >.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def threshold(tau: float = 0.9, *, min_columns: int | None = 1) -> ColumnRule:
 
 
 def sure_enough(proposal: Proposal, view: View, tau: float | Array, count: Array) -> Array:
-    """Return bool[B, W]: the eligible columns with confidence >= tau, or the `count` [B] surest ones if they are fewer.
+    """Return bool[B, W]: eligible columns with confidence >= tau, or the `count` [B] most confident if these are fewer.
 
     tau: float32[] or [B, 1].
     """

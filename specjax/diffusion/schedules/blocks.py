@@ -1,12 +1,12 @@
-"""Blocks from left to right, one after another, each in a fixed number of passes.
+"""A schedule of blocks from left to right, each decided in a fixed number of passes.
 
 Nie et al.: Large Language Diffusion Models (LLaDA, 2025), arXiv 2502.09992; sub-blocks: Wu et al.: Fast-dLLM v2 (2025),
 arXiv 2509.26328.
 
-Rule: the window is the block of the first open column. A block that has m open columns when it is entered is to be
-decided in S passes: each takes floor(m / S), the first m mod S of them one more. With sub-blocks only the first of them
-that has an open column may be decided.
-Deviations: the last block may be shorter than the others; nothing has to divide.
+Rule: the window is the block of the first masked column. A block with m masked columns on entry is decided in S passes.
+Each pass takes floor(m / S) columns, and the first m mod S passes take one more. With sub-blocks, only the first
+sub-block with a masked column may be decided.
+Deviations: the last block may be shorter than the others, and the number of passes need not divide the block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from specjax.types import Array, PyTree
 
 
 class State(NamedTuple):
-    masks: Array  # int32[B], open columns of the block when it was entered
-    taken: Array  # int32[B], passes that could decide some of it
+    masks: Array  # int32[B], masked columns of the block when it was entered
+    taken: Array  # int32[B], passes over the block that had an eligible column
 
 
 @functools.cache
 def blocks(size: int | None = None, *, steps: int | None = None, sub_block: int | None = None) -> Schedule:
-    """Return the schedule. size: columns of a block; None: one block of all new columns. steps: passes for a block;
-    None: one for each column.
+    """Return the schedule.
+
+    Args:
+      size: columns of a block; None: one block of all new columns. sub_block: columns of a sub-block; None: none.
+      steps: passes for a block; None: one for each column.
 
     Raises: UsageError for numbers below 1, or sub-blocks that do not divide the block.
     """
@@ -62,7 +65,7 @@ def _init(params: PyTree, canvas: Canvas, width: int) -> State:
 
 
 def num_passes(canvas: Canvas, size: int | None, steps: int | None) -> Array:
-    """Return int32[B]: passes for all new columns in blocks of `size`, with `steps` passes for each block."""
+    """Return int32[B]: number of passes for all new columns in blocks of `size` with `steps` passes each."""
     start, end = canvas.start - canvas.origin, canvas.end - canvas.origin
     of_block = lambda masks: masks if steps is None else jnp.minimum(masks, steps)
     if size is None:

@@ -1,4 +1,4 @@
-"""A window of the next columns: it starts at the first open column."""
+"""A schedule with a window of the next columns, which starts at the first masked column."""
 
 from __future__ import annotations
 

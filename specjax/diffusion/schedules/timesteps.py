@@ -1,8 +1,8 @@
-"""A schedule that follows a grid of times, which fall evenly from 1 to eps.
+"""A schedule that follows a time grid from 1 to eps with equal steps.
 
 Ye et al.: Dream 7B: Diffusion Large Language Models (2025), arXiv 2508.15487.
 
-Rule: t_k = 1 - (1 - eps) k / S. Step k takes int(m (1 - t_{k+1} / t_k)) of m open columns. The last step takes all.
+Rule: t_k = 1 - (1 - eps) k / S. Step k takes int(m (1 - t_{k+1} / t_k)) of m masked columns. The last step takes all.
 Deviations: steps that would take no column are skipped. They decide no column, so the next pass would read the same
 canvas. The remaining passes give the same text.
 """
@@ -21,14 +21,14 @@ from specjax.types import Array, PyTree
 
 
 class State(NamedTuple):
-    steps: Array  # int32[B], S of this window
-    step: Array  # int32[B], k
+    steps: Array  # int32[B], S, number of steps of this window
+    step: Array  # int32[B], k, the next step
 
 
 @functools.cache
 def timesteps(size: int | None = None, *, steps: int | None = None, eps: float = 1e-3) -> Schedule:
-    """Return the schedule. size: columns of a window; None: all new ones. steps: S; None: one for each column. eps: the
-    last time.
+    """Return the schedule. size: columns of a window; None: all new ones. steps: S; None: one for each column. eps:
+    last time of the grid.
 
     Raises: UsageError for numbers below 1, or an eps outside [0, 1).
     """
@@ -49,11 +49,14 @@ def timesteps(size: int | None = None, *, steps: int | None = None, eps: float =
 
 
 def check_grid(steps: int | None, eps: float) -> None:
-    """Check the grid of times. Raises: UsageError."""
+    """Check the settings of the time grid.
+
+    Raises: UsageError for numbers below 1, or an eps outside [0, 1).
+    """
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, not {steps}")
     if not 0 <= eps < 1:
-        raise UsageError(f"eps, the last time, must be at least 0 and below 1, not {eps}")
+        raise UsageError(f"eps must be at least 0 and below 1, not {eps}")
 
 
 def _init(params: PyTree, canvas: Canvas, width: int) -> State:

@@ -37,7 +37,7 @@ def test_what_it_does_not_fit_is_refused():
     causal, full = toys.causal(), toys.full()
     with pytest.raises(UsageError, match="full attention"):
         specjax.denoise(causal, methods.fast_dllm(causal, memory="dual"), PROMPTS, key=0, max_new_tokens=4)
-    with pytest.raises(UsageError, match="needs an exact memory"):
+    with pytest.raises(UsageError, match="needs an exact cache"):
         specjax.denoise(full, methods.freedave(full).replace(memory=dual()), PROMPTS, key=0, max_new_tokens=4)
     with pytest.raises(UsageError, match="at least 1"):
         dual(0)

@@ -54,5 +54,5 @@ def test_guided_rows_are_independent_and_cost_twice_the_columns():
 
 def test_a_model_without_a_mask_token_has_no_guidance():
     method = Procedure(schedules.blocks(1), rules.quota(), guided(append(), 1.0))
-    with pytest.raises(UsageError, match="no mask_token"):
+    with pytest.raises(UsageError, match="with a mask_token"):
         specjax.denoise(autoregressive(toy.tiny_llama()), method, PROMPTS, key=0, max_new_tokens=4)

@@ -96,12 +96,12 @@ def test_what_they_do_not_fit_is_refused():
     for memory in (prefix(), delayed(), phases()):
         with pytest.raises(UsageError, match="full attention"):
             specjax.denoise(causal, methods.sdar(causal).replace(memory=memory), PROMPTS, key=0, max_new_tokens=4)
-        with pytest.raises(UsageError, match="needs an exact memory"):
+        with pytest.raises(UsageError, match="needs an exact cache"):
             specjax.denoise(full, methods.freedave(full).replace(memory=memory), PROMPTS, key=0, max_new_tokens=4)
     for make in (prefix, delayed, lambda refresh: phases(4, 4, refresh)):
         with pytest.raises(UsageError, match="at least 1"):
             make(0)
-    with pytest.raises(UsageError, match="inner window"):
+    with pytest.raises(UsageError, match="inner must be from 1 to outer"):
         phases(4, 5)
     with pytest.raises(UsageError, match="frozen or fresh"):
         delayed(2, "cold")

@@ -41,7 +41,7 @@ def test_confidence_is_the_share_of_the_nucleus():
 
 def test_a_model_that_is_not_seeded_is_refused_and_so_is_what_is_no_setting():
     for denoiser in (toys.full(), toys.causal()):
-        with pytest.raises(UsageError, match="seed the next"):
+        with pytest.raises(UsageError, match="seeding='seed_and_mask'"):
             methods.fast_dllm_v2(denoiser)
     for wrong in ({"sub_block": 3}, {"top_p": 0.0}):
         with pytest.raises(UsageError):

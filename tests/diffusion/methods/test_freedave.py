@@ -128,8 +128,8 @@ def test_a_memory_that_cannot_is_refused():
     method = methods.freedave(denoiser)
     look = lambda *_: None
     for memory, words in (
-        (CanvasCache(look, "full", False), "needs an exact memory"),
-        (CanvasCache(look, "full", True), "one canvas at a time"),
+        (CanvasCache(look, "full", False), "needs an exact cache"),
+        (CanvasCache(look, "full", True), "several canvases per pass"),
     ):
         with pytest.raises(UsageError, match=words):
             specjax.denoise(denoiser, method.replace(memory=memory), [[1]], key=0, max_new_tokens=4)

@@ -79,5 +79,5 @@ def test_what_it_refuses():
         methods.learn2pd(toys.full())
     with pytest.raises(UsageError, match="shapes"):
         methods.learn2pd(toys.full(), filter=above(0.5, 8)._replace(bias2=jnp.zeros(7)))
-    with pytest.raises(UsageError, match="blocks of 8, and the model has blocks of 4"):
+    with pytest.raises(UsageError, match="block size of 8, and the model one of 4"):
         methods.learn2pd(toys.causal(), filter=above(0.5, 8))

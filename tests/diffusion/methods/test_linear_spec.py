@@ -70,5 +70,5 @@ def test_models_and_memories_that_do_not_fit_are_refused():
         methods.linear_spec(toys.full())
     denoiser = toys.causal()
     method = methods.linear_spec(denoiser).replace(memory=append())
-    with pytest.raises(UsageError, match="works over the memory token_causal"):
+    with pytest.raises(UsageError, match="needs the cache `token_causal`"):
         specjax.denoise(denoiser, method, PROMPTS, key=0, max_new_tokens=4)
