@@ -109,8 +109,8 @@ class BanditStats(NamedTuple):
 def bandit(explore: float = 1.0) -> VerificationRouter:
     """Select verification by an upper confidence bound (UCB), separately for each kind of round.
 
-    A kind has three bits: at least half of the window is in the run, at least half of the run is expected to be
-    accepted, and the rule would decide two or more columns. The reward of a round is its tokens per pass. A verified
+    A kind has three bits. At least half of the window is in the run. At least half of the run is expected to be
+    accepted. The rule would decide two or more columns. The reward of a round is its tokens per pass. A verified
     round has two passes.
     """
 

@@ -1,9 +1,9 @@
 """Contracts of diffusion decoding: a canvas of tokens that is filled in, several columns per pass.
 
-Shapes, in addition to those of `specjax.types`: N columns of the canvas (its tokens are `DecodeState.tokens`, L = N),
-and W columns of the window, the part of the canvas that a pass may decide. A *column* is a position of the text. A
-column is *open*, or masked, until it is decided. The stored token of an open column is arbitrary, because the model
-reads the mask token there.
+Shapes, in addition to those of `specjax.types`: N columns of the canvas and W columns of the window. The window is the
+part of the canvas that a pass may decide. The tokens of the canvas are `DecodeState.tokens`, with L = N. A *column* is
+a position of the text. A column is *open*, or masked, until it is decided. The stored token of an open column is
+arbitrary, because the model reads the mask token there.
 
 One pass works as follows. The schedule places the window, and the cache runs the model over it. A score may change the
 logits. The schedule bounds the columns that may be decided and gives a quota. The rule decides columns, and a control
@@ -275,7 +275,7 @@ class Score:
     `transform(params, state, logits[B, W, V], view) -> (logits, state)` changes logits. `weigh(params, state, proposal,
     view) -> float32[B, W]` returns factors of the confidences. Either may be None. `learn(params, state, view, take,
     token) -> state` receives the decided columns. `check(params, count, eos)` raises a UsageError if no text of `count`
-    tokens is possible, or if a text that ends with one of `eos` int32[E] may be invalid.
+    tokens is possible. It also raises one if a text that ends with one of `eos` int32[E] may be invalid.
     """
 
     transform: Callable[..., tuple[Array, PyTree]] | None = field(metadata=STATIC, default=None)

@@ -8,8 +8,8 @@ cache. The delay helps because a column changes most in the pass that first read
 Guarantee: lossy; exact with one layer, or with refresh=1.
 Deviations: a column is computed if its stored keys came from another token. Without revisions this is the pass after
 the decision; it is also correct for a rule that revises. By default the masked columns after the window stay as they
-were stored (`suffix="frozen"`), so that a pass computes about as many columns as the window has. "fresh" computes them
-as the paper does. The paper's greedy variant for known orders is not implemented.
+were stored (`suffix="frozen"`). A pass then computes about as many columns as the window has. "fresh" computes them as
+the paper does. The paper's greedy variant for known orders is not implemented.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def together(rule: ColumnRule) -> ColumnRule:
 def _steps(language: Language, canvas: Canvas) -> tuple[Array, Array, Array]:
     """Return the transitions and the classes of the columns.
 
-    The result is (bool[C + 1, Q, Q], true if tokens of a class lead from one state to another, with "any token" as the
-    last class; int32[N, B], the class of each column; bool[N, B], true if the column is part of the text).
+    Returns: (bool[C + 1, Q, Q], True if tokens of a class lead from one state to another; int32[N, B], the class of
+    each column; bool[N, B], True if the column is part of the text). The last class is "any token".
     """
     states = jnp.arange(len(language.accepting))
     leads = language.to.T[:, :, None] == states

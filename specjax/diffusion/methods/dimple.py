@@ -6,8 +6,8 @@ Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Pa
 2505.16990.
 
 Rule: take {confidence > gamma}. If no column is confident and m of G columns are masked, the time is t = m / G. The
-grid is s_k = 1 - (1 - eps) k / S. Go to the first time s < t of the grid with n = int(m (1 - s / t)) of at least 1, and
-take the n most confident columns. If there is no such time, take 1 column. Pass S takes all columns.
+grid is s_k = 1 - (1 - eps) k / S. Let s be the first time of the grid below t with n = int(m (1 - s / t)) >= 1. Take
+the n most confident columns, or 1 column if there is no such time. Pass S takes all columns.
 Confidences are those before temperature and top-p.
 Cache: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
 Guarantee: lossy; with S = G, the default (`steps=None`), and without `prefill` it is the threshold rule. With one layer

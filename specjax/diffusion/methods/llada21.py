@@ -10,9 +10,9 @@ Rule, in each pass over a block:
 A block is finished after a pass that found no masked column and changed nothing, or after `post_steps` passes that
 found no masked column.
 Guarantee: lossy; edit_tau >= 1 is the threshold rule, pass by pass.
-Deviations: the test is > as in the release, while the threshold rule uses >=. The last pass over a block, which stores
-its keys and values, is fused with the first pass over the next block, as in all methods. SGLang's repetition penalty,
-off by default, is not implemented.
+Deviations: the test is > as in the release, while the threshold rule uses >=. The last pass over a block stores
+its keys and values. As in all methods, it is fused with the first pass over the next block. SGLang's penalty for
+repetition, off by default, is not implemented.
 """
 
 from __future__ import annotations

@@ -64,5 +64,5 @@ def test_filled_rows_end_each_by_itself_and_infinite_gaps_are_the_base():
 
 
 def test_a_block_causal_model_is_refused():
-    with pytest.raises(UsageError, match="whole canvas"):
+    with pytest.raises(UsageError, match="full attention"):
         methods.prophet(toys.causal())
