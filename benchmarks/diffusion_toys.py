@@ -6,9 +6,9 @@
     python benchmarks/diffusion_toys.py measure --out docs/diffusion_results.md
     python benchmarks/diffusion_toys.py grid --out docs/diffusion_results.md
 
-`train` teaches one model of 0.8 million parameters the tasks of `specjax.analysis.parallel_bench`, or those of
-`specjax.analysis.word_problems`, with full attention or block-causal in blocks of 4, on questions drawn for it; a run
-that was ended goes on in its folder.
+`train` teaches one model of 0.8 million parameters the tasks of `toy_tasks.parallel_bench` or of
+`toy_tasks.word_problems`. Attention is full, or block-causal in blocks of 4. An interrupted run continues from its
+folder.
 
 `measure` decodes the same questions greedily with every method of the kind `diffusion` that takes the model, with its
 defaults and a small grid, and says per task how many answers are right (Wilson's 95 % interval), how many tokens a pass
@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from toy_tasks import parallel_bench as bench
+from toy_tasks import parallel_bench_grid, word_problems
 
 import specjax
-from specjax.analysis import parallel_bench as bench
-from specjax.analysis import parallel_bench_grid, word_problems
-from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, order_of, wilson
+from specjax.analysis import aup, global_ar_ness, local_ar_ness, wilson_interval
 from specjax.catalog import of_kind
 from specjax.diffusion import Denoised, Denoiser, Procedure
 from specjax.diffusion.methods.learn2pd import Filter
@@ -70,8 +70,8 @@ class Suite(NamedTuple):
         weights = np.array(list(self.shares.values()))
         made = []
         for name in rng.choice(list(self.shares), count, p=weights / weights.sum()):
-            item = self.bench.lesson_item(rng, name)
-            answer = bench.filled(item.answer, self.bench.END)
+            item = self.bench.training_item(rng, name)
+            answer = bench.pad_answer(item.answer, self.bench.END)
             answer = answer if causal else answer[: self.bench.TASKS_BY_NAME[name].columns]
             made.append(TrainingText((*item.prompt, *answer), len(item.prompt)))
         return made
@@ -149,7 +149,7 @@ def procedure(suite: Suite, name: str, denoiser: Denoiser, options: dict[str, An
 def filter_of(suite: Suite, denoiser: Denoiser, count: int = 32) -> Filter:
     """Fitted to the oracle's replay of texts that the model wrote to questions of its own, one column a pass."""
     rng = np.random.default_rng(7)
-    items = [(name, suite.bench.lesson_item(rng, name)) for name in suite.measured for _ in range(count)]
+    items = [(name, suite.bench.training_item(rng, name)) for name in suite.measured for _ in range(count)]
     written = decoded(suite, denoiser, procedure_of("llada", denoiser), items, eos=None).to_lists()
     texts = [
         TrainingText((*item.prompt, *text), len(item.prompt)) for (_, item), text in zip(items, written, strict=True)
@@ -180,7 +180,7 @@ def measured(
     found = {}
     for task in suite.measured:
         rows = np.array([row for row, (other, _) in enumerate(items) if other == task])
-        orders = [order_of(order[row], len(texts[row])) for row in rows]
+        orders = [order[row, : len(texts[row])].tolist() for row in rows]
         tokens, passes, columns = (
             int(np.asarray(of_rows)[rows].sum())
             for of_rows in (result.lengths, result.stats.target_passes, result.columns)
@@ -286,7 +286,7 @@ def grid_tables(cells: dict, count: int) -> list[str]:
         own = own if one in own else [one, *own]  # all begin where one column is decided a pass
         area = [np.mean([aup([found[name, n][1::-1] for found in own]) for n in sizes]) for name in names]
         lines.append(f"| AUP, {family} | " + " | ".join(f"{x:.0f}" for x in area) + " |")
-    low, high = wilson(count // 2, count)
+    low, high = wilson_interval(count // 2, count)
     return [
         *lines,
         "",
@@ -314,7 +314,7 @@ def document(file: Path, cells: list[dict], count: int) -> None:
         lines += [f"### {model}", "", "Percent right @ tokens per pass @ columns per token.", "", *table(own), ""]
         lines += ["Area under accuracy (AUP) over a method's grid, and AR-ness (local, global) of its defaults.", ""]
         lines += [*areas(own), ""]
-    ends = [wilson(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
+    ends = [wilson_interval(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
     said = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
     lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {said}."]
     if not file.exists():
@@ -367,7 +367,7 @@ def draw(file: Path, cells: list[dict]) -> None:
         for i, name in enumerate(names):
             points = [of(cell["tasks"][task]) for cell in cells if cell["method"] == name]
             rates, right = [p[1] for p in points], [p[0] for p in points]
-            low, high = np.array([wilson(c["tasks"][task]["right"], c["tasks"][task]["asked"])
+            low, high = np.array([wilson_interval(c["tasks"][task]["right"], c["tasks"][task]["asked"])
                                   for c in cells if c["method"] == name]).T  # fmt: skip
             bars = np.abs([np.array(right) - 100 * low, 100 * high - np.array(right)])
             axis.errorbar(rates, right, bars, fmt="osD^vP*Xh<>dp8s"[i % 15], color=f"C{i % 10}", ms=5, lw=0.6,

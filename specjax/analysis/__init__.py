@@ -1,9 +1,13 @@
-"""Quality of acceptance rules: acceptance on given distributions, the best possible value, and tokens per pass.
+"""Analysis of speculative and parallel decoding.
 
-`dsi` simulates the time with several copies of the target.
+- `acceptance`, `compare`, `optimal_acceptance`: acceptance rules on given distributions, and the best possible value.
+- `block_efficiency`, `expected_tokens`: tokens per target pass.
+- `dsi`: simulated time with several copies of the target.
+- `local_ar_ness`, `global_ar_ness`, `aup`: measures of diffusion decoding.
 """
 
 from specjax.analysis.dsi import DsiTimes, dsi, servers, smallest_lookahead
+from specjax.analysis.parallelism import aup, global_ar_ness, local_ar_ness, wilson_interval
 from specjax.analysis.rules.acceptance import (
     FORMULAS,
     Acceptance,
@@ -36,19 +40,23 @@ __all__ = [
     "Record",
     "acceptance",
     "acceptance_curve",
+    "aup",
     "block_efficiency",
     "compare",
     "depth_curve",
     "dsi",
     "efficiency_of",
     "expected_tokens",
+    "global_ar_ness",
     "join_records",
     "last_token_model",
     "load_record",
+    "local_ar_ness",
     "optimal_acceptance",
     "plot",
     "record",
     "save_record",
     "servers",
     "smallest_lookahead",
+    "wilson_interval",
 ]

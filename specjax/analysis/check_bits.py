@@ -1,8 +1,8 @@
 """Check whether a token's logits depend, to the bit, on the pass of the token, for a model on this device.
 
-Plain decoding says what the logits of a text are. Then the same tokens are read in other company: several in a pass, as
-nodes of a tree, beside keys that are pending still, in a batch, with a larger cache, or as a prompt. If no bit differs,
-speculative decoding with this model gives the text of plain decoding exactly, in any dtype and without near-ties.
+Plain decoding gives the reference logits of a text. The same tokens are then read in other kinds of passes: several
+tokens per pass, as nodes of a tree, beside pending keys, in a batch, with a larger cache, or as a prompt. If no bit
+differs, speculative decoding with this model returns exactly the text of plain decoding, in any dtype.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ BATCHES = 3, 16
 
 
 class BitPromise(NamedTuple):
-    """The statement that logits are equal in one kind of pass."""
+    """The result of comparing one kind of pass with plain decoding."""
 
     name: str
     compared: int  # tokens whose logits were compared
-    differ: int  # of these, with any bit unlike
-    largest: float  # difference between two logits
-    first: str | None  # where the first differing token parts: the layer; None if none differs, or it cannot be told
+    differ: int  # tokens with at least one differing bit
+    largest: float  # largest difference between two logits
+    first: str | None  # the first layer that differs; None if no token differs, or if the model has no taps
 
 
 class PassOutput(NamedTuple):
     """The output of a pass for some tokens."""
 
     logits: np.ndarray  # float32[n, V]
-    stream: np.ndarray  # float32[layers, n, D], after each layer; no layers where the model has no taps
+    stream: np.ndarray  # float32[layers, n, D], after each layer; 0 layers for models without taps
 
 
 def check_bits(
@@ -54,52 +54,55 @@ def check_bits(
     """Compare the logits of the last max(widths) tokens of a text with those of plain decoding.
 
     Args:
-      tokens: a text of at least 2 max(widths) tokens; its length decides at which places of the cache the passes lie.
-      progress: is told what is looked at next.
+      tokens: a text of at least 2 max(widths) tokens. Its length determines the cache slots of the passes.
+      progress: called with the name of each kind of pass before it runs.
 
-    Raises: UsageError for a text that is too short, or longer than the model reads.
+    Raises: UsageError if the text is too short, or longer than `max_positions` of the model.
     """
     if not widths or min(widths) < 2:
         raise UsageError(f"widths must be numbers of tokens of at least 2, not {list(widths)}")
     new = max(widths)
     if len(tokens) < 2 * new:
-        raise UsageError(f"the text has {len(tokens)} tokens; with a width of {new} it takes at least {2 * new}")
+        raise UsageError(f"the text has {len(tokens)} tokens; a width of {new} needs at least {2 * new}")
     if len(tokens) > target.model.max_positions:
-        raise UsageError(f"the text has {len(tokens)} tokens, but the model reads {target.model.max_positions}")
-    ask = _BitProbe(target, np.asarray(tokens, np.int32), len(tokens) - new)
+        raise UsageError(f"the text has {len(tokens)} tokens, but the model reads at most {target.model.max_positions}")
+    probe = _BitProbe(target, np.asarray(tokens, np.int32), len(tokens) - new)
     progress("plain decoding")
-    plain = ask.one_by_one()
+    plain = probe.one_by_one()
     promises = []
-    for name, passes in ask.company(widths, batches, capacities):
+    for name, passes in probe.kinds_of_passes(widths, batches, capacities):
         progress(name)
         promises.append(_compare(name, plain, passes()))
     return promises
 
 
 class _BitProbe:
-    """A text, its first tokens committed, and passes over the others."""
+    """Passes over the last tokens of a text whose first `start` tokens are committed."""
 
     def __init__(self, target: Target, text: np.ndarray, start: int):
         self.target, self.text, self.start = target, text, start
         self.num_layers = target.model.capabilities.num_layers if target.model.capabilities.taps else 0
         self.smallest = -(-(len(text) + CHUNK + 1) // CHUNK) * CHUNK
 
-    def company(self, widths, batches, capacities) -> Iterator[tuple[str, Callable[[], dict[int, PassOutput]]]]:
-        maximum = max(widths)
+    def kinds_of_passes(self, widths, batches, capacities) -> Iterator[tuple[str, Callable[[], dict[int, PassOutput]]]]:
+        max_width = max(widths)
         for width in widths:
             yield f"{width} tokens in a pass", functools.partial(self.chains, width)
         if self.target.model.capabilities.trees:
-            yield f"a tree around {maximum // 2} tokens", functools.partial(self.tree, maximum // 2)
-            yield "a tree that grows by levels", functools.partial(self.by_levels, maximum // 2)
+            yield f"a tree around {max_width // 2} tokens", functools.partial(self.tree, max_width // 2)
+            yield "a tree that grows by levels", functools.partial(self.by_levels, max_width // 2)
         for rows in batches:
-            yield f"in a batch of {rows}", functools.partial(self.chains, min(4, maximum), rows=rows)
+            yield f"in a batch of {rows}", functools.partial(self.chains, min(4, max_width), rows=rows)
         for capacity in capacities:
             if capacity >= self.smallest:
-                yield f"a cache of {capacity} slots", functools.partial(self.chains, min(4, maximum), capacity=capacity)
+                yield (
+                    f"a cache of {capacity} slots",
+                    functools.partial(self.chains, min(4, max_width), capacity=capacity),
+                )
         yield "read as a prompt", self.as_prompt
 
-    def begun(self, rows: int = 1, capacity: int | None = None):
-        """A cache of the first tokens; further rows hold other texts of other lengths."""
+    def filled_cache(self, rows: int = 1, capacity: int | None = None):
+        """Return a cache of the first `start` tokens. Further rows contain other texts of other lengths."""
         texts, lengths = jnp.asarray(self.texts(rows)), jnp.asarray(self.lengths(rows), jnp.int32)
         return _begin(self.target, texts, lengths, capacity or self.smallest)
 
@@ -109,36 +112,36 @@ class _BitProbe:
     def lengths(self, rows: int) -> np.ndarray:
         return np.array([max(1, self.start - 11 * row) for row in range(rows)])
 
-    def see(self, cache, tokens, positions, mask, earlier=None) -> tuple[PassOutput, object]:
+    def run_pass(self, cache, tokens, positions, mask, earlier=None) -> tuple[PassOutput, object]:
         """Return the output of the first row of a pass."""
         logits, stream, pending = _pass(self.target, cache, tokens, positions, mask, earlier, self.num_layers)
         return PassOutput(np.asarray(logits[0]), np.asarray(stream[:, 0])), pending
 
     def one_by_one(self) -> dict[int, PassOutput]:
-        cache = self.begun()
-        visible: dict[int, PassOutput] = {}
+        cache = self.filled_cache()
+        outputs: dict[int, PassOutput] = {}
         for at in range(self.start, len(self.text)):
-            visible[at], pending = self.see(
+            outputs[at], pending = self.run_pass(
                 cache, self.text[None, at : at + 1], np.array([[at]]), np.ones((1, 1, 1), bool)
             )
             cache = _commit(self.target, cache, pending, 1, 1)
-        return visible
+        return outputs
 
     def chains(self, width: int, rows: int = 1, capacity: int | None = None) -> dict[int, PassOutput]:
-        """`width` tokens in a pass, which is committed before the next one."""
-        cache = self.begun(rows, capacity)
-        visible: dict[int, PassOutput] = {}
+        """Run passes over `width` tokens. Each is committed before the next one."""
+        cache = self.filled_cache(rows, capacity)
+        outputs: dict[int, PassOutput] = {}
         mask = np.broadcast_to(np.tril(np.ones((width, width), bool)), (rows, width, width))
         for at in range(self.start, len(self.text) - width + 1, width):
-            tokens = self.texts(rows)[:, at : at + width]  # of other rows some tokens of their text
+            tokens = self.texts(rows)[:, at : at + width]
             positions = (self.lengths(rows) + at - self.start)[:, None] + np.arange(width)
-            result, pending = self.see(cache, tokens, positions, mask)
-            visible |= _apart(result, range(at, at + width))
+            result, pending = self.run_pass(cache, tokens, positions, mask)
+            outputs |= _split(result, range(at, at + width))
             cache = _commit(self.target, cache, pending, rows, width)
-        return visible
+        return outputs
 
     def tree(self, depth: int) -> dict[int, PassOutput]:
-        """The text as a path of a tree, each of its nodes between two siblings, of which one has a child."""
+        """Run one pass over a tree. The text is a path; each node has two siblings, one of them with a child."""
         path, parents, tokens = [0], [-1], [int(self.text[self.start])]
         for at in range(self.start + 1, self.start + depth):
             above = path[-1]
@@ -146,74 +149,75 @@ class _BitProbe:
                 parents.append(above)
                 tokens.append(token)
             path.append(len(parents) - 2)
-            parents.append(len(parents) - 1)  # a child of the sibling behind
+            parents.append(len(parents) - 1)  # a child of the last sibling
             tokens.append(self._other(at + 2))
         tree = np.array([parents])
         positions, mask = self.start + operations.depths(tree), operations.ancestor_mask(tree)
-        result, _ = self.see(self.begun(), np.array([tokens]), positions, mask)
-        return _apart(PassOutput(result.logits[path], result.stream[:, path]), range(self.start, self.start + depth))
+        result, _ = self.run_pass(self.filled_cache(), np.array([tokens]), positions, mask)
+        return _split(PassOutput(result.logits[path], result.stream[:, path]), range(self.start, self.start + depth))
 
     def by_levels(self, depth: int) -> dict[int, PassOutput]:
-        """Two nodes a level, the text's and a sibling, beside the pending keys of the levels above."""
-        cache, model = self.begun(), self.target.model
-        visible: dict[int, PassOutput] = {}
+        """Run a pass per level over a token of the text and a sibling, beside pending keys of earlier levels."""
+        cache, model = self.filled_cache(), self.target.model
+        outputs: dict[int, PassOutput] = {}
         parents = [-1, -1, *(2 * (i // 2) - 2 for i in range(2, 2 * depth))]
         mask = operations.ancestor_mask(np.array([parents]))[0]
         earlier = None
         for level in range(depth):
-            at, current = self.start + level, slice(2 * level, 2 * level + 2)
+            at, nodes = self.start + level, slice(2 * level, 2 * level + 2)
             tokens, positions = np.array([[self.text[at], self._other(at)]]), np.array([[at, at]])
             above: list[np.ndarray] = (
-                [] if earlier is None else [mask[current, : 2 * level], np.zeros((2, 2 * (depth - level)), bool)]
+                [] if earlier is None else [mask[nodes, : 2 * level], np.zeros((2, 2 * (depth - level)), bool)]
             )
-            seen_by = np.concatenate([*above, mask[current, current]], 1)[None]
-            result, pending = self.see(cache, tokens, positions, seen_by, earlier)
-            visible |= _apart(PassOutput(result.logits[:1], result.stream[:, :1]), [at])
+            visible = np.concatenate([*above, mask[nodes, nodes]], 1)[None]
+            result, pending = self.run_pass(cache, tokens, positions, visible, earlier)
+            outputs |= _split(PassOutput(result.logits[:1], result.stream[:, :1]), [at])
             earlier = model.insert(model.widen(pending, 2 * depth) if earlier is None else earlier, pending, 2 * level)
-        return visible
+        return outputs
 
     def as_prompt(self) -> dict[int, PassOutput]:
-        """The whole text over an empty cache, in the chunks that `decode` reads: the last one is filled up."""
+        """Read the whole text into an empty cache, in the chunks of `decode`. The last chunk is padded."""
         size = len(self.text)
         cache = _begin(self.target, jnp.asarray(self.text[None]), jnp.zeros((1,), jnp.int32), self.smallest)
-        visible: dict[int, PassOutput] = {}
+        outputs: dict[int, PassOutput] = {}
         mask = np.tril(np.ones((1, CHUNK, CHUNK), bool))
         for first in range(0, size, CHUNK):
             places = first + np.arange(CHUNK)
-            result, pending = self.see(cache, self.text[np.minimum(places, size - 1)][None], places[None], mask)
-            visible |= {at: one for at, one in _apart(result, places.tolist()).items() if self.start <= at < size}
+            result, pending = self.run_pass(cache, self.text[np.minimum(places, size - 1)][None], places[None], mask)
+            outputs |= {at: one for at, one in _split(result, places.tolist()).items() if self.start <= at < size}
             if first + CHUNK < size:
                 cache = _commit(self.target, cache, pending, 1, CHUNK)
-        return visible
+        return outputs
 
     def _other(self, at: int) -> int:
-        """A token that stands elsewhere in the text."""
+        """Return a token from another place of the text."""
         return int(self.text[(at * 13 + 5) % self.start])
 
 
 def _compare(name: str, plain: dict[int, PassOutput], observed: dict[int, PassOutput]) -> BitPromise:
     differ, largest, first = 0, 0.0, None
-    for at, current in sorted(observed.items()):
-        present = plain[at]
-        if np.array_equal(current.logits, present.logits):
+    for at, output in sorted(observed.items()):
+        reference = plain[at]
+        if np.array_equal(output.logits, reference.logits):
             continue
         differ += 1
-        largest = max(largest, float(np.max(np.abs(current.logits - present.logits))))
-        first = first or _where(present.stream, current.stream)
+        largest = max(largest, float(np.max(np.abs(output.logits - reference.logits))))
+        first = first or _where(reference.stream, output.stream)
     return BitPromise(name, len(observed), differ, largest, first)
 
 
 def _where(plain: np.ndarray, stream: np.ndarray) -> str | None:
-    """The layer after which two streams [layers, 1, D] part."""
+    """Return the name of the first layer whose outputs [layers, 1, D] differ, or None without layers."""
     if not len(plain):
         return None
-    unlike = np.flatnonzero(np.any(plain != stream, (1, 2)))
-    if not unlike.size:
+    different = np.flatnonzero(np.any(plain != stream, (1, 2)))
+    if not different.size:
         return "the final norm or the head"
-    return "the embedding" if unlike[0] == 0 else f"layer {unlike[0]} of {len(plain) - 1}"
+    return "the embedding" if different[0] == 0 else f"layer {different[0]} of {len(plain) - 1}"
 
 
-def _apart(observed: PassOutput, places: Sequence[int]) -> dict[int, PassOutput]:
+def _split(observed: PassOutput, places: Sequence[int]) -> dict[int, PassOutput]:
+    """Return the output of each token by its place."""
     return {at: PassOutput(observed.logits[i : i + 1], observed.stream[:, i : i + 1]) for i, at in enumerate(places)}
 
 
@@ -225,10 +229,10 @@ def _begin(target: Target, tokens: Array, lengths: Array, capacity: int):
 
 @functools.partial(jax.jit, static_argnums=6)
 def _pass(target: Target, cache, tokens, positions, mask, earlier, num_layers: int):
-    wanted = {} if earlier is None else {"earlier": earlier}
+    options = {} if earlier is None else {"earlier": earlier}
     if num_layers:
-        wanted["taps"] = tuple(range(num_layers + 1))
-    output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask, **wanted)
+        options["taps"] = tuple(range(num_layers + 1))
+    output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask, **options)
     batch, width, _ = output.logits.shape
     stream = jnp.stack(output.taps) if output.taps else jnp.zeros((0, batch, width, 1))
     return output.logits.astype(jnp.float32), stream.astype(jnp.float32), pending

@@ -1,4 +1,4 @@
-"""The picture of a run: what each round drafted and kept, and the tree of one. matplotlib is imported to draw it."""
+"""A picture of a decoding run: drafted and accepted tokens per step, and the draft tree of one step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from specjax.files import plotting
 
 ACCEPTED, REJECTED, OWN = "#2a9d5c", "#c9ccd1", "#3b6fb6"
 MOST_LEAVES = 24
-"""Branches of a tree that a picture has room for."""
+"""Largest number of leaves of a drawn tree."""
 
 
 def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | None = None, title: str = "") -> bytes:
-    """A PNG: above, per round, what was drafted, what of it was kept, and the target's own token; below one tree.
+    """Return a PNG with the drafted, accepted and bonus tokens of every step, and the draft tree of one step.
 
-    shown: the text of a token. number: of the round whose tree is drawn, from 0; None: that which kept most.
+    Args:
+      shown: returns the text of a token.
+      number: step whose tree is drawn, from 0. None: the step that accepted most drafted tokens.
     """
     number = best(rounds) if number is None else number
     one = rounds[number]
-    drawn = _drawn(one)
+    drawn = _select_nodes(one)
     heights, leaves = _heights(one.parents, drawn)
     figure = plotting.new_figure(9.0, 3.2 + max(2.0, 0.34 * leaves))
     above, below = figure.subplots(2, 1, height_ratios=(2.4, max(2.0, 0.34 * leaves)))
@@ -32,19 +34,18 @@ def draw(rounds: Sequence[Round], shown: Callable[[int], str], number: int | Non
 
 
 def best(rounds: Sequence[Round]) -> int:
-    """The round that kept most of its draft; of several the one that drafted most, then the first."""
+    """Return the step that accepted most drafted tokens. Ties go to the larger draft, then to the earlier step."""
     return max(range(len(rounds)), key=lambda i: (rounds[i].drafted, len(rounds[i].tokens), -i))
 
 
 def _bars(axes, rounds: Sequence[Round], number: int) -> None:
     x = np.arange(1, len(rounds) + 1)
     drafted = np.array([len(r.tokens) - 1 for r in rounds])
-    retained, row_value = (
-        np.array([f(r) for r in rounds]) for f in (lambda r: r.drafted, lambda r: len(r.added) - r.drafted)
-    )
+    accepted = np.array([r.drafted for r in rounds])
+    bonus = np.array([len(r.added) - r.drafted for r in rounds])
     axes.bar(x, -drafted, color=REJECTED, label="drafted")
-    axes.bar(x, retained, color=ACCEPTED, label="accepted")
-    axes.bar(x, row_value, bottom=retained, color=OWN, label="the target's own")
+    axes.bar(x, accepted, color=ACCEPTED, label="accepted")
+    axes.bar(x, bonus, bottom=accepted, color=OWN, label="the target's own")
     axes.plot(x, [r.cost for r in rounds], "k_", markersize=7, label="cost of the pass")
     axes.axhline(0, color="0.2", linewidth=0.8)
     axes.axvspan(number + 0.5, number + 1.5, color="0.93", zorder=0)
@@ -68,12 +69,12 @@ def _tree(
                 [depth[parent], depth[node]], [heights[parent], heights[node]], color=color,
                 linewidth=2.2 if one.accepted[node] else 0.9, zorder=1,
             )  # fmt: skip
-        output = shown(int(one.tokens[node])) + (f"\n{one.chances[node]:.2f}" if node else "")
+        label = shown(int(one.tokens[node])) + (f"\n{one.chances[node]:.2f}" if node else "")
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": color}
         axes.text(
             depth[node],
             heights[node],
-            output,
+            label,
             ha="center",
             va="center",
             fontsize=7,
@@ -87,29 +88,29 @@ def _tree(
         axes.plot([depth[last], x], [heights[last], y], color=OWN, linewidth=2.2, zorder=1)
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": OWN}
         axes.text(x, y, shown(token), ha="center", va="center", fontsize=7, bbox=box, zorder=2, parse_math=False)
-    left_out = len(one.tokens) - len(drawn)
+    num_omitted = len(one.tokens) - len(drawn)
     axes.set_xlim(-0.5, max(depth[drawn]) + 1.0)
     axes.set_ylim(-leaves - 0.1, 0.9)
     axes.axis("off")
-    what = f"the target's chance below each token; {one.why or 'green: accepted'}"
-    axes.set_title(what + (f"; {left_out} nodes are not drawn" if left_out else ""), fontsize=8, loc="left")
+    caption = f"target probability below each token; {one.why or 'green: accepted'}"
+    axes.set_title(caption + (f"; {num_omitted} nodes are not drawn" if num_omitted else ""), fontsize=8, loc="left")
 
 
 def depths(parents: np.ndarray) -> np.ndarray:
-    """int[n], of nodes whose parents come before them."""
-    result = np.zeros(len(parents), int)
+    """Return int[n], the depth of each node. Parents come before their children."""
+    depth = np.zeros(len(parents), int)
     for node in range(1, len(parents)):
-        result[node] = result[parents[node]] + 1
-    return result
+        depth[node] = depth[parents[node]] + 1
+    return depth
 
 
-def _drawn(one: Round) -> list[int]:
-    """The accepted path, and the likeliest of the others as far as there is room: each with all that is above it."""
-    above = np.ones(len(one.tokens))  # how likely the target found the whole path
+def _select_nodes(one: Round) -> list[int]:
+    """Return the accepted path and the most probable other nodes with their ancestors, up to MOST_LEAVES leaves."""
+    path_probability = np.ones(len(one.tokens))  # under the target
     for node in range(1, len(one.tokens)):
-        above[node] = above[one.parents[node]] * one.chances[node]
+        path_probability[node] = path_probability[one.parents[node]] * one.chances[node]
     selected = set(np.flatnonzero(one.accepted).tolist())
-    for node in np.argsort(-above, kind="stable").tolist():
+    for node in np.argsort(-path_probability, kind="stable").tolist():
         path, at = set(), node
         while at not in selected:
             path.add(at)

@@ -1,24 +1,24 @@
-"""Time of speculation with several copies of the target, in which drafting never waits for verification.
+"""Simulated time of speculation with several copies of the target, in which drafting never waits for verification.
 
 Timor, Mamou, Korat, Berchansky, Pereg, Wasserblat, Galanti, Gordon, Harel: Distributed Speculative Inference (DSI):
 Speculation Parallelism for Provably Faster Lossless Language Model Inference (2024), arXiv 2405.14105.
 
-Rule: where drafting begins, and after every k drafted tokens (the lookahead), a task goes to a server, which holds a
-copy of the target. It feeds the tokens drafted since the task before; after t_t it has the target's token behind each
-of them, so the first token of a block is judged by the task before it. The first draft that is not the target's token
-is replaced by it, all work behind it is cancelled, and drafting begins there anew.
-Where no server is free a task waits its turn; the drafter drafts on, and blocks keep their k tokens. Of S tokens the
-last is the target's own: at most S - 1 are drafted, and the last block may be short.
+Rule: each server has a copy of the target. A task goes to a server when drafting begins, and after every k drafted
+tokens (the lookahead). The task reads the tokens that were drafted since the previous task. After t_t it returns the
+target's token after each of them. The first token of a block is therefore verified by the previous task. The first
+draft that differs from the target's token is replaced by it, all later work is cancelled, and drafting restarts there.
+A task waits if no server is free. The drafter continues meanwhile, and blocks keep their k tokens. The last of S tokens
+is a bonus token: at most S - 1 are drafted, and the last block may be short.
 
-Time of S tokens, with t_d <= t_t and no task waiting: (S - 1) t_d + t_t for every k if all drafts are accepted; S t_t
-if none is, with any servers.
-Guarantee: distribution, of the method; only its time is simulated here. For the same outcomes and k t_d <= t_t it is
-never slower than plain decoding, for any number of servers. With `servers(...)` + 1 servers (the last, short block may
-come early) it is never slower than plain speculation with the same k. With k = 1 it
-is then never slower than with any k.
-Deviations: in the authors' simulation a block judges its own first token, and each stretch between two rejections takes
-the time of plain decoding if that is less; here nothing is chosen in hindsight. Their tasks wait last in, first out.
-Messages and cancelling take no time here, and t_t does not depend on k.
+With t_d <= t_t and no waiting task, S tokens take (S - 1) t_d + t_t for every k if all drafts are accepted. They take
+S t_t for any number of servers if no draft is accepted.
+Guarantee: distribution, for the method; this module only simulates its time. For the same outcomes and k t_d <= t_t it
+is never slower than plain decoding, for any number of servers. With `servers(...)` + 1 servers (the last, short block
+may come early) it is never slower than plain speculation with the same k. With k = 1 it is then never slower than with
+any k.
+Deviations: in the authors' simulation a block verifies its own first token, and each stretch between two rejections
+takes the time of plain decoding if that is less. Here nothing is chosen in hindsight. Their tasks wait last in, first
+out. Messages and cancellation take no time here, and t_t does not depend on k.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from specjax.errors import UsageError
 
 
 class DsiTimes(NamedTuple):
-    """Simulate the time of the last token, in the unit of the given times."""
+    """The simulated time of the last token, in the unit of the arguments."""
 
     dsi: np.ndarray  # float64[...]
-    speculation: np.ndarray  # float64[...], rounds of `lookahead` drafts and one target pass, one after the other
+    speculation: np.ndarray  # float64[...], alternating `lookahead` drafts and one target pass
     plain: np.ndarray  # float64[...], one target pass per token
 
 
 def dsi(
     accepted: ArrayLike, target_time: float, draft_time: float, *, lookahead: int = 1, servers: int | None = None
 ) -> DsiTimes:
-    """The time of the same text by DSI, plain speculation and plain decoding, by discrete events.
+    """Simulate the time of one text with DSI, plain speculation and plain decoding, by discrete events.
 
     Args:
-      accepted: bool[..., S], whether the target confirms the draft of each token. All three see the same outcomes; that
-        of the last token has no effect, nor, on speculation, those of its bonus tokens.
-      target_time, draft_time: t_t of a target pass and t_d of a drafted token, in any unit. A drafter slower than the
-        target is always overtaken: DSI is then plain decoding.
-      lookahead: k. servers: copies of the target; None: so many that no task waits.
+      accepted: bool[..., S], True where the draft of a token equals the target's token. All three methods use the same
+        outcomes. The last outcome has no effect, nor, for speculation, those of its bonus tokens.
+      target_time, draft_time: t_t of a target pass and t_d of a drafted token, in any unit. If the drafter is slower
+        than the target, DSI takes the time of plain decoding.
+      lookahead: k.
+      servers: copies of the target. None: enough that no task waits.
 
     Returns: DsiTimes, float64 of the shape before S.
     Raises: UsageError for times that are not positive, no tokens, no servers, or a lookahead below 1.
@@ -58,10 +59,12 @@ def dsi(
     accepted = np.asarray(accepted, bool)
     _check(target_time, draft_time, lookahead=lookahead, servers=1 if servers is None else servers)
     if accepted.ndim == 0 or accepted.shape[-1] == 0:
-        raise UsageError(f"accepted must hold the outcomes of at least one token, not the shape {accepted.shape}")
+        raise UsageError(
+            f"accepted must contain the outcomes of at least one token, but has the shape {accepted.shape}"
+        )
     shape, num_tokens = accepted.shape[:-1], accepted.shape[-1]
     rows = accepted.reshape(-1, num_tokens)
-    if servers is None:  # one more than for whole blocks, as the last one is short
+    if servers is None:  # one more than for full blocks, since the last block is short
         servers = _ceil(target_time / (lookahead * draft_time)) + 1
     in_time = rows & (draft_time <= target_time)
     return DsiTimes(
@@ -81,7 +84,7 @@ def servers(target_time: float, draft_time: float, lookahead: int) -> int:
 
 
 def smallest_lookahead(target_time: float, draft_time: float, servers: int) -> int:
-    """The smallest lookahead for which so many `servers` are enough.
+    """Return the smallest lookahead for which no task waits with this number of servers.
 
     Raises: UsageError for times that are not positive, or no servers.
     """
@@ -90,17 +93,24 @@ def smallest_lookahead(target_time: float, draft_time: float, servers: int) -> i
 
 
 def _dsi(rejected: np.ndarray, target_time: float, draft_time: float, lookahead: int, servers: int) -> np.ndarray:
-    """float64[R]. In every turn of the loop each row that still decodes ends one task.
+    """Return float64[R], the time of each row. One iteration ends one task in every active row.
 
-    All tasks last equally long, so they end in order, and each takes the server of the one `servers` before it.
+    All tasks take equally long, so they end in order, and task i uses the server of task i - `servers`.
     """
     rows, num_tokens = np.arange(len(rejected)), rejected.shape[1] - 1
     servers = min(servers, num_tokens)
-    time, free = np.zeros(len(rows)), np.zeros((len(rows), servers))  # of the last task; when each server is free
-    begin, base, task = np.zeros(len(rows)), np.zeros(len(rows), int), np.zeros(len(rows), int)  # of this drafting
+    time, free = (
+        np.zeros(len(rows)),
+        np.zeros((len(rows), servers)),
+    )  # end of the last task; time at which each server is free
+    begin, base, task = (
+        np.zeros(len(rows)),
+        np.zeros(len(rows), int),
+        np.zeros(len(rows), int),
+    )  # of the current drafting
     active = np.ones(len(rows), bool)
     while active.any():
-        fed = np.minimum(task * lookahead, num_tokens - 1 - base)  # drafted tokens behind `base` that it has seen
+        fed = np.minimum(task * lookahead, num_tokens - 1 - base)  # drafted tokens after `base` that the task has read
         end = np.maximum(begin + fed * draft_time, free[rows, task % servers]) + target_time
         free[rows, task % servers] = end
         time = np.where(active, end, time)
@@ -113,7 +123,7 @@ def _dsi(rejected: np.ndarray, target_time: float, draft_time: float, lookahead:
 
 
 def _speculation(rejected: np.ndarray, target_time: float, draft_time: float, lookahead: int) -> np.ndarray:
-    """float64[R]. The last round drafts no more than can be used."""
+    """Return float64[R], the time of each row. The last step drafts only tokens that can be used."""
     rows, num_tokens = np.arange(len(rejected)), rejected.shape[1] - 1
     time, base = np.zeros(len(rows)), np.zeros(len(rows), int)
     while (active := base < num_tokens).any():
@@ -124,7 +134,7 @@ def _speculation(rejected: np.ndarray, target_time: float, draft_time: float, lo
 
 
 def _next_rejection(accepted: np.ndarray) -> np.ndarray:
-    """int64[R, S + 1]: the first rejected token from each on; S where there is none."""
+    """Return int64[R, S + 1], the first rejected token at or after each token, or S."""
     num_tokens = accepted.shape[1]
     place = np.where(accepted, num_tokens, np.arange(num_tokens))
     place = np.pad(place, ((0, 0), (0, 1)), constant_values=num_tokens)
@@ -132,7 +142,7 @@ def _next_rejection(accepted: np.ndarray) -> np.ndarray:
 
 
 def _ceil(x: float) -> int:
-    """Rounded up, but 3.0000000000000004, which decimal times give, is 3."""
+    """Round up, with a tolerance for decimal times: 3.0000000000000004 gives 3."""
     return math.ceil(x * (1 - 1e-9))
 
 

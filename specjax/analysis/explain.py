@@ -1,4 +1,4 @@
-"""The steps of a run: drafted tokens, their target probabilities, accepted tokens, and costs."""
+"""The steps of a decoding run: drafted tokens, their target probabilities, accepted tokens, and costs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Scored, Tar
 
 
 class Round(NamedTuple):
-    """A target pass over a drafted tree of n nodes, root included, parents before their children."""
+    """A target pass over a draft tree of n nodes. The root is included, and parents come before their children."""
 
     tokens: np.ndarray  # int32[n]; node 0 is the last token of the text
     parents: np.ndarray  # int32[n]; -1 of node 0
-    chances: np.ndarray  # float32[n], of each node in the target's distribution behind its parent; 1 of node 0
-    accepted: np.ndarray  # bool[n], on the accepted path; node 0 is
-    added: list[int]  # to the text: the accepted tokens, then one of the target's own unless the text ends before
-    drafted: int  # how many of these were drafted
-    width: int  # tokens of the pass that holds the tree
-    cost: float  # of that pass, in passes over one token
-    why: str | None  # what the drafter says of its draft, if it says anything
+    chances: np.ndarray  # float32[n], target probability of each node given its path; 1 for node 0
+    accepted: np.ndarray  # bool[n], on the accepted path, node 0 included
+    added: list[int]  # new tokens of the text: the accepted ones, then a bonus token unless the text ends before
+    drafted: int  # number of accepted drafted tokens
+    width: int  # tokens of the compiled pass that fits the tree
+    cost: float  # cost of that pass, in passes over one token
+    why: str | None  # the drafter's explanation of its draft (`Hooks.explain`)
 
 
 def explain(
@@ -43,29 +43,31 @@ def explain(
     inputs: PyTree = None,
     **settings: Any,
 ) -> list[Round]:
-    """The rounds of `decode(target, drafter, [prompt], ...)`, one by one: the same passes, but times mean nothing.
+    """Return the steps of `decode(target, drafter, [prompt], ...)`. The passes are the same, but slower.
+
+    Probabilities (`Round.chances`) are those that verification uses. At temperature 0 they come from the unmodified
+    logits of the target.
 
     Args:
-      target, drafter, key, max_new_tokens, inputs: as for `decode`, of one text.
-      prompt: the ids of that text.
-      costs: of passes by their width (`specjax.costs`); None: the rule of thumb for this device. What drafting itself
-        costs is not in it.
-      settings: those of `decode` but `logprobs`, `debug` and `samples_per_prompt`.
+      target, drafter, key, max_new_tokens, inputs: as in `decode`, for one prompt.
+      prompt: token ids.
+      costs: cost of passes by their width (`specjax.costs`), without the cost of drafting. None: the default curve of
+        this device.
+      settings: settings of `decode` other than `logprobs`, `debug` and `samples_per_prompt`.
 
-    Chances are those that drafts were judged by; at temperature 0 those of the target's unchanged logits.
-    Raises: UsageError as `decode`, for a denoiser, and for a target that gives NaN or Inf.
+    Raises: UsageError as in `decode`, for a denoiser, and for a target that returns NaN or Inf.
     """
     refuse(settings, "explain", ("logprobs", "debug"))
-    provided = settings_of(**settings)
-    job = job_of(target, drafter, [prompt], provided, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
+    decode_settings = settings_of(**settings)
+    job = job_of(target, drafter, [prompt], decode_settings, key=key, max_new_tokens=max_new_tokens, inputs=inputs)
     if not isinstance(job.parts, Parts):
-        raise UsageError("explain tells of drafts, which a diffusion model does not make; decode it with denoise")
+        raise UsageError("explain needs an autoregressive target, but this is a diffusion model; use denoise")
     parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
     state, rounds = run.start(dataclasses.replace(job, parts=parts)), []
-    previous = _memory(parts.drafter, state)
+    previous = _copy_drafter_state(parts.drafter, state)
     while not bool(state.done[0]):
         state, info, _ = run.step(parts, state)
-        following = _memory(parts.drafter, state)
+        following = _copy_drafter_state(parts.drafter, state)
         why = None if parts.drafter.hooks.explain is None else parts.drafter.hooks.explain(previous, following)
         rounds.append(_round(parts, info, costs, why))
         previous = following
@@ -74,8 +76,8 @@ def explain(
     return rounds
 
 
-def _memory(drafter: Drafter, state: DecodeState) -> PyTree:
-    """Return a copy of the state that explains the draft. The next step overwrites the original."""
+def _copy_drafter_state(drafter: Drafter, state: DecodeState) -> PyTree:
+    """Return a copy of the drafter state, since a step overwrites it, or None if the drafter explains nothing."""
     return None if drafter.hooks.explain is None else jax.device_get(state.draft)
 
 
@@ -86,7 +88,7 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
         (tree.tokens[0], tree.parents[0], tree.valid[0], _chances(info.scored)[0], info.tokens[0], info.emitted[0],
          info.accepted[0])
     )  # fmt: skip
-    number = np.cumsum(valid) - 1  # of each valid node among these
+    number = np.cumsum(valid) - 1  # index of each valid node among the valid nodes
     parents = np.where(parents < 0, -1, number[np.maximum(parents, 0)])[valid]
     added = added[:count].tolist()
     path = _path(tokens[valid], parents, added[: int(accepted)])
@@ -97,19 +99,19 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
 
 @jax.jit
 def _chances(scored: Scored) -> Array:
-    """float32[B, N], of each node behind its parent; 1 of the root."""
+    """Return float32[B, N], the target probability of each node given its path; 1 for the root."""
     tree, log_p = scored.tree, jax.nn.log_softmax(scored.logits, -1)
-    above = take_along(log_p, jnp.maximum(tree.parents, 0)[..., None], 1)
-    chances = jnp.exp(take_along(above, tree.tokens[..., None], 2)[..., 0])
+    log_p_at_parent = take_along(log_p, jnp.maximum(tree.parents, 0)[..., None], 1)
+    chances = jnp.exp(take_along(log_p_at_parent, tree.tokens[..., None], 2)[..., 0])
     return jnp.where(tree.parents < 0, 1.0, chances)
 
 
 def _path(tokens: np.ndarray, parents: np.ndarray, accepted: list[int]) -> np.ndarray:
-    """bool[n]: the nodes of the first path with these tokens. Of equal siblings it may be any that has what follows."""
-    ends = np.arange(len(tokens)) == 0  # of the paths with the tokens so far
+    """Return bool[n], the first path with these tokens. Equal siblings are distinguished by the tokens after them."""
+    ends = np.arange(len(tokens)) == 0  # bool[n], last nodes of paths with the tokens so far
     for token in accepted:
         ends = (parents >= 0) & ends[parents] & (tokens == token)
-    on, node = np.zeros(len(tokens), bool), int(np.argmax(ends))
+    on_path, node = np.zeros(len(tokens), bool), int(np.argmax(ends))
     while node >= 0:
-        on[node], node = True, int(parents[node])
-    return on
+        on_path[node], node = True, int(parents[node])
+    return on_path

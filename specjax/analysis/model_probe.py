@@ -1,4 +1,4 @@
-"""Short texts of different lengths, what a model remembers of them, and passes over tokens that may follow."""
+"""Probe of a model: random texts of different lengths, their caches, and passes over further tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.types import Model, PyTree
 
-LENGTHS = 7, 1, 4  # of the texts, one per row
+LENGTHS = 7, 1, 4  # length of the text of each row
 WIDTH = 6  # tokens of a pass
-PIECE = 3  # tokens that are pending when others come, or are committed before them
+PIECE = 3  # tokens that are pending or committed before the others of a pass
 LONGEST = max(LENGTHS) + 2 * WIDTH
 CAPACITIES = 2 * CHUNK, 3 * CHUNK
 
@@ -25,7 +25,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # logits [B, T, V] that should be equal
 
 
 class Passes:
-    """A model, three texts, tokens that may follow them, and passes over these."""
+    """A model with three texts, continuations of them, and passes over the continuations."""
 
     def __init__(self, model: Model, params: PyTree, inputs: PyTree, seed: int):
         rng = np.random.default_rng(seed)
@@ -37,16 +37,18 @@ class Passes:
         self.others = ((self.tokens + 1 + rng.integers(0, vocab - 1, self.tokens.shape)) % vocab).astype(np.int32)
 
     def filled(self, text=None, count=None, rows=slice(None), capacity: int = CAPACITIES[0]) -> PyTree:
-        """The memory of the first `count` tokens of each text."""
+        """Return a cache of the first `count` tokens of each text."""
         text, count = self.text if text is None else text, self.lengths if count is None else count
         inputs = jax.tree.map(lambda x: jnp.asarray(x)[rows], self.inputs)
-        plain = self.model._replace(rewind=None, axes=batch_axes.rows_first)  # which reading has nothing to do with
+        plain = self.model._replace(
+            rewind=None, axes=batch_axes.rows_first
+        )  # unused by prefill; fixed so that programs are shared
         return _read(plain, self.params, inputs, text[rows], np.asarray(count)[rows], self.lengths[rows], capacity)
 
     def look(
         self, cache, tokens=None, start=None, mask=None, earlier=None, shift: int = 0
     ) -> tuple[np.ndarray, PyTree]:
-        """(logits, what is pending) of a pass behind texts of `start` tokens: over a chain, or with `mask`."""
+        """Return (logits, pending) of a pass over a chain, or with `mask`, after texts of `start` tokens."""
         tokens, start = self.tokens if tokens is None else tokens, self.lengths if start is None else start
         count = tokens.shape[1]
         mask = np.tril(np.ones((count, count), bool)) if mask is None else mask
@@ -58,12 +60,14 @@ class Passes:
         return np.asarray(output.logits, np.float32), pending
 
     def whole(self, reference, text: np.ndarray) -> np.ndarray:
-        """The reference's logits of whole texts [B, T]."""
+        """Return the logits of the reference for whole texts [B, T]."""
         logits = jax.jit(reference)(self.params, jnp.asarray(text))
-        wanted, result = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
-        if result != tuple(wanted):
-            output = type(logits).__name__ if result is None else list(result)
-            raise UsageError(f"reference must give logits {wanted} for tokens {list(text.shape)}, not {output}")
+        expected, shape = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
+        if shape != tuple(expected):
+            description = type(logits).__name__ if shape is None else list(shape)
+            raise UsageError(
+                f"reference must return logits {expected} for tokens {list(text.shape)}, not {description}"
+            )
         return np.asarray(logits, np.float32)
 
     def is_short(self) -> bool:
@@ -83,7 +87,7 @@ class Passes:
         return following
 
     def joined(self, count, path=None, start=None) -> np.ndarray:
-        """The texts of `start` tokens with the first `count` [B] tokens that may follow, or nodes of a path, behind."""
+        """Append the first `count` [B] tokens of the continuation, or nodes of a path, to the first `start` tokens."""
         text, start = self.text.copy(), self.lengths if start is None else start
         for row, n in enumerate(np.broadcast_to(count, len(text))):
             text[row, start[row] : start[row] + n] = self.tokens[row, list(path or range(WIDTH))[:n]]
@@ -99,12 +103,13 @@ class Passes:
         return ours, theirs
 
     def one_by_one(self, shift: int = 0) -> tuple[np.ndarray, PyTree]:
-        cache, result = self.filled(), []
+        """Return the logits and the cache of passes over one token each."""
+        cache, logits_by_pass = self.filled(), []
         for i in range(WIDTH):
             logits, pending = self.look(cache, self.tokens[:, i : i + 1], self.lengths + i, shift=shift)
             cache = self.committed(cache, pending, np.zeros((3, 1), np.int32), np.ones(3, np.int32))
-            result.append(logits)
-        return np.concatenate(result, 1), cache
+            logits_by_pass.append(logits)
+        return np.concatenate(logits_by_pass, 1), cache
 
     def rewound(self, cache: PyTree, length: np.ndarray) -> PyTree:
         return _rewound(self.model.rewind, cache, length)
@@ -114,7 +119,10 @@ class Passes:
         return _both(self.model.widen, self.model.insert, prior, new)
 
     def with_row(self, batch: PyTree, one: PyTree, row: int) -> PyTree:
-        """Raises: UsageError if `axes` are those of other arrays."""
+        """Put a cache of one row into a batch.
+
+        Raises: UsageError if `axes` of the model do not fit its cache.
+        """
         shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
         try:
             mixed = batch_axes.put_row(batch, one, jnp.int32(row), self.model.axes(batch))
@@ -122,13 +130,11 @@ class Passes:
         except (TypeError, ValueError):
             fits = False
         if not fits:
-            raise UsageError(
-                f"axes of the model {self.model.name} must say where the rows are in each array of its memory"
-            )
+            raise UsageError(f"axes of the model {self.model.name} must give the batch axis of each array of its cache")
         return mixed
 
 
-# Compiled for the functions of a model that they call: models that share some share these programs.
+# Each program is compiled for the model functions that it calls, so models that share functions share programs.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
@@ -139,8 +145,8 @@ def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pass(forward, params, cache, tokens, positions, mask, earlier):
-    more = {} if earlier is None else {"earlier": earlier}
-    output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **more)
+    options = {} if earlier is None else {"earlier": earlier}
+    output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **options)
     return output, pending
 
 

@@ -83,9 +83,9 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch):
     text = np.resize(np.array(TEXT, np.int32), CHUNK + 5)
     plainly = dataclasses.replace(LLAMA, same_bits=False, dtype="float32")  # whose program is compiled sooner
     ask, widths = _BitProbe(target_of(plainly), text, CHUNK - 2), []
-    see = ask.see
+    see = ask.run_pass
     monkeypatch.setattr(
-        ask, "see", lambda cache, tokens, *rest: widths.append(tokens.shape[1]) or see(cache, tokens, *rest)
+        ask, "run_pass", lambda cache, tokens, *rest: widths.append(tokens.shape[1]) or see(cache, tokens, *rest)
     )
     found = ask.as_prompt()
     assert widths == [CHUNK, CHUNK]
@@ -111,7 +111,7 @@ def test_texts_are_those_of_plain_decoding(temperature):
 
 
 def test_texts_that_are_too_short_or_too_long():
-    with pytest.raises(specjax.UsageError, match="the text has 5 tokens; with a width of 7 it takes at least 14"):
+    with pytest.raises(specjax.UsageError, match="the text has 5 tokens; a width of 7 needs at least 14"):
         check_bits(target_of(LLAMA), TEXT[:5], **FEW)
-    with pytest.raises(specjax.UsageError, match="the text has 720 tokens, but the model reads 512"):
+    with pytest.raises(specjax.UsageError, match="the text has 720 tokens, but the model reads at most 512"):
         check_bits(target_of(LLAMA), TEXT * 10, **FEW)

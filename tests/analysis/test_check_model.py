@@ -123,16 +123,17 @@ def in_half(cache, pending, path, num_nodes):
 
 BROKEN = {
     "rewind that keeps rejected rows": (
-        GOOD._replace(rewind=lambda cache, length: cache), "rewind", "what a rewind takes back is not forgotten: their",
+        GOOD._replace(rewind=lambda cache, length: cache), "rewind",
+        "tokens that were removed by a rewind still influence the cache: their",
     ),
     "commit that keeps them": (
-        GOOD._replace(commit=keeps_one_more), "commit", "what was drafted and not committed is not forgotten",
+        GOOD._replace(commit=keeps_one_more), "commit", "drafted tokens that were not committed still influence",
     ),
     "commit that keeps what is behind a prompt": (
-        GOOD._replace(commit=keeps_padding), "prompt", "a prompt read at once leaves another memory than the same",
+        GOOD._replace(commit=keeps_padding), "prompt", "reading a prompt in one pass leaves another cache",
     ),
     "commit of another path": (
-        GOOD._replace(commit=first_nodes), "branch", "a branch of a tree leaves another memory than the same text",
+        GOOD._replace(commit=first_nodes), "branch", "committing a branch of a tree leaves another cache than",
     ),
     "positions one too high in steps": (
         reading(shifted_steps(1)), "steps", "; a pass over one token counts positions one too high",
@@ -140,18 +141,18 @@ BROKEN = {
     "positions one too low in steps": (
         reading(shifted_steps(-1)), "steps", "; a pass over one token counts positions one too low",
     ),
-    "positions counted by the pass": (reading(own_count), "steps", "; it takes no notice of `positions`"),
+    "positions counted by the pass": (reading(own_count), "steps", "; the model ignores `positions`"),
     "rows that mix": (
-        saying(lambda x, cache: x + 0.1 * x.mean(0)), "rows", "a row of a batch has other logits than the row alone",
+        saying(lambda x, cache: x + 0.1 * x.mean(0)), "rows", "a row of a batch gives other logits than the row alone",
     ),
     "siblings that are seen": (
-        reading(of_chain), "siblings", "a node of a tree sees nodes that are not above it",
+        reading(of_chain), "siblings", "a node of a tree sees nodes that are not its ancestors",
     ),
     "tokens behind that are seen": (
-        reading(both_ways), "causal", "a token has other logits if those behind it are others",
+        reading(both_ways), "causal", "the logits of a token depend on later tokens",
     ),
     "pending tokens that are not": (
-        reading(without_earlier), "pending", "tokens that are pending are read otherwise than in one pass",
+        reading(without_earlier), "pending", "pending tokens are read differently from",
     ),
     "capacity that matters": (
         saying(lambda x, cache: x * (1 + cache.values.shape[1] / 1000)), "capacity",
@@ -159,17 +160,17 @@ BROKEN = {
     ),
     "axes of other arrays": (
         GOOD._replace(axes=batch_axes.shared), "form",
-        "axes of the model bag must say where the rows are in each array",
+        "axes of the model bag must give the batch axis of each array",
     ),
     "axes of the row before": (
         GOOD._replace(axes=lambda tree: Bag(1, 0) if isinstance(tree, Bag) else 0), "axes",
-        "a row put into another batch, by `axes`, is another text",
+        "a row that is put into another batch by `axes`",
     ),
     "logits of another vocabulary": (
         saying(lambda x, cache: x[..., 1:]), "form",
         f"must give logits as floats [3, 6, {VOCAB}], not float32[3, 6, 15]",
     ),
-    "no numbers": (saying(lambda x, cache: x * jnp.nan), "finite", "its logits are not numbers"),
+    "no numbers": (saying(lambda x, cache: x * jnp.nan), "finite", "its logits are NaN or infinite"),
     "a memory of another dtype": (GOOD._replace(commit=in_half), "form", "commit of the model bag must return"),
 }  # fmt: skip
 
@@ -185,7 +186,7 @@ REPEATED = (
 def test_what_is_broken_is_named_in_one_sentence(broken):
     model, name, words = BROKEN[broken]
     found = check_model(model, weights())
-    assert not found and [promise.name for promise in found.promises if not promise.is_kept] == [name], found
+    assert not found and [promise.name for promise in found.promises if not promise.holds] == [name], found
     assert words in str(found) and "\n" not in str(found)
     if name not in ("form", "finite"):
         assert f"(allowed: {found.tolerance:.2g}) at row " in str(found)
@@ -203,14 +204,16 @@ def test_without_a_reference_a_mistake_of_every_pass_makes_a_model_like_any_othe
 
 def test_a_mistake_of_every_pass_is_found_by_a_reference():
     found = check_model(reading(late), weights(), reference=whole)
-    assert "other logits than `reference`" in str(found) and str(found).endswith("; it counts positions one too high")
+    assert "other logits than `reference`" in str(found) and str(found).endswith(
+        "; the model counts positions one too high"
+    )
     assert [promise.name for promise in found.promises] == ["reference"]
 
 
 @pytest.mark.exhaustive
 def test_a_recurrence_that_ignores_the_tree():
     target = Target(recurrent_model(12, fold_in_order), recurrent().params)
-    assert "sees nodes that are not above it" in str(check_model(target.model, target.params))
+    assert "sees nodes that are not its ancestors" in str(check_model(target.model, target.params))
 
 
 @pytest.mark.exhaustive
@@ -235,7 +238,7 @@ def test_a_model_of_very_short_texts_is_refused():
 
 
 def test_what_is_no_model_and_what_is_no_reference():
-    with pytest.raises(UsageError, match=r"not Target; of a target: check_model\(target.model, target.params\)"):
+    with pytest.raises(UsageError, match=r"not Target; for a target call check_model\(target.model, target.params\)"):
         check_model(Target(GOOD, weights()), weights())
     for reference, said in (
         (lambda params, tokens: (whole(params, tokens), None), "tuple"),
@@ -243,7 +246,8 @@ def test_what_is_no_model_and_what_is_no_reference():
     ):
         found = check_model(GOOD, weights(), reference=reference)
         assert not found
-        assert re.search(rf"reference must give logits \[3, 19, {VOCAB}\] for tokens \[3, 19\], not {said}", str(found))
+        message = rf"reference must return logits \[3, 19, {VOCAB}\] for tokens \[3, 19\], not {said}"
+        assert re.search(message, str(found))
 
 
 def test_what_is_computed_in_bfloat16_is_rounded():

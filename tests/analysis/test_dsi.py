@@ -149,8 +149,8 @@ def test_servers_and_lookahead():
         (lambda: smallest_lookahead(1, 1, 0), "servers must be at least 1, not 0"),
         (lambda: dsi([True], 1, 1, lookahead=0), "lookahead must be at least 1, not 0"),
         (lambda: dsi([True], 1, 1, servers=0), "servers must be at least 1, not 0"),
-        (lambda: dsi([], 1, 1), r"outcomes of at least one token, not the shape \(0,\)"),
-        (lambda: dsi(True, 1, 1), r"outcomes of at least one token, not the shape \(\)"),
+        (lambda: dsi([], 1, 1), r"outcomes of at least one token, but has the shape \(0,\)"),
+        (lambda: dsi(True, 1, 1), r"outcomes of at least one token, but has the shape \(\)"),
     ],
 )
 def test_bad_settings(call, words):

@@ -135,7 +135,7 @@ def test_auto_says_when_it_rests():
 
 
 def test_a_denoiser_is_refused():
-    with pytest.raises(specjax.UsageError, match="decode it with denoise"):
+    with pytest.raises(specjax.UsageError, match="this is a diffusion model; use denoise"):
         specjax.explain(toy_denoisers.full(), None, PROMPT, key=0, max_new_tokens=8)
 
 
@@ -164,10 +164,10 @@ def test_what_tokens_and_names_say_is_no_formula(recwarn):
 
 
 def test_of_a_wide_tree_the_likeliest_branches_are_drawn():
-    from specjax.analysis.drawing import MOST_LEAVES, _drawn
+    from specjax.analysis.drawing import MOST_LEAVES, _select_nodes
 
     chances = [1.0, *np.linspace(0.001, 0.02, 60)]
     one = one_round([-1, *[0] * 60], [1, 1, *[0] * 59], chances)
-    drawn = _drawn(one)
+    drawn = _select_nodes(one)
     assert len(drawn) == MOST_LEAVES + 1
     assert drawn == [0, 1, *range(61 - (MOST_LEAVES - 1), 61)]

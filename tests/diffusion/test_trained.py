@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import pytest
 import toy
+from toy_tasks import parallel_bench as bench
+from toy_tasks import word_problems as words
 
 import specjax
-from specjax.analysis import parallel_bench as bench
-from specjax.analysis import word_problems as words
 from specjax.diffusion import methods
 from specjax.training.methods import denoisers
 

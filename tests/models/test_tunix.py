@@ -76,7 +76,7 @@ def test_windows_that_count_slots(options):
     target = as_target(module, max_positions=LONGEST, **options)
     actual = check_model(target.model, target.params, reference=whole(module))
     assert bool(actual) == ("trees" in options)
-    assert actual or "Gemma3: a pass has other logits than `reference`: their logits differ by " in str(actual)
+    assert actual or "Gemma3: a pass gives other logits than `reference`: their logits differ by " in str(actual)
 
 
 class Numbers:

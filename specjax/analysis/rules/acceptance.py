@@ -1,4 +1,4 @@
-"""Acceptance probability of each rule for n siblings at a node with distributions p and q, next to the best possible.
+"""Acceptance probability of each rule for n siblings at a node with distributions p and q, and the best possible one.
 
 Most rules have a closed form (the papers are named in each rule's own file):
 
@@ -8,14 +8,14 @@ Most rules have a closed form (the papers are named in each rule's own file):
     multipath_block       sum min(p, q'), q' the distribution of the draft with the largest p/q
     greedy_multi_draft    P(T) + sum outside T of min(p, q'), T the n - 1 likeliest drafts
     sample_and_match      P(T), T the n likeliest drafts
-    recursive_rejection   as specinfer, but d depends on the rejected tokens: summed over them where there are few, else
+    recursive_rejection   like specinfer, but d depends on the rejected tokens: summed over them if they are few, else
                           drawn from their distribution norm([d - r]+), with exact acceptance along each draw
     coupled               shared noise: P(the drafter's top n of log q + G contain the argmax of log p + G)
 
 With one draft, `coupled` is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV) (Daliri, Musco,
 Suresh: Coupling without Communication and Drafter-Invariant Speculative Decoding, 2024, arXiv 2408.07978). With more
 drafts it is simulated.
-Any other `Verifier` is simulated on trees of one level.
+Every other `Verifier` is simulated on trees of one level.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from specjax.verifiers.exact.spectr import division_factor
 
 SAMPLES = 256
 ELEMENTS = 1 << 21
-"""Numbers in one array at most: sequences of rejected tokens are summed rather than drawn while they fit, and what is
-simulated comes in parts of this size."""
+"""Largest number of elements in one array. Sequences of rejected tokens are summed while they fit, else drawn.
+Simulations run in parts of this size."""
 
 
 class Acceptance(NamedTuple):
@@ -51,7 +51,7 @@ class Acceptance(NamedTuple):
     draws: Draws
     n: int
     value: np.ndarray  # float64[...], the probability that one of the n drafts is accepted
-    standard_error: np.ndarray  # float64[...], of a simulation; 0 where the value is exact
+    standard_error: np.ndarray  # float64[...], 0 where the value is exact
 
 
 def acceptance(
@@ -64,14 +64,16 @@ def acceptance(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Acceptance:
-    """The probability that `rule` accepts one of n siblings.
+    """Return the probability that `rule` accepts one of n siblings.
 
     Args:
-      rule: "coupled", a name of `specjax.verifiers.VERIFIERS`, or a Verifier. p, q: distributions float[..., V].
-      n: siblings. draws: how they are drawn, where a simulated rule takes several kinds; default: its first that can
-        give n. samples, seed: of what is simulated, per row; every row has its own randomness.
+      rule: "coupled", a name of `specjax.verifiers.VERIFIERS`, or a Verifier.
+      p, q: distributions float[..., V] of target and draft.
+      n: number of siblings.
+      draws: the way to draw siblings, for simulated rules that support several. Default: the first that can draw n.
+      samples, seed: samples per row and seed of a simulation. Every row has its own randomness.
 
-    Raises: UsageError for arrays that are not distributions, an unknown rule, or more drafts than a rule takes.
+    Raises: UsageError for arrays that are not distributions, an unknown rule, or more drafts than a rule supports.
     """
     p, q = check_distributions(p, q, n)
     if samples < 2:
@@ -79,7 +81,7 @@ def acceptance(
     shape, rows = p.shape[:-1], (p.reshape(-1, p.shape[-1]), q.reshape(-1, p.shape[-1]))
     name, verifier = _resolve(rule)
     if name == "standard" and n > 1:
-        raise UsageError(f"the standard rule takes one draft per node, not {n}")
+        raise UsageError(f"the standard rule verifies one draft per node, not {n}")
     formula = FORMULAS.get(name)
     if formula is not None and verifier is VERIFIERS.get(name) and draws in (None, formula.draws):
         how: Draws = formula.draws
@@ -91,29 +93,29 @@ def acceptance(
 
 
 def acceptance_curve(rule: str | Verifier, p, q, drafts: Sequence[int] = (1, 2, 3, 4), **options) -> list[Acceptance]:
-    """`acceptance` for each number of drafts."""
+    """Return `acceptance` for each number of drafts."""
     return [acceptance(rule, p, q, n, **options) for n in drafts]
 
 
 class Entry(NamedTuple):
-    """A rule with n drafts over all rows: means, and the gap to the best rule for the same draws."""
+    """A rule with n drafts: means over all rows, and the gap to the best possible rule for the same draws."""
 
     rule: str
     guarantee: Guarantee
     draws: Draws
     n: int
     acceptance: float
-    standard_error: float | None  # over rows; None: one row
-    bound: float  # of drafts drawn so; greedy_multi_draft and sample_and_match attain theirs
+    standard_error: float | None  # over rows; None for one row
+    bound: float  # best possible acceptance for these draws; greedy_multi_draft and sample_and_match attain theirs
     gap: float
-    gap_standard_error: float | None  # over rows, of bound and acceptance in the same rows
+    gap_standard_error: float | None  # over rows, of the difference in each row
 
 
 class Comparison(NamedTuple):
     """The result of `compare`."""
 
     entries: list[Entry]
-    bounds: dict[str, dict[int, float]]  # by draws and n, the mean of `optimal_acceptance`
+    bounds: dict[str, dict[int, float]]  # mean of `optimal_acceptance` by draws and n
     rows: int
 
 
@@ -126,9 +128,9 @@ def compare(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Comparison:
-    """Every rule for every number of drafts on the same distributions float[..., V]. The standard rule has n = 1 only.
+    """Compare rules for every number of drafts on the same distributions float[..., V]. The standard rule has n = 1.
 
-    Raises: UsageError as `acceptance` does, or if drafts is empty.
+    Raises: UsageError as in `acceptance`, or if drafts is empty.
     """
     if not drafts:
         raise UsageError("drafts is empty; give at least one number of drafts per node")
@@ -163,7 +165,7 @@ def _resolve(rule: str | Verifier) -> tuple[str, Verifier | None]:
 
 
 def _exact(function):
-    """A closed form (p, q, n) -> float64[R], without a simulation's error."""
+    """Wrap a closed form (p, q, n) -> float64[R] as a `Formula` with standard error 0."""
 
     @functools.wraps(function)
     def with_error(p, q, n, samples, seed):
@@ -179,7 +181,7 @@ def _norm(x: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(q: np.ndarray, n: int) -> np.ndarray:
-    """bool[R, V]: the n largest of q, ties to the lower id; none without mass."""
+    """Return bool[R, V], the n most probable tokens of q. Ties go to the lower id; tokens without mass are left out."""
     selected = np.zeros(q.shape, bool)
     if n:
         np.put_along_axis(selected, np.argsort(-q, 1, kind="stable")[:, :n], True, 1)
@@ -235,8 +237,8 @@ def _recursive_rejection(p, q, n, samples, seed):
 
 
 def _reject_all(p: np.ndarray, q: np.ndarray, n: int, samples: int, rng) -> tuple[float, float]:
-    """The probability that all n siblings drawn without replacement are rejected, and its standard error."""
-    n = min(n, int((q > 0).sum()))  # there are no more drafts than tokens
+    """Return the probability that all n siblings drawn without replacement are rejected, and its standard error."""
+    n = min(n, int((q > 0).sum()))  # no more drafts than tokens with mass
     count = float((q > p).sum()) * float((q > 0).sum()) ** max(n - 2, 0)
     if n == 1 or count * len(p) <= ELEMENTS:
         return float(_rejection_weights(p, q, n, 1, None).sum()), 0.0
@@ -245,14 +247,14 @@ def _reject_all(p: np.ndarray, q: np.ndarray, n: int, samples: int, rng) -> tupl
 
 
 def _rejection_weights(p: np.ndarray, q: np.ndarray, n: int, ways: int, rng) -> np.ndarray:
-    """float64[ways]: the probability that all n are rejected along each way to draw the rejected tokens.
+    """Return float64[ways], the probability that all n are rejected along each sequence of rejected tokens.
 
-    Without `rng` every way is taken, and the weights, one per way, include its probability.
+    Without `rng` all sequences are enumerated, and each weight includes the probability of its sequence.
     """
     r, d, weight = p[None].repeat(ways, 0), q[None].repeat(ways, 0), np.ones(ways)
-    for left in range(n, 0, -1):
+    for num_drafts in range(n, 0, -1):
         weight = weight * np.maximum(1 - np.minimum(r, d).sum(1), 0.0)
-        if left == 1:
+        if num_drafts == 1:
             break
         distribution = _norm(np.maximum(d - r, 0.0))  # of a rejected token
         if rng is None:
@@ -268,7 +270,7 @@ def _rejection_weights(p: np.ndarray, q: np.ndarray, n: int, ways: int, rng) -> 
 
 
 def _parts(samples: int, vocab: int) -> list[int]:
-    """`samples` in parts of at most ELEMENTS numbers."""
+    """Split `samples` into parts of at most ELEMENTS numbers."""
     size = max(1, ELEMENTS // vocab)
     return [min(size, samples - start) for start in range(0, samples, size)]
 
@@ -286,8 +288,8 @@ def _coupled(p, q, n, samples, seed):
             noise = rng.gumbel(size=(part, p.shape[1]))
             token = np.argmax(log_p[row] + noise, 1)[:, None]
             scores = log_q[row] + noise
-            row_value = np.take_along_axis(scores, token, 1)
-            counts[row] += np.sum((row_value[:, 0] > -np.inf) & ((scores > row_value).sum(1) < n))
+            score = np.take_along_axis(scores, token, 1)
+            counts[row] += np.sum((score[:, 0] > -np.inf) & ((scores > score).sum(1) < n))
     return _fraction(counts, samples)
 
 
@@ -297,7 +299,7 @@ def _fraction(counts: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _coupled_one(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """float64[R]: sums over j split where p_j / q_j passes p_i / q_i, so they are cumulative in that order."""
+    """Return float64[R]. The sums over j split at p_j / q_j = p_i / q_i, so they are cumulative in that order."""
     order = order_by_ratio(p, q)
     p, q = (np.take_along_axis(x, order, 1) for x in (p, q))
     above = np.pad(np.cumsum(p[:, ::-1], 1)[:, ::-1], ((0, 0), (0, 1)))[:, 1:]
@@ -331,13 +333,14 @@ FORMULAS: dict[str, Formula] = {
 def _kind(verifier: Verifier | None, n: int, draws: Draws | None) -> How | Literal["chain"]:
     """Return the way to draw n siblings for a rule."""
     if verifier is None:
-        raise UsageError("the coupled rule has drafts without_replacement only; leave draws out")
+        raise UsageError("the coupled rule only supports drafts drawn without_replacement; leave draws out")
     kinds: tuple[How, ...] = ("without_replacement", "with_replacement", "top_and_sampled", "point_mass")
     one: tuple[Literal["chain"], ...] = ("chain",) if n == 1 else ()
     possible = [kind for kind in (*one, *kinds) if kind in verifier.draws and draws in (None, kind)]
     if not possible:
         raise UsageError(
-            f"rule {verifier.name} takes drafts drawn {', '.join(verifier.draws)}, not {n} drawn {draws or 'together'}"
+            f"rule {verifier.name} supports drafts drawn {', '.join(verifier.draws)}, "
+            f"not {n} drawn {draws or 'together'}"
         )
     return possible[0]
 
@@ -355,11 +358,13 @@ def _simulate(verifier, draws: How | Literal["chain"], p, q, n, samples, seed):
 
 @functools.partial(jax.jit, static_argnames=("builder", "samples"))
 def _accepted(verifier: Verifier, p, q, key, builder: trees.Builder, samples: int):
-    """int32: how many of `samples` trees of one level had a node accepted."""
+    """Return int32, the number of `samples` one-level trees with an accepted node."""
     keys = jax.random.split(key, (2, samples))
     zeros = jnp.zeros((samples,), jnp.int32)
     context = Context(zeros[:, None], zeros + 1, Sampling(temperature=jnp.float32(1.0)))
     logits = jnp.broadcast_to(jnp.log(q), (samples, q.shape[0]))
-    grown, _ = trees.grow(builder, None, (), zeros, logits, keys[0], context, zeros + 1)  # one level: nothing is fed
+    grown, _ = trees.grow(
+        builder, None, (), zeros, logits, keys[0], context, zeros + 1
+    )  # one level needs no forward pass
     target_logits = jnp.broadcast_to(jnp.log(p), (*grown.tree.tokens.shape, p.shape[0]))
     return jnp.sum(verifier(keys[1], grown.tree, target_logits).num_nodes > 1)

@@ -1,4 +1,4 @@
-"""Tokens per target pass of a rule on trees, by decoding: real models, or a distribution per last token."""
+"""Tokens per target pass of an acceptance rule on trees, measured by decoding with models or given distributions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BlockEfficiency(NamedTuple):
     """Tokens emitted per target pass, the bonus token included."""
 
     mean: float  # all tokens over all passes
-    standard_error: float | None  # over rows; None: one row
+    standard_error: float | None  # over rows; None for one row
     per_row: np.ndarray  # float64[B]
-    by_depth: list[float | None]  # `depth_curve` of the run
+    by_depth: list[float | None]  # acceptance rate by depth, see `depth_curve`
 
 
 def block_efficiency(
@@ -44,23 +44,23 @@ def block_efficiency(
     temperature: float = 1.0,
     **options,
 ) -> BlockEfficiency:
-    """Decode with `two_model(draft, tree=tree)` and `verifier`, and count. A Monte Carlo mean.
+    """Decode with `two_model(draft, tree=tree)` and `verifier`, and return the mean number of tokens per pass.
 
     Args:
-      verifier: None: the exact rule for how the tree is drawn.
-      target, draft: models with their parameters; or distributions float[V] of every token, or float[V, V], whose row
-        is chosen by the last token.
-      prompts: as `decode` takes them; for distributions by default `rows` prompts that are token 0.
-      max_new_tokens: per row. The last pass of a row is cut there, which lowers the mean by less than depth / passes.
-      options: of `decode`, such as top_k, eos or sampling="coupled" (then without a verifier).
+      verifier: acceptance rule. None: the exact rule for the way in which the tree is drawn.
+      target, draft: models with their parameters, or distributions. float[V] is the distribution of every token;
+        float[V, V] has a distribution per last token.
+      prompts: as in `decode`. Default for distributions: `rows` prompts of token 0.
+      max_new_tokens: per row. It truncates the last pass of a row, which lowers the mean by less than depth / passes.
+      options: options of `decode`, such as top_k, eos or sampling="coupled" (then without a verifier).
 
-    Raises: UsageError as `decode` does, such as for a rule that is not valid for these drafts, and for one model and
-      one distribution.
+    Raises: UsageError as in `decode`, such as for a rule that does not support these drafts, or if only one of target
+      and draft is a model.
     """
     if isinstance(target, Target) and isinstance(draft, Target):
         models = target, draft
         if prompts is None:
-            raise UsageError("prompts is missing; models need some")
+            raise UsageError("prompts is missing; pass prompts to measure with models")
     elif isinstance(target, Target) or isinstance(draft, Target):
         raise UsageError("target and draft must both be models or both be distributions")
     else:
@@ -74,27 +74,27 @@ def block_efficiency(
 
 
 def efficiency_of(result: DecodeResult) -> BlockEfficiency:
-    """The block efficiency that a run of `decode` had."""
+    """Return the block efficiency of a `decode` run."""
     tokens = np.asarray(result.lengths, np.float64)
     passes = np.maximum(np.asarray(result.stats.target_passes, np.float64), 1)
     mean, count = tokens.sum() / passes.sum(), len(tokens)
     error = None
-    if count > 1:  # of a ratio of sums
+    if count > 1:  # standard error of a ratio of sums
         error = float(np.sqrt(np.sum((tokens - mean * passes) ** 2) / (count * (count - 1))) / passes.mean())
     return BlockEfficiency(float(mean), error, tokens / passes, depth_curve([result]))
 
 
 def depth_curve(results: Sequence[DecodeResult]) -> list[float | None]:
-    """Per depth from 1, over all rows of all results: of the rounds that drafted so deep, the fraction accepted there.
+    """Return the acceptance rate at each depth from 1, over all rows of all results.
 
-    None where nothing was drafted.
+    It is the share of steps with a draft of that depth that accepted a node there, or None without drafts.
     """
     stats = [jax.device_get(result.stats) for result in results]
     return acceptance_by_depth(jax.tree.map(lambda *fields: np.concatenate(fields), *stats))
 
 
 def last_token_model(rows: np.ndarray) -> Target:
-    """A model whose next token has distribution rows[last token], float[V, V], or always the same, float[V]."""
+    """Return a model whose next token has the distribution rows[last token] (float[V, V]), or rows (float[V])."""
     rows = np.asarray(rows, np.float32)
     if rows.ndim == 1:
         rows = np.broadcast_to(rows, (len(rows), len(rows)))

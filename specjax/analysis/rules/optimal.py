@@ -1,4 +1,4 @@
-"""The best acceptance any rule can have at one node, for a given way to draw the siblings.
+"""The best acceptance that any rule can reach at one node, for a given way to draw the siblings.
 
 Hu, Zheng, Viswanathan, Chen, Rossi, Wu, Manocha, Huang: Towards Optimal Multi-draft Speculative Decoding (ICLR 2025),
 arXiv 2502.18779.
@@ -7,10 +7,10 @@ The best coupling of n drafts and the target's token is a maximum flow, so its v
   alpha* = 1 + min_H [P(H) - Q(H)],  P(H) = sum of p over H,  Q(H) = P(all n drafts lie in H).
 A best H is a prefix of the tokens in ascending order of p/q, so V + 1 sets are enough.
 With replacement Q(H) = (sum of q over H)^n. Without replacement and for n = 2, Q(H) = Q_H - A_H (1 - Q_H) with Q_H
-the sum of q and A_H that of q / (1 - q). For more drafts let token i ring after an exponential time of rate q_i: all n
+the sum of q and A_H that of q / (1 - q). For more drafts let token i ring after an exponential time of rate q_i. All n
 drafts lie in H if n tokens of H ring before any other, so Q(H) = E[P(N_H(t) >= n)], t the first ring outside H and
-N_H(t) a sum of independent coins. This integral is ours, the paper needs only Q(H): the trapezoid rule in log t
-converges exponentially, and all prefixes share its nodes, so one pass over the tokens serves all of them.
+N_H(t) a sum of independent coins. This integral is not in the paper, which needs only Q(H). The trapezoid rule in log t
+converges exponentially. All prefixes share its nodes, so one pass over the tokens computes all of them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from specjax.errors import UsageError
 
 BoundDraws = Literal["with_replacement", "without_replacement"]
 STEP = 0.3
-"""Of the trapezoid rule in log t: its error is about exp(-pi^2 / STEP), 5e-15."""
+"""Step of the trapezoid rule in log t. Its error is about exp(-pi^2 / STEP), 5e-15."""
 ELEMENTS = 1 << 18
-"""Rows are integrated together up to this many numbers, which stay in a processor's cache."""
+"""Largest number of elements that are integrated together, so that they fit into the processor's cache."""
 
 
 class OptimalAcceptance(NamedTuple):
-    """The bound and the set of tokens that gives it."""
+    """The bound and the token set that attains it."""
 
     acceptance: np.ndarray  # float64[...], alpha*
     order: np.ndarray  # int64[..., V], tokens by p/q, ascending; those with q = 0 last
-    prefix: np.ndarray  # int64[...], the first `prefix` tokens of `order` are the shortest best set H
+    prefix: np.ndarray  # int64[...], length of the prefix of `order` that is the smallest best set H
 
 
 def optimal_acceptance(p, q, n: int, draws: BoundDraws = "with_replacement") -> OptimalAcceptance:
-    """The largest probability with which a rule can accept one of n siblings drawn from q and keep the distribution p.
+    """Return the largest probability of accepting one of n siblings drawn from q while preserving the distribution p.
 
     Args:
-      p, q: distributions float[..., V] of target and draft, normalised here. n: siblings drawn, at least 1. Without
-        replacement there are no more of them than tokens with q > 0.
+      p, q: distributions float[..., V] of target and draft. They are normalised here.
+      n: number of siblings, at least 1. Without replacement it is limited to the tokens with q > 0.
 
     Returns: OptimalAcceptance, probabilities in float64.
     Raises: UsageError for arrays that are not distributions, n < 1 or unknown draws.
@@ -57,19 +57,22 @@ def optimal_acceptance(p, q, n: int, draws: BoundDraws = "with_replacement") -> 
         inside = np.minimum(_sums(sorted_q), 1.0) ** n
     else:
         inside = np.zeros((len(q), q.shape[1] + 1))
-        drawn = np.minimum(n, (q > 0).sum(1))  # a draft without replacement ends when nothing is left
+        drawn = np.minimum(n, (q > 0).sum(1))  # drawing without replacement ends when no token is left
         for count in np.unique(drawn):
             inside[drawn == count] = _all_inside(sorted_q[drawn == count], int(count))
     value = _sums(sorted_p) - inside
     best = value.min(1)
-    prefix = np.argmax(value <= best[:, None] + 1e-12, 1)  # rounding must not choose a longer set
+    prefix = np.argmax(value <= best[:, None] + 1e-12, 1)  # rounding must not select a longer set
     return OptimalAcceptance(
         np.clip(1 + best, 0.0, 1.0).reshape(shape), order.reshape(*shape, -1), prefix.reshape(shape)
     )
 
 
 def check_distributions(p, q, n: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """p and q as normalised float64[..., V]. Raises: UsageError."""
+    """Return p and q as normalised float64[..., V].
+
+    Raises: UsageError for n below 1, other shapes, negative entries, or sums other than 1.
+    """
     if n < 1:
         raise UsageError(f"n must be at least 1 draft, not {n}")
     p, q = (np.asarray(x, np.float64) for x in (p, q))
@@ -83,19 +86,19 @@ def check_distributions(p, q, n: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def order_by_ratio(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Tokens int64[..., V] in ascending order of p/q, those with q = 0 last; ties by id."""
+    """Return tokens int64[..., V] in ascending order of p/q, those with q = 0 last. Ties are ordered by id."""
     with np.errstate(over="ignore"):
         ratio = np.where(q > 0, p / np.where(q > 0, q, 1.0), np.inf)
     return np.lexsort((q == 0, ratio), axis=-1)
 
 
 def _sums(x: np.ndarray) -> np.ndarray:
-    """float64[R, V + 1]: sums of the first 0, 1, ... entries."""
+    """Return float64[R, V + 1], the sums of the first 0, 1, ... entries."""
     return np.pad(np.cumsum(x, 1), ((0, 0), (1, 0)))
 
 
 def _all_inside(q: np.ndarray, n: int) -> np.ndarray:
-    """float64[R, V + 1]: P(n draws without replacement lie among the first m tokens); every row has n with q > 0."""
+    """Return float64[R, V + 1], P(n draws without replacement lie among the first m tokens), for rows with n tokens."""
     inside, outside = np.minimum(_sums(q), 1.0), np.pad(np.cumsum(q[:, ::-1], 1)[:, ::-1], ((0, 0), (0, 1)))
     if n == 1:
         return inside
@@ -114,7 +117,7 @@ def _all_inside(q: np.ndarray, n: int) -> np.ndarray:
 
 
 def _integrate(q: np.ndarray, outside: np.ndarray, time: np.ndarray, n: int) -> np.ndarray:
-    """float64[R, V + 1]: the expected P(N_H(t) >= n), t exponential of rate `outside` [R, V + 1], at nodes time [T]."""
+    """Return float64[R, V + 1], E[P(N_H(t) >= n)] for t exponential of rate `outside`, at the nodes `time` [T]."""
     chance = np.zeros_like(outside)
     fewer = np.zeros((n, len(q), len(time)))  # P(N_H(t) = k), k < n
     fewer[0] = 1.0

@@ -1,4 +1,4 @@
-"""The picture of a comparison. matplotlib is imported when it is drawn."""
+"""A plot of compared acceptance rules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LINES = {"with_replacement": "--", "without_replacement": ":"}
 
 
 def plot(comparison: Comparison, title: str = "") -> bytes:
-    """A PNG: mean acceptance of each rule by the number of drafts, below the two optimal bounds.
+    """Return a PNG of the mean acceptance of each rule by the number of drafts, with the two optimal bounds.
 
-    Without error bars: all rules see the same rows, so their differences are far surer than their levels.
+    It has no error bars: all rules use the same rows, so differences are much more certain than levels.
     """
     figure = plotting.new_figure(7.0, 4.6)
     axes = figure.subplots()
@@ -19,8 +19,8 @@ def plot(comparison: Comparison, title: str = "") -> bytes:
         name = f"best possible, {draws.replace('_', ' ')}"
         axes.plot(list(bound), list(bound.values()), LINES[draws], color="0.25", linewidth=1.3, label=name)
     for rule in dict.fromkeys(entry.rule for entry in comparison.entries):
-        mine = [entry for entry in comparison.entries if entry.rule == rule]
-        sizes, values = [entry.n for entry in mine], [entry.acceptance for entry in mine]
+        of_rule = [entry for entry in comparison.entries if entry.rule == rule]
+        sizes, values = [entry.n for entry in of_rule], [entry.acceptance for entry in of_rule]
         axes.plot(sizes, values, marker="o", markersize=4, linewidth=1.3, label=rule)
     axes.set_xticks(sorted({n for bound in comparison.bounds.values() for n in bound}))
     axes.set_xlabel("drafts per node")

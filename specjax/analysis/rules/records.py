@@ -1,10 +1,10 @@
-"""Recorded distributions of a real pair: what target and draft give at every position of texts that the target sampled.
+"""Recorded distributions of a pair of models, at every position of texts that the target sampled.
 
 A record is an npz file of plain arrays, without pickles. Its `format` is "specjax-distributions" and its `version` 1.
-Per position it holds the union of the `keep` likeliest tokens of either model, in ascending order of id, with both
-distributions in float32, restricted to these tokens and renormalised. `dropped` is the mass that each distribution had
-elsewhere, the size of the error this makes. With keep >= V the record is complete. (Full rows of a vocabulary of
-151,936 take 1.2 MB per position, the likeliest 1024 of either model 16 kB, and drop 4e-4.)
+Each position stores the union of the `keep` most probable tokens of either model, in ascending order of id. Both
+distributions are float32, restricted to these tokens and renormalised. `dropped` is the mass of the other tokens, which
+bounds the error. With keep >= V the record is complete. (Full rows of a vocabulary of 151,936 take 1.2 MB per position.
+The 1024 most probable tokens of either model take 16 kB and drop 4e-4.)
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ KEEP = 1024
 
 
 class Record(NamedTuple):
-    """R positions with M tokens each. Padding has token -1 and no mass in either, which no rule can notice."""
+    """R positions with M tokens each. Padding has token -1 and no mass in p or q, so it influences no rule."""
 
     tokens: np.ndarray  # int32[R, M], ascending ids
     p: np.ndarray  # float32[R, M], distribution of the target
     q: np.ndarray  # float32[R, M], distribution of the draft
-    dropped: np.ndarray  # float32[R, 2], mass of target and draft that is not held
-    prompt: np.ndarray  # int32[R], which prompt
-    position: np.ndarray  # int32[R], among the new tokens of that prompt, from 0
+    dropped: np.ndarray  # float32[R, 2], mass of target and draft outside of `tokens`
+    prompt: np.ndarray  # int32[R], index of the prompt
+    position: np.ndarray  # int32[R], index among the new tokens of that prompt
     about: dict  # target, draft, vocab_size, keep, temperature, top_k, top_p
 
 
@@ -64,20 +64,23 @@ def record(
     """Sample a text of the target after each prompt, then run both models over it once.
 
     Args:
-      prompts: token lists. key: one PRNG key; the text of prompt b is that of `decode` with fold_in(key, b).
-      max_new_tokens, temperature, top_k, top_p, eos: as in `decode`; both distributions are warped alike.
-      keep: tokens held of each distribution, at most.
-      on_prompt: called with the record of each prompt, for whoever wants to keep what there is when the next is
-        interrupted; `join_records` makes one of several.
+      prompts: token lists.
+      key: one PRNG key. The text of prompt b equals that of `decode` with fold_in(key, b).
+      max_new_tokens, temperature, top_k, top_p, eos: as in `decode`. Both distributions are warped in the same way.
+      keep: largest number of tokens stored per distribution.
+      on_prompt: called with the record of each prompt, so that a caller can save it before the next one starts.
+        `join_records` joins several records.
 
-    Raises: UsageError as `decode` does, for a temperature that is not above 0 (distributions without randomness cannot
-      be compared) or models with different numbers of ids.
+    Raises: UsageError as in `decode`, for a temperature that is not above 0 (rules need random distributions to be
+      compared), or for models with different vocabulary sizes.
     """
     if not temperature > 0:
         raise UsageError(f"temperature must be above 0 to compare rules, not {temperature:g}")
     sizes = target.model.vocab_size, draft.model.vocab_size
     if sizes[0] != sizes[1]:
-        raise UsageError(f"the target has {sizes[0]} ids and the draft {sizes[1]}; choose models of one family")
+        raise UsageError(
+            f"the target has {sizes[0]} token ids and the draft has {sizes[1]}; choose models of one family"
+        )
     if not len(prompts):
         raise UsageError("prompts is empty; give at least one prompt")
     if keep < 1:
@@ -104,13 +107,13 @@ def record(
 
 
 def join_records(parts: Sequence[Record]) -> Record:
-    """The positions of several records of one run, one behind the other."""
+    """Concatenate the positions of several records of one run."""
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Record._fields[:-1]}
     return Record(**arrays, about=parts[0].about)
 
 
 def _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, keep):
-    """ids int32[T, 2 keep], both distributions at them, what they drop, float32[T, 2 keep] and [T, 2], T = len(new)."""
+    """Return ids int32[T, 2 keep] and p, q float32[T, 2 keep] at these ids, for the T new tokens."""
     tokens = np.zeros((1, buffer_size(len(prompt), max_new_tokens, 1)), np.int32)
     tokens[0, : len(prompt) + len(new)] = [*prompt, *new]
     distributions = _distributions(
@@ -131,7 +134,7 @@ def _distributions(target: Target, draft: Target, tokens, length, warping: Sampl
 def _log_distribution(
     model: Model, params: PyTree, tokens: Array, length: Array, warping: Sampling, count: int
 ) -> Array:
-    """float32[count, V]: the warped distribution of each of the `count` tokens behind the first `length`."""
+    """Return float32[count, V], the warped log distributions of the `count` tokens after the first `length`."""
     cache = prefill(model, params, model.start_cache(params, None, length, tokens.shape[1]), tokens, length - 1)
     positions = length[:, None] - 1 + jnp.arange(count)
     mask = jnp.tril(jnp.ones((1, count, count), bool))
@@ -141,18 +144,19 @@ def _log_distribution(
 
 
 def _merge(ids: np.ndarray, p: np.ndarray, q: np.ndarray):
-    """(tokens, p, q, dropped) of `Record`, [T, M], from ids [T, M] that may hold a token twice."""
+    """Return (tokens, p, q, dropped) of `Record`, [T, M], from ids [T, M] that may contain a token twice."""
     order = np.argsort(ids, 1, kind="stable")
     ids, p, q = (np.take_along_axis(x, order, 1) for x in (ids, p, q))
-    again = np.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
-    again |= (p == 0) & (q == 0)
-    last = np.argsort(again, 1, kind="stable")  # padding goes to the end
+    is_padding = np.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (1, 0)))
+    is_padding |= (p == 0) & (q == 0)
+    last = np.argsort(is_padding, 1, kind="stable")  # padding goes to the end
     tokens, p, q = (
-        np.take_along_axis(np.where(again, x.dtype.type(empty), x), last, 1) for x, empty in ((ids, -1), (p, 0), (q, 0))
+        np.take_along_axis(np.where(is_padding, x.dtype.type(empty), x), last, 1)
+        for x, empty in ((ids, -1), (p, 0), (q, 0))
     )
-    contained = [x.astype(np.float64).sum(1) for x in (p, q)]
-    dropped = np.maximum(1 - np.stack(contained, 1), 0).astype(np.float32)
-    p, q = ((x / mass[:, None]).astype(np.float32) for x, mass in zip((p, q), contained, strict=True))
+    sums = [x.astype(np.float64).sum(1) for x in (p, q)]
+    dropped = np.maximum(1 - np.stack(sums, 1), 0).astype(np.float32)
+    p, q = ((x / mass[:, None]).astype(np.float32) for x, mass in zip((p, q), sums, strict=True))
     return tokens.astype(np.int32), p, q, dropped
 
 
@@ -163,30 +167,33 @@ def save_record(file: BinaryIO | Path | str, record: Record) -> None:
 
 
 def load_record(path: Path | str) -> Record:
-    """Read what `save_record` wrote.
+    """Read a record from a file of `save_record`.
 
-    Raises: UsageError for a file that is missing, foreign, cut or of another version.
+    Raises: UsageError for a file that is missing, truncated, of another format or of another version.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
-        raise UsageError(f"there is no record {path}; check the path") from None
+        raise UsageError(f"the record {path} does not exist; check the path") from None
     except OSError as error:
         raise UsageError(f"cannot read the record {path} ({error.strerror or 'not an npz file'})") from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError, KeyError):
-        raise UsageError(f"{path} is not a record, or it is cut; write one with --save-record") from None
+        raise UsageError(f"{path} is not a record, or it is truncated; write one with --save-record") from None
     if str(arrays.get("format")) != FORMAT:
         raise UsageError(f"{path} is not a record of distributions; write one with --save-record")
     if str(arrays.get("version")) != str(VERSION):
-        raise UsageError(f"{path} is a record of version {arrays.get('version')}, and this specjax reads {VERSION}")
+        raise UsageError(
+            f"{path} is a record of version {arrays.get('version')}, but this specjax reads version {VERSION}; "
+            "record it again"
+        )
     try:
         about = json.loads(str(arrays["about"]))
         loaded = Record(**{name: arrays[name] for name in Record._fields if name != "about"}, about=about)
     except (KeyError, json.JSONDecodeError):
-        raise UsageError(f"{path} is a record that lacks a part; record it again") from None
+        raise UsageError(f"{path} is an incomplete record; record it again") from None
     if not _is_whole(loaded):
-        raise UsageError(f"{path} is a record with damaged distributions; record it again")
+        raise UsageError(f"{path} contains damaged distributions; record it again")
     return loaded
 
 

@@ -1,7 +1,7 @@
-"""Tokens of one target pass, expected over a rule's own draws: rules compared on the same drafted trees.
+"""Expected tokens of one target pass: several rules compared on the same draft trees.
 
-A decoding run judges each tree once, so a difference of two rules drowns in the luck of single verdicts. Here one rule
-drives the decoding, and at each of its steps every rule judges the same tree many times.
+A decoding run verifies each tree once, so the noise of single verdicts hides the difference between two rules. Here one
+rule drives the decoding. At each step every rule verifies the same tree many times.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ def expected_tokens(
     draws: int = 8,
     temperature: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Tokens that one pass adds, the bonus token included, by the rules' names: float64[B, passes].
+    """Return the tokens that one pass adds, bonus token included, as float64[B, passes] by rule name.
 
-    The mean over `draws` verdicts on one tree. The first rule's verdicts decide where the next tree is drafted, so its
-    mean is its block efficiency; the others stand on the same places. Compare rules by the differences of rows.
+    Each value is a mean over `draws` verdicts on one tree. The verdicts of the first rule determine the text, so its
+    mean is its block efficiency. The other rules verify the same trees. Compare rules by their differences per row.
 
-    Raises: UsageError as `decode` does, such as for a rule that is not valid for how `drafter` draws.
+    Raises: UsageError as in `decode`, such as for a rule that does not support the draws of `drafter`.
     """
     for verifier in verifiers:
         if drafter.traits.draws not in verifier.draws:
             raise UsageError(f"verifier {verifier.name} is not valid for drafts drawn {drafter.traits.draws}")
-    room = passes * (drafter.max_depth + 1)
+    capacity = passes * (drafter.max_depth + 1)
     settings = Settings(temperature=temperature, verifier=verifiers[0] if temperature else None)
-    job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=room)
+    job = prepare(target, drafter, prompts, settings, key=key, max_new_tokens=capacity)
     parts, state = dataclasses.replace(job.parts, keep=Keep(scored=True)), start(job)
-    result: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
+    counts: dict[str, list[np.ndarray]] = {verifier.name: [] for verifier in verifiers}
     for _ in range(passes):
-        length = state.length + 0  # the state is given away
+        length = state.length + 0  # a copy, since `step` donates the state
         state, info, _ = step(parts, state)
         for verifier in verifiers:
             count = _judge(verifier, job.keys, length, info.scored, draws=draws if temperature else 1)
-            result[verifier.name].append(np.asarray(count, np.float64))
-    return {name: np.stack(columns, 1) for name, columns in result.items()}
+            counts[verifier.name].append(np.asarray(count, np.float64))
+    return {name: np.stack(columns, 1) for name, columns in counts.items()}
 
 
 @functools.partial(jax.jit, static_argnames="draws")
 def _judge(verifier: Verifier, keys, length, scored, *, draws: int):
-    """float32[B]: mean number of tokens over `draws` verdicts of each row. One verdict at a time, for the memory."""
+    """Return float32[B], the mean number of tokens over `draws` verdicts, one at a time to save memory."""
 
     def row(xs):
         key, length, scored = jax.tree.map(lambda x: x[None], xs)

@@ -197,7 +197,7 @@ def test_any_verifier_is_simulated():
         found = acceptance(own, p, q, n, samples=8000)
         assert found.standard_error > 0
         assert abs(found.value - wanted) < 4 * found.standard_error
-    with pytest.raises(UsageError, match="block takes drafts drawn chain"):
+    with pytest.raises(UsageError, match="block supports drafts drawn chain"):
         acceptance("block", p, q, 2)
 
 
@@ -274,5 +274,5 @@ def test_record_holds_the_laws_of_both_models(tmp_path):
         analysis.record(target, other, prompts, key=key, max_new_tokens=2, temperature=0.0)
     with pytest.raises(UsageError, match="prompts is missing"):
         analysis.block_efficiency(None, trees.chain(1), target, other, key=key)
-    with pytest.raises(UsageError, match="64 ids and the draft 65"):
+    with pytest.raises(UsageError, match="64 token ids and the draft has 65"):
         analysis.record(target, tiny_llama(vocab=65), prompts, key=key, max_new_tokens=2)

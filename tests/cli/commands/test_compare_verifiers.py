@@ -111,7 +111,7 @@ def test_bad_lines_are_named_and_the_good_ones_run(cli, prompts, tmp_path):
         (("PROMPTS", "--target", "target", "--draft", "odd"), "vocabulary differs"),
         (("PROMPTS", "--target", "nowhere", "--draft", "draft"), "--target"),
         (("missing.jsonl", *PAIR), "missing.jsonl"),
-        (("--record", "missing.npz"), "no record"),
+        (("--record", "missing.npz"), "does not exist"),
         (("--record", "FOREIGN"), "not a record"),
         (("--record", "ARRAYS"), "not a record"),
         (("--record", "CUT"), "cut"),

@@ -5,9 +5,8 @@ import re
 
 import numpy as np
 import pytest
-
-from specjax.analysis import parallel_bench as bench
-from specjax.analysis import word_problems as words
+from toy_tasks import parallel_bench as bench
+from toy_tasks import word_problems as words
 
 ANSWERED = {
     "once": ("ann has 7 apples . ann loses 5 apples . how many apples ?", "7 - 5 = 2 . ann has 2 apples"),
@@ -43,13 +42,13 @@ def test_answers_by_hand(name):
 def test_questions_and_answers(name):
     """Every step is true, and of what the steps before it came to."""
     task, rng = words.TASKS_BY_NAME[name], np.random.default_rng(0)
-    for draw, held_out in ((task.draw, True), (lambda rng: words.lesson_item(rng, name), False)):
+    for draw, held_out in ((task.draw, True), (lambda rng: words.training_item(rng, name), False)):
         for _ in range(40):
             item = draw(rng)
             assert task.is_right(item.prompt, item.answer) and words.is_held_out(item.prompt) == held_out
             assert len(item.prompt) % words.BLOCK == 0 and max(item.answer) < words.NOTHING
             assert len(item.answer) + (len(item.answer) % words.BLOCK > 0) == task.columns
-            filled = bench.filled(item.answer, words.END)
+            filled = bench.pad_answer(item.answer, words.END)
             assert len(filled) % words.BLOCK == 0 and bench.answer_of(filled, words.END) == item.answer
             said = words.text(item.answer)
             steps = re.findall(r"(\d+) ([+-]) (\d+) = (\d+) \.", said)
@@ -60,5 +59,5 @@ def test_questions_and_answers(name):
 
 def test_both_orders_of_a_sum_are_taught():
     rng = np.random.default_rng(0)
-    first = [(item.prompt[2], item.answer[0]) for item in (words.lesson_item(rng, "once") for _ in range(200))]
+    first = [(item.prompt[2], item.answer[0]) for item in (words.training_item(rng, "once") for _ in range(200))]
     assert {said == asked for asked, said in first} == {True, False}

@@ -1,12 +1,14 @@
-"""Tasks that show what decoding several tokens at once costs: operations on lists, squares, and sums.
+"""Tasks that show the cost of decoding several tokens at once: list operations, squares and sums.
 
 Kang et al.: ParallelBench: Understanding the Trade-offs of Parallel Decoding in Diffusion LLMs (2025), arXiv
-2510.04767, with single tokens for names. Of some tasks the columns of an answer are determined one by one, and may be
-decided together; of others only all together, so that what each column says of itself is right and what they say
-together is not. `together` is how often independent draws from the right marginals give a right answer.
+2510.04767, with single tokens for names.
 
-A prompt is [task, argument, list of N] or, of the square, [task, nothing, nothing, nothing]; an answer is what the task
-wants, then END up to a multiple of 4.
+The columns of an answer are either determined by the question or depend on each other. Determined columns may be
+decided in one pass. Columns that depend on each other may not: each one can be plausible alone while together they are
+wrong. `Task.together` is the probability that independent draws from the correct marginals give a correct answer.
+
+A prompt is [task, argument, list of N], or [task, nothing, nothing, nothing] for a square. The answer is padded with
+END to a multiple of 4.
 """
 
 from __future__ import annotations
@@ -31,27 +33,27 @@ List = tuple[int, ...]
 
 
 class Item(NamedTuple):
-    """A question, one right answer, and whether an answer is right."""
+    """A question with one correct answer."""
 
     prompt: List
     answer: List  # without END
 
 
 class Task(NamedTuple):
-    """Something to do."""
+    """A kind of question, with a generator and a check of its answers."""
 
     name: str
-    columns: int  # of an answer, the END that the text ends with among them
+    columns: int  # length of the padded answer, at most one END included
     draw: Callable[[np.random.Generator], Item]
     is_right: Callable[[List, List], bool]  # (prompt, answer without END)
-    together: float | None  # chance of independent draws from the right marginals; None: depends on the question
+    together: float | None  # probability for independent draws from correct marginals; None: depends on the question
 
 
 def _names(rng: np.random.Generator, count: int) -> List:
     return tuple(rng.permutation(NAMES)[:count].tolist())
 
 
-def _of_list(number: int, answer: Callable[[np.random.Generator, List, int], List], argument: bool = False):
+def _list_task(number: int, answer: Callable[[np.random.Generator, List, int], List], argument: bool = False):
     def draw(rng: np.random.Generator) -> Item:
         names = _names(rng, N + 1)
         word, names = (names[0] if argument else NOTHING), names[1:]
@@ -60,25 +62,25 @@ def _of_list(number: int, answer: Callable[[np.random.Generator, List, int], Lis
     return draw
 
 
-def _shuffled(rng: np.random.Generator, names: List, word: int) -> List:
+def _shuffle(rng: np.random.Generator, names: List, word: int) -> List:
     while (order := tuple(rng.permutation(N).tolist())) == tuple(range(N)):
         pass
     return tuple(names[i] for i in order)
 
 
-def _replaced(rng: np.random.Generator, names: List, word: int) -> List:
+def _replace(rng: np.random.Generator, names: List, word: int) -> List:
     place = int(rng.integers(N))
     return (*names[:place], word, *names[place + 1 :])
 
 
 def is_replaced(prompt: List, answer: List) -> bool:
-    """Return True if one name was replaced by the word."""
-    changed = [(old, new) for old, new in zip(prompt[2:], answer, strict=False) if old != new]
-    return len(answer) == N and len(changed) == 1 and changed[0][1] == prompt[1]
+    """Return True if exactly one name was replaced by the argument of the prompt."""
+    changes = [(old, new) for old, new in zip(prompt[2:], answer, strict=False) if old != new]
+    return len(answer) == N and len(changes) == 1 and changes[0][1] == prompt[1]
 
 
 def _squares() -> list[List]:
-    """All Latin squares of 4, row by row."""
+    """Return all Latin squares of size 4, row by row."""
     rows = list(itertools.permutations(range(1, 5)))
     return [
         sum(square, ())
@@ -115,7 +117,7 @@ def _digits(number: int, count: int) -> List:
 
 
 def is_held_out(first: int, second: int) -> bool:
-    """Return True for a held-out sum."""
+    """Return True if the sum of two numbers belongs to the test set, one in seven."""
     return (first * 100 + second) % 7 == 3
 
 
@@ -138,44 +140,48 @@ _SQUARE_SET, _SUDOKU_SET = {_tokens(x) for x in SQUARES}, {_tokens(x) for x in S
 TASKS_BY_NAME: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("copy", N + 1, _of_list(0, lambda rng, x, _: x), lambda p, a: a == p[2:], 1.0),
-        Task("reverse", N + 1, _of_list(1, lambda rng, x, _: x[::-1]), lambda p, a: a == p[:1:-1], 1.0),
-        Task("sort", N + 1, _of_list(2, lambda rng, x, _: tuple(sorted(x))), lambda p, a: a == tuple(sorted(p[2:])), 1),
+        Task("copy", N + 1, _list_task(0, lambda rng, x, _: x), lambda p, a: a == p[2:], 1.0),
+        Task("reverse", N + 1, _list_task(1, lambda rng, x, _: x[::-1]), lambda p, a: a == p[:1:-1], 1.0),
+        Task(
+            "sort", N + 1, _list_task(2, lambda rng, x, _: tuple(sorted(x))), lambda p, a: a == tuple(sorted(p[2:])), 1
+        ),
         Task(
             "shuffle",
             N + 1,
-            _of_list(3, _shuffled),
+            _list_task(3, _shuffle),
             lambda p, a: sorted(a) == sorted(p[2:]) and a != p[2:],
-            # every place says each name alike but its own, which is a little rarer: the identity is excluded
+            # The marginals are not uniform: the identity is excluded, so each name is rarer at its own place.
             None,
         ),
-        Task("replace", N + 1, _of_list(4, _replaced, argument=True), is_replaced, (1 - 1 / N) ** (N - 1)),
+        Task("replace", N + 1, _list_task(4, _replace, argument=True), is_replaced, (1 - 1 / N) ** (N - 1)),
         Task("latin", 16, _latin, lambda p, a: a in _SQUARE_SET, len(SQUARES) / 4**16),
         Task("sudoku", 12, _sudoku, lambda p, a: p[4:] + a in _SUDOKU_SET, None),
         Task("sum", 4, lambda rng: _sum(rng, True), _is_sum, 1.0),
     )
 }
-"""By name."""
 
 
 def shuffle_together(count: int) -> float:
-    """Chance that independent draws from the marginals of all permutations but the identity are one of them."""
+    """Return the probability that independent draws from the marginals of all shuffles give a shuffle.
+
+    A shuffle is a permutation of `count` names other than the identity.
+    """
     orders = [order for order in itertools.permutations(range(count)) if order != tuple(range(count))]
     share = np.array([[sum(o[place] == name for o in orders) for name in range(count)] for place in range(count)])
     share = share / len(orders)
     return float(sum(math.prod(share[place, name] for place, name in enumerate(order)) for order in orders))
 
 
-def filled(answer: List, end: int = END) -> List:
-    """Pad with END to a multiple of BLOCK. An answer that fills its blocks gets none."""
+def pad_answer(answer: List, end: int = END) -> List:
+    """Pad with END to a multiple of BLOCK. An answer that already has such a length gets none."""
     return (*answer, *[end] * (-len(answer) % BLOCK))
 
 
-def lesson_item(rng: np.random.Generator, task: str) -> Item:
-    """A question to be taught: as those that are asked, but for sums, of which some are held out."""
+def training_item(rng: np.random.Generator, task: str) -> Item:
+    """Draw a question for training. Sums of the test set are left out."""
     return _sum(rng, False) if task == "sum" else TASKS_BY_NAME[task].draw(rng)
 
 
 def answer_of(tokens: List, end: int = END) -> List:
-    """A text up to its END."""
+    """Return the tokens before the first END."""
     return tokens[: tokens.index(end)] if end in tokens else tokens

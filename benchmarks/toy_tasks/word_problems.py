@@ -1,14 +1,14 @@
-"""Word problems from templates, with the steps of their answers: text of which most, but not all, is determined.
+"""Word problems from templates, answered with their steps: most columns are determined by the question, but not all.
 
-GSM-like sums in the manner of `parallel_bench`, in a vocabulary of words and of numbers to 20, one token each:
+The problems are GSM-like sums in the form of `parallel_bench`. Each word and each number up to 20 is one token:
 
     ann has 7 apples . ann buys 5 apples . how many apples ?      7 + 5 = 12 . ann has 12 apples
 
-Signs, names and things of an answer are determined by the question alone, and may be decided together with anything.
-A result is so too, but has to be calculated, and that of a second step is calculated from the first. The terms of a sum
-come in either order: each place says so truly, and both together may say the same number twice.
+The question alone determines signs, names and things, so they may be decided in any pass. It also determines the
+results, but these must be calculated, and a second result depends on the first. The terms of a sum may come in either
+order. Two terms that are decided in one pass may therefore both become the same number.
 
-A prompt is filled with NOTHING, an answer with END, up to a multiple of 4.
+A prompt is padded with NOTHING and an answer with END, to a multiple of 4.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-
-from specjax.analysis.parallel_bench import BLOCK, Item, List, Task
+from toy_tasks.parallel_bench import BLOCK, Item, List, Task
 
 MOST = 20  # the largest number
 PEOPLE = ("ann", "ben", "cleo", "dan", "eva", "finn", "gus", "hana")
@@ -46,17 +45,17 @@ class ProblemTemplate(NamedTuple):
     """Questions of one form."""
 
     text: str  # {who}, {other}, {what}, {beside}, {a}, {b}, {c}, {gets}, {then}, {more}
-    solve: Callable[[list[str]], Solution]  # of the words of a question
+    solve: Callable[[list[str]], Solution]  # takes the words of a question
 
 
 def value(step: Step) -> int:
-    """The result of a step."""
+    """Return the result of a step."""
     first, sign, second = step
     return first + second if sign == "+" else first - second
 
 
 def _once(at: int) -> Callable[[list[str]], Solution]:
-    """at: of the verb."""
+    """Return a solver of one step; `at` is the index of the verb."""
 
     def solve(words: list[str]) -> Solution:
         return Solution(((int(words[2]), SIGNS[words[at]], int(words[at + 1])),), f"{words[0]} has", words[3])
@@ -86,7 +85,6 @@ TEMPLATES = {
         "{who} has {a} {what} . {other} has {b} {more} {what} than {who} . how many in all ?", _compared
     ),
 }  # fmt: skip
-"""By name."""
 
 
 def tokens(text: str) -> List:
@@ -100,17 +98,17 @@ def text(tokens: List) -> str:
 
 
 def answers(solution: Solution) -> list[List]:
-    """All right ones."""
-    output = [
+    """Return all correct answers."""
+    steps = [
         [f"{a} {sign} {b} = {value((a, sign, b))} ." for a, b in ([(x, y)] if sign == "-" else {(x, y), (y, x)})]
         for x, sign, y in solution.steps
     ]
     last = f"{solution.who} {value(solution.steps[-1])} {solution.what}"
-    return [tokens(" ".join((*steps, last))) for steps in itertools.product(*map(sorted, output))]
+    return [tokens(" ".join((*order, last))) for order in itertools.product(*map(sorted, steps))]
 
 
 def is_held_out(prompt: List) -> bool:
-    """Return True for a held-out question, one in seven."""
+    """Return True if a question belongs to the test set, one in seven."""
     return sum((place + 1) * token for place, token in enumerate(prompt)) % 7 == 3
 
 
@@ -124,10 +122,10 @@ def _ask(template: ProblemTemplate, rng: np.random.Generator, held_out: bool) ->
             "who": who, "other": other, "what": what, "beside": beside, "gets": gets, "then": then,
             "more": rng.choice(["more", "fewer"]), "a": a, "b": b, "c": c,
         }  # fmt: skip
-        queried = template.text.format(**words)
-        prompt = tokens(queried)
+        question = template.text.format(**words)
+        prompt = tokens(question)
         prompt += (NOTHING,) * (-len(prompt) % BLOCK)
-        solution = template.solve(queried.split())
+        solution = template.solve(question.split())
         if is_held_out(prompt) == held_out and all(0 <= value(step) <= MOST for step in solution.steps):
             right = answers(solution)
             return Item(prompt, right[rng.integers(len(right))])
@@ -145,9 +143,8 @@ def _task(name: str, steps: int) -> Task:
 TASKS_BY_NAME: dict[str, Task] = {
     task.name: task for task in (_task("once", 1), _task("beside", 1), _task("twice", 2), _task("compared", 2))
 }
-"""By name."""
 
 
-def lesson_item(rng: np.random.Generator, task: str) -> Item:
-    """A question to be taught, none of those that are asked."""
+def training_item(rng: np.random.Generator, task: str) -> Item:
+    """Draw a question for training, outside of the test set."""
     return _ask(TEMPLATES[task], rng, False)
