@@ -1,7 +1,8 @@
-"""Adaptive depth: each token runs only the layers that a method selects. It is lossy alone, and lossless as a drafter.
+"""Adaptive depth: each token runs only the layers that a method selects.
 
-`skip_layers(target, calm())` is a target with its own distribution. `drafters.thinned(target, calm())` uses the same
-model as a drafter, and the full model verifies. There is one file per method. Shared code is in
+A target with adaptive depth is lossy, but it can be the drafter of lossless decoding. `skip_layers(target, calm())`
+returns a target with its own distribution. `drafters.thinned(target, calm())` uses the same model as a drafter, and the
+full model verifies its drafts. Each file implements one method. Shared code is in
 `specjax.models.variants.layer_skipping`.
 """
 

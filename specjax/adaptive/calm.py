@@ -1,17 +1,18 @@
-"""CALM: a token leaves the model behind the layer at which its prediction is confident.
+"""CALM: a token exits the model after the first layer at which its prediction is confident.
 
 Schuster, Fisch, Gupta, Dehghani, Bahri, Tran, Tay, Metzler: Confident Adaptive Language Modeling (NeurIPS 2022),
 arXiv 2207.07061.
 
-Rule: behind layer l the confidence of a token is p_1 - p_2 of softmax(head(norm(h_l))) (`softmax`), or cos(h_l,
-h_{l-1}) (`saturation`). It leaves where that is at least
-  lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)
-at the t-th generated token of N. The layers above find the keys and values of the stream that it left with.
-Guarantee: lossy. `calibrated` chooses lambda so that the risk is at most delta, with probability 1 - epsilon over
-examples like those that it was chosen on.
+Rule: the confidence of a token after layer l is p_1 - p_2 of softmax(head(norm(h_l))) (`softmax`), or the cosine
+similarity of h_l and h_{l-1} (`saturation`). The t-th generated token of N exits where its confidence is at least
+  lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1).
+The remaining layers compute its keys and values from the stream at the exit.
+Guarantee: lossy. `calibrated` chooses lambda so that the risk is at most delta with probability 1 - epsilon, for
+examples like those of the calibration.
 
-Deviations: tested every `every` layers, since a test of `softmax` costs the whole head. The authors' learned probe is
-`dynamax`. With lambda <= 0 every token leaves at the first test, with lambda > 1 none does.
+Deviations: the confidence is tested every `every` layers, because a `softmax` test costs a pass of the output head. The
+authors' learned probe is the method `dynamax`. With lambda <= 0 every token exits at the first test, and with
+lambda > 1 no token exits.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ METHOD = Method(
     summary="exits the model for each token at the first layer whose prediction is confident",
     paper="Schuster et al. 2022, arXiv 2207.07061",
     options=(
-        Option("threshold", "float", 0.9, "confidence that ends the pass; above 1: never"),
+        Option("threshold", "float", 0.9, "confidence at which a token exits; above 1: never"),
         Option(
             "confidence",
             ("softmax", "saturation"),
             "softmax",
-            "measure of confidence: of the output head, or by the change between layers",
+            "measure of confidence: from the output head, or from the change between layers",
         ),
         shared.EVERY,
-        Option("decay", "float", 4.0, "rate at which the threshold falls along the text"),
+        Option("decay", "float", 4.0, "rate at which the threshold falls with each generated token"),
         Option("form", ("paper", "follow_up"), "paper", "form of the decay"),
         shared.HORIZON,
     ),
@@ -68,10 +69,10 @@ def calm(
 
     Args:
       threshold: lambda. confidence: one of FORMS. every: layers between two tests. decay: tau.
-      form: `paper`, or `follow_up` of Bae et al. 2023 (arXiv 2310.05424): lambda (0.9 + 0.1 exp(-tau t / N)).
+      form: `paper`, or `follow_up`, which is lambda (0.9 + 0.1 exp(-tau t / N)) by Bae et al. 2023 (arXiv 2310.05424).
       horizon: N, the maximum number of generated tokens.
 
-    The threshold is an array parameter, so another value does not compile again.
+    The threshold is an array parameter, so another value needs no recompilation.
     """
     if confidence not in FORMS:
         raise UsageError(f'confidence must be one of {", ".join(FORMS)}, not "{confidence}"')
@@ -106,7 +107,7 @@ def saturation(params, streams: LayerStreams) -> Array:
 
 
 def level(decay: float, form: str, horizon: int, threshold: Array, places: TokenPositions) -> Array:
-    """Return float32[B, T]: lambda_t."""
+    """Return float32[B, T]: lambda_t, the confidence at which each token exits."""
     falling = jnp.exp(-decay * places.num_generated / horizon)
     of_paper = jnp.clip(0.9 * threshold + 0.1 * falling, 0.0, 1.0)
     value = of_paper if form == "paper" else threshold * (0.9 + 0.1 * falling)
@@ -117,8 +118,9 @@ def calibrated(risks: Sequence[float], count: int, *, delta: float, epsilon: flo
     """Return the index of the lowest safe threshold, or None if the first is not safe.
 
     The thresholds are sorted in falling order. `risks` in [0, 1] are their mean risks over `count` examples.
-    Fixed-sequence testing rejects the hypothesis that the risk is above `delta` while Hoeffding's bound exp(-2 n (delta
-    - risk)^2) <= epsilon. The last rejected index is returned.
+    Fixed-sequence testing rejects the hypothesis that the risk is above `delta` as long as Hoeffding's bound
+      exp(-2 count (delta - risk)^2) <= epsilon
+    holds. The index of the last rejected hypothesis is returned.
     """
     if not (0 < delta < 1 and 0 < epsilon < 1) or count < 1:
         raise UsageError(

@@ -1,15 +1,16 @@
-"""DYNAMAX: a token leaves the model where a small classifier says that the prediction will not change any more.
+"""DYNAMAX: a token exits the model where a small classifier predicts that its output will no longer change.
 
 Nogales, Gambella, Roveri: DYNAMAX: Dynamic computing for Transformers and Mamba based architectures (2025),
-arXiv 2504.20922. With a linear probe it is the classifier of CALM (Schuster et al. 2022, arXiv 2207.07061).
+arXiv 2504.20922. With linear probes it is the classifier of CALM (Schuster et al. 2022, arXiv 2207.07061).
 
-Rule: behind every `every`-th layer a probe reads the stream, sigmoid(w_l . h_l / |h_l| sqrt(D) + b_l); the token leaves
-where that is at least lambda. The layers above find the keys and values of the stream that it left with. The probes
-learn, by cross entropy with the model frozen, whether head(norm(h_l)) names the token that the whole model names.
+Rule: after every `every`-th layer a probe computes sigmoid(w_l . h_l / |h_l| sqrt(D) + b_l) from the stream h_l. The
+token exits where this is at least lambda. The remaining layers compute its keys and values from the stream at the exit.
+Training: cross entropy with the model frozen. The label of h_l is 1 if head(norm(h_l)) predicts the token that the full
+model predicts.
 Guarantee: lossy.
 
-Deviations: the paper is followed in outline, details are our own; linear probes, on streams of equal length, and no
-state-space blocks; for transformers, since no family of specjax has state-space layers.
+Deviations: we follow the paper in outline, and the details are our own. The probes are linear, on streams that are
+normalised to equal length. State-space layers are not covered, because no model family of specjax has them.
 """
 
 from __future__ import annotations
@@ -37,30 +38,32 @@ METHOD = Method(
     paper="Nogales et al. 2025, arXiv 2504.20922",
     needs=frozenset({"probes"}),
     options=(
-        Option("threshold", "float", 0.9, "probability that ends the pass; above 1: never"),
+        Option("threshold", "float", 0.9, "probability at which a token exits; above 1: never"),
         shared.EVERY,
     ),
 )
 
 
 class Probes(NamedTuple):
-    """Linear classifiers, one for each layer of the model; those that are not tested are zeros."""
+    """Linear classifiers, one per layer of the model. Those of layers that are not tested are zero."""
 
     weight: Array  # float32[layers, D]
     bias: Array  # float32[layers]
 
 
 def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> DepthPolicy:
-    """Return the depth policy for `specjax.adaptive.skip_layers(target, dynamax(probes))`. `train_probes` returns
-    probes.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, dynamax(probes))`.
 
-    threshold: lambda, a parameter; above 1 no token exits. every: layers between two tests.
+    Args:
+      probes: from `train_probes`.
+      threshold: lambda, an array parameter; above 1 no token exits. every: layers between two tests.
     """
     if math.isnan(threshold):
         raise UsageError("threshold must be a number")
     if probes.weight.ndim != 2 or probes.bias.shape != probes.weight.shape[:1]:
         raise UsageError(
-            f"probes are weight [layers, width] and bias [layers], not {probes.weight.shape} and {probes.bias.shape}"
+            f"probes must be weight [layers, width] and bias [layers], not {probes.weight.shape} and "
+            f"{probes.bias.shape}"
         )
     return _dynamax(every, len(probes.bias)).replace(
         params=(probes, jnp.float32(threshold)), width=probes.weight.shape[1]
@@ -73,7 +76,9 @@ def _dynamax(every: int, layers: int) -> DepthPolicy:
 
     def check(num_layers: int) -> None:
         if num_layers != layers:
-            raise UsageError(f"the probes are of {layers} layers, and the model has {num_layers}")
+            raise UsageError(
+                f"the probes fit {layers} layers, but the model has {num_layers}; train them for this model"
+            )
         depth.check(num_layers)
 
     return depth.replace(check=check)
@@ -88,7 +93,7 @@ def _level(params, places: TokenPositions) -> Array:
 
 
 def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
-    """Return float32[B, T]: the logit of the probe of `layer` for a stream [B, T, D]."""
+    """Return float32[B, T]: the logit of the probe of `layer` for the stream [B, T, D] after it."""
     x = stream.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
     return x @ probes.weight[layer] + probes.bias[layer]
@@ -97,13 +102,13 @@ def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
 def train_probes(
     target: Target, tokens: Array, length: Array, *, every: int = 4, steps: int = 200, learning_rate: float = 0.01
 ) -> Probes:
-    """Train probes for a frozen target, from texts `tokens` int32[B, T] of `length` int32[B] tokens.
+    """Train probes for a frozen target, on texts `tokens` int32[B, T] of `length` int32[B] tokens.
 
     The target runs once over all texts. The streams of the tested layers must fit into memory.
     """
     model = target.model
     if model.head is None or not model.capabilities.taps:
-        raise UsageError(f"the model {model.name} cannot read its own layers; give Model.head and taps")
+        raise UsageError(f"probes need Model.head and taps, which {model.name} lacks; give a model of specjax.models")
     layers = every_so_many(every)(model.capabilities.num_layers)
     return _train(model, layers, steps, learning_rate, target.params, tokens, length)
 
@@ -127,7 +132,10 @@ def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: flo
 
 
 def lessons(model: Model, layers: tuple[int, ...], params, tokens: Array) -> tuple[list[Array], list[Array]]:
-    """Return each layer's output stream [B, T, D], and float32[B, T]: 1 where it predicts the model's own token."""
+    """Return the streams [B, T, D] after `layers`, and their labels float32[B, T].
+
+    A label is 1 where the head predicts the full model's token from the stream.
+    """
     cache = model.init_cache(params, None, len(tokens), 0)
     output, _ = one_pass(model, params, tokens, cache, tuple(layer + 1 for layer in layers))
     assert model.head is not None

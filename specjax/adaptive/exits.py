@@ -17,9 +17,9 @@ from specjax.types import Array, PyTree, Sublayers
 class Exits(NamedTuple):
     """Exit state of the tokens of a pass."""
 
-    out: Array  # bool[B, T], which have left
-    may: Array  # bool[B, T], which may leave: those that were generated
-    level: Array  # float32[B, T], how sure is enough
+    out: Array  # bool[B, T], True for tokens that have exited
+    may: Array  # bool[B, T], True for tokens that may exit: the generated ones
+    level: Array  # float32[B, T], the confidence at which a token exits
 
 
 def leaving(
@@ -51,17 +51,21 @@ def leaving(
 
 
 def every_so_many(every: int) -> Callable[[int], tuple[int, ...]]:
-    """Return a `tested` function for any model. Raises: UsageError for a number below 1."""
+    """Return a function that lists every `every`-th layer of a model, for `leaving`.
+
+    Raises: UsageError if `every` is below 1.
+    """
     if every < 1:
         raise UsageError(f"every must be at least 1, not {every}")
     return functools.partial(tested_layers, every)
 
 
 def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
-    """Return the layers, from 0, after which a token may exit. The last is excluded because an exit there saves no
-    work.
+    """Return the layers, counted from 0, after which a token may exit.
 
-    Raises: UsageError if there are none.
+    The last layer is excluded because an exit there saves no work.
+
+    Raises: UsageError if no layer remains.
     """
     if every >= num_layers:
         raise UsageError(f"every must be below the number of layers of the model, {num_layers}, not {every}")
@@ -69,8 +73,9 @@ def tested_layers(every: int, num_layers: int) -> tuple[int, ...]:
 
 
 def threshold_level(threshold: Array, places: TokenPositions) -> Array:
-    """Return float32[B, T]: one threshold for all tokens. A threshold above 1 disables exits, also at a probability of
-    1.
+    """Return float32[B, T]: the same threshold for all tokens.
+
+    A threshold above 1 disables exits, even at a probability of 1.
     """
     return jnp.where(threshold > 1, jnp.inf, jnp.broadcast_to(threshold, places.positions.shape))
 
@@ -85,7 +90,7 @@ def _observe(confidence, params: PyTree, carry: Exits, streams: LayerStreams) ->
     def judge():
         return carry.out | (undecided & (confidence(params, streams) >= carry.level))
 
-    # Of a chunk within all prompts nothing is asked: a confidence may cost the head over all of its tokens.
+    # A chunk in which no token may exit skips the test, because a confidence may cost the head over all tokens.
     return carry._replace(out=jax.lax.cond(jnp.any(undecided), judge, lambda: carry.out))
 
 

@@ -1,11 +1,12 @@
-"""FFN-SkipLLM: no MLPs in the middle of the model, once one of them changes the stream little.
+"""FFN-SkipLLM: a token skips the MLPs of the middle layers after one of them barely changes its stream.
 
 Jaiswal, Hu, Yin, Ro, Liu, Chen, Akella: FFN-SkipLLM: A Hidden Gem for Autoregressive Decoding with Adaptive Feed
 Forward Skipping (2024), arXiv 2404.03865.
 
-Rule: the first and last layers, the cold regions, run whole, and so do the first tokens. In between, once the cosine of
-the stream before and behind an MLP is at least s, the MLPs up to the last cold region are left out. Attention always
-runs, so that all keys and values are there.
+Rule: the first and last layers (the cold regions) always run in full, and so do all layers for the first generated
+tokens. Between the cold regions an MLP may change the stream so little that the cosine similarity before and after it
+is at least s. The token then skips the following MLPs up to the last cold region. Attention always runs, so the cache
+has the keys and values of all tokens.
 Guarantee: lossy.
 """
 
@@ -36,9 +37,9 @@ METHOD = Method(
             0.95,
             "cosine similarity of an MLP's input and output at which skipping starts; above 1: never",
         ),
-        Option("first", "int", None, "first layers that never skip; default: an eighth, at least 2"),
-        Option("last", "int", 2, "last layers that never skip"),
-        Option("warm_up", "int", 8, "first generated tokens that run all layers"),
+        Option("first", "int", None, "number of first layers that always run in full; default: an eighth, at least 2"),
+        Option("last", "int", 2, "number of last layers that always run in full"),
+        Option("warm_up", "int", 8, "number of first generated tokens that run all layers"),
     ),
 )
 
@@ -47,9 +48,9 @@ def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2
     """Return the depth policy for `specjax.adaptive.skip_layers(target, ffn_skip())`.
 
     Args:
-      threshold: s, an array parameter. Another value does not compile again.
-      first, last: layers of the cold regions; default of the first: an eighth of the model, at least 2.
-      warm_up: generated tokens that run everything.
+      threshold: s, an array parameter. Another value needs no recompilation.
+      first, last: numbers of layers in the cold regions. The default of `first` is an eighth of the model, at least 2.
+      warm_up: number of first generated tokens that run all layers.
     """
     if math.isnan(threshold):
         raise UsageError("threshold must be a number")
@@ -59,10 +60,10 @@ def ffn_skip(threshold: float = 0.95, *, first: int | None = None, last: int = 2
 
 
 class _Skipping(NamedTuple):
-    now: Array  # bool[B, T]
-    may: Array  # bool[B, T]
-    begin: int  # of the layers between the cold regions
-    end: int
+    now: Array  # bool[B, T], True for tokens that skip MLPs
+    may: Array  # bool[B, T], True for tokens after the warm-up
+    begin: int  # first layer between the cold regions
+    end: int  # first layer of the last cold region
 
 
 @functools.cache

@@ -1,16 +1,17 @@
-"""FiRST: routers choose, by the prompt, the layers that the whole answer runs.
+"""FiRST: trained routers read the prompt and select the layers that the whole answer runs.
 
 Jain, Bhat, Bhatia, Yadav, Bhattacharyya et al.: FiRST: Finetuning Router-Selective Transformers for Input-Adaptive
 Latency Reduction (2024), arXiv 2410.12513.
 
-Rule: at layer l each token of the prompt gives r = sigmoid(w_l . h_l + b_l). Where the mean of the prompt is below 1/2,
-the answer leaves layer l out. The prompt runs everything.
-Training: routers alone (`train_routers`), then low-rank changes of the model with the routers frozen (`train_lora`).
+Rule: the router of layer l computes r = sigmoid(w_l . h_l + b_l) for each token of the prompt. The answer skips layer l
+if the mean of r over the prompt is below 1/2. The prompt runs all layers.
+Training: first the routers alone (`train_routers`), then low-rank changes of the model with frozen routers
+(`train_lora`).
 Guarantee: lossy.
 
-Deviations: the mean is over all tokens of the prompt but the last, which is read in the first pass of the decoding; a
-prompt of one token runs everything. Each row has layers of its own, a batch saves what all of its rows leave out.
-Routers begin with a bias, so that they begin by running everything.
+Deviations: the mean excludes the last token of the prompt, which the first decoding pass reads. After a prompt of one
+token the answer runs all layers. Each row selects its own layers, and a batch skips only the layers that all of its
+rows skip. Routers start with a positive bias, so that all layers run at first.
 """
 
 from __future__ import annotations
@@ -51,21 +52,23 @@ class GateSums(NamedTuple):
     """Sums of the router outputs over a prompt."""
 
     total: Array  # float32[B, layers]
-    tokens: Array  # int32[B], how many were asked
+    tokens: Array  # int32[B], number of tokens in the sums
 
 
 class _Routed(NamedTuple):
-    runs: Array  # bool[B, T, layers]
-    gates: Array  # float32[B, T, layers]
+    runs: Array  # bool[B, T, layers], the layers that each token runs
+    gates: Array  # float32[B, T, layers], router outputs
 
 
 def first(routers: Routers) -> DepthPolicy:
-    """Return the depth policy for `specjax.adaptive.skip_layers(target, first(routers))`. `train_routers` returns
-    routers.
+    """Return the depth policy for `specjax.adaptive.skip_layers(target, first(routers))`.
+
+    Args: routers: from `train_routers`.
     """
     if routers.weight.ndim != 2 or routers.bias.shape != routers.weight.shape[:1]:
         raise UsageError(
-            f"routers are weight [layers, width] and bias [layers], not {routers.weight.shape} and {routers.bias.shape}"
+            f"routers must be weight [layers, width] and bias [layers], not {routers.weight.shape} and "
+            f"{routers.bias.shape}"
         )
     return _first(len(routers.bias)).replace(params=routers, width=routers.weight.shape[1])
 
@@ -74,7 +77,9 @@ def first(routers: Routers) -> DepthPolicy:
 def _first(layers: int) -> DepthPolicy:
     def check(num_layers: int) -> None:
         if num_layers != layers:
-            raise UsageError(f"the routers are of {layers} layers, and the model has {num_layers}")
+            raise UsageError(
+                f"the routers fit {layers} layers, but the model has {num_layers}; train them for this model"
+            )
 
     return DepthPolicy(
         plan=_plan,
@@ -136,10 +141,10 @@ def train_routers(
     steps: int = 100,
     learning_rate: float = 1e-2,
 ) -> Routers:
-    """Train routers for a frozen target, from texts as in `fit`.
+    """Train routers for a frozen target, on texts as in `fit`.
 
-    Every layer l runs, and h_{l+1} = r f_l(h_l) + (1 - r) h_l. The loss is that of the text plus `weight` times the
-    mean of r. bias: initial bias of all routers. Their weights start at zero.
+    All layers run, and layer l returns h_{l+1} = r f_l(h_l) + (1 - r) h_l. The loss is the cross entropy of the answers
+    plus `weight` times the mean of r. bias: initial bias of all routers. Their weights start at zero.
     """
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     blank = Routers(jnp.zeros((layers, width)), jnp.full((layers,), bias))
@@ -186,8 +191,8 @@ def train_lora(
 ) -> tuple[Target, Array]:
     """Train the second stage: low-rank changes of the query and value projections, with frozen routers.
 
-    The routers read the changed model again in each step, as in decoding. Texts are as in `fit`. Returns the changed
-    target for `skip_layers(target, first(routers))`, and the loss of each step.
+    In each step the routers read the streams of the changed model, as in decoding. Texts are as in `fit`. Returns the
+    changed target for `skip_layers(target, first(routers))`, and the loss of each step.
     """
     model = skip_layers(target, first(routers)).model
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -207,7 +212,7 @@ def _train_lora(
     def loss(changes: LoraWeights) -> Array:
         both = {"base": apply_lora(Target(full_model, base), changes, alpha).params, "depth": routers}
         memory = model.start_cache(both, None, prompt, 0)
-        # The prompt is read once to ask the routers, with what the answer runs still open.
+        # The first pass computes the router outputs of the prompt, which select the layers of the second.
         _, pending = one_pass(model, jax.lax.stop_gradient(both), tokens, memory)
         place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         sums = _accumulate(memory.state, pending.records, TokenPositions(place, prompt), place < prompt[:, None])

@@ -33,8 +33,8 @@ def fit(
     """Return `depth` with trained parameters, and the loss of each step.
 
     The loss is the mean cross entropy of the tokens after the prompts, plus `penalty(records)` of the policy's records.
-    tokens: int32[B, T], of `length` int32[B] tokens, with prompts of `prompt` int32[B]. One pass over the texts runs
-    the same layers for each token as decoding. All texts are one batch.
+    tokens: int32[B, T], texts of `length` int32[B] tokens that begin with prompts of `prompt` int32[B] tokens. One pass
+    over the texts runs the same layers for each token as decoding. All texts form one batch.
     """
     model = skip_layers(target, depth).model
     params, losses = _fit(model, penalty, steps, learning_rate, target.params, depth.params, tokens, prompt, length)

@@ -1,17 +1,17 @@
-"""LoRA-Drop: most layers run at every k-th token only; in between a small correction stands for them.
+"""LoRA-Drop: most layers run only at every k-th token, and low-rank corrections replace them at the other tokens.
 
 LoRA-Drop: Temporal LoRA Decoding for Efficient LLM Inference (2026), arXiv 2601.02569.
 
-Rule: at generated token t with t mod k = 0 everything runs, and o_l, the stream behind each droppable layer l, is kept.
-At the others, with h the stream before the layer,
-  h_l = o_l + (alpha / r) B_l A_l h
-in place of the layer: neither attention nor MLP, and no keys and values, so that what runs the layer later sees the
-prompt and the tokens with t mod k = 0 only. The other layers run always. B begins as zeros.
+Rule: at generated token t with t mod k = 0 all layers run, and the output o_l of each droppable layer l is stored. At
+the other tokens a droppable layer returns, with its input h and rank r,
+  h_l = o_l + (alpha / r) B_l A_l h.
+It runs neither attention nor MLP, and caches no keys and values. Later tokens therefore attend in this layer only to
+the prompt and to tokens with t mod k = 0. Layers that are not droppable always run. B is initially zero.
 Guarantee: lossy.
 
-Deviations: o_l is that of the last token that ran the layer, as the authors' code has it, where the abstract says of
-the previous one. The caches of droppable layers hold 1 / k of the tokens, and are as large as the others. A pass of
-several tokens runs what any of them needs: over chains that are longer than k, everything.
+Deviations: o_l belongs to the last token that ran the layer, as in the authors' code. In the abstract it belongs to the
+previous token. The caches of droppable layers have room for all tokens, but hold only 1 / k of them. A pass over
+several tokens runs each layer that one of them needs. A pass over a chain of k or more tokens thus runs all layers.
 """
 
 from __future__ import annotations
@@ -35,51 +35,53 @@ METHOD = Method(
     paper="2026, arXiv 2601.02569",
     needs=frozenset({"corrections"}),
     options=(
-        Option("every", "int", 4, "every how many tokens all layers run"),
+        Option("every", "int", 4, "k: all layers run at every k-th token"),
         Option("alpha", "float", 16.0, "scale of the corrections; it is divided by their rank"),
     ),
 )
 
 
 class Corrections(NamedTuple):
-    """Low-rank corrections for the droppable layers; zeros for the other layers."""
+    """Low-rank corrections of the droppable layers. Other layers have entries too, which are not used."""
 
     down: Array  # float32[layers, r, D], A
     up: Array  # float32[layers, D, r], B
 
 
 class _Drop(NamedTuple):
-    refreshes: Array  # bool[B, T]
-    same: Array  # bool[B, T, T], which token of this pass each one's o_l is of, if any
+    refreshes: Array  # bool[B, T], True for tokens that run all layers
+    same: Array  # bool[B, T, T], True at the token of this pass, if any, that computes the o_l of each token
     stored: Array  # [B, droppable, D], o_l of the last refresh before this pass
-    streams: Array  # [B, T, droppable, D], what they are behind the tokens of this pass
+    streams: Array  # [B, T, droppable, D], layer outputs at the tokens of this pass
 
 
 def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> DepthPolicy:
     """Return the depth policy for `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
 
-    corrections: from `blank_corrections`, trained by `fit`. every: k. alpha: as in the module text; r is that of the
-    corrections.
+    Args:
+      corrections: from `blank_corrections`, trained by `fit`. Their shape sets r.
+      every: k. alpha: as in the rule above.
     """
     if every < 1:
         raise UsageError(f"every must be at least 1, not {every}")
     layers, rank, width = corrections.down.shape
     if corrections.up.shape != (layers, width, rank):
         raise UsageError(
-            f"corrections are down [layers, r, width] and up [layers, width, r]; up is {corrections.up.shape}"
+            f"corrections must be down [layers, r, width] and up [layers, width, r], not "
+            f"{corrections.down.shape} and {corrections.up.shape}"
         )
     return _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name).replace(params=corrections)
 
 
 def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
-    """Return corrections of zeros, as B is. Dropped layers then repeat their last output."""
+    """Return untrained corrections: A is random and B is zero, so dropped layers repeat their last output."""
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     down = jax.random.normal(key, (layers, rank, width), jnp.float32) * width**-0.5
     return Corrections(down, jnp.zeros((layers, width, rank), jnp.float32))
 
 
 def droppable(num_layers: int) -> tuple[int, ...]:
-    """Return three layers of four."""
+    """Return the layers that can be dropped: three of every four."""
     return tuple(layer for layer in range(num_layers) if layer % 4)
 
 
@@ -89,7 +91,9 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
 
     def check(num_layers: int) -> None:
         if num_layers != layers:
-            raise UsageError(f"the corrections are of {layers} layers, and the model has {num_layers}")
+            raise UsageError(
+                f"the corrections fit {layers} layers, but the model has {num_layers}; train them for this model"
+            )
 
     def refreshing(places: TokenPositions) -> Array:
         return ~places.is_generated | (places.num_generated % every == 0)
@@ -98,9 +102,9 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
         return jnp.zeros((batch, len(which), width), dtype)
 
     def plan(params: Corrections, places: TokenPositions, stored: Array, num_layers: int) -> _Drop:
-        wanted = places.positions - jnp.where(places.is_generated, places.num_generated % every, 0)
+        refresh_position = places.positions - jnp.where(places.is_generated, places.num_generated % every, 0)
         assert places.mask is not None
-        same = places.mask & (places.positions[:, None, :] == wanted[:, :, None])
+        same = places.mask & (places.positions[:, None, :] == refresh_position[:, :, None])
         refreshes = refreshing(places)
         return _Drop(refreshes, same, stored, jnp.zeros((*refreshes.shape, len(which), width), dtype))
 
@@ -113,8 +117,8 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
             return layer_streams.after_mlp
         output = layer_streams.after_mlp.astype(jnp.float32)
         stored = carry.stored[:, which.index(layer_streams.layer)].astype(jnp.float32)[:, None]
-        layer_runs = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), output)
-        anchor = jnp.where(jnp.any(carry.same, 2)[..., None], layer_runs, stored)
+        pass_output = jnp.einsum("bij,bjd->bid", carry.same.astype(jnp.float32), output)
+        anchor = jnp.where(jnp.any(carry.same, 2)[..., None], pass_output, stored)
         down, up = params.down[layer_streams.layer], params.up[layer_streams.layer]
         correction = alpha / down.shape[0] * (layer_streams.before_layer.astype(jnp.float32) @ down.T) @ up.T
         return jnp.where(

@@ -1,11 +1,15 @@
-"""Training the fast stream of M2R2 (Bhendawade, Najibi, Naik, Belousova 2025, arXiv 2502.02040), target frozen.
+"""Training of the fast stream of M2R2 with a frozen target.
 
-Loss: p is the target's distribution, and L its number of layers. The sum over the layers l up to E has the terms
+Bhendawade, Najibi, Naik, Belousova: M2R2: Mixture of Multi-Rate Residuals for Efficient Transformer Inference (2025),
+arXiv 2502.02040.
 
-    SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D.
+The loss is a sum over the layers l = 1 ... E of the fast stream a. p is the target's distribution, h its own (slow)
+stream, L its number of layers, and R the rate of the fast stream:
 
-The router's loss is the binary cross entropy of its output and the label "the fast stream predicts the target's token".
-Only the router learns from it.
+    SoftCE(p, softmax(head(norm(a_l)))) / E + 0.1 |a_l - h_min(R l, L)|^2 / D
+
+The router has a loss of its own, the binary cross entropy of its output. Its label is 1 if the fast stream predicts the
+target's token. Only the router gets a gradient from this loss.
 """
 
 from __future__ import annotations
@@ -29,12 +33,12 @@ ALIGNMENT = 0.1
 
 
 class Streams(NamedTuple):
-    """Outputs of two passes over texts."""
+    """Losses and statistics of the two streams, means over the tokens of texts."""
 
-    predicted: Array  # float32[], the mean over layers of the soft cross entropy of the fast stream
-    apart: Array  # float32[], the sum over layers of how far the fast stream is from the slow one above
-    sure: Array  # float32[], the binary cross entropy of the router
-    agrees: Array  # float32[], how often the fast stream names the target's token
+    predicted: Array  # float32[], soft cross entropy of the fast stream, mean over layers
+    apart: Array  # float32[], squared distance of the fast stream from the slow one, sum over layers
+    sure: Array  # float32[], binary cross entropy of the router
+    agrees: Array  # float32[], share of tokens at which the fast stream predicts the target's token
 
     @property
     def loss(self) -> Array:
@@ -42,8 +46,9 @@ class Streams(NamedTuple):
 
 
 def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
-    """Return an untrained head, with a stream equal to the target's. changes: `exit_layer`, `rank` and other fields of
-    `specjax.models.heads.m2r2.M2R2Config`.
+    """Return an untrained head, whose fast stream equals the target's stream.
+
+    changes: `exit_layer`, `rank` and other fields of `specjax.models.heads.m2r2.M2R2Config`.
     """
     check_layers(target.model)
     config = of_target(target.model.config, **changes)
@@ -56,12 +61,14 @@ def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
 def train_m2r2(
     target: Target, head: DraftHead, tokens: Array, length: Array, *, steps: int = 200, learning_rate: float = 1e-3
 ) -> tuple[DraftHead, Array]:
-    """Return the trained head, and the loss of each step. tokens: int32[B, T], of `length` int32[B] tokens; one batch.
+    """Train a head, and return it with the loss of each step.
+
+    tokens: int32[B, T], texts of `length` int32[B] tokens, all in one batch.
 
     Raises: UsageError for a head of another kind, or of another target.
     """
     if head.head.kind != "m2r2":
-        raise UsageError(f"train_m2r2 trains heads of m2r2, and this is one of {head.head.kind}; see blank_m2r2")
+        raise UsageError(f"train_m2r2 needs a head of kind m2r2, not {head.head.kind}; make one with blank_m2r2")
     check_target(head.head.config, target.model)
     arguments = head.head.config, steps, learning_rate
     params, losses = _train(target.model, *arguments, target.params, head.params, tokens, length)
@@ -75,7 +82,7 @@ def _train(model: Model, config: M2R2Config, steps: int, learning_rate: float, b
 
 
 def streams(model: Model, config: M2R2Config, base: PyTree, params: PyTree, tokens: Array, length: Array) -> Streams:
-    """Return the slow stream and the fast one over texts `tokens` int32[B, T]."""
+    """Run both streams over texts `tokens` int32[B, T] of `length` int32[B] tokens, and return their losses."""
     module, head = bind(M2R2, config)(params), model.head
     assert head is not None
     layers = tuple(range(1, config.exit_layer + 1))

@@ -1,15 +1,15 @@
-"""MatFormer: MLPs whose first hidden units are a smaller model, which drafts for the whole one.
+"""MatFormer: the first hidden units of every MLP form a smaller model, which drafts for the full one.
 
 Devvrit, Kudugunta, Kusupati, Dettmers, Chen, Dhillon, Tsvetkov, Hajishirzi, Kakade, Farhadi, Jain: MatFormer: Nested
 Transformer for Elastic Inference (2023), arXiv 2310.07707.
 
-Rule: of granularity m an MLP is W_d[:, :m] (act(W_g[:m] x) * (W_u[:m] x)). Attention, norms and embeddings are shared.
-Training: the mean over the granularities of the cross entropy of each, on the same tokens.
-Guarantee: as a target lossy; as a drafter (`drafters.thinned`) the text is the whole model's. Drafts read the whole
-model's keys and values, and the pass that verifies writes its own for what it accepts.
+Rule: an MLP of granularity m is W_d[:, :m] (act(W_g[:m] x) * (W_u[:m] x)). Attention, norms and embeddings are shared.
+Training: the cross entropy on the same tokens at each granularity, averaged over the granularities.
+Guarantee: lossy as a target. With a drafter (`drafters.thinned`) the text is that of the full model. Drafts read the
+full model's keys and values, and the target pass writes its own for the tokens that it accepts.
 
-Deviations: one granularity for all layers; choosing one per layer (Mix'n'Match) is left out. That draft and target
-share a cache is a choice of our own.
+Deviations: all layers have the same granularity. Different granularities per layer (Mix'n'Match) are not implemented.
+Draft and target share a cache, which is our own choice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHOD = Method(
 def matformer(share: float = 0.25) -> DepthPolicy:
     """Return the depth policy for `drafters.thinned(target, matformer())`, or `specjax.adaptive.skip_layers`.
 
-    share: m as a share of the MLP width.
+    share: m divided by the width of the MLPs.
     """
     if not 0 < share <= 1:
         raise UsageError(f"share must be above 0 and at most 1, not {share}")
@@ -48,7 +48,7 @@ def matformer(share: float = 0.25) -> DepthPolicy:
 
 
 def units(share: float, mlp_width: int) -> int:
-    """Return m, at least 1."""
+    """Return m, the number of hidden units that run, at least 1."""
     return max(1, round(share * mlp_width))
 
 
@@ -66,7 +66,7 @@ def _matformer(share: float) -> DepthPolicy:
 def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[float, ...]) -> Array:
     """Return the mean over `shares` of the next-token cross entropy.
 
-    tokens: int32[B, T], of `length` int32[B] tokens.
+    tokens: int32[B, T], texts of `length` int32[B] tokens.
     """
     layers, width = (target.model.capabilities.num_layers,), target.model.config.mlp_width
 

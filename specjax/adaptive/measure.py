@@ -16,20 +16,21 @@ from specjax.types import Array, Model, Sublayers, Target
 
 
 class Reading(NamedTuple):
-    """Results for answers. Entry i belongs to the pass that writes token i of the answer. Entries after the last are
-    undefined.
+    """Layer use and log-probabilities of answers.
+
+    Entry i belongs to the pass that predicts token i of the answer. Entries after the last token are undefined.
     """
 
-    ran: Sublayers  # bool[B, L, layers] each: the sublayers that it runs; for the first token all, as of a prompt
-    logprobs: Array  # float32[B, L], of the token
-    likeliest: Array  # int32[B, L], the likeliest token
+    ran: Sublayers  # bool[B, L, layers] each, sublayers that ran; entry 0 has all, as its input is a prompt token
+    logprobs: Array  # float32[B, L], log-probability of the token
+    likeliest: Array  # int32[B, L], the most likely token
 
 
 def read(target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array | Sequence[int]) -> Reading:
     """Return the layer use and log-probabilities of `target` on texts `tokens` int32[B, L].
 
     prompt: int32[B], prompt lengths of 1 or more. The layers of a token do not depend on later tokens or on the chunk
-    size. The result is therefore the work of decoding these texts. A model that is not thinned runs all layers.
+    size, so the result is the same as in decoding these texts. A model without a depth policy runs all layers.
     """
     return _read(target.model, target.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(prompt, jnp.int32))
 
@@ -64,8 +65,8 @@ def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
 def share_run(ran: Sublayers, counts: Array, config) -> Array:
     """Return float32[]: the share of the layers' weights used by the tokens `counts` bool[B, L].
 
-    config: of the full model. The share excludes the head, the tests of a method, and propagated keys and values
-    (`models.depth.Repair`).
+    config: the full model's. The share excludes the output head, the tests of a method, and propagated keys and values
+    (`specjax.models.variants.layer_skipping.Repair`).
     """
     c = config
     attention = c.width * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)

@@ -16,10 +16,15 @@ def descend(
     loss: Callable[..., Array], params: PyTree, steps: int, learning_rate: float | optax.GradientTransformation,
     key: Array | None = None,
 ) -> tuple[PyTree, Array]:  # fmt: skip
-    """Return (parameters after `steps`, float32[steps] losses before each step). Call it inside `jit`.
+    """Minimise a loss, and return (parameters after `steps`, float32[steps] losses before each step).
 
-    learning_rate: of Adam, or another optimizer. key: if not None, the loss gets a separate key after the parameters in
-    each step. Raises: UsageError for a negative number of steps.
+    Call it inside `jit`.
+
+    Args:
+      learning_rate: Adam's learning rate, or another optimizer.
+      key: if not None, the second argument of the loss is a key that differs in each step.
+
+    Raises: UsageError for a negative number of steps.
     """
     check_integer("steps", steps, 0)
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
@@ -38,7 +43,7 @@ def descend(
 def one_pass(
     model: Model, params: PyTree, tokens: Array, cache: PyTree, taps: tuple[int, ...] = (), **more
 ) -> tuple[Output, PyTree]:
-    """Run `Model.forward` over full texts `tokens` int32[B, T]. more: further arguments of the forward."""
+    """Run `Model.forward` over full texts `tokens` int32[B, T]. more: additional arguments of it."""
     batch, size = tokens.shape
     return model.forward(
         params, tokens, cache, positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),

@@ -1,4 +1,4 @@
-"""Methods of adaptive depth from text."""
+"""Parsing of depth policies from text, such as `calm:0.8`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:
     """Return the depth policy of a text such as `calm` or `calm:0.8,every=5`.
 
     Args:
-      horizon: the value of the option `horizon`, for methods that have it and texts that do not set it.
+      horizon: value of the option `horizon` if the method has it and the text does not set it.
 
-    Raises: UsageError for a text that names no method without trained arrays, or options that it lacks.
+    Raises: UsageError for an unknown method, a method that needs trained arrays, or an invalid option.
     """
     name = spec.partition(":")[0]
     loadable = [row.name for row in of_kind("adaptive").values() if not row.needs]
@@ -32,6 +32,6 @@ def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:
 
 
 def check_depth(spec: str) -> str:
-    """Return the text itself. Raises: UsageError unless `parse_depth` accepts it."""
+    """Return the text unchanged. Raises: UsageError if `parse_depth` rejects it."""
     parse_depth(spec)
     return spec

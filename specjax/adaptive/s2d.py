@@ -3,13 +3,14 @@
 Kavehzadeh, Pourreza, Valipour, Zhu, Bai, Ghodsi, Chen, Rezagholizadeh: S2D: Sorted Speculative Decoding For More
 Efficient Deployment of Nested LLMs (2024), arXiv 2407.01955.
 
-Rule: the draft model's exits lie at equal parts of its depth, l_1 < ... < l_K, the last its own. A token leaves behind
-the first at which max softmax(head(norm(h_l))) >= theta, and is drafted with that q; at the last it always leaves.
-Training, sorted fine-tuning: the mean over the exits of the cross entropy of each.
-Guarantee: as a target lossy; as the draft model of `drafters.two_model` the text is the target's.
+Rule: the exits of the draft model are l_1 < ... < l_K, at equal distances in depth, and l_K is its last layer. A token
+exits at the first l with max softmax(head(norm(h_l))) >= theta, or else at l_K. It is drafted with the distribution q
+of its exit.
+Training (sorted fine-tuning): the cross entropy at each exit, averaged over the exits.
+Guarantee: lossy as a target. With a draft model of `drafters.two_model` the text is that of the target.
 
-Deviations: layers above find the keys and values of the stream that a token left with, in place of a later pass that
-runs them. Tokens of the prompt run everything. One threshold for all exits.
+Deviations: layers after the exit compute a token's keys and values from the stream at the exit, and no later pass runs
+these layers. Tokens of the prompt run all layers. All exits share one threshold.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ METHOD = Method(
     summary="exits a draft model for each token at the first of several exits that is confident",
     paper="Kavehzadeh et al. 2024, arXiv 2407.01955",
     options=(
-        Option("threshold", "float", 0.7, "minimum probability of the most likely token; above 1: never reached"),
+        Option("threshold", "float", 0.7, "top probability at which a token exits; above 1: only at the last exit"),
         Option("exits", "int", 3, "number of exits, at equal distances in depth"),
     ),
 )
@@ -44,8 +45,9 @@ METHOD = Method(
 def s2d(threshold: float = 0.7, *, exits: int = 3) -> DepthPolicy:
     """Return the depth policy for `drafters.two_model(specjax.adaptive.skip_layers(draft, s2d()))`.
 
-    `train_sorted` trains such a draft model. threshold: theta, a parameter; above 1 only the last exit is used. exits:
-    K.
+    `train_sorted` trains such a draft model.
+
+    threshold: theta, an array parameter; above 1 only the last exit is used. exits: K.
     """
     if math.isnan(threshold):
         raise UsageError("threshold must be a number")
@@ -55,8 +57,9 @@ def s2d(threshold: float = 0.7, *, exits: int = 3) -> DepthPolicy:
 
 
 def exit_layers(exits: int, num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers before each exit; the last exit has all. Raises: UsageError for more exits than
-    layers.
+    """Return the number of layers that run up to each exit. The last exit has all of them.
+
+    Raises: UsageError for more exits than layers.
     """
     if not 1 <= exits <= num_layers:
         raise UsageError(f"exits must be from 1 to the {num_layers} layers of the model, not {exits}")
@@ -79,7 +82,7 @@ def _likeliest(params, layer_streams: LayerStreams) -> Array:
 def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exits: tuple[int, ...]) -> Array:
     """Return the mean next-token cross entropy over `exits`, which are numbers of layers.
 
-    tokens: int32[B, T], of `length` int32[B] tokens.
+    tokens: int32[B, T], texts of `length` int32[B] tokens.
     """
     output, _ = one_pass(model, params, tokens, model.init_cache(params, None, len(tokens), 0), exits)
     counts = jnp.arange(tokens.shape[1] - 1) < length[:, None] - 1
@@ -102,7 +105,9 @@ def train_sorted(
     """
     able = draft.model.capabilities
     if not able.taps or draft.model.head is None:
-        raise UsageError(f"the model {draft.model.name} cannot read its own layers; give Model.head and taps")
+        raise UsageError(
+            f"exits need Model.head and taps, which {draft.model.name} lacks; give a model of specjax.models"
+        )
     layers = exit_layers(exits, able.num_layers)
     params, losses = _train(draft.model, layers, steps, learning_rate, draft.params, tokens, length)
     return Target(draft.model, params), losses

@@ -1,14 +1,15 @@
-"""SkipDecode: the later a token, the fewer layers it runs.
+"""SkipDecode: later tokens run fewer layers.
 
 Del Corro, Del Giorno, Agarwal, Yu, Awadallah, Mukherjee: SkipDecode: Autoregressive Skip Decoding with Batching and
 Caching for Efficient LLM Inference (2023), arXiv 2307.02628.
 
-Rule: the t-th generated token runs b(t) = round(b_max - (b_max - b_min) t / T) of the L layers, b_min behind T: the
-first w and the last b(t) - w. So the sets are nested: a layer that runs has the keys and values of all tokens before.
+Rule: the t-th generated token runs b(t) = round(b_max - (b_max - b_min) t / T) of the L layers, and b_min after T. It
+runs the first w and the last b(t) - w layers. These sets are nested, so a layer that runs has the keys and values of
+all earlier tokens.
 Guarantee: lossy.
 
-Deviations: w, b_max and b_min by default are choices of our own. Each row counts the tokens behind its own prompt, so
-a batch saves what all of its rows skip; rows that began together skip together.
+Deviations: the defaults of w, b_max and b_min are our own choices. Each row counts the tokens after its own prompt, and
+a batch skips only the layers that all of its rows skip. Rows that start together skip the same layers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ METHOD = Method(
     name="skip_decode",
     kind="adaptive",
     guarantee="lossy",
-    summary="runs fewer layers for later tokens: the first and the last ones",
+    summary="runs fewer of the middle layers for later tokens",
     paper="Del Corro et al. 2023, arXiv 2307.02628",
     options=(
         Option("speedup", "float", 1.5, "all layers divided by the mean number of layers per token"),
@@ -70,7 +71,7 @@ def _skip_decode(
         high, low = bounds(num_layers)
         share = jnp.minimum(places.num_generated, horizon) / horizon
         budget = jnp.round(high - (high - low) * share).astype(jnp.int32)
-        return jnp.where(places.is_generated, num_layers - budget, 0)  # how many are left out
+        return jnp.where(places.is_generated, num_layers - budget, 0)  # number of skipped layers
 
     def runs(skipped: Array, layer) -> Sublayers:
         layer_runs = (layer < warm_up) | (layer >= warm_up + skipped)

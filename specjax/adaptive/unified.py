@@ -1,12 +1,13 @@
-"""Unified Layer Skipping: every token runs the same few layers, evenly spread.
+"""Unified Layer Skipping: every token runs the same few layers, at even distances.
 
 Liu, Meng, Zhou: Accelerating Inference in Large Language Models with a Unified Layer Skipping Strategy (2024),
 arXiv 2404.06954.
 
-Rule: K = round(L / speedup) layers, round(linspace(0, L - 1, K)): the first and the last, and as even gaps as may be.
+Rule: K = round(L / speedup) of the L layers run, round(linspace(0, L - 1, K)). These are the first, the last, and
+layers in between at distances that are as even as possible.
 Guarantee: lossy.
 
-Deviations: the prompt runs the same layers, so that the others need neither time nor memory: they are taken out.
+Deviations: the prompt runs the same layers. The other layers need neither time nor memory, because they are removed.
 """
 
 from __future__ import annotations

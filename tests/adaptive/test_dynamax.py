@@ -29,12 +29,12 @@ def test_a_layer_that_does_not_fit():
         adaptive.train_probes(depths.target(), *depths.lesson(), every=8)
     with pytest.raises(UsageError, match="every must be at least 1, not 0"):
         adaptive.train_probes(depths.target(), *depths.lesson(), every=0)
-    with pytest.raises(UsageError, match="the probes are of 3 layers, and the model has 8"):
+    with pytest.raises(UsageError, match="the probes fit 3 layers, but the model has 8"):
         probes = adaptive.Probes(jnp.zeros((3, depths.WIDTH)), jnp.zeros(3))
         adaptive.skip_layers(depths.target(), adaptive.dynamax(probes, every=2))
     probes = adaptive.Probes(jnp.zeros((depths.LAYERS, 7)), jnp.zeros(depths.LAYERS))
     for make in (adaptive.skip_layers, drafters.thinned):
         with pytest.raises(UsageError, match="dynamax fit streams of width 7, but the model llama has width 32"):
             make(depths.target(), adaptive.dynamax(probes, every=2))
-    with pytest.raises(UsageError, match="probes are weight"):
+    with pytest.raises(UsageError, match="probes must be weight"):
         adaptive.dynamax(adaptive.Probes(jnp.zeros((3, 4)), jnp.zeros(4)))

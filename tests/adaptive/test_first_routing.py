@@ -39,9 +39,9 @@ def test_a_set_of_layers_can_be_said():
 
 def test_routers_of_another_model():
     routers = adaptive.Routers(jnp.zeros((3, depths.WIDTH)), jnp.zeros(3))
-    with pytest.raises(UsageError, match="the routers are of 3 layers, and the model has 8"):
+    with pytest.raises(UsageError, match="the routers fit 3 layers, but the model has 8"):
         adaptive.skip_layers(depths.target(), adaptive.first(routers))
-    with pytest.raises(UsageError, match="routers are weight"):
+    with pytest.raises(UsageError, match="routers must be weight"):
         adaptive.first(routers._replace(bias=jnp.zeros(4)))
 
 

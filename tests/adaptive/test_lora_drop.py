@@ -104,7 +104,7 @@ def test_corrections_learn_with_the_target_frozen():
 def test_what_does_not_fit():
     with pytest.raises(UsageError, match="load the model with stacked=False"):
         adaptive.skip_layers(tiny_llama(layers=LAYERS, stacked=True), of(EVERY))
-    with pytest.raises(UsageError, match="corrections are down"):
+    with pytest.raises(UsageError, match="corrections must be down"):
         adaptive.lora_drop(adaptive.Corrections(jnp.zeros((8, 4, 32)), jnp.zeros((8, 4, 32))))
     with pytest.raises(UsageError, match="lora_drop learns from the prompt and cannot draft"):
         drafters.thinned(target(), of(EVERY))

@@ -119,7 +119,7 @@ def test_what_does_not_fit():
         adaptive.blank_m2r2(markov(), jax.random.key(0))
     with pytest.raises(UsageError, match="rank must be a whole number of at least 1, not 0"):
         adaptive.blank_m2r2(tiny_llama(), jax.random.key(0), rank=0)
-    with pytest.raises(UsageError, match="train_m2r2 trains heads of m2r2, and this is one of medusa"):
+    with pytest.raises(UsageError, match="train_m2r2 needs a head of kind m2r2, not medusa"):
         adaptive.train_m2r2(tiny_llama(), tiny_head("medusa", tiny_llama()), *depths.lesson())
     with pytest.raises(UsageError, match=r"of width 32 through the first 4 layers of its target, but .* has 2"):
         decode(tiny_llama(), drafters.head_drafter(head_of(), 3), [[1, 2]], key=0, max_new_tokens=2)
