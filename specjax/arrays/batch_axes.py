@@ -57,8 +57,9 @@ def take_rows(batch: Any, rows: jax.Array, axes: Any) -> Any:
 
 
 def where_rows(mask: jax.Array, batch: Any, alternative: Any, axes: Any) -> Any:
-    """Select rows of `batch` where `mask` bool[B] is true, else of `alternative`. Shared arrays are taken from
-    `alternative`.
+    """Select rows of `batch` where `mask` bool[B] is true, else of `alternative`.
+
+    Shared arrays are taken from `alternative`.
     """
 
     def pick(axis: int, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -91,8 +92,8 @@ def insert(wide: Any, new: Any, place: Any, axis: int = 1, rows: int = 0) -> Any
     """Write the tokens of `new` [B, T, ...] into the slots of `wide` [B, S, ...].
 
     Args:
-      place: the first slot, int32[] or per row int32[B]; or one slot per token, int32[B, T]. Tokens with a slot of at
-        least S are dropped in the last form.
+      place: the first slot, int32[] or per row int32[B]; or one slot per token, int32[B, T]. In the last form, tokens
+        with a slot of at least S are dropped.
       axis, rows: the axes of slots and of rows. Both count from the front or both from the end.
     """
     write = jax.lax.dynamic_update_slice_in_dim

@@ -5,19 +5,19 @@ takes its iteration count from `specjax.planning.programs`.
 """
 
 LEVELS = "draft_levels"
-"""The drafter's passes, one per level of a tree below the root's."""
+"""The drafter's passes, one per level of a tree after the root's level."""
 NARROW = "narrow_pass"
-"""One iteration if nothing was drafted, else none."""
+"""One iteration in steps without drafted tokens, else none."""
 WIDE = "wide_pass"
-"""One iteration if something was drafted, else none."""
+"""One iteration in steps with drafted tokens, else none."""
 ONCE = "once_or_not"
-"""One iteration or none."""
+"""At most one iteration."""
 SUBLAYER = "sublayer"
 """A branch: attention or MLP of a target layer that some rows may skip."""
 CATCH_UP = "catch_up"
-"""A draft model's passes over tokens that were decoded without drafts. There are none if every step drafts."""
+"""A draft model's passes over tokens that were decoded without drafts. It has no iterations if every step drafts."""
 RENEWAL = "renewal"
 """A branch that recomputes part of a canvas before or beside a window, such as a finished block.
 
-If the recomputation is not always the most expensive branch, the name also stands inside the branch.
+If the recomputation is not always the most expensive branch, the code inside that branch has the same name.
 """

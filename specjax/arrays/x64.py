@@ -14,12 +14,11 @@ Result = TypeVar("Result")
 
 
 def without_x64(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return `function` with 64-bit mode switched off inside: its results are int32 and float32, as their contracts
-    state.
+    """Return `function` with 64-bit mode switched off inside, so that its results are int32 and float32.
 
-    With `jax_enable_x64`, JAX promotes single indices and sums to 64 bits, and then the parts of a loop's state no
-    longer agree. Code of the caller around `function` keeps its 64 bits. Arguments of float64, such as model
-    parameters, are cast to float32.
+    With `jax_enable_x64`, JAX promotes some indices and sums to 64 bits, and then the dtypes of a loop's carry no
+    longer match. The caller's own code stays in 64-bit mode. Arguments of float64, such as model parameters, are cast
+    to float32.
     """
 
     @functools.wraps(function)
@@ -33,6 +32,6 @@ def without_x64(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 def _narrowed(tree: Any) -> Any:
     is_wide = lambda x: getattr(x, "dtype", None) == np.float64
-    if not any(map(is_wide, jax.tree.leaves(tree))):  # mostly: and then the objects stay what they are
+    if not any(map(is_wide, jax.tree.leaves(tree))):  # the usual case, which keeps the identity of the objects
         return tree
     return jax.tree.map(lambda x: x.astype(np.float32) if is_wide(x) else x, tree)

@@ -25,7 +25,7 @@ class Arms(NamedTuple):
     """Discounted counts of K arms."""
 
     pulls: Array  # float32[K]
-    rewards: Array  # float32[K], their sums
+    rewards: Array  # float32[K], discounted sums of rewards
 
 
 class Bandit(NamedTuple):
@@ -40,8 +40,9 @@ class Bandit(NamedTuple):
 def ucb(num_arms: int, *, width: float = 0.1, memory: float = 0.995) -> Bandit:
     """Build a bandit of `num_arms`. A larger `width` explores more, and a smaller `memory` forgets faster.
 
-    tests/controllers/test_bandit.py measures its regret in simulation. Raises: UsageError for a setting outside its
-    range.
+    tests/controllers/test_bandit.py measures its regret in simulation.
+
+    Raises: UsageError for a setting outside its range.
     """
     if num_arms < 1 or width < 0 or not 0 < memory <= 1:
         raise UsageError(f"a bandit needs arms, width >= 0 and memory in (0, 1], not {num_arms}, {width}, {memory}")

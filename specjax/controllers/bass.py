@@ -6,8 +6,8 @@ Rule: the depth l starts at 7. If some row accepted all l tokens, l <- min(l + 2
 l <- max(1, largest number of tokens that a row accepted, l - ceil(l / 10) - s). s is 1 if the previous step also
 lowered l, else 0.
 Guarantee: distribution, as for every controller.
-Deviations: the constants are from memory. Rows without a draft and finished rows do not count. If no draft was rejected
-and none was l deep, l stays (as in `controllers.feedback`).
+Deviations: the constants were not checked against the paper. Rows without a draft and finished rows do not count. If no
+draft was rejected and none was l deep, l stays (as in `controllers.feedback`).
 All rows share l, so a sampled text depends on the other rows of the batch, but its distribution does not. Greedy and
 coupled texts do not depend on them.
 """
@@ -26,7 +26,7 @@ from specjax.types import Array, Controller, Info
 
 class State(NamedTuple):
     limit: Array  # int32[B], l in every row
-    lowered: Array  # bool[], True if the last informative step lowered it
+    lowered: Array  # bool[], True if the last informative step lowered the limit
 
 
 @functools.cache

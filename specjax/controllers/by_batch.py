@@ -1,6 +1,6 @@
 """A static table of depths by batch size: the larger the batch, the shorter the draft.
 
-Rule: take the depth of the first entry whose batch size is not exceeded, and `above` beyond the last entry. It is the
+Rule: use the depth of the first entry whose batch size is not exceeded, and `above` for larger batches. It is the
 baseline of Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (2024),
 arXiv 2406.14066. Drafted tokens are nearly free while the target is memory-bound, and expensive once it is
 compute-bound.
@@ -31,7 +31,7 @@ def by_batch(ladder: tuple[tuple[int, int], ...] = LADDER, *, above: int = 0) ->
     """
     sizes = [size for size, _ in ladder]
     if not ladder or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise UsageError(f"the batch sizes of a ladder must be at least 1 and rise, not {sizes}")
+        raise UsageError(f"the batch sizes of a ladder must be at least 1 and increasing, not {sizes}")
     if min(above, *(depth for _, depth in ladder)) < 0:
         raise UsageError(f"depths must be at least 0, not {[*(depth for _, depth in ladder), above]}")
 

@@ -11,7 +11,7 @@ from specjax.types import Controller
 
 @functools.cache
 def fixed(depth: int = 1 << 20) -> Controller:
-    """Draft at most `depth` tokens deep. The default is the depth of the drafter's tree."""
+    """Build a controller that drafts at most `depth` tokens deep. The default does not limit the drafter's tree."""
     return Controller(
         init=lambda batch: jnp.full((batch,), depth, jnp.int32),
         limit=lambda state: state,

@@ -30,9 +30,9 @@ from specjax.types import Array, Controller, Info
 class State(NamedTuple):
     rate: Array  # float32[K], A_j over all rows
     row_rate: Array  # float32[B, K], A_j per row
-    visits: Array  # int32[B, K], how often position j was reached
-    depth: Array  # int32[], the last choice
-    rounds: Array  # int32[]
+    visits: Array  # int32[B, K], number of steps that reached position j
+    depth: Array  # int32[], the depth chosen last
+    rounds: Array  # int32[], number of steps
 
 
 @functools.cache
@@ -56,12 +56,15 @@ def goodput(
         `specjax.costs` or a tuple of numbers. None selects the rule of thumb for the batch and `dtype`.
       dtype: dtype of the target's parameters.
       draft_cost: cost of one drafter pass in the same unit.
-      start: initial acceptance rate. margin: factor by which another depth must be better to replace the current one.
+      start: initial acceptance rate. smoothing: weight of a new observation in the moving averages.
+      own_after: number of observations after which a row uses its own acceptance rate at a position.
+      probe_every: one of this many steps drafts the smallest depth above 0 while the chosen depth is 0.
+      margin: factor by which another depth must be better to replace the current one.
 
-    Raises: UsageError for depths that do not increase from 0, or costs of another length.
+    Raises: UsageError for depths that do not increase from 0, or for costs whose length differs from that of `depths`.
     """
     if len(depths) < 2 or depths[0] != 0 or list(depths) != sorted(set(depths)):
-        raise UsageError(f"depths must rise from 0, such as 0, 1, 3, not {list(depths)}")
+        raise UsageError(f"depths must increase from 0, such as 0, 1, 3, not {list(depths)}")
     cost_curves.check(costs, len(depths), "depth")
     max_depth = depths[-1]
 

@@ -14,7 +14,8 @@ from specjax.types import Controller
 
 @functools.cache
 def multiplicative(start: int = 4, *, low: int = 1, high: int = 16) -> Controller:
-    """Build a controller with depths from `low` to `high`, per row. Raises: UsageError unless 1 <= low <= start <=
-    high.
+    """Build a controller with depths from `low` to `high`, per row.
+
+    Raises: UsageError unless 1 <= low <= start <= high.
     """
     return feedback(start, low, high, lambda limit: 2 * limit, lambda limit: limit // 2)

@@ -3,12 +3,13 @@
 SpecKV: Adaptive Speculative Decoding with Compression-Aware Gamma Selection (2026), arXiv 2605.02888.
 
 Rule: a(g) = MLP(mean entropy, mean confidence, largest entropy, smallest confidence, compression code, g) predicts the
-share of accepted tokens in a draft of g tokens. The next draft has argmax_g a(g) g + 1 tokens. With costs, the
-objective is (a(g) g + 1) / cost(g). Guarantee: distribution, as for every controller. Deviations: the paper evaluates
-its rule offline, on the statistics of the same draft whose length it chooses. Here they come from the previous step,
-from its accepted tokens and its first rejected one. The first step drafts `start` tokens. The paper's objective assumes
-equal costs for all lengths, so it nearly always drafts most; set `round_costs`. Activation (ReLU), loss (binomial) and
-feature scaling are ours.
+share of accepted tokens in a draft of g tokens. The next draft has argmax_g (a(g) g + 1) tokens. With costs, the
+objective is (a(g) g + 1) / cost(g).
+Guarantee: distribution, as for every controller.
+Deviations: the paper evaluates its rule offline, on the statistics of the same draft whose length it chooses. Here they
+come from the previous step, from its accepted tokens and its first rejected one. The first step drafts `start` tokens.
+The paper's objective assumes equal costs for all lengths, so it nearly always chooses the longest draft; set
+`round_costs` to avoid that. Activation (ReLU), loss (binomial) and feature scaling are ours.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def spec_kv(
     The weights become constants of the program, so other weights compile another program.
 
     Args:
-      weights: from `fit`.
+      weights: the result of `fit`.
       code: compression of the drafter: 0 float16, 1 int8, 2 nf4.
-      round_costs: cost of a step with each of `gammas`, draft and target, in any unit. None: the paper's objective.
+      round_costs: cost of a step with each of `gammas`, draft and target together, in any unit. None selects the
+        paper's objective.
 
     Raises: UsageError for weights of other shapes, gammas below 1, or costs that are not one positive number for each.
     """
@@ -61,7 +63,7 @@ def spec_kv(
     if not gammas or min(*gammas, start) < 1:
         raise UsageError(f"gammas and start must be at least 1, not {gammas} and {start}")
     if round_costs is not None and (len(round_costs) != len(gammas) or min(round_costs) <= 0):
-        raise UsageError(f"round_costs must hold one positive number for each of {gammas}, not {round_costs}")
+        raise UsageError(f"round_costs must contain one positive number for each of {gammas}, not {round_costs}")
     packed = tuple(np.asarray(x, np.float32).tobytes() for x in weights)
     return _functions(packed, gammas, start, code, round_costs)
 
@@ -104,9 +106,7 @@ def scores(acceptance: Array, gammas: Sequence[int], round_costs: Sequence[float
 
 
 def features(signals: Signals, code: int = 0) -> Array:
-    """Return features float32[B, 5]: mean entropy, mean confidence, largest entropy, smallest confidence, compression
-    code.
-    """
+    """Return float32[B, 5]: mean entropy, mean confidence, largest entropy, smallest confidence, compression code."""
     judged = signals.judged
     count = jnp.maximum(jnp.sum(judged, 1), 1)
     mean = lambda x: jnp.sum(jnp.where(judged, x, 0.0), 1) / count
@@ -125,8 +125,8 @@ def features(signals: Signals, code: int = 0) -> Array:
 def records(rounds: Iterable[Info], code: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Collect training data for `fit` from the `info` of successive steps of `stream`.
 
-    The controller of that run must read signals, such as `fixed(g)._replace(reads_signals=True)` for every g. Each step
-    is paired with the features of the previous step of its row.
+    The controller of that run must have `reads_signals`, such as `fixed(g)._replace(reads_signals=True)`. Record one
+    run for every g. Each step is paired with the features of the previous step of its row.
 
     Returns: features float32[R, 5], gamma float32[R] and accepted tokens float32[R].
     """
@@ -171,7 +171,7 @@ def fit(
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _train(rows, gamma, accepted, start: Weights, learning_rate, steps: int) -> Weights:
-    import optax  # no other decoding code needs it
+    import optax  # imported here because no other decoding code needs it
 
     optimiser = optax.adam(learning_rate)
 

@@ -23,7 +23,7 @@ def to_png(figure: Any) -> bytes:
 
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box stands for it
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box instead
         FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 

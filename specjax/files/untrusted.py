@@ -15,9 +15,9 @@ from typing import Any
 
 from specjax.errors import UsageError
 
-MAX_BYTES = 1 << 26  # limit for a file that is read at once
-SENTENCE = 1000  # characters of an error
-QUOTED = 80  # characters of name an error quotes out of a file
+MAX_BYTES = 1 << 26  # limit for a file that is read completely
+SENTENCE = 1000  # maximum characters of an error
+QUOTED = 80  # maximum characters of a value from a file that an error quotes
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = QUOTED
@@ -25,12 +25,12 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = QUOTED
 
 @contextlib.contextmanager
 def guarded_read(name: object) -> Iterator[None]:
-    """Convert every exception of a parser into a UsageError. Wrap all code that parses a file of the user in it.
+    """Convert every exception of a parser into a UsageError. Use it around all code that parses a file of the user.
 
-    MemoryError is not converted. Code must compare a size with the file before it allocates that much.
+    MemoryError is not converted. Code must compare a size with the size of the file before it allocates that much.
 
     Args:
-      name: the file or folder, as the error names it.
+      name: the name of the file or folder in the error.
     """
     try:
         yield
@@ -40,8 +40,8 @@ def guarded_read(name: object) -> Iterator[None]:
         raise UsageError(f"{name} cannot be read ({error.strerror or first_line(error)})") from error
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:  # panics of libraries written in Rust are no `Exception`
-        raise UsageError(f"{name} is damaged, or of another kind than its name says ({first_line(error)})") from error
+    except BaseException as error:  # a panic of a Rust library is not an `Exception`
+        raise UsageError(f"{name} is damaged or not of the format of its name ({first_line(error)})") from error
 
 
 @functools.cache
@@ -49,12 +49,12 @@ def import_orbax():
     """Import Orbax on first use and silence its log."""
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it would print name a damaged file holds
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # its log would print the content of a damaged file
     return ocp
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raises: UsageError for a folder, a pipe (opening it waits for a writer) or a device (it may never end)."""
+    """Raise UsageError for a folder, a pipe (opening it waits for a writer) or a device (it may never end)."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UsageError(f"{path} is not a regular file; remove it or put the file itself there")
 
@@ -72,7 +72,7 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     with open(path, "rb") as file:
         contents = file.read(max_bytes + 1)
     if len(contents) > max_bytes:
-        raise UsageError(f"{path} has more than {max_bytes:,} bytes, which no such file needs")
+        raise UsageError(f"{path} has more than {max_bytes:,} bytes, the limit for such a file")
     return contents
 
 
@@ -100,7 +100,7 @@ def parse_json(contents: bytes, where: object, fix: str = "", **options: Any) ->
         raise
     except RecursionError:
         raise UsageError(f"{where} is not valid JSON (nested too deep){suffix}") from None
-    except ValueError as error:  # bytes that are no text and numbers of thousands of digits too
+    except ValueError as error:  # also for bytes that are not text, and numbers of thousands of digits
         raise UsageError(f"{where} is not valid JSON ({first_line(error)}){suffix}") from None
 
 

@@ -1,6 +1,6 @@
-"""Global arrays whose shards are on several hosts: creation from values that every host has, and gathering.
+"""Creation and gathering of global arrays, whose shards are on several hosts.
 
-Every host must make the same calls in the same order.
+They are created from values that every host has. Every host must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array], Array]:
     """Shard a batch over the mesh axis "data", for `decode` and `stream`.
 
-    If the axis does not divide the batch, copies of the first row fill it up. A copy finishes together with its
+    If the axis does not divide the batch, copies of the first row are appended. A copy finishes together with its
     original and so costs no steps. Drop the text that is decoded for it.
 
     Args:
@@ -66,7 +66,7 @@ def is_remote(x) -> bool:
 
 
 def replicate(tree: PyTree) -> PyTree:
-    """Replicate the arrays that lie on several hosts to every host. The copy is dispatched asynchronously."""
+    """Replicate the arrays with shards on several hosts to every host. The copy is dispatched asynchronously."""
     leaves, structure = jax.tree.flatten(tree)
     remote = [i for i, leaf in enumerate(leaves) if is_remote(leaf)]
     if not remote:
@@ -80,7 +80,8 @@ def replicate(tree: PyTree) -> PyTree:
 def gather(tree: PyTree) -> PyTree:
     """Fetch results to every host as numpy arrays; typed keys stay JAX arrays.
 
-    Every host must call it. Example: `parallel.gather(specjax.decode(...)).to_lists()`. On one host it only fetches.
+    Every host must call this function. Example: `parallel.gather(specjax.decode(...)).to_lists()`. On one host the
+    arrays are only fetched.
     """
     return jax.tree.map(_fetch, replicate(tree))
 

@@ -1,7 +1,7 @@
 """Symmetric int8 quantization of vectors with one float32 scale per vector: x is approximately values * scale.
 
-The largest element of a vector sets its scale, so each element is off by at most 1/254 of the largest. This is absmax
-quantization per vector as in Dettmers et al.: LLM.int8() (2022), arXiv 2208.07339, without separate outliers.
+The largest absolute element of a vector sets its scale, so each element is off by at most 1/254 of the largest. This is
+absmax quantization per vector as in Dettmers et al.: LLM.int8() (2022), arXiv 2208.07339, without separate outliers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 LEVELS = 127
-BITS = jnp.uint16  # of arrays that hold bfloat16 bit by bit
+BITS = jnp.uint16  # dtype of arrays that store the bits of bfloat16
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,7 @@ class Quantized:
     """An array [..., n, h] stored as n vectors of h elements. Its shape, length and indices are those of `values`."""
 
     values: Array  # int8[..., n, h]
-    scale: Array  # float32[..., n]; h is left out so that n lies in the lanes of a TPU
+    scale: Array  # float32[..., n]; without an axis h, so that n is the lane axis on a TPU
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Quantized:
 
 
 def quantize(x: Array) -> Quantized:
-    """Quantize x [..., h] to 255 levels between minus and plus its largest element. Zero stays zero."""
+    """Quantize x [..., h] to 255 levels between minus and plus its largest absolute element. Zero stays zero."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), -1) / LEVELS
     step = jnp.where(scale > 0, scale, 1.0)[..., None]

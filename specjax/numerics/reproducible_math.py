@@ -1,8 +1,8 @@
-"""Arithmetic with the same result, to the bit, in every compiled program.
+"""Arithmetic with bit-identical results in every compiled program.
 
 Compilers may reorder additions. On CPU, XLA passes long sums to a library whose order depends on the shape, and fuses
-the exponentials around them. LLVM contracts a product and a sum into one rounding (FMA) inside one loop. Here, sums
-have a written order, and products that are added to something are exact.
+the exponentials around them. Inside one loop, LLVM contracts a product and a sum into one rounding (FMA). Here, sums
+have a fixed order, and products that are summands are exact.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from specjax.types import Array
 
-FRACTION = 16  # bits of the fixed-point numbers in `power_of_two`
+FRACTION = 16  # fractional bits of the fixed-point numbers in `power_of_two`
 LOG2_E = 1.4426950408889634
-LARGEST = 2.2e4  # of x in exp(x), for its fixed-point number to have 32 bits
-SMALLEST = -126  # exponent of the smallest normal float32; what is below counts as 0
+LARGEST = 2.2e4  # largest |x| in exp(x) whose fixed-point number fits 32 bits
+SMALLEST = -126  # exponent of the smallest normal float32; smaller numbers become 0
 
 
 def fixed_point(x: Array) -> Array:
@@ -43,7 +43,7 @@ def power_of_two(z: Array, exponent: Array | int = 0) -> Array:
     return y.astype(jnp.float32) * two_to((z >> FRACTION) - exponent - FRACTION)
 
 
-POLYNOMIAL = 0.01342668, 0.05224247, 0.24128020, 0.69304484  # of f ** 4 to f; the constant is 1
+POLYNOMIAL = 0.01342668, 0.05224247, 0.24128020, 0.69304484  # coefficients of f ** 4 to f; the constant is 1
 
 
 def two_to(n: Array) -> Array:
@@ -55,7 +55,7 @@ def two_to(n: Array) -> Array:
 def sum_in_order(x: Array) -> Array:
     """Sum x [..., n] over its last axis in a fixed order: float32[...]. Each half is summed term by term.
 
-    It is a reduction of two arrays at once, which no library call replaces and no compiler may reorder.
+    The reduction runs over two arrays in parallel. The compiler neither replaces it by a library call nor reorders it.
     """
     half = x.shape[-1] // 2
     zero = np.float32(0)
@@ -66,20 +66,20 @@ def sum_in_order(x: Array) -> Array:
 
 
 TILE = 128
-"""Rows of a product on TPU, as many as a prefill chunk has. Fewer rows are not faster where reading the weights
-dominates.
+"""Rows of a product on TPU, the number of a prefill chunk. Where reading the weights dominates, fewer rows are no
+faster.
 """
 
 
 def in_tiles(sums: Callable[[Array], Array], x: Array, *, in_loop: bool = False) -> Array:
     """Apply `sums(rows [TILE, D]) -> [TILE, ...]` to all rows of x [..., D] in tiles of one size, padded with zeros.
 
-    A compiler chooses the split of a sum by its shape, so one shape gives one split. The barriers hide which rows are
-    used and prevent fusion with neighbours, whose shapes may differ.
+    A compiler chooses the split of a sum by its shape, so one shape gives one split. The barriers hide from the
+    compiler which rows are used. They also prevent fusion with neighbouring operations, whose shapes may differ.
 
     Args:
-      in_loop: run the tiles in a loop. Not for products: a product inside a loop is split differently from one outside,
-        because the layer's weights are sliced out of their stack there. Such tiles are unrolled.
+      in_loop: run the tiles in a loop instead of unrolling them. Do not use it for products: a product inside a loop is
+        split differently from one outside, because the layer's weights are sliced out of their stack in the loop.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
@@ -111,7 +111,7 @@ def root_mean_square(x: Array, eps: float) -> Array:
         mean = (sum_in_order(squares) + np.float32(size * eps)) * np.float32(1 / size)
         return jax.lax.rsqrt(jax.lax.optimization_barrier(mean))
 
-    tiles = functools.partial(in_tiles, root, in_loop=True)  # many, where each head of each token has a norm
+    tiles = functools.partial(in_tiles, root, in_loop=True)  # there are many if each head of each token has a norm
     return jax.lax.platform_dependent(y * y, tpu=tiles, default=root)[..., None]
 
 
@@ -136,5 +136,5 @@ def silu(x: Array) -> Array:
 def gelu(x: Array) -> Array:
     """Return float32 GELU of bfloat16 x by tanh, x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x ** 3))."""
     y = as_bfloat16(x)
-    cubic = exact_factor(np.float32(0.044715) * (y * y))  # rounded, so no product that a sum could take in
+    cubic = exact_factor(np.float32(0.044715) * (y * y))  # rounded, so the compiler cannot fuse the product into a sum
     return y * sigmoid(np.float32(2 * (2 / np.pi) ** 0.5) * y * (1 + cubic))

@@ -1,15 +1,15 @@
 """Sampling: temperature, top-k, top-p and min-p without a sort of the vocabulary, and the random draws of the library.
 
 A sort of 150,000 logits per node is the classic hidden cost of sampled decoding. Here the k-th largest value and the
-nucleus threshold are found bit by bit from the top of a float: 32 counting passes for any vocabulary. If only some of
-the tokens at the threshold may stay, a bisection over ids finds the last one. Every pass is a sum, so a vocabulary that
-is sharded over devices is not gathered.
+nucleus threshold are found bit by bit, from the highest bit of a float. That takes 32 counting passes for any
+vocabulary. If only some of the tokens at the threshold may stay, a bisection over ids finds the last one. Every pass is
+a sum, so a vocabulary that is sharded over devices is not gathered.
 
 Draws use all 32 random bits of a float32, where JAX's uniform numbers use 23. With 23 bits a token of probability 1e-7
 is drawn half as often as it should be, because its noise never exceeds 16. Here the steps of the noise are finest
 (2^-32) where rare tokens win. A token of 1e-9 is drawn 0.998 times as often as it should be, and one of 2.3e-10 (2^-32)
-0.96 times. Rarer tokens lose more; together they are at most 6e-5 of the mass of 262,144 tokens. The cost is that of
-23 bits within a tenth (docs/verifiers.md).
+0.96 times. Rarer tokens lose more; together they are at most 6e-5 of the mass of 262,144 tokens. The cost is within a
+tenth of the cost with 23 bits (docs/verifiers.md).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
         logits = _filtered((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
     if sampling.min_p is not None:
         share = per_row(sampling.min_p).astype(jnp.float32)
-        threshold = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops nothing, the likeliest token stays
+        threshold = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops no token; the likeliest always stays
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     return jnp.where(temperature > 0, logits, greedy)
 
@@ -102,9 +102,9 @@ def normal(keys: Array, count: int) -> Array:
 
 def gumbel(bits: Array) -> Array:
     """Return Gumbel noise float32 of random uint32, elementwise: -log(-log(u)) at u = (bits + 1/2) / 2^32."""
-    x = _centred(~bits)  # 1 - u: float32 is fine around 0, so it is the end of u at 1 that must lie there
-    # -log(1 - x). The series is right to 5e-6 below 2^-8; its products by powers of two are exact, so that it does not
-    # matter where a compiler fuses them into sums, and equal keys have equal noise in every program.
+    x = _centred(~bits)  # 1 - u: float32 is finest around 0, so u near 1 must be represented there
+    # -log(1 - x). The series is accurate to 5e-6 below 2^-8. Its products by powers of two are exact. So the result
+    # does not depend on which of them a compiler fuses into sums, and equal keys have equal noise in every program.
     exponential = jnp.where((x > 0) & (x < 2.0**-8), x * (1 + x / 2), -jnp.log(jnp.where(x < 0, -x, 1 - x)))
     return -jnp.log(exponential)
 
@@ -146,7 +146,8 @@ def row_keys(key: Array | int, batch: int) -> Array:
 
     Args:
       key: any form that `threefry` accepts.
-    Raises: UsageError for another number of keys, or for a value that is no key.
+
+    Raises: UsageError for another number of keys, or for a value that is not a key.
     """
     keys = threefry(key)
     if keys.ndim == 0:
@@ -172,7 +173,8 @@ def threefry(keys: Array | int) -> Array:
 
     Args:
       keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one integer seed. A seed gives the key of
-        `jax.random.key(seed)`; a 64-bit seed gives the key that JAX makes under `jax_enable_x64`.
+        `jax.random.key(seed)`; a 64-bit seed gives the key that JAX creates under `jax_enable_x64`.
+
     Raises: UsageError for any other value.
     """
     if isinstance(keys, (int, np.integer)):
@@ -203,7 +205,7 @@ def _only(token: Array, vocab: int) -> Array:
 
 
 def _largest(holds, shape) -> Array:
-    """Return the largest uint32 t of `shape` for which `holds(t)`. The condition must be true at 0 and monotone."""
+    """Return the largest uint32 t of `shape` for which `holds(t)` is true. It must be true at 0 and monotone in t."""
 
     def body(i, t):
         higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -229,7 +231,7 @@ def _first(tied: Array, fits) -> Array:
     Args:
       tied: bool[..., V]. fits: a monotone predicate of a number int32[..., 1] of selected tokens.
     """
-    # Bisection over ids: a cumulative sum would gather a vocabulary that is spread over devices.
+    # A bisection over ids, because a cumulative sum would gather a vocabulary that is sharded over devices.
     ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
     below = lambda end: fits(_total(tied & (ids < end), jnp.int32))
 
@@ -240,7 +242,7 @@ def _first(tied: Array, fits) -> Array:
         return jnp.where(fit, middle, low), jnp.where(fit, high, middle)
 
     high = jnp.full((*tied.shape[:-1], 1), tied.shape[-1], jnp.int32)
-    low = jnp.where(below(high), high, 0)  # mostly all fit, and no pass is needed
+    low = jnp.where(below(high), high, 0)  # usually all fit, and no pass is needed
     end, _ = jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), body, (low, high))
     return tied & (ids < end)
 

@@ -1,4 +1,4 @@
-"""Checks of settings whose values are known, and of states that a loop carries. Both raise UsageError."""
+"""Checks of settings with concrete values, and of states that a loop carries. Both raise UsageError."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def check_integer(name: str, value: Any, minimum: int = 1) -> None:
 
 
 def check_range(name: str, value: Any, predicate: Callable[[np.ndarray], np.ndarray], expected: str) -> None:
-    """Check all elements of a value with `predicate`. None and traced values pass. Raises: UsageError that names
-    `expected`.
+    """Check all elements of a value with `predicate`. None and traced values pass.
+
+    Raises: UsageError that names `expected`.
     """
     if value is None or isinstance(value, jax.core.Tracer):
         return
@@ -40,11 +41,11 @@ def check_same(item: str, expected: Any, value: Any) -> None:
     """
     old, new = str(jax.tree.structure(expected)), str(jax.tree.structure(value))
     if old != new:
-        raise UsageError(f"{item} must return its state in the form it got: {old}, not {new}")
+        raise UsageError(f"{item} must return its state in the same form: {old}, not {new}")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(value), strict=True):
         if form_of(x) != form_of(y):
             place = jax.tree_util.keystr(path) or "its state"
-            raise UsageError(f"{item} must return {place} as it got it: {form_of(x)}, not {form_of(y)}")
+            raise UsageError(f"{item} must return {place} in the same form: {form_of(x)}, not {form_of(y)}")
 
 
 def form_of(x: Any) -> str:
@@ -54,5 +55,5 @@ def form_of(x: Any) -> str:
 
 def name_of(function: Callable) -> str:
     """Return the module and the name of a function, so that a reader of an error can find it."""
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # the function of a partial
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -18,13 +18,13 @@ from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.retrieval import ngrams
 from specjax.types import Array, PyTree
 
-ORDERS = 4, 3, 2  # context lengths; the first one found is used
-MAX_TOKENS = 10  # of an entry
+ORDERS = 4, 3, 2  # context lengths; the first one with an entry is used
+MAX_TOKENS = 10  # maximum tokens of an entry
 WAYS = 4  # places of a bucket
 LONGEST = max(ORDERS)
 UNUSED = np.arange(LONGEST) < LONGEST - np.array(ORDERS)[:, None]
-"""bool[3, 4], the tokens of a context that each of ORDERS leaves out."""
-LEFT_OUT = np.iinfo(np.int32).max  # placeholder for these; not a token
+"""bool[3, 4], the tokens of a context that each of ORDERS does not use."""
+LEFT_OUT = np.iinfo(np.int32).max  # placeholder for unused tokens; not a token
 
 
 class NextTokens(NamedTuple):
@@ -60,7 +60,7 @@ def add_entries(table: ngrams.Table, contexts: Array, new: NextTokens) -> ngrams
 
 
 def find(params: PyTree, table: ngrams.Table, contexts: Array) -> NextTokens:
-    """Return the entries [B, M] of the longest stored contexts; 0 occurrences where there is none."""
+    """Return the entries [B, M] of the longest stored contexts; 0 occurrences if no context is stored."""
     grams, tables = _by_order(contexts), [params, table] if params else [table]
     places = WAYS * table.ages.shape[1]
     # One number per hit encodes its context length and its place, and is larger for longer contexts. This saves TPU
@@ -92,7 +92,7 @@ def merge(table: ngrams.Table, rows: ngrams.Table) -> ngrams.Table:
 def mix(a: NextTokens, b: NextTokens) -> NextTokens:
     """Return the mean of two entries, weighted by their counts, over the tokens of both.
 
-    The k largest tokens stay, of equal probabilities the lower ids. Tokens of probability 0 become -1.
+    The k likeliest tokens stay; ties go to the lower ids. Tokens of probability 0 become -1.
     """
     total = a.occurrences + b.occurrences
     share = lambda x: (x.occurrences / jnp.maximum(total, 1))[..., None] * x.probs
@@ -115,7 +115,7 @@ def _by_order(contexts: Array) -> Array:
 
 
 def _read(values: NextTokens, place: tuple[ArrayLike, ...], valid: Array) -> NextTokens:
-    """Return the entries at places int32[B, M]; empty ones where not `valid` bool[B, M]."""
+    """Return the entries at places int32[B, M], or empty entries where `valid` bool[B, M] is False."""
     entry = jax.tree.map(lambda x: gather_at(x, *place), values)
     return NextTokens(
         jnp.where(valid[..., None], entry.tokens, -1), entry.probs, jnp.where(valid, entry.occurrences, 0)

@@ -4,7 +4,7 @@ A table stores n-grams with a value each. The first tokens of an n-gram, its *pr
 hash. A bucket has A places. N-grams are compared token by token, so a hash collision costs a place and never gives a
 wrong result. In a full bucket the place that was written longest ago is replaced.
 
-There are two uses. In STAND the prefix is the complete n-gram, and the value is the statistics of it. In Lookahead and
+The table has two uses. In STAND the prefix is the complete n-gram, and the value is its statistics. In Lookahead and
 ADED the prefix is a part of the n-gram, and the A places are the continuations of that prefix.
 """
 
@@ -22,22 +22,22 @@ from specjax.errors import UsageError
 from specjax.types import Array, PyTree
 
 CHUNK = 32
-"""Entries of a text that are written at once. The work of a write grows with the square of their number."""
+"""Entries of a text per write. The work of a write grows with the square of this number."""
 FREE = -2
-"""Content of free places: neither a token nor -1, which means no token."""
+"""Content of free places. It is neither a token nor -1, which marks a missing token."""
 
 
 class Table(NamedTuple):
     """N-gram tables, one per row of the batch. Memory: 4 H A (n + 1) bytes and the values, per row.
 
-    The n-grams of a bucket lie in one array row, because a TPU pads the last two axes of an array to tiles of 8 x 128.
+    The n-grams of a bucket share one array row, because a TPU pads the last two axes of an array to tiles of 8 x 128.
     Otherwise a pool of 7 places for 5 tokens would take 29 times its size.
     """
 
-    grams: Array  # int32[B, H, A n], place by place; FREE in free places
+    grams: Array  # int32[B, H, A n], the places in order; FREE in free places
     ages: Array  # int32[B, H, A], clock at the last write; 0: free
     values: PyTree  # [B, H, A, ...]
-    clock: Array  # int32[B], number of n-grams offered so far
+    clock: Array  # int32[B], number of n-grams passed to `write` so far
 
 
 class Lookup(NamedTuple):
@@ -82,7 +82,8 @@ def bucket(prefix, buckets: int):
 def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Lookup:
     """Look up n-grams or their prefixes int32[B, M, h] in their buckets. A table of one row serves all rows.
 
-    prefix: number of tokens that selected the bucket when the n-grams were written; None: all h.
+    Args:
+      prefix: number of tokens that selected the bucket when the n-grams were written; None: all h.
     """
     rows, buckets = table.ages.shape[:2]
     row = np.arange(rows)[:, None]
@@ -96,11 +97,12 @@ def find(table: Table, tokens: Array, *, prefix: int | None = None) -> Lookup:
 def write(table: Table, grams: Array, values: PyTree, mask: Array, *, prefix: int) -> Table:
     """Write M n-grams, each to its place or to the place of its bucket that was written longest ago.
 
-    Scatters with equal indices have no defined winner, so it is selected first. Of equal n-grams the last is written.
-    Of new n-grams that overfill a bucket the last ones that fit are written.
+    A scatter with equal indices has no defined result, so the n-gram to write is selected first. Among equal n-grams
+    the last is written. If new n-grams overfill a bucket, the last ones that fit are written.
 
     Args:
-      grams: int32[B, M, n]. values: [B, M, ...], new values. mask: bool[B, M], n-grams to write. prefix: its length h.
+      grams: int32[B, M, n]. values: [B, M, ...], new values. mask: bool[B, M], n-grams to write.
+      prefix: number of tokens that select the bucket.
     """
     batch, buckets, ways = table.ages.shape
     m = grams.shape[1]
@@ -113,7 +115,7 @@ def write(table: Table, grams: Array, values: PyTree, mask: Array, *, prefix: in
     is_stored = jnp.any(hit, 2)
     rank = jnp.sum(
         shares_bucket & ~is_stored[:, None, :] & is_later, 2
-    )  # among the new n-grams of a bucket, from the last
+    )  # rank among the new n-grams of a bucket, counted from the last
     # Places of this bucket that keep their n-gram, [B, M, A]. It is a matrix product because M x M x A would be large.
     is_kept = jnp.einsum("bij,bja->bia", shares_bucket.astype(jnp.float32), hit.astype(jnp.float32)) > 0
     oldest = jnp.argsort(jnp.where(is_kept, np.iinfo(np.int32).max, old_ages), axis=2, stable=True)
@@ -130,15 +132,15 @@ def write(table: Table, grams: Array, values: PyTree, mask: Array, *, prefix: in
 
 
 def equal(grams: Array) -> Array:
-    """Return bool[B, M, M]: which of the n-grams int32[B, M, n] are equal."""
+    """Return bool[B, M, M]: True where two of the n-grams int32[B, M, n] are equal."""
     return jnp.all(grams[:, :, None] == grams[:, None], -1)
 
 
 def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]) -> Table:
-    """Add the rows of another table with equally many buckets to a table of one row, one after another.
+    """Add the rows of another table with the same number of buckets to a table of one row, in order.
 
-    An n-gram in both gets `combine(value, value of the row)`, of shapes [H, A, ...]. If a bucket overflows, the n-grams
-    written last stay; those of later rows count as later.
+    The value of an n-gram in both is `combine(value, value of the row)`, of shapes [H, A, ...]. If a bucket overflows,
+    the n-grams written last stay. N-grams of a later row count as written later.
     """
     ways = table.ages.shape[2]
 
@@ -160,7 +162,7 @@ def merge(table: Table, rows: Table, combine: Callable[[PyTree, PyTree], PyTree]
         return Table(grams.reshape(one.grams.shape), ages, values, one.clock + row.clock), None
 
     merged, _ = jax.lax.scan(add, jax.tree.map(lambda x: x[0], table), rows)
-    # Ages grow from call to call, and would overflow int32 after some thousand calls.
+    # Ages grow with every call and would overflow int32 after some thousand calls.
     halved = lambda x: jnp.where(merged.clock >= 1 << 30, (x + 1) >> 1, x)
     return jax.tree.map(lambda x: x[None], merged._replace(ages=halved(merged.ages), clock=halved(merged.clock)))
 

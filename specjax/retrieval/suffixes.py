@@ -1,4 +1,4 @@
-"""Search for the end of a text in itself or in another text: one vectorised comparison, no automaton."""
+"""Search for the end of a text in itself or in another text, by one vectorised comparison without an automaton."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def last_tokens(tokens: Array, length: Array, count: int) -> Array:
 
 
 def match_length(source: Array, size: Array, ending: Array) -> Array:
-    """Return int32[B, L]: how many tokens of `source` int32[B, L] that end at i match the end of a text.
+    """Return int32[B, L]: the number of tokens of `source` int32[B, L], ending at i, that match the end of a text.
 
-    Positions from `size` int32[B] on get 0. `ending` int32[B, n] comes from `last_tokens`; no match is longer than n.
-    The n * L integer compares cost little beside a model pass. For matches within one text, leave its last token out of
-    `size`.
+    Positions from `size` int32[B] on get 0. `ending` int32[B, n] is the result of `last_tokens`; no match is longer
+    than n. The n * L integer comparisons cost little compared with a model pass. For matches within one text, exclude
+    its last token from `size`.
     """
     length, longest = source.shape[1], ending.shape[1]
     matches = jnp.arange(length) < size[:, None]
@@ -38,7 +38,7 @@ def match_length(source: Array, size: Array, ending: Array) -> Array:
 def copied_chain(root: Array, source: Array, size: Array, start: Array, count: int, limit: Array) -> TokenTree:
     """Return the chain of `root` int32[B, 1] and `count` tokens of `source` int32[B, L] from `start` int32[B].
 
-    A start of -1 means no tokens. Nodes are valid within the first size[b] tokens, and no deeper than `limit` int32[B].
+    A start of -1 gives no tokens. Nodes are valid within the first size[b] tokens, down to depth `limit` int32[B].
     """
     index = start[:, None] + jnp.arange(count)
     copied = take_along(source, jnp.clip(index, 0, source.shape[1] - 1), 1)

@@ -79,8 +79,8 @@ VERIFIERS: dict[str, Verifier] = {
 def rules_with_arrays() -> dict[str, Verifier]:
     """Return the rules that are not in `VERIFIERS`, with arrays for the three tokens of the toy pair.
 
-    The tests measure their distance from the target with these arrays. It is a function so that an import of this
-    package creates no arrays.
+    The tests measure their distance from the target with these arrays. This is a function so that importing the package
+    creates no arrays.
     """
     nearest = jnp.array([[1, 2], [0, 2], [1, 0]])  # the neighbours of each token, nearest first
     return {
@@ -102,7 +102,7 @@ def rules_with_arrays() -> dict[str, Verifier]:
 
 
 def exact_verifier(drafter: Drafter, is_greedy: bool) -> Verifier:
-    """Return the default rule that keeps the target's distribution for the way the drafter draws."""
+    """Return the default lossless rule for the drafter's kind of draws, or the greedy rule if `is_greedy`."""
     if is_greedy:
         return greedy
     return {

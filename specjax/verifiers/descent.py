@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     enter: Callable[[Array, Array, Array], tuple[Array, Array]]  # (p, q, children [B]) -> (r, d)
     reject: Callable[[Array, Array, Array], tuple[Array, Array]]  # (r, d, token [B]) -> (r, d)
     final: Callable[[Array, Array, Array], Array] = lambda r, d, children: r  # distribution of the next token
-    weight: Callable[[Array], Array] = lambda d: d  # of d(x); a child with weight 0 is rejected, and r and d stay
+    weight: Callable[[Array], Array] = lambda d: d  # d(x) -> weight; a child of weight 0 is rejected, r and d stay
     relax: Callable[[Array, Array], Array] = lambda r, token: r  # (r, token [B]) -> the substitute of r for this child
     point_mass: bool = False  # the tree has no draft distributions: q is 0 everywhere
 
@@ -34,7 +34,7 @@ class State(NamedTuple):
     active: Array  # bool[B]
     context: Array  # bool[B, N], nodes whose children are tested: equal siblings, usually one
     cursor: Array  # int32[B], the last child tested
-    children: Array  # int32[B], of the context
+    children: Array  # int32[B], number of children of the context
     r: Array  # float32[B, V]
     d: Array  # float32[B, V]
     path: Array  # int32[B, N]
@@ -44,7 +44,7 @@ class State(NamedTuple):
 def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also: Array | None = None) -> Accepted:
     """Apply `rule` from the root down, with uniforms float32[B, N]. u[:, 0] is not used.
 
-    Each iteration tests one child per row, so the work is that of the longest row: at most depth x children rows of V.
+    Each iteration tests one child per row. So the work is that of the longest row, at most depth x children rows of V.
 
     Args:
       also: bool[B, N], children that are accepted even if their test fails.

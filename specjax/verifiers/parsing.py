@@ -1,4 +1,4 @@
-"""Acceptance rules from text."""
+"""Parsing of acceptance rules from short texts, for command lines and configs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def parse_rule(spec: str) -> Verifier:
     if colon and name in verifiers.VERIFIERS:
         raise UsageError(f'rule "{name}" takes no parameters, only {", ".join(PARAMETERS)} do; write {name}')
     if name in verifiers.rules_with_arrays():
-        raise UsageError(f'rule "{name}" takes arrays; make it with specjax.verifiers.{name.strip("+")} in Python')
+        raise UsageError(f'rule "{name}" takes arrays; create it with specjax.verifiers.{name.strip("+")} in Python')
     forms = [*verifiers.VERIFIERS, *(f"{name}:{options[0].form}" for name, options in (PARAMETERS | OF_FILES).items())]
     raise UsageError(f'unknown rule "{spec}"; choose one of {", ".join(forms)}')
 
 
 def _judge(file: JudgeHead, threshold: float | None) -> Verifier:
-    """Return the rule `judge` with the arrays of a file and a threshold: the given one, the file's, or 0.5."""
+    """Return the rule `judge` with the arrays of a file. The threshold is the argument, the file's, or 0.5."""
     default = 0.5 if file.threshold is None else file.threshold
     return verifiers.judge(jnp.asarray(file.weight), file.bias, default if threshold is None else threshold)

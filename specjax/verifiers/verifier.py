@@ -24,14 +24,14 @@ ANY: tuple[Draws, ...] = get_args(Draws)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Verifier:
-    """An acceptance rule with its guarantee. A pytree whose only leaves are the rule's parameters, if it has any.
+    """An acceptance rule with its guarantee. It is a pytree whose only leaves are the rule's parameters, if any.
 
-    Call it as a `VerifyFn`, `verifier(keys, tree, target_logits)`. Keys may also be one per row, [B].
+    Call it as a `VerifyFn`, `verifier(keys, tree, target_logits)`. `keys` may also have the shape [B], one per row.
     """
 
     name: str = field(metadata={"static": True})
     rule: Callable[..., Verdict] = field(metadata={"static": True})  # VerifyFn; with params (..., hidden, params)
-    draws: tuple[Draws, ...] = field(metadata={"static": True})  # the drafts for which the guarantee holds
+    draws: tuple[Draws, ...] = field(metadata={"static": True})  # kinds of drafts for which the guarantee is valid
     guarantee: Guarantee = field(metadata={"static": True})
     summary: str = field(metadata={"static": True})
     paper: str = field(metadata={"static": True}, default="")
@@ -40,7 +40,7 @@ class Verifier:
     # on the toy pair of the tests, with this setting.
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
-    # For a lossy rule: its text is the greedy text at temperature 0, where p is one-hot.
+    # For a lossy rule: True if its text is the greedy text at temperature 0, where p is one-hot.
     greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
     @without_x64
@@ -55,23 +55,23 @@ class Verifier:
 
 
 class Accepted(NamedTuple):
-    """The decision of a rule for given uniforms. The next token is still to be drawn from `residual`."""
+    """The decision of a rule for given uniforms. The next token has not been drawn from `residual` yet."""
 
     path: Array  # int32[B, N], accepted nodes from the root down, then -1
-    num_nodes: Array  # int32[B], of `path`
+    num_nodes: Array  # int32[B], length of `path`
     residual: Array  # float32[B, V], the distribution of the next token
 
     @property
     def node(self) -> Array:
-        """int32[B]: the last accepted node."""
+        """Return int32[B]: the last accepted node."""
         return take_along(self.path, self.num_nodes[:, None] - 1, 1)[:, 0]
 
 
 def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
-    """Turn a core that takes uniforms, `core(u[B, N], tree, target_logits) -> Accepted`, into a `VerifyFn`.
+    """Convert a core that takes uniforms, `core(u[B, N], tree, target_logits) -> Accepted`, to a `VerifyFn`.
 
-    The uniforms belong to the step (the root's position), because a rule may test positions that it does not emit. The
-    next token uses the key of its own position.
+    The uniforms are drawn with the key of the root's position, because a rule may test positions that it does not emit.
+    The next token is drawn with the key of its position.
     """
 
     def rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
@@ -123,5 +123,5 @@ def check_parameter(
 def need_logits(tree: TokenTree) -> Array:
     """Return the draft's logits. Raises: UsageError for a point-mass tree."""
     if tree.logits is None:
-        raise UsageError("the rule needs the draft's tree.logits; where there are none, draws must be point_mass")
+        raise UsageError("the rule needs the draft's tree.logits; without logits, draws must be point_mass")
     return tree.logits

@@ -1,4 +1,4 @@
-"""The tree walk shared by rules in which the target names one token per node."""
+"""The tree walk shared by rules in which the target chooses one token per node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def walk(tree: TokenTree, choose: Callable[[Array], Array]) -> Verdict:
     path = jnp.full((batch, n), -1, jnp.int32).at[:, 0].set(0)
 
     def child(node, token):
-        """Return the first valid child of `node` that holds `token`, and whether there is one."""
+        """Return the first valid child of `node` with this `token`, and True if such a child exists."""
         hit = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & tree.valid
         return jnp.argmax(hit, 1).astype(jnp.int32), jnp.any(hit, 1)
 

@@ -199,10 +199,10 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
         (lambda: controllers.bass(0), "1 <= start <= high, not 0 and 32"),
         (lambda: controllers.bass(part=0), "up must be at least 0 and part at least 1, not 2 and 0"),
         (lambda: controllers.additive(up=-1), "up and down must be at least 0"),
-        (lambda: controllers.by_batch(()), "sizes of a ladder must be at least 1 and rise"),
+        (lambda: controllers.by_batch(()), "sizes of a ladder must be at least 1 and increasing"),
         (
             lambda: controllers.by_batch(((4, 1), (2, 3))),
-            r"sizes of a ladder must be at least 1 and rise, not \[4, 2\]",
+            r"sizes of a ladder must be at least 1 and increasing, not \[4, 2\]",
         ),
         (lambda: controllers.by_batch(((4, -1),)), "depths must be at least 0"),
         (lambda: controllers.parse("fixed"), '"fixed" is not a controller; the forms are fixed:N'),

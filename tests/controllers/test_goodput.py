@@ -107,7 +107,7 @@ def test_text_is_that_of_plain_decoding_and_dear_passes_are_not_run():
 
 
 def test_bad_settings():
-    with pytest.raises(UsageError, match="depths must rise from 0"):
+    with pytest.raises(UsageError, match="depths must increase from 0"):
         goodput((1, 2))
     with pytest.raises(UsageError, match="one positive number per depth"):
         goodput((0, 1), costs=(1.0,))

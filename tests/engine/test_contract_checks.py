@@ -30,7 +30,7 @@ def proposing(drafter, change):
         (lambda tree, state: (tree._replace(valid=tree.tokens), state), "tree.valid as booleans .* not int32"),
         (lambda tree, state: (tree._replace(parents=[-1, 0, 1]), state), "tree.parents as integers .* not list"),
         (lambda tree, state: (tuple(tree), state), r"must return \(TokenTree, state\), not a tuple first"),
-        (lambda tree, state: (tree, jnp.zeros(3)), "the drafter's update .* must return its state in the form it got"),
+        (lambda tree, state: (tree, jnp.zeros(3)), "the drafter's update .* must return its state in the same form"),
     ],
 )  # fmt: skip
 def test_a_drafter(change, message):
@@ -58,7 +58,7 @@ def test_a_model():
     with pytest.raises(UsageError, match=r"forward of the model mine must give logits as floats \[1, 1, 3\]"):
         run(wrong)
     grows = model._replace(commit=lambda cache, *_: (cache, 0), name="mine")
-    with pytest.raises(UsageError, match="commit of the model mine must return its state in the form it got"):
+    with pytest.raises(UsageError, match="commit of the model mine must return its state in the same form"):
         run(type(target)(grows, target.params))
 
 
@@ -78,5 +78,5 @@ def test_a_controller():
     counting = Controller(
         lambda batch: jnp.zeros(batch, jnp.int32), lambda state: state, lambda state, info: state + 0.5
     )
-    with pytest.raises(UsageError, match="the controller's update must return its state as it got it: int32"):
+    with pytest.raises(UsageError, match="the controller's update must return its state in the same form: int32"):
         run(controller=counting)

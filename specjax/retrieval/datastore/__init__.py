@@ -1,4 +1,4 @@
-"""Datastores: corpora as token ids with a suffix array, for drafters that retrieve.
+"""Datastores: corpora as token ids with a suffix array, for retrieval-based drafters.
 
 store = specjax.retrieval.datastore.open_datastore("wiki.store", tokenizer)  # raises if built with another tokenizer
 drafter = specjax.drafters.rest(store.to_device())

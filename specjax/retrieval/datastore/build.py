@@ -45,15 +45,14 @@ def build(
 
     The text is read twice, first to count and hash it. An interrupted build resumes after its last complete shard if it
     is started again with the same text, tokenizer and options. Otherwise it starts over. Existing shards are compared
-    with their checksums: a damaged shard and all later ones are rebuilt. Memory: one shard, 20 to 50 bytes per token of
-    it.
+    with their checksums: a damaged shard and all later ones are rebuilt. Memory: 20 to 50 bytes per token of one shard.
 
     Args:
-      tokenizer: as returned by `specjax.load`; control tokens around a text are left out.
+      tokenizer: as returned by `specjax.load`; it encodes without control tokens around a text.
       fields: see `corpus.read`. shard_tokens: places per shard.
       progress: called with the bytes read so far and the bytes of all files. notify: called with messages for the user.
 
-    Returns: the datastore, opened.
+    Returns: the opened datastore.
 
     Raises: UsageError for bad files or options, or if `out` exists.
     """

@@ -20,12 +20,12 @@ class TextBlock(NamedTuple):
     """A piece of a document."""
 
     text: str
-    ends: bool  # whether the document ends here
+    ends: bool  # True if the document ends with this piece
     size: int  # bytes in its file
 
 
 class Survey(NamedTuple):
-    """Hash and size of a corpus, from reading it once."""
+    """Hash and size of a corpus."""
 
     digest: str
     documents: int
@@ -46,14 +46,15 @@ def survey(blocks: Iterable[TextBlock]) -> Survey:
 def read(files: Sequence[Path], fields: Sequence[str] = ()) -> Iterator[TextBlock]:
     """Yield the documents of files, without blank ones.
 
-    Args: fields: names of JSONL fields, strings or lists of strings, joined by newlines; empty: the first of FIELDS
-    that a line has.
+    Args:
+      fields: names of JSONL fields whose values, strings or lists of strings, are joined by newlines. If empty, the
+        first of FIELDS that a line has is used.
 
-    Raises: UsageError, with file and line, for input that cannot be read.
+    Raises: UsageError that names file and line, for input that cannot be read.
     """
     for file in files:
         try:
-            check_regular(file)  # the file is read twice
+            check_regular(file)  # a pipe could not be read twice
             with open(file, encoding="utf-8-sig", newline="") as handle:
                 if file.suffix == ".jsonl":
                     for number, line in enumerate(handle, 1):
@@ -94,5 +95,5 @@ def _document(line: str, fields: Sequence[str], where: str) -> str:
         value: Any = entry.get(name)
         parts += value if isinstance(value, list) else [value]
         if not all(isinstance(part, str) for part in parts):
-            raise UsageError(f'{where}: the field "{name}" is no string or list of strings; choose another --field')
+            raise UsageError(f'{where}: the field "{name}" is not a string or list of strings; choose another --field')
     return "\n".join(parts).encode(errors="replace").decode()  # JSON can contain half a surrogate pair

@@ -18,16 +18,16 @@ from specjax.retrieval.datastore.store import Datastore, Shard, token_dtype
 
 FORMAT, VERSION = "specjax-datastore", 1
 TOKENS, SUFFIXES, META = "tokens.bin", "suffixes.bin", "meta.json"
-MAX_COUNT = (1 << 31) - 2  # of ids, and of places of a shard
+MAX_COUNT = (1 << 31) - 2  # maximum number of ids, and of places of a shard
 
 
 def fingerprint(vocab: Sequence[str]) -> str:
-    """Return a hash of a vocabulary's pieces in order, to check that ids belong to it."""
+    """Return a hash of a vocabulary's pieces in order. It identifies the tokenizer of stored ids."""
     return hashlib.blake2b("\0".join(vocab).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def check_tokenizer(store: Datastore, tokenizer, where: str) -> None:
-    """Raise UsageError, which names `where`, if the datastore was built with another vocabulary."""
+    """Raise a UsageError that names `where` if the datastore was built with another vocabulary."""
     if store.info.get("tokenizer") != fingerprint(tokenizer.vocab):
         raise UsageError(
             f"{where} was built with another tokenizer ({store.vocab_size} tokens; the target's has "
@@ -39,11 +39,11 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
     """Open a datastore whose shards are memory-mapped.
 
     Args:
-      tokenizer: of the target, as returned by `specjax.load`. It must match the datastore's ids. None: no check.
+      tokenizer: the target's, as returned by `specjax.load`. It must match the datastore's ids. None: no check.
       verify: compare the files with their checksums, which takes as long as reading them once.
 
-    Raises: UsageError, in one sentence, for a folder that is no datastore, truncated or changed files, or another
-    tokenizer.
+    Raises: UsageError, in one sentence, if the folder is not a datastore, files are truncated or changed, or the
+    tokenizer is another one.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -59,7 +59,7 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
             for name, array, checksum in zip((TOKENS, SUFFIXES), shard, entry["checksums"], strict=True):
                 if compute_checksum(array) != checksum:
                     raise UsageError(f"{folder / name} has changed since it was built {where}")
-            # An attacker can also write the checksum. Invalid ids would be drafted, and invalid places read.
+            # A checksum can be forged too. Without these checks, invalid ids would be drafted and invalid places read.
             if shard.tokens[-1] != store.vocab_size or shard.tokens.max() > store.vocab_size:
                 raise UsageError(f"{folder / TOKENS} has ids outside of its vocabulary {where}")
             if shard.suffixes.min() < 0 or shard.suffixes.max() >= len(shard.tokens):
@@ -72,7 +72,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = read_json(folder / META, "rebuild the datastore")
     except (FileNotFoundError, NotADirectoryError):
-        why = f"it has no {META}" if folder.exists() else "there is no such folder"
+        why = f"it has no {META}" if folder.exists() else "the folder does not exist"
         raise UsageError(f"{folder} is not a datastore: {why}; build one with `specjax datastore build`") from None
     except OSError as error:
         raise UsageError(f"cannot read {folder / META} ({error.strerror or error}); check the path") from None

@@ -39,7 +39,7 @@ class Matches(NamedTuple):
 
 
 def to_device(shards: Shards, vocab_size: int, mesh: Mesh | None = None) -> Index:
-    """Copy shards to the device, or spread them over all axes but "data" of the target's `mesh`.
+    """Copy shards to the device, or distribute them over all axes except "data" of the target's `mesh`.
 
     On P devices each stores ceil(S / P) shards, padded to the longest. Devices along "data" decode different rows and
     store the same shards, as they store the same weights. The host reads the shards of one device at a time, and only
@@ -81,10 +81,11 @@ def _arrays(shards: Shards, vocab_size: int, first: int, count: int) -> tuple[np
 def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Matches:
     """Find the longest end of each text, of `min_span` to M tokens, that occurs in the corpus.
 
-    All spans are searched at once, in log2 n steps that read 2 M tokens of each shard per span. If the shards are
-    spread over devices, each device searches its own. Only counts and continuations travel between devices.
+    All spans are searched in parallel, in log2 n steps that read 2 M tokens of each shard per span. If the shards are
+    distributed over devices, each device searches its own. Only counts and continuations are exchanged.
 
-    Args: text: int32[B, M], the last M tokens of each row, the newest last. length: int32[B], number of valid ones.
+    Args:
+      text: int32[B, M], the last M tokens of each row, the newest last. length: int32[B], number of valid tokens.
     """
     max_span = text.shape[1]
     spans = np.arange(max_span, min_span - 1, -1)
@@ -93,7 +94,7 @@ def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Match
     )  # [B, K, M], of which the first `span` tokens are compared
 
     def bound(tokens, suffixes, size, query, span, past):
-        """Return the first rank whose suffix is not below the query; with `past`, also not beginning with it."""
+        """Return the first rank whose suffix is not below the query and, with `past`, does not begin with it."""
         offset = jnp.arange(max_span)
 
         def halve(_, bounds):
@@ -128,9 +129,9 @@ def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Match
 def continuations(index: Index, matches: Matches, num_paths: int, length: int) -> Array:
     """Return the tokens after each match: int32[B, num_paths, length], -1 from a document's end on.
 
-    All occurrences are returned if there are at most `num_paths`, followed by rows of -1. Otherwise `num_paths` of them
-    are spread evenly over the order of the shards and their suffix arrays. So continuations appear in proportion to
-    their frequency.
+    All occurrences are returned if they are at most `num_paths`, followed by rows of -1. Otherwise `num_paths` of them
+    are chosen at even distances in the order of the shards and their suffix arrays. So continuations appear in
+    proportion to their frequency.
     """
     total = jnp.sum(matches.counts, 1)[:, None]
     earlier = jnp.cumsum(matches.counts, 1) - matches.counts  # [B, S], occurrences in earlier shards

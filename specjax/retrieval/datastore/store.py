@@ -1,8 +1,8 @@
 """Datastores on the host: shards of token ids, each with its suffix array.
 
-Documents follow one another. Each is closed by the id END = `vocab_size`, which occurs in no text, so matches and
-continuations never cross a document's end. A suffix array lists the places of a shard in the order of the tokens that
-begin there, END being the largest id. So all places that begin with the same tokens are neighbours.
+The documents are concatenated. Each ends with the id END = `vocab_size`, which occurs in no text, so matches and
+continuations never cross a document's end. A suffix array lists the places of a shard, sorted by the tokens from each
+place on. END is the largest id. So all places where the same tokens begin are neighbours.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ SHARD_TOKENS = 1 << 25
 
 
 class Shard(NamedTuple):
-    """A piece of the corpus, memory-mapped if it comes from a file."""
+    """A part of the corpus, memory-mapped if it comes from a file."""
 
     tokens: np.ndarray  # uint16[n] or uint32[n], ends with END
-    suffixes: np.ndarray  # int32[n], places sorted by the tokens that begin there
+    suffixes: np.ndarray  # int32[n], places sorted by the tokens from each place on
 
 
 class Match(NamedTuple):
     """Occurrences of the longest end of a text that the corpus contains."""
 
     span: int  # number of tokens that match; 0: no match
-    first: list[int]  # per shard, first rank of the suffix array that begins with them
-    counts: list[int]  # per shard, number of these ranks
+    first: list[int]  # per shard, first rank of the suffix array whose suffix begins with these tokens
+    counts: list[int]  # per shard, number of such ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Datastore:
-    """A corpus to retrieve from. `info` is the content of the folder's meta.json, if there is one."""
+    """A corpus for retrieval. `info` is the content of the folder's meta.json, or empty for a store in memory."""
 
     shards: tuple[Shard, ...]
     vocab_size: int
@@ -47,7 +47,7 @@ class Datastore:
 
     @property
     def num_tokens(self) -> int:
-        """Return the places of all shards, including the ends of the documents."""
+        """Return the number of places of all shards, including the ends of the documents."""
         return sum(len(shard.tokens) for shard in self.shards)
 
     @property
@@ -65,7 +65,7 @@ class Datastore:
         }
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield the ids of each document. A document that crosses the border of a shard comes in two pieces."""
+        """Yield the ids of each document. A document that crosses the border of a shard is yielded in two pieces."""
         for tokens, _ in self.shards:
             start = 0
             for end in np.flatnonzero(tokens == self.vocab_size).tolist():
@@ -73,7 +73,7 @@ class Datastore:
                 start = end + 1
 
     def to_device(self, mesh: Mesh | None = None) -> Index:
-        """Return the `Index` on the device, or its shards spread over the target's mesh. See `index.to_device`."""
+        """Return the `Index` on the device, or distributed over the target's mesh. See `index.to_device`."""
         return to_device(self.shards, self.vocab_size, mesh)
 
     def search(self, text: Sequence[int], max_span: int = 16, min_span: int = 2) -> Match:
@@ -94,8 +94,8 @@ class Datastore:
     def continuations(self, match: Match, num_paths: int, length: int) -> np.ndarray:
         """Return the tokens after a match: int32[num_paths, length], -1 from a document's end on.
 
-        All occurrences are returned if there are at most `num_paths`, followed by rows of -1. Otherwise `num_paths` of
-        them are spread evenly over the order of the shards and their suffix arrays. So continuations appear in
+        All occurrences are returned if they are at most `num_paths`, followed by rows of -1. Otherwise `num_paths` of
+        them are chosen at even distances in the order of the shards and their suffix arrays. So continuations appear in
         proportion to their frequency.
         """
         paths = np.full((num_paths, length), -1, np.int32)
@@ -120,7 +120,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def from_documents(
     documents: Iterable[Sequence[int]], vocab_size: int, *, shard_tokens: int = SHARD_TOKENS
 ) -> Datastore:
-    """Build a datastore in memory. Raises: UsageError for ids outside the vocabulary, or if there are none."""
+    """Build a datastore in memory. Raises: UsageError for ids outside the vocabulary, or a corpus without tokens."""
     pieces = (np.array([*document, vocab_size]) for document in documents if len(document))
     store = Datastore(
         tuple(make_shard(tokens) for tokens, _, _ in split_shards(pieces, vocab_size, shard_tokens)), vocab_size
@@ -133,15 +133,15 @@ def from_documents(
 def split_shards(
     pieces: Iterable[np.ndarray], vocab_size: int, shard_tokens: int, place: int = 0
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Yield the tokens of one shard after another from pieces of text (ids, END included).
+    """Split pieces of text (ids, END included) into shards, and yield the tokens of each.
 
-    All shards but the last are full.
+    All shards except the last are full. A document that crosses the border of a shard is cut there, and every shard
+    ends with END.
 
-    A document that crosses the border of a shard is cut there, and every shard ends with END.
+    Args:
+      place: start in the first piece.
 
-    Args: place: start in the first piece.
-
-    Yields: tokens, the number of pieces used up, and the place in the next piece.
+    Yields: tokens, the number of pieces that are used up, and the place in the next piece.
     """
     if shard_tokens < 2:
         raise UsageError(f"shard_tokens must be at least 2 (a token and the document's end), not {shard_tokens}")

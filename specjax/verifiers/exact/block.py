@@ -1,11 +1,11 @@
-"""Block verification: a chain is accepted as a block, as far as its joint ratio allows.
+"""Block verification: the accepted prefix of a chain is decided jointly, by the product of its probability ratios.
 
 Sun, Ro, Beirami, Suresh: Block Verification Accelerates Speculative Decoding (ICLR 2025), arXiv 2403.10444.
 
 Rule: w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)); h_i = Z_i / (Z_i + 1 - w_i) with
 Z_i = sum_x [w_i p_{i+1}(x) - q_{i+1}(x)]+, and h_L = w_L. Accept tau = max {i: u_i < h_i} tokens; a failed test does
 not stop the search. The next token is drawn from norm([w_tau p_{tau+1} - q_{tau+1}]+), at tau = L from p.
-Guarantee: distribution. It accepts at least as many tokens as the standard rule, the most possible for one chain.
+Guarantee: distribution. It accepts at least as many tokens as the standard rule, and the most possible for one chain.
 """
 
 from __future__ import annotations

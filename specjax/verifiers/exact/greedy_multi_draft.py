@@ -1,15 +1,16 @@
-"""Greedy multi-draft: the likeliest tokens of the drafter as fixed siblings beside one sampled sibling.
+"""Greedy multi-draft: the likeliest tokens of the drafter are fixed siblings of one sampled token.
 
 Hu, Zheng, Viswanathan, Chen, Rossi, Wu, Manocha, Huang: Towards Optimal Multi-draft Speculative Decoding (ICLR 2025),
 arXiv 2502.18779.
 
-Draft: T holds the n - 1 likeliest tokens under q; x is drawn from q', which is q without T. Rule, x first, r <- p:
+Draft: T contains the n - 1 likeliest tokens under q; x is drawn from q', which is q without T.
+Rule, with x tested first and r <- p:
   accept x if u q'(x) < p(x), else r <- norm([p - q']+);
   accept t in T if u < r(t), else r(t) <- 0, r <- norm(r).
 If no child is left, the next token is drawn from r. Testing T in turn is equivalent to drawing y from r and testing
 whether y is in T.
 Guarantee: distribution. It accepts P(T) + sum_{x not in T} min(p(x), q'(x)), the most possible for such drafts.
-The tree holds log q' in `logits`, so a child without mass there is a fixed one.
+`logits` of the tree contains log q', so a child without mass there is a fixed one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,6 @@ greedy_multi_draft = Verifier(
     with_keys(core),
     draws=("chain", "top_and_sampled"),
     guarantee="distribution",
-    summary="one sampled sibling, tested first, beside the drafter's likeliest tokens as point masses",
+    summary="tests one sampled sibling first, then the drafter's likeliest tokens as point masses",
     paper="Hu et al. 2025, arXiv 2502.18779",
 )

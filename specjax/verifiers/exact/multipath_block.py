@@ -7,8 +7,8 @@ paths. Let F_t = sum of q up to t in this order, and rho = 1 at the root. The to
   distribution q'(t) ~ q(t) sum_{i<K} (1 - rho (1 - F_t))^i (1 - rho (1 - F_t + q(t)))^{K-1-i};
 then rho <- rho q(t) / (1 - rho + rho F_t). Run block verification on that path with q' for q.
 Guarantee: distribution, because the order is strict. More paths can be worse, because the choice skews q'.
-Paths may end early, by the limit or a stop condition, if the preceding text alone decides it. Then paths that agree end
-together, and the largest one is that of a smaller tree of texts. So the rule assumes no fixed number of nodes.
+Paths may end early, by the limit or a stop condition, if only the preceding text decides that. Then equal paths end
+together, and the largest path is the largest one in a smaller tree of texts. So the number of nodes is not fixed.
 F_t needs a sorted vocabulary, once per drafted depth of the chosen path. A threshold search gives F_t for single
 tokens, but block verification sums [w p - q']+ over all of them.
 Deviation: the recursion in rho is equal to the paper's but does not underflow.
@@ -31,15 +31,15 @@ from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_lo
 
 
 class State(NamedTuple):
-    active: Array  # bool[B], the selected path has a node at this depth
+    active: Array  # bool[B], True if the selected path has a node at this depth
     depth: Array  # int32[]
     context: Array  # bool[B, N], nodes at this depth whose texts equal the selected path
     node: Array  # int32[B], the first of them
     rho: Array  # float32[B]
     log_w: Array  # float32[B]
     path: Array  # int32[B, N], the selected path so far
-    num_nodes: Array  # int32[B], accepted nodes of it so far
-    residual: Array  # float32[B, V], after these nodes
+    num_nodes: Array  # int32[B], accepted nodes of the path so far
+    residual: Array  # float32[B, V], residual after these nodes
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array, *, paths: int | None = None) -> Accepted:
@@ -132,11 +132,11 @@ def _skew(order: Array, q: Array, rho: Array, k: Array) -> tuple[Array, Array]:
 def multipath_block(paths: int | None = None) -> Verifier:
     """Build the rule for chains drawn independently, as by `trees.independent_paths`.
 
-    For any other tree drawn with replacement, it reads the chains of first children, which must have equal lengths. A
-    shape that ends some chains earlier (draws "with_replacement_uneven") would need another q'.
+    For any other tree drawn with replacement, the rule uses the chains of first children. They must have equal lengths.
+    A shape that ends some chains earlier (draws "with_replacement_uneven") would need another q'.
 
     Args:
-      paths: K, the number of drafted chains to read; None: all.
+      paths: K, the number of drafted chains to use; None: all.
 
     Raises: UsageError for less than one path.
     """

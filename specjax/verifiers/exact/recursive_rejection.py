@@ -25,6 +25,6 @@ recursive_rejection = Verifier(
     with_keys(core),
     draws=("chain", "without_replacement"),
     guarantee="distribution",
-    summary="tests siblings in turn, each against what the ones before it left",
+    summary="tests siblings in turn, each against the residual of the previous ones",
     paper="Jeon et al. 2024, arXiv 2402.14160",
 )

@@ -1,14 +1,14 @@
 """Sample and match: the target draws its own token at each node, and the walk continues while the draft contains it.
 
 It is the sampled form of verification for drafts without randomness (n-grams, retrieval, top-k trees). Its distribution
-equals that of testing point-mass children one by one with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
+equals that of testing point-mass children in turn with the residual rule (the tree rule of EAGLE-2, Li et al. 2024,
 arXiv 2406.16858).
 
 Rule: y_i = argmax_v (log p_i(v) + G(row key, position, v)) with Gumbel noise G; descend while y_i is a child.
 The acceptance rate at a node is the target's mass on its children, the best possible for fixed children.
 Guarantee: distribution, for point-mass drafts. In addition, the text equals plain sampling with the same keys.
-The noise of a position does not depend on the draft. (For drafts sampled independently of the noise it
-is exact too, but accepts only with probability sum p q.)
+The noise of a position does not depend on the draft. (The rule is also exact for drafts sampled independently of the
+noise, but accepts them only with probability sum p q.)
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ sample_and_match = Verifier(
     _rule,
     draws=ANY,
     guarantee="distribution",
-    summary="the target draws its own token at each node and goes on while the tree holds it",
+    summary="the target draws its own token at each node and descends while the tree contains it",
     paper="Li et al. 2024 (EAGLE-2), arXiv 2406.16858",
 )

@@ -8,7 +8,7 @@ Rule at a node with children x_1 ... x_m in draft order, r <- p, d <- q, U the t
 If no child is left, the next token is drawn from r.
 Guarantee: distribution, for siblings drawn without replacement from q and then from U. It equals `recursive_rejection`
 as long as q does not run out of tokens.
-Use: with top-k or top-p, a node can have more children than tokens that the drafter would draw.
+Use: under top-k or top-p, a node can have more children than the drafter's distribution has tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ sequoia = Verifier(
     with_keys(core),
     draws=("chain", "without_replacement", "without_replacement_then_uniform"),
     guarantee="distribution",
-    summary="recursive rejection that goes on uniformly once the draft's distribution is exhausted",
+    summary="recursive rejection that continues uniformly once the draft's distribution is exhausted",
     paper="Chen et al. 2024, arXiv 2402.12374",
 )

@@ -7,7 +7,7 @@ Rule at a node with k children, beta(rho) = sum_x min(q(x), p(x) / rho), rho the
 1 - (1 - beta)^k = rho beta: accept the first child with u_j rho q(x_j) < p(x_j). If there is none, the next token is
 drawn from norm(p - min(q, p / rho) p_acc / beta) with p_acc = 1 - (1 - beta)^k.
 Guarantee: distribution. It accepts at least 1 - (1 - 1/k)^k of the best possible rate.
-rho is found by bisection, from above: any larger rho is exact too.
+rho is found by bisection, from above, because the rule is exact for any larger rho too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specjax.verifiers.descent import Rule, descend
 from specjax.verifiers.verifier import Verifier, normalise, with_keys
 
 BISECTIONS = 26
-"""Float32 has 24 bits."""
+"""Steps of the bisection, two more than the 24 bits of a float32 mantissa."""
 
 
 def division_factor(p: Array, q: Array, k: Array) -> Array:

@@ -2,10 +2,11 @@
 
 Weng et al.: Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), arXiv 2505.12398.
 
-Rule: w(root) = 1, w(child x) = min(1, w(parent) p(x) / q(x)) with the parent's current p, q. Take the first leaf in
-depth-first order; accept the path to it if u < w (the root: always) and draw the next token from its current p; else
-delete it and at its parent a set s = [w(a) p - q]+, w(a) <- sum s / (sum s + 1 - w(a)), p <- norm(s), q(x) <- 0,
-q <- norm(q).
+Rule: w(root) = 1, w(child x) = min(1, w(parent) p(x) / q(x)) with the parent's current p, q. Take the first leaf x in
+depth-first order.
+  accept the path to x if u < w(x) (the root: always), and draw the next token from its current p;
+  else delete x, and at its parent a set s = [w(a) p - q]+,
+  w(a) <- sum s / (sum s + 1 - w(a)), p <- norm(s), q(x) <- 0, q <- norm(q).
 Guarantee: distribution, for siblings drawn without replacement, or independently once equal siblings are merged.
 A deep path can be accepted although its first token alone would be rejected. On a chain it is block verification.
 """
@@ -30,7 +31,7 @@ class State(NamedTuple):
     remaining: Array  # bool[B, N], nodes not deleted
     weight: Array  # float32[B, N]
     p: Array  # float32[B, N, V], current distributions
-    q: Array  # float32[B, N, V], row `_drawn_below[node]` is that of a node
+    q: Array  # float32[B, N, V], current distributions; row `_drawn_below[node]` belongs to a node
 
 
 def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
@@ -58,7 +59,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
             lambda p_a, q_a, w: (p_a, q_a, w),
             s.p[rows, parent], s.q[rows, parent_row], at(s.weight, parent),
         )  # fmt: skip
-        # The writes stay outside of the branch and before the next read. Otherwise XLA copies the buffers.
+        # The writes are outside of the branch and before the next read. Otherwise XLA copies the buffers.
         place = lambda node: jnp.where(fail, node, n)
         p = s.p.at[rows, place(parent)].set(p_a, mode="drop")
         q = s.q.at[rows, place(parent_row)].set(q_a, mode="drop")

@@ -3,20 +3,23 @@
 Kim, Mangalam, Moon, Malik, Mahoney, Gholami, Keutzer: Speculative Decoding with Big Little Decoder (NeurIPS 2023),
 arXiv 2302.07863.
 
-Rule (rollback): accept x_i while -log p_i(x_i) <= alpha. Replace the first other token by argmax p_i. If all are
-accepted, append argmax p_{L+1}. With `sample`, these tokens are drawn from p instead. Rule (fallback): draft no further
-below a node where max_y q(y) is below a bound: the stop condition `trees.stops.fallback`. Option of the official code:
-`keep_argmax` never rolls back at a token that is argmax p_i, however unlikely it is. The paper's setting: a greedy
-draft of at most 10 tokens with fallback below 0.6, scored by the distributions at temperature 1. In Python it is
-`two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`. On the command line it is
-`--draft DRAFT --tree bild:10 --verifier rollback --temperature 1`. Use `rollback:sample=yes` to draw the target's own
-tokens. Guarantee: lossy. With alpha < ln 2 every accepted token has p > 1/2, so it is the argmax, and the text is the
+Rule (rollback): accept x_i while -log p_i(x_i) <= alpha. Replace the first rejected token by argmax p_i. If all tokens
+are accepted, append argmax p_{L+1}. With `sample`, these tokens are drawn from p instead.
+Rule (fallback): stop drafting below a node where max_y q(y) is below a bound. This is the stop condition
+`trees.stops.fallback`.
+Option of the official code: `keep_argmax` always accepts a token that is argmax p_i, however unlikely it is.
+Setting of the paper: a greedy draft of at most 10 tokens with fallback below 0.6, scored by the distributions at
+temperature 1.
+  Python: `two_model(draft, tree=trees.bild())` with `verifier=rollback()` and `temperature=1.0`.
+  Command line: `--draft DRAFT --tree bild:10 --verifier rollback --temperature 1`. Use `rollback:sample=yes` to draw
+  the target's own tokens.
+Guarantee: lossy. With alpha < ln 2 every accepted token has p > 1/2, so it is the argmax. The text is then the
 target's greedy text for any draft and temperature. With `sample` and alpha < 0 no token is accepted, which is plain
-sampling; alpha = inf accepts the whole draft. p is the warped distribution. At temperature 0 it is one-hot, and the
-rule is greedy verification. For the relaxed rule with greedy text, the setting of the paper, decode at temperature 1
-without `sample`. Deviations: on trees the longest run of accepted tokens is taken (ties: the larger sum of log p),
-which on a chain is the rule of the paper. The official code's other option, one more target token after a rollback, is
-omitted.
+sampling. alpha = inf accepts the complete draft.
+p is the warped distribution. At temperature 0 it is one-hot, and the rule is greedy verification. For the relaxed rule
+with greedy text, the setting of the paper, decode at temperature 1 without `sample`.
+Deviations: on trees, the rule takes the longest run of accepted tokens (ties: the larger sum of log p). On a chain that
+is the rule of the paper. The official code's other option, one more target token after a rollback, is omitted.
 """
 
 from __future__ import annotations

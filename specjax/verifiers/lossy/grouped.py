@@ -3,17 +3,19 @@
 So et al.: Grouped Speculative Decoding for Autoregressive Image Generation (ICCV 2025), arXiv 2508.07747.
 
 Rule: accept x_i while u_i sum_{y in C} q_i(y) < sum_{y in C} p_i(y), with C the cluster of x_i. After the first
-rejection the next token is drawn from norm([p_i - q_i]+), after the last acceptance from p. Dynamic clusters
-(`grouped`): the tokens at most size // 2 ranks from x in the order of p. Tokens with |p(y) - p(x)| > max_gap, or with a
-squared embedding distance from x above max_distance, are left out. x is always in. Fixed clusters (`grouped_static`): a
-partition. After a rejection the cluster is drawn from norm([P_C - Q_C]+), and the token from p within it. Guarantee:
-lossy. With fixed clusters the distribution of the clusters is exact and that of the tokens is not; with dynamic
-clusters neither is. size < 2, or clusters of one token, is the standard rule. Cost: the dynamic rule sorts the
-vocabulary at every position, one sort of [L, V] per step. Deviations: the window is symmetric and clipped at both ends.
-(The released code takes 7 tokens below and 6 above, and tests the 7 least probable tokens alone.) Equal probabilities
-are ranked by id. A token that p cannot draw is in no other token's cluster and has no cluster of its own. So at
-temperature 0 the rule is greedy verification, and under top-k the rank of tokens without mass has no effect. Embeddings
-are those of the whole vocabulary.
+rejection the next token is drawn from norm([p_i - q_i]+), after the last acceptance from p.
+Dynamic clusters (`grouped`): the tokens at most size // 2 ranks from x in the order of p. Tokens with
+|p(y) - p(x)| > max_gap, or with a squared embedding distance from x above max_distance, are excluded. x is always
+included.
+Fixed clusters (`grouped_static`): a partition of the vocabulary. After a rejection the cluster is drawn from
+norm([P_C - Q_C]+), and the token from p within it.
+Guarantee: lossy. With fixed clusters the distribution of the clusters is exact, and that of the tokens is not. With
+dynamic clusters neither is exact. size < 2, or clusters of one token, is the standard rule.
+Cost: the dynamic rule sorts the vocabulary at every position, one sort of [L, V] per step.
+Deviations: the window is symmetric and clipped at both ends. (The released code takes 7 tokens below and 6 above, and
+tests the 7 least probable tokens alone.) Equal probabilities are ranked by id. A token that p cannot draw belongs to no
+other token's cluster and has no cluster itself. So at temperature 0 the rule is greedy verification, and under top-k
+the rank of tokens without mass has no effect. Embeddings cover the complete vocabulary.
 """
 
 from __future__ import annotations
@@ -64,10 +66,9 @@ def core(
 
 
 def window(logits: Array, token: Array, size: int) -> tuple[Array, Array]:
-    """Return the tokens whose rank is at most h = size // 2 from that of `token` [B, L]: int32[B, L, 2h + 1], itself at
-    h.
+    """Return the tokens within h = size // 2 ranks of `token` [B, L]: int32[B, L, 2h + 1], with the token itself at h.
 
-    The second result is bool of this shape: whether a token of that rank exists.
+    The second result is a bool array of this shape. It is true where a token of that rank exists.
     """
     half = size // 2
     if not half:

@@ -3,13 +3,15 @@
 Bachmann, Anagnostidis, Pumarola, Georgopoulos, Sanakoyeu, Du, Schönfeld, Thabet, Kohler: Judge Decoding: Faster
 Speculative Sampling Requires Going Beyond Model Alignment (ICLR 2025), arXiv 2501.19309.
 
-Rule: node x is accepted if the exact test accepts it or sigmoid(w . h_x + b) > threshold, where h_x is the target's
-hidden state at x itself, after it has read x. The next token is drawn from the residual of the exact test: norm([p -
-q]+) after a rejection on a chain, p at its end. The exact test is recursive rejection for drawn siblings (on a chain
-the standard rule). For point masses it accepts x if u < r(x), else r(x) <- 0, r <- norm(r). Guarantee: lossy. On a
-chain it accepts at least as much as the standard rule with the same uniforms. Threshold 1 is the standard rule, and
-threshold 0 accepts every node it reaches. The paper has chains only. On a tree, siblings are tested in draft order, and
-the descent enters a node that the head accepts at once. So a tree can accept less than without the head.
+Rule: accept node x if the exact test accepts it or sigmoid(w . h_x + b) > threshold. h_x is the target's hidden state
+at x itself, after it has read x. The next token is drawn from the residual of the exact test: norm([p - q]+) after a
+rejection on a chain, and p at its end.
+The exact test is recursive rejection for drawn siblings (on a chain the standard rule). For point masses it accepts x
+if u < r(x), else r(x) <- 0, r <- norm(r).
+Guarantee: lossy. On a chain it accepts at least as many tokens as the standard rule with the same uniforms. Threshold 1
+is the standard rule, and threshold 0 accepts every node that the descent reaches.
+Deviations: the paper covers chains only. On a tree, siblings are tested in draft order, and the descent immediately
+enters a node that the head accepts. So on a tree it can accept fewer tokens than without the head.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ def core(
 
 
 def log_odds_of(probability: Array) -> Array:
-    """Convert a probability threshold to log-odds float32[...]. Close to 1, float32 probabilities are too coarse to
-    compare.
+    """Convert a probability threshold to log-odds float32[...].
+
+    The head's scores are compared as log-odds, because float32 probabilities are too coarse close to 1.
     """
     return jnp.log(probability) - jnp.log1p(-probability)
 
@@ -46,12 +49,12 @@ def judge_score(hidden: Array, weight: Array, bias: Array) -> Array:
 
 
 def init_judge(hidden_width: int) -> tuple[Array, Array]:
-    """Return (weight float32[D], bias float32[]) of an untrained head. A threshold of 0.5 rejects its even odds."""
+    """Return (weight float32[D], bias float32[]) of an untrained head. Its scores are 0.5, so threshold 0.5 rejects."""
     return jnp.zeros((hidden_width,)), jnp.zeros(())
 
 
 def judge(weight: Array | np.ndarray, bias: Array | float = 0.0, threshold: Array | float = 0.5) -> Verifier:
-    """Build the rule with a head. All three arguments are leaves: another head or threshold compiles nothing.
+    """Build the rule with a head. All three arguments are pytree leaves, so new values do not recompile the program.
 
     Raises: UsageError for a threshold outside 0 to 1.
     """
@@ -69,10 +72,10 @@ def judge(weight: Array | np.ndarray, bias: Array | float = 0.0, threshold: Arra
 
 def _rule(keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None, params) -> Verdict:
     if hidden is None:
-        raise ValueError("the judge reads the target's features; call it with hidden[B, N, D]")
+        raise ValueError("judge needs the target's hidden states; pass hidden[B, N, D]")
     if hidden.shape[-1] != len(params[0]):
         raise UsageError(
-            f"the judge's head reads {len(params[0])} numbers, and the target's features have {hidden.shape[-1]}; give "
+            f"the judge head has width {len(params[0])}, but the target's hidden states have {hidden.shape[-1]}; pass "
             "the head that was trained for this target"
         )
     rule = with_keys(lambda u, tree, target_logits: core(u, tree, target_logits, hidden, *params))

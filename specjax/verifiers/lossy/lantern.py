@@ -3,17 +3,20 @@
 Jang, Park, Yang, Jung, Yun, Kundu, Kim, Yang: LANTERN: Accelerating Visual Autoregressive Models with Relaxed
 Speculative Decoding (ICLR 2025), arXiv 2410.03355; the relative bound is that of LANTERN++ (2025), arXiv 2502.06352.
 
-Rule for a child x of a node with r <- p, d <- q: A is the longest prefix of the tokens nearest to x with sum_{y in A}
-r(y) <= delta (relative: <= (lambda - 1) r(x)); r^x(x) = r(x) + sum_A r, r^x = 0 on A, else r. accept x if u d(x) <
-r^x(x), and descend; else r <- norm([r^x - d]+), then d(x) <- 0, d <- norm(d); for point masses r <- norm(r^x without
-x). If no child is left, the next token is drawn from r. Guarantee: lossy. Each test uses a distribution within total
-variation delta of the target's, but the output can be further away. delta = 0, lambda = 1 or no neighbours is the exact
-rule: recursive rejection, on a chain the standard rule. Without `sample`, the greedy mode of the released code: x is
-accepted if it is the argmax of p^x, and the next token is argmax p. On a tree, the longest path of such nodes counts;
-ties: the larger sum of log p. delta = 0 is then greedy verification of p. Decode at temperature 1: at 0, p is one-hot
-and no neighbour has mass to lend. Deviations: after a rejection only A is removed, where the released code zeroes all k
-neighbours. The surrogate of a later sibling is computed from the residual of its predecessors. Chains take the same
-descent as trees.
+Rule for a child x of a node with r <- p, d <- q: A is the longest prefix of the tokens nearest to x with
+sum_{y in A} r(y) <= delta (relative: <= (lambda - 1) r(x)). r^x(x) = r(x) + sum_A r, r^x = 0 on A, and r^x = r
+elsewhere.
+  accept x if u d(x) < r^x(x), and descend;
+  else r <- norm([r^x - d]+), then d(x) <- 0, d <- norm(d); for point masses r <- norm(r^x without x).
+If no child is left, the next token is drawn from r.
+Guarantee: lossy. Each test uses a distribution within total variation delta of the target's, but the output can be
+further away. delta = 0, lambda = 1 or no neighbours is the exact rule: recursive rejection, on a chain the standard
+rule.
+Without `sample`, it is the greedy mode of the released code: x is accepted if it is the argmax of p^x, and the next
+token is argmax p. On a tree, the longest path of such nodes is taken (ties: the larger sum of log p). delta = 0 is then
+greedy verification of p. Decode at temperature 1: at 0, p is one-hot and no neighbour has mass to lend.
+Deviations: after a rejection only A is removed, while the released code zeroes all k neighbours. The surrogate of a
+later sibling is computed from the residual of its predecessors. Chains use the same descent as trees.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def surrogate(r: Array, token: Array, neighbours: Array, bound: Array, share: Ar
 
 
 def _nearest(token: Array, neighbours: Array, offset: Array) -> tuple[Array, Array]:
-    """Return the neighbours int32[..., k] of tokens, and whether the table contains the tokens."""
+    """Return the neighbours int32[..., k] of tokens, and bool[...]: True for tokens in the table."""
     count = neighbours.shape[0]
     in_table = (token >= offset) & (token < offset + count)
     return neighbours[jnp.clip(token - offset, 0, count - 1)] + offset, in_table
@@ -79,7 +82,7 @@ def _greedy(tree: TokenTree, logits: Array, neighbours: Array, bound: Array, sha
     mass = jnp.exp(logits[rows, parent[:, :, None], near] - total[:, :, None])  # float32[B, N, k]
     is_lent = in_table[:, :, None] & (jnp.cumsum(mass, 2) <= (bound + share * jnp.exp(log_p))[:, :, None])
     probability = jnp.exp(log_p) + jnp.sum(jnp.where(is_lent, mass, 0.0), 2)
-    # The tokens that lend to x are then not likelier than x.
+    # If x passes, no token that lends to it is likelier than x.
     path, num_nodes, last = longest_run(tree, probability >= best, log_p)
     p = distribution(logits, last)
     return Accepted(path, num_nodes, jax.nn.one_hot(first_largest(p), p.shape[-1]))
@@ -93,13 +96,13 @@ def lantern(
     offset: Array | int = 0,
     sample: bool = True,
 ) -> Verifier:
-    """Build the rule with a table of neighbours. All arguments except `relative` and `sample` are leaves.
+    """Build the rule with a table of neighbours. All arguments except `relative` and `sample` are pytree leaves.
 
     Args:
       neighbours: int32[W, k], the tokens nearest to each of W tokens, nearest first, without the token itself.
       delta: the bound. With `relative`, it is the factor lambda >= 1 by which the probability of x may grow.
       offset: id of the first of the W tokens, for vocabularies with other tokens too. The table counts from 0.
-      sample: accept and draw at random; False: by the argmax.
+      sample: accept and draw at random. False: accept by argmax, and append the argmax.
 
     Raises: UsageError for a negative bound, a relative bound below 1, or a negative offset.
     """

@@ -3,17 +3,20 @@
 Chen, Feng, Ni, Li, Shieh: Long-Context Inference with Retrieval-Augmented Speculative Decoding (ICML 2025),
 arXiv 2502.20330.
 
-Rule: at a drafted position with target logits z, p = softmax(z) and the draft's distribution q, m = [q >= alpha max q],
-z^ = z - eta m (p - q),  p^ = softmax(z^); accept x with min(1, p^(x) / q(x)). After the first rejection the next token
-is drawn from residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the distribution
-p^; residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither distribution. After
-the last acceptance it is drawn from p, since there is no q. Without `sample`, the draft is accepted while it is argmax
-z^, and the next token is argmax z^ (at the end, argmax z). Guarantee: lossy, by design: the draft has information that
-the target lacks, such as the relevant part of a long prompt. The distance of p^ from p depends on eta and on the draft.
-eta = 0 is the standard rule; alpha = 1 moves only the logit of the draft's likeliest token. p and q are warped
-distributions: p^ cannot draw a token that p cannot. At temperature 0 both are one-hot, and the rule is greedy
-verification. For the relaxed rule with greedy text, decode at temperature 1 without `sample`. Deviation: "phat" is the
-default. The rule is for chains.
+Rule: at a drafted position with target logits z, p = softmax(z) and the draft's distribution q,
+  m = [q >= alpha max q],  z^ = z - eta m (p - q),  p^ = softmax(z^);
+accept x with probability min(1, p^(x) / q(x)). After the first rejection the next token is drawn from
+  residual "phat":  norm([p^ - q]+), with which the token at a drafted position has exactly the distribution p^;
+  residual "paper": norm([max(p - q, p - p^)]+), the released code's, with which it has neither p nor p^.
+After the last acceptance it is drawn from p, since q does not exist at that position.
+Without `sample`, the draft is accepted while it is argmax z^. The next token is argmax z^, and at the end argmax z.
+Guarantee: lossy, by design. The draft has information that the target lacks, such as the relevant part of a long
+prompt. The distance of p^ from p depends on eta and on the draft. eta = 0 is the standard rule. alpha = 1 changes only
+the logit of the draft's likeliest token.
+p and q are warped distributions, so p^ cannot draw a token that p cannot. At temperature 0 both are one-hot, and the
+rule is greedy verification. For the relaxed rule with greedy text, decode at temperature 1 without `sample`.
+Deviation: "phat" is the default.
+The rule supports chains only.
 """
 
 from __future__ import annotations

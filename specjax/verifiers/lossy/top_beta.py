@@ -4,16 +4,18 @@ Xia, Ge, Wang, Chen, Wei, Sui: Speculative Decoding: Exploiting Speculative Exec
 Generation (2022), arXiv 2203.16487; as generalised aggressive decoding (GAD) in Ge, Xia, Sun, Chen, Wei: Lossless
 Acceleration for Seq2seq Generation with Aggressive Decoding (2022), arXiv 2205.10350.
 
-Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c) and max log p - log p(x) <=
-tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p, then the first node. The
-next token is the argmax of p. Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the
-text is the greedy one for any draft and temperature; beta = V with tau = inf accepts the whole draft. Typical
-acceptance uses a probability threshold that depends on the entropy. This rule uses one that depends on the best token's
-probability, and a rank. p is the warped distribution. At temperature 0 it is one-hot, and the rule is greedy
-verification. For the relaxed rule with greedy text, the setting of the papers, decode at temperature 1. Deviations: the
-rank is counted instead of read from a sorted vocabulary, and equal tokens pass or fail together. On trees, which the
-papers do not have, the longest run counts. After a fully accepted block the target's own token follows. (The authors
-draft the next block after it.)
+Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c), and
+max log p - log p(x) <= tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p,
+then the first node. The next token is the argmax of p.
+Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the text is the greedy one for any
+draft and temperature. beta = V with tau = inf accepts the complete draft.
+Typical acceptance uses a probability threshold that depends on the entropy. This rule uses a rank, and a threshold that
+depends on the best token's probability.
+p is the warped distribution. At temperature 0 it is one-hot, and the rule is greedy verification. For the relaxed rule
+with greedy text, the setting of the papers, decode at temperature 1.
+Deviations: the rank is counted instead of read from a sorted vocabulary, and tokens of equal probability pass or fail
+together. On trees, which the papers do not cover, the longest run is taken. After a fully accepted block the target's
+own token follows. (The authors draft the next block after it.)
 """
 
 from __future__ import annotations
@@ -40,10 +42,9 @@ def core(u: Array, tree: TokenTree, target_logits: Array, *, beta: int | Array, 
 
 
 def rank_and_gap(logits: Array, tree: TokenTree) -> tuple[Array, Array]:
-    """Return the rank int32[B, N] of each node's token below its parent, and its gap float32[B, N] in nats to the best
-    token.
+    """Return the rank int32[B, N] of each node's token below its parent, and its gap float32[B, N] to the best token.
 
-    The rank is the number of likelier tokens. The root's entries are undefined.
+    The rank is the number of likelier tokens, and the gap is in nats. The root's entries are undefined.
     """
     parent_logits = take_along(
         logits, jnp.maximum(tree.parents, 0)[:, :, None], 1

@@ -5,12 +5,12 @@ Cai, Li, Geng, Peng, Lee, Chen, Dao: Medusa: Simple LLM Inference Acceleration F
 
 Rule: node x below c passes if p(x | c) > min(epsilon, delta exp(-H(p(. | c)))), H in nats. Accept the longest path from
 the root whose nodes all pass; ties: the larger sum of log p, then the first node. The next token is drawn from p.
-Guarantee: lossy; no accepted token was improbable for the target. At temperature 0 only the argmax passes (for epsilon
-or delta below 1), so the text is the greedy one. Where the threshold is 1 or more (epsilon >= 1, delta >= V) no token
-passes, which is plain decoding. A larger threshold is stricter, and 0 accepts every token that p can draw. The only
-randomness is the draw of the next token; p is the warped distribution, at the temperature of the call. Deviations: the
-exact entropy with 0 log 0 = 0, where the official code adds 1e-5 inside the logarithm. The next token is drawn from p,
-where the official code may truncate it once more.
+Guarantee: lossy; no accepted token is improbable under the target. At temperature 0 only the argmax passes (for epsilon
+or delta below 1), so the text is the greedy one. If the threshold is 1 or more (epsilon >= 1, delta >= V), no token
+passes, which is plain decoding. A larger threshold is stricter, and 0 accepts every token that p can draw.
+Only the draw of the next token is random. p is the warped distribution, at the temperature of the call.
+Deviations: the entropy is exact with 0 log 0 = 0, while the official code adds 1e-5 inside the logarithm. The next
+token is drawn from p, while the official code may truncate p once more.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def _log_threshold(logits: Array, epsilon: float, delta: float) -> Array:
 
 
 def node_log_probability(logits: Array, tree: TokenTree) -> Array:
-    """Return log p float32[B, N] of each node's token below its parent: -inf where it cannot be drawn, and 0 for the
-    root.
-    """
+    """Return log p float32[B, N] of each node's token below its parent: -inf if it cannot be drawn; the root's is 0."""
     parents = jnp.maximum(tree.parents, 0)
     logit = logits[jnp.arange(tree.tokens.shape[0])[:, None], parents, tree.tokens]
     total = take_along(jax.nn.logsumexp(logits, -1), parents, 1)

@@ -237,7 +237,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
         (["--verifier", "typical:nan"], '--verifier: epsilon must be a number, not "nan"'),
         (
             ["--verifier", "lantern"],
-            '--verifier: rule "lantern" takes arrays; make it with specjax.verifiers.lantern in',
+            '--verifier: rule "lantern" takes arrays; create it with specjax.verifiers.lantern in',
         ),
         (["--verifier", "judge"], '--verifier: "judge" lacks file, file of the judge head\'s weight and bias'),
         (["--verifier", "judge:no.pt"], '--verifier: file: there is no file "no.pt" with a judge\'s weight and bias'),

@@ -109,7 +109,7 @@ def test_a_judge_by_the_name_of_its_file(tmp_path):
         parse_rule(f"judge:{tmp_path}/judge.safetensors,1.5")
     _, tree, logits = random_chains(batch=8)
     keys, hidden = jax.random.split(jax.random.key(0), tree.tokens.shape), jnp.zeros((*tree.tokens.shape, 4))
-    with pytest.raises(UsageError, match="the judge's head reads 3 numbers, and the target's features have 4"):
+    with pytest.raises(UsageError, match="the judge head has width 3, but the target's hidden states have 4"):
         parse_rule(f"judge:{tmp_path}/judge.safetensors")(keys, tree, logits, hidden)
 
 
