@@ -69,7 +69,7 @@ def init(
     """Build an empty cache of at least `capacity` slots.
 
     Args:
-      dtype: of keys and values; "int8" makes a quantised cache.
+      dtype: dtype of keys and values; "int8" makes a quantised cache.
       lanes: `head_dim` is padded with zeros to a multiple of this. Use 128 on a TPU. Its tiles take that memory for
         heads of 64 anyway, and the kernel then reads the cache without a copy. Otherwise the compiler stores slots in
         the lanes and copies the whole cache for every kernel call.

@@ -68,9 +68,9 @@ def as_target(
     Args:
       model: an NNX module, called as `model(tokens)`; a Linen module, called as `model.apply(params, tokens)`; or a
         function `model(params, tokens)`. It returns logits [B, T, V], alone, as the first item of a tuple, or as
-        `.logits`. It also
-        gets the following keyword arguments if its signature has them: `positions` int32[B, T]; `mask` or
-          `attention_mask`, bool [B, T, S], the S tokens of its input or cache that each token sees; and `cache`.
+        `.logits`. It also gets the following keyword arguments if its signature has them: `positions` int32[B, T];
+        `mask` or `attention_mask`, bool [B, T, S], the S tokens of its input or cache that each token sees; and
+        `cache`.
       params: parameters of an NNX module (default: its own), variables or parameters of a Linen module, or anything for
         a function.
       max_positions: number of tokens of the longest text it can read.

@@ -152,7 +152,7 @@ def _chain_inputs(cache: TextCache, pending: PendingTokens, mask: Array, max_pos
     Returns: text, positions, mask, and the index [B, T] of each new token in the text.
     """
     batch, size = cache.tokens.shape
-    depth = jnp.sum(mask, 2, dtype=jnp.int32)  # int32[B, T], 1 of one that follows what is committed
+    depth = jnp.sum(mask, 2, dtype=jnp.int32)  # int32[B, T], 1 for a token that directly follows the committed text
     on_chain = take_along(mask, jnp.argmax(depth, 1)[:, None, None], 1)[:, 0]  # bool[B, P + T]
     width = min(size + on_chain.shape[1], max_positions)
     slots = cache.length[:, None] + jnp.cumsum(on_chain, 1) - 1
@@ -164,7 +164,10 @@ def _chain_inputs(cache: TextCache, pending: PendingTokens, mask: Array, max_pos
 
 
 def _tree_inputs(cache: TextCache, pending: PendingTokens, mask: Array, max_positions: int):
-    """Build the text buffer followed by all pending tokens, with the mask of the tree. Returns: as `_chain_inputs`."""
+    """Build the text buffer followed by all pending tokens, with the mask of the tree.
+
+    Returns: the same values as `_chain_inputs`.
+    """
     batch, size = cache.tokens.shape
     count, new = pending.tokens.shape[1], mask.shape[1]
     pending_mask = jnp.concatenate([_earlier_mask(mask, pending.positions), mask], 1)  # bool[B, P + T, P + T]
@@ -180,8 +183,9 @@ def _tree_inputs(cache: TextCache, pending: PendingTokens, mask: Array, max_posi
 def _earlier_mask(mask: Array, positions: Array) -> Array:
     """Compute the mask bool[B, P, P + T] of the P tokens that were already pending.
 
-    Each sees itself, and the tokens at smaller positions that a new token sees together with it. mask: bool[B, T, P +
-    T]; positions: int32[B, P + T].
+    Each sees itself, and the tokens at smaller positions that a new token sees together with it.
+
+    mask: bool[B, T, P + T]; positions: int32[B, P + T].
     """
     count = mask.shape[2] - mask.shape[1]
     shares_descendant = jnp.einsum("btp,bts->bps", mask[:, :, :count].astype(jnp.float32), mask.astype(jnp.float32)) > 0

@@ -34,7 +34,7 @@ class DecoderConfig:
     mlp_width: int
     rope_base: float = 10000.0
     rope_scaling: L.RopeScaling | None = None
-    rotary_dim: int | None = None  # the first so many numbers of each head are rotated; None: all
+    rotary_dim: int | None = None  # number of leading entries of each head that are rotated; None: all
     norm_eps: float = 1e-5
     tied: bool = True  # the output head is the embedding
     qkv_bias: bool = False
@@ -43,12 +43,12 @@ class DecoderConfig:
     norms: Literal["before", "after", "both"] = "before"  # position of the norms of a sublayer
     activation: Literal["silu", "gelu"] = "silu"  # "gelu": approximated by tanh
     window: int | None = None  # width of sliding-window attention
-    is_global: tuple[bool, ...] | None = None  # per layer: full attention instead of the window; None: no layer
-    local_rope_base: float | None = None  # of windowed layers, unscaled; None: as in global layers
+    is_global: tuple[bool, ...] | None = None  # per layer: full attention instead of the window; None: in no layer
+    local_rope_base: float | None = None  # base of windowed layers, without scaling; None: as in global layers
     query_scale: float | None = None  # factor on q.k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    scales_embedding: bool = False  # by the square root of the width
+    scales_embedding: bool = False  # multiply embeddings by the square root of the width
     max_positions: int = 8192
     dtype: str = "float32"
     cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype

@@ -16,7 +16,7 @@ class Gemma3Config(DecoderConfig):
     """Shapes and constants of a Gemma text model. The defaults are those of Gemma 3."""
 
     window: int | None = 512
-    rope_base: float = 1_000_000.0  # of the global layers
+    rope_base: float = 1_000_000.0  # base of the global layers
     local_rope_base: float | None = 10_000.0
     norm_eps: float = 1e-6
     qk_norm: bool = True

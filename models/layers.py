@@ -57,9 +57,7 @@ class Embedding(nnx.Module):
 
 
 def embed_inputs(embed: Callable[..., Array], tokens: Array | Mixture | Stream | Appended) -> Array:
-    """Return the inputs [B, T, D] of the first layer: embedded tokens, followed by the appended vectors if there are
-    any.
-    """
+    """Return the inputs [B, T, D] of the first layer: embedded tokens, and then any appended vectors."""
     if not isinstance(tokens, Appended):
         return embed(tokens)
     x = embed(tokens.tokens)
@@ -121,8 +119,8 @@ def rope_frequencies(
 
     LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of divisors. The choice depends on `max_positions`, the
     longest text that the model takes (None: the long set), and not on the current text. Keys are cached after rotation,
-    so a text that outgrows `original_positions` would need a new prefill. A long text would also change the others in
-    its batch. transformers uses the short set for texts or batches up to `original_positions`.
+    so a text that outgrows `original_positions` would need a new prefill. A long text would also change the other texts
+    of its batch. transformers uses the short set for texts or batches up to `original_positions`.
     """
     freq = 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:

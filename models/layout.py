@@ -64,9 +64,7 @@ SPLIT_AXES = MappingProxyType(
 
 
 def axis_that_changes_bits(sizes: Mapping[str, int]) -> str | None:
-    """Return the first axis that splits passes into unlike parts, so that `same_bits` does not hold; None if there is
-    none.
-    """
+    """Return the first axis that splits passes into unlike parts, so that `same_bits` does not hold, or None."""
     return next((axis for axis in ("data", "sequence") if sizes.get(axis, 1) > 1), None)
 
 
@@ -102,8 +100,9 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape, *parts))
 
     def sum(self, x: Array, part: str) -> Array:
-        """Sum x [B, T, D] over the devices that split `part`, so that each has the full result. The compiler adds the
-        sum.
+        """Sum x [B, T, D] over the devices that split `part`, so that each has the full result.
+
+        The constraint on the sharding makes the compiler add the sum.
         """
         return self.place(x, "data", None, None)
 
@@ -142,15 +141,17 @@ class Layout:
         return self.sharding(x.shape, "data", "heads", tokens, None)
 
     def capacity(self, slots: int) -> int:
-        """Return the number of slots of a cache for `slots` tokens. Each part of a split cache has extra slots
-        (`cache.commit`).
+        """Return the number of slots of a cache for `slots` tokens.
+
+        Each part of a split cache has extra slots (`cache.commit`).
         """
         parts = self.parts("slots")
         return slots if parts == 1 else parts * (-(-slots // (kv.SLOTS * parts)) + 1) * kv.SLOTS
 
     def commit(self, cache: kv.KVCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.KVCache:
-        """Commit like `cache.commit`, with each device writing its own part. The compiler would gather an unsplit
-        update.
+        """Commit like `cache.commit`, with each device writing its own part.
+
+        The compiler would gather an unsplit update.
         """
         args = cache, pending, path, num_nodes
         shardings = self.cache(cache), self.cache(pending), self.rows(path), self.rows(num_nodes)
@@ -246,7 +247,7 @@ def check_heads(config: Any, num_parts: int, axes: tuple[str, ...]) -> None:
 
 
 def fits_heads(config: Any, num_parts: int) -> bool:
-    """Return True if attention can be split into so many parts, with key/value heads repeated where necessary."""
+    """Return True if attention can be split into `num_parts` parts, with repeated key/value heads where necessary."""
     return (
         config.num_heads % num_parts == 0 and config.num_kv_heads * kv_head_copies(config, num_parts) % num_parts == 0
     )

@@ -1,4 +1,4 @@
-"""Agreement of a head with its target: how often the head's first draft is the target's likeliest next token.
+"""Agreement of a draft head with its target: how often its first draft is the target's most likely next token.
 
 Verification hides a checkpoint that was read wrongly: the drafts are rejected, and the text is still right. This check
 drafts after every token of a text, with the target's true features of the tokens before it.
@@ -21,7 +21,7 @@ class TargetText(NamedTuple):
     """The outputs of one target pass over a text."""
 
     tokens: Array  # int32[1, T]
-    best: Array  # int32[T], the likeliest next token at each position
+    best: Array  # int32[T], the most likely next token at each position
     hidden: Array  # [1, T, D]
     pending: PyTree  # the new entries of the target's cache
     streams: dict[int, Array]  # by tap
@@ -40,7 +40,7 @@ def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead])
 
 
 def agreement(target: Target, head: DraftHead, text: TargetText) -> float:
-    """Return the fraction of positions at which the head's likeliest draft is the target's likeliest token."""
+    """Return the fraction of positions at which the head's most likely draft is the target's most likely token."""
     has_prompts = head.head.soft_prompts is not None
     features = prompted_features(target, head, text.tokens) if has_prompts else text.features(head.head)
     return float(_agreement(target, head, text.tokens, text.best, text.pending, features))

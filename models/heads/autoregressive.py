@@ -23,7 +23,7 @@ class AutoregressiveScratch(NamedTuple):
     """The drafted nodes of one step."""
 
     cache: kv.KVCache
-    pending: kv.Pending  # by place; empty for the root, whose pair is in the cache
+    pending: kv.Pending  # new cache entries by place; empty for the root, whose pair is already in the cache
     outputs: Array  # [B, places, W], the outputs of the layers
 
 

@@ -42,8 +42,9 @@ def run_blocks(
 def head_layout(mesh: Mesh | None, c: LlamaConfig | None) -> Layout | None:
     """Return the layout of a head for a target on `mesh`; None without a mesh.
 
-    The head is split like the target if that divides the attention heads of `c`. Otherwise every device has a copy.
-    c: None: the head has no attention.
+    The head is split like the target if the mesh divides the attention heads of `c`. Otherwise every device has a copy.
+
+    c: the config of the head's layers; None: the head has no attention.
     """
     if mesh is None:
         return None
@@ -160,8 +161,8 @@ def last_entries(rows: Array, count: Array) -> Array:
 def by_depth(count: int, depth: Array | int, run: Callable[[int], Array]) -> Array:
     """Return the result [B, F, ..] of `run(depth)` for each node at `depth` int32[B, F].
 
-    Nodes deeper than `count - 1` get the result of `run(count - 1)`. A depth that no node has does not run, since the
-    nodes of a level are mostly at one depth.
+    Nodes deeper than `count - 1` get the result of `run(count - 1)`. `run` is called only for depths that have nodes,
+    because the nodes of a level are mostly at one depth.
 
     depth: the static 0 for the root; at least 1 for other nodes.
     """

@@ -12,7 +12,7 @@ Rule: g_i = T(c + SiLU(W c + b)) for c = [E x_{i-2}; E x_{i-1}; E x_i]. The laye
 
 where y is the layer's output for the trigram that it replaces; logits_i = W_i [f_{n-2}; y] predict draft i + 1. The
 authors draft EAGLE-1's static tree.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
 Deviations: the accepted tokens are read with true features at the start of the next draft, in one pass.
 """
 
@@ -108,7 +108,7 @@ class ChimeraScratch(NamedTuple):
 
 @functools.cache
 def chimera_head(config: ChimeraConfig) -> Head:
-    """Return the functions of a Chimera head. Its memory: keys and values of the features, and the last feature."""
+    """Return the functions of a Chimera head. Its memory stores the features' keys and values, and the last feature."""
     module_of, layer = bind(Chimera, config), config.layer
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> HeadMemory:
@@ -158,7 +158,7 @@ def chimera_head(config: ChimeraConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> ChimeraConfig:
-    """Return the shapes that the authors train for a target: one layer like its own."""
+    """Return the shapes that the authors train for a target: one layer like the target's."""
     layer = target.draft_head_config(**changes)
     return ChimeraConfig(layer, target.vocab_size, num_heads)
 

@@ -12,8 +12,9 @@ Rule of Clover-2: u is the target's stream before its final norm. The gate over 
 Rule of Clover: its code was not published, so this is our interpretation. The layer reads u alone, h_0 = layer(u), and
   head i has its own parameters: h_{i+1} = h_i + V_i attention(h_i to the tokens from the root down),
   o_i = norm'_i(h + SiLU(M_i h + b)); the output layer is the target's.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
-Deviations: any tree of `specjax.trees`. Clover's own tree keeps the likeliest children of a node up to a mass of 0.95.
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
+Deviations: any tree of `specjax.trees`. Clover's own tree keeps the most likely children of a node up to
+a mass of 0.95.
 """
 
 from __future__ import annotations
@@ -195,12 +196,12 @@ def clover(config: CloverConfig, *, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def clover_head(config: CloverConfig) -> Head:
-    """Return the functions of Clover's heads. Their memory: keys and values of the layers, and the last output."""
+    """Return the functions of Clover's heads. Their memory stores the layers' keys and values, and the last output."""
     return recurrent("clover", clover, config, max_depth=config.num_heads if config.version == 1 else None)
 
 
 def of_target(target: LlamaConfig, **changes) -> CloverConfig:
-    """Return the shapes of Clover-2 that the authors train for a target: two layers like its own."""
+    """Return the shapes of Clover-2 that the authors train for a target: two layers like the target's."""
     layer = target.draft_head_config(2)
     return dataclasses.replace(CloverConfig(layer, (target.num_layers,), vocab_size=target.vocab_size), **changes)
 

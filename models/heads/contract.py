@@ -71,7 +71,7 @@ def _no_layers(num_layers: int) -> Stretches:
 class Head(NamedTuple):
     """A draft head as pure functions. Equal configs give the same object (`functools.cache`), so it is hashable.
 
-    `init_memory(params, context, batch, capacity) -> memory` returns a memory without pairs, with room for `capacity`.
+    `init_memory(params, context, batch, capacity) -> memory` returns an empty memory with room for `capacity` pairs.
 
     `read(params, memory, pairs, context) -> memory` reads committed pairs. Rows with a count of 0 stay unchanged.
 
@@ -148,7 +148,7 @@ class HeadKind(NamedTuple):
     head: Callable[[Any], Head]  # (config)
     of_target: Callable[..., Any]  # (the target's config, **changes) -> the config that the authors train
     numbers: tuple[str, ...] = ()  # changes that are whole numbers
-    taps: bool = False  # True: it can read other streams of the target than its authors'
+    taps: bool = False  # True: the user may choose the streams of the target that it reads
     flags: tuple[str, ...] = ()  # changes that are yes or no
 
     @property

@@ -17,8 +17,9 @@ from specjax.types import Array
 class Markov(nnx.Module):
     """The correction of DSpark: logits + W2 z.
 
-    vanilla: z = W1 a. gated: z = sigmoid(G [h; W1 a]) W1 a. rnn: [g; c; o] = J [s; W1 a; h], s' = sigmoid(g) s +
-    (1 - sigmoid(g)) tanh(c), z = tanh(o).
+    vanilla: z = W1 a.
+    gated: z = sigmoid(G [h; W1 a]) W1 a.
+    rnn: [g; c; o] = J [s; W1 a; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), z = tanh(o).
     """
 
     def __init__(self, kind: str, vocab: int, size: int, rank: int, width: int, *, dtype, rngs: nnx.Rngs):
@@ -66,7 +67,7 @@ class Prefix(nnx.Module):
 class Selector(nnx.Module):
     """The correction of DFlash 2: score(a, b) = logit(b) + <A[a] * P h, B[b]>.
 
-    b are the likeliest tokens of the slot; other tokens are not drafted.
+    b are the most likely tokens of the slot; other tokens are not drafted.
     """
 
     def __init__(self, vocab: int, rank: int, width: int, *, dtype, rngs: nnx.Rngs):
@@ -77,7 +78,7 @@ class Selector(nnx.Module):
     def __call__(self, tokens: Array, h: Array, logits: Array, candidates: Array | None, vocab: int) -> Array:
         """Return scores float32[B, F, V] from tokens int32[B, F], h [B, F, D], and K candidates and their logits.
 
-        candidates: None: `logits` has all tokens.
+        candidates: None if `logits` has all tokens.
         """
         gate = (self.predecessor(tokens) * self.projection(h)).astype(jnp.float32)
         if candidates is None:

@@ -21,7 +21,7 @@ slot's token from the tokens before it. Two stop conditions use it: `trees.stops
 is below P. `trees.stops.acceptance(T, lag=False, predict=trees.stops.read_confidence)` stops where the product of
 confidences falls below 1 - T.
 Guarantee: distribution. q of a chain is softmax(logits), with all corrections, warped like the target's; a tree of
-likeliest tokens is a point mass. q of DFlash 2 is 0 outside of the candidates.
+most likely tokens is a point mass. q of DFlash 2 is 0 outside of the candidates.
 Deviations: the block has its full trained length near the end of a text too. Embeddings of the target are scaled as the
 target does, times `embedding_scale`. top-k and top-p of the target's sampling also warp the scores of DFlash 2. The
 scheduler of the DSpark paper, which shares the budget of a batch among its rows, is not implemented.
@@ -114,9 +114,7 @@ class DFlashConfig:
     mask_token: int
     from_anchor: bool = False  # True: the root's slot predicts the first token; False: the first mask does
     windows: tuple[int | None, ...] = ()  # window of each layer; (): no windows
-    causal: Literal["no", "windowed", "all"] = (
-        "windowed"  # layers that attend to earlier slots only, not to the whole block
-    )
+    causal: Literal["no", "windowed", "all"] = "windowed"  # the layers that attend to earlier slots only
     embeds: bool = False  # has its own embedding; False: the target's
     own_head: bool = False  # has its own output layer; False: the target's
     embedding_scale: float = 1.0
@@ -301,7 +299,7 @@ class BlockScratch(NamedTuple):
 
 @functools.cache
 def dflash_head(config: DFlashConfig) -> Head:
-    """Return the functions of a block drafter. Its memory: its layers' keys and values of the text.
+    """Return the functions of a block drafter. Its memory stores its layers' keys and values of the text.
 
     Raises: UsageError for fields of the config that contradict each other.
     """
@@ -359,7 +357,7 @@ def dflash_head(config: DFlashConfig) -> Head:
 
 
 def _without_candidates(c: DFlashConfig) -> Head | None:
-    """Return a head that scores all tokens, since the choice of candidates has no gradient; None: it already does."""
+    """Return a head that scores all tokens, because the choice of candidates has no gradient; None if `c` does so."""
     if not c.selector_rank or c.candidates == c.vocab_size:
         return None
     return dflash_head(dataclasses.replace(c, candidates=c.vocab_size))
@@ -379,7 +377,7 @@ def _check(c: DFlashConfig) -> None:
     if c.conv_taps and c.layer.width % c.conv_group:
         raise UsageError(f"conv_group must divide the width {c.layer.width}, and {c.conv_group} does not")
     if c.selector_rank and not 0 < c.candidates <= c.vocab_size:
-        raise UsageError(f"candidates must be between 1 and the {c.vocab_size} tokens there are, not {c.candidates}")
+        raise UsageError(f"candidates must be between 1 and the vocabulary size, {c.vocab_size}, not {c.candidates}")
     if c.windows and len(c.windows) != c.layer.num_layers:
         raise UsageError(f"windows has {len(c.windows)} entries for {c.layer.num_layers} layers")
     if c.max_depth < 1:

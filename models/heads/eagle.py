@@ -6,13 +6,13 @@ EAGLE-2 and HASS use heads of EAGLE-1.
 
 Rule: z_t = fc[E x_{t+1}; f_t], f^_{t+1} = layer(z)_t, logits = W_o f^_{t+1}. f is the target's feature after its final
 norm, so W_o applies to it; the first layer has no norm before its attention. The feature of a committed token is the
-target's, that of a drafted token is predicted. EAGLE-1 drafts a static tree, EAGLE-2 the tree of the likeliest paths.
+target's, that of a drafted token is predicted. EAGLE-1 drafts a static tree, EAGLE-2 the tree of the most likely paths.
 
 FSPAD: Gui et al.: Boosting Lossless Speculative Decoding via Feature Sampling and Partial Alignment Distillation
-(2024), arXiv 2408.15562. It is EAGLE-1 with two options. `sampler` replaces z by z + W_down(SiLU(W_gate E x) *
-W_up norm(z)), so that the token selects from the state. `split` doubles the width of the last MLP and repeats its
-residual. The first half of the output goes to W_o, and the second is the next feature.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
+(2024), arXiv 2408.15562. It is EAGLE-1 with two options. `sampler` replaces z by
+z + W_down(SiLU(W_gate E x) * W_up norm(z)), so that the token selects from the state. `split` doubles the width of the
+last MLP and repeats its residual. The first half of the output goes to W_o, and the second is the next feature.
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
 Deviations: the accepted tokens are read with true features at the start of the next draft, in one pass. Embeddings of
 the target are scaled as the target does.
 """
@@ -138,7 +138,7 @@ class Eagle(nnx.Module):
 
 
 def of_target(target: LlamaConfig, **changes) -> EagleConfig:
-    """Return the shapes that the authors train for a target: one layer like its own."""
+    """Return the shapes that the authors train for a target: one layer like the target's."""
     return EagleConfig(target.draft_head_config(**changes))
 
 

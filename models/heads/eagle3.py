@@ -7,7 +7,7 @@ Rule: the state s of a committed pair is fc[h^a; h^b; h^c], that of a drafted pa
   y = [norm_e(E x_{t+1}); norm_h(s)]; s' = s + attention(y); s'' = s' + MLP(norm(s')); logits = W_d norm_out(s'').
 EAGLE 3.1 (speculators) adds a norm for each tap, and feeds norm_out(s'') back. The authors draft `trees.eagle2()`.
 Published heads differ in the flags of the config; the defaults are those of the authors' own heads.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q). Tokens
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q). Tokens
 outside of the head's vocabulary are never drafted.
 Deviations: as in `eagle`.
 """
@@ -144,7 +144,7 @@ def of_target(
     target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, head_rank: int = 0,
     **changes,
 ) -> Eagle3Config:  # fmt: skip
-    """Return the shapes that the authors train for a target: a layer like its own, and 32,000 drafted ids.
+    """Return the shapes that the authors train for a target: a layer like the target's, and 32,000 drafted ids.
 
     Raises: UsageError for a head_rank that is not below the width.
     """

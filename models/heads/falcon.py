@@ -13,13 +13,14 @@ f^_{t+k} = layer(z)_t, and W_o applies to it as in EAGLE. With k = 2, a draft of
 
 So the tokens of one block are independent of each other, and those of the next block depend on all of them. In a single
 layer, keys and values do not depend on the attention of earlier rows. So the first block is always the last k pairs
-of the text, and only their queries are computed again. Where a path of the tree has filled a block, the next one is
-drafted for it.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q, the head's
+of the text, and only their queries are computed again. Once a path of the tree fills a block, the next block is drafted
+for it.
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q, the head's
 distribution after the blocks above).
-Deviations: the authors' code runs the LSTM over the batch, so it reads each pair of one text alone, and so does this
-one. With `FalconConfig.carries` it carries a state along the text, for heads that were trained so. It then reads a
-prompt token by token, and its weights as often. Trees are any trees of tokens, not the authors' trees of whole blocks.
+Deviations: the authors' code runs the LSTM over the batch, so it reads each pair of a text alone. This code does the
+same. With `FalconConfig.carries` the LSTM carries a state along the text, for heads that were trained that way. It then
+reads a prompt token by token, and its weights once per token. Trees are any trees of tokens, not the authors' trees of
+whole blocks.
 The accepted tokens are read with true features at the start of the next draft. The draft for a text shorter than k + 1
 tokens depends in part on empty pairs.
 """
@@ -68,9 +69,7 @@ class FalconConfig:
     layer: LlamaConfig  # shape of its single layer, as wide as the target
     block_size: int = 2  # k
     lstm_layers: int = 2  # 0: EAGLE's fc instead
-    carries: bool = (
-        False  # the LSTM carries a state along the text; False: it reads each pair alone, like the authors' code
-    )
+    carries: bool = False  # the LSTM carries a state along the text; False: it reads each pair alone, as published
     bias: bool = True  # bias of the LSTM
     embeds: bool = False  # has its own embedding; False: the target's
     vocab_size: int = 0  # of the target
@@ -115,9 +114,9 @@ class FalconNodes(NamedTuple):
     """The drafted nodes by place."""
 
     tokens: Array  # int32[B, places, k], the tokens of the node's block up to the node
-    features: Array  # [B, places, k, D], predicted features of the node's block; of the next, if it ends one
+    features: Array  # [B, places, k, D], predicted features of the node's block; of the next block if the node ends one
     state: Array  # [B, places, S, D], the LSTM's state after the last complete block
-    ends: Array  # bool[B, places], True: it ends a block
+    ends: Array  # bool[B, places], True: the node ends a block
 
 
 class FalconScratch(NamedTuple):
@@ -132,9 +131,9 @@ class FalconScratch(NamedTuple):
 def falcon_head(config: FalconConfig) -> Head:
     """Return the functions of a Falcon head.
 
-    Its memory: its layer's keys and values, z of the last k pairs, and the LSTM's state.
+    Its memory stores the keys and values of its layer, z of the last k pairs, and the state of the LSTM.
 
-    Raises: UsageError for more layers than one, or blocks of no token.
+    Raises: UsageError for more than one layer, or a block size below 1.
     """
     if config.block_size < 1:
         raise UsageError(f"block_size must be at least 1, not {config.block_size}")
@@ -218,7 +217,7 @@ def falcon_head(config: FalconConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, block_size: int = 2, **changes) -> FalconConfig:
-    """Return the shapes that the authors train for a target: one layer like its own, k = 2."""
+    """Return the shapes that the authors train for a target: one layer like the target's, k = 2."""
     layer = target.draft_head_config()
     return FalconConfig(layer, block_size, **changes)
 

@@ -8,12 +8,12 @@ Rule: the base model gets three more parts.
             computed from mean(e), k and v from [e_i; p_i] with position embeddings p_i. A single token is unchanged.
     micro   runs decoder layers over [z^1, ..., z^4; E y_1, E y_2, ...]: four streams of the base at the last token that
             it has read, and the tokens written since. At y_j it predicts y_{j+1} with the base's output layer.
-    stop    is an MLP on the decoder's output at y_j, and predicts if the segment ends there.
+    stop    is an MLP on the decoder's output at y_j, and predicts whether the segment ends there.
 
-As a draft head, the base reads all tokens one by one, without merging. z belongs to the token before the root,
+As a draft head, the base reads all tokens one at a time, without merging. z belongs to the token before the root,
 y_1 is the root, and the next tokens are drafts. The draft stops where 1 - p_stop is below 0.9.
 `specjax.decoders.hamburger` is the method without a verifier, where the base reads a segment as one token.
-Guarantee: distribution (verified with the q that was sampled), of the target that reads tokens one by one.
+Guarantee: distribution (verified with the q that was sampled), of the target that reads tokens one at a time.
 Deviations: the authors decode with the parts and do not verify. Verification is specjax's addition.
 """
 
@@ -62,7 +62,7 @@ class HamburgerConfig:
 
     layer: LlamaConfig  # shape of the micro decoder's layers, as wide as the base
     taps: tuple[int, ...]  # streams of the base; 0: the embedding
-    segment: int = 4  # most tokens of a segment
+    segment: int = 4  # maximum number of tokens in a segment
     merge_heads: int = 64
 
     confidence = "stop"
@@ -131,7 +131,7 @@ class HamburgerScratch(NamedTuple):
 
 @functools.cache
 def hamburger_head(config: HamburgerConfig) -> Head:
-    """Return the functions of the micro decoder. Its memory: the base's streams [B, F] at the last token."""
+    """Return the functions of the micro decoder. Its memory stores the base's streams [B, F] at the last token."""
     module_of, layer, count = bind(Hamburger, config), config.layer, len(config.taps)
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
@@ -184,7 +184,7 @@ def decode_segment(module: Hamburger, last: Array, tokens: Array, context: Conte
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
-    """Return the shapes that the authors train for a base: layers like its own, streams after each quarter of it."""
+    """Return the shapes that the authors train for a base: layers like the base's, and a stream after each quarter."""
     layer = target.draft_head_config(num_layers)
     taps = tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5))
     heads = next(heads for heads in (64, 32, 16, 8, 4, 2, 1) if target.width % heads == 0)

@@ -12,7 +12,7 @@ states of nearer positions, and to itself. The target's norm and output layer tu
     predicts      root     draft 1   draft 2   draft 3
 
 At one depth all nodes have the same distribution.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
 Deviations: the authors carry the states of all candidates through the target pass, and keep those of the last accepted
 one. Here only these are computed, at the start of the next draft, with equal results. That is one pass of the target's
 upper layers over one state per draft, instead of as many additional slots for every node.
@@ -70,7 +70,7 @@ class HiddenTransfer(nnx.Module):
 
 @functools.cache
 def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
-    """Return the functions of the transfers. Their memory: the last streams [B, F].
+    """Return the functions of the transfers. Their memory stores the last streams [B, F].
 
     `init_memory` raises a UsageError for a target that cannot run some of its layers on given states, or has too few.
     """
@@ -83,8 +83,8 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
         if not can_run or last_layer > able.num_layers:
             raise UsageError(
                 f"the head drafts with the layers after layer {last_layer} of its target, but the model {model.name} "
-                f"{f'has {able.num_layers} layers' if can_run else 'cannot run its layers on given states'}; give it "
-                "the target that it was trained for"
+                f"{f'has {able.num_layers} layers' if can_run else 'cannot run its layers on given states'}; use the "
+                "target that it was trained for"
             )
         return jnp.zeros((batch, len(config.taps) * config.width), config.dtype)
 

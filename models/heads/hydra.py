@@ -5,7 +5,7 @@ Ankner et al.: Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding (20
 Rule: head i reads c = [g; E root; E draft 1; ..; E draft i] and computes z = R_i c + SiLU(A_i c), then
 z <- z + SiLU(W z + b) in further blocks. logits_i = O_i z predict draft i + 1. g is the target's last feature. In
 Hydra++ it is the output of a decoder layer over the features, the prefix layer. The authors draft `trees.medusa()`.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q, the head's
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q, the head's
 distribution after the drafted tokens). The paper's typical acceptance is `verifiers.typical`, lossy.
 Deviations: the prefix layer reads the accepted tokens at the start of the next draft, in one pass.
 """
@@ -85,7 +85,7 @@ class HydraBranch(nnx.Module):
 
 
 class Hydra(nnx.Module):
-    """A `specjax.models.heads.recurrent.RecurrentModule`. Its state: tokens int32[B, F, heads] from the root down."""
+    """A `specjax.models.heads.recurrent.RecurrentModule`. Its state is tokens int32[B, F, heads] from the root."""
 
     def __init__(self, config: HydraConfig, *, rngs: nnx.Rngs):
         self.config, c = config, config.layer
@@ -118,12 +118,12 @@ class Hydra(nnx.Module):
 
 
 def hydra_head(config: HydraConfig) -> Head:
-    """Return the functions of Hydra's heads. Their memory: the last feature, or that of the prefix layer."""
+    """Return the functions of Hydra's heads. Their memory stores the last feature, or that of the prefix layer."""
     return recurrent("hydra", Hydra, config, max_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 4, **changes) -> HydraConfig:
-    """Return the shapes of Hydra++ for a target: four blocks per head, and a prefix layer like its own."""
+    """Return the shapes of Hydra++ for a target: four blocks per head, and a prefix layer like the target's layers."""
     layer = target.draft_head_config()
     config = HydraConfig(target.width, target.vocab_size, num_heads, 4, layer, target.dtype)
     return dataclasses.replace(config, **changes)

@@ -4,8 +4,8 @@ Liu et al.: Kangaroo: Lossless Self-Speculative Decoding via Double Early Exitin
 
 Rule: a_t = h_t + attention(norm_in(h))_t, logits = W_o norm_out(a_t). h is the target's stream after its first layers.
 It has read the token, so this head needs no pairs of a feature and the next token. Drafted tokens run through the
-target's first layers on its own cache. The draft ends after a token that was drawn with no probability above 0.6, or at
-6 tokens.
+target's first layers on its own cache. The draft ends after a token that was drawn with a probability of at most 0.6,
+or at 6 tokens.
 Guarantee: distribution (verified with the q that was sampled; the authors decode greedily).
 Deviations: the target pass runs all layers on the drafted tokens, where the authors reuse the first layers' results
 (like `early_exit`). The adapter reads the accepted tokens at the start of the next draft, from the target's taps.
@@ -97,7 +97,7 @@ class KangarooScratch(NamedTuple):
 
 @functools.cache
 def kangaroo_head(config: KangarooConfig) -> Head:
-    """Return the functions of an adapter. Its memory: its keys and values, a `KVCache`.
+    """Return the functions of an adapter. Its memory stores its keys and values, a `KVCache`.
 
     `init_memory` raises a UsageError for a target that cannot run some of its layers, or has too few.
     """
@@ -109,7 +109,7 @@ def kangaroo_head(config: KangarooConfig) -> Head:
             raise UsageError(
                 f"the head drafts with the first {config.exit_layer} layers of its target, but the model {model.name} "
                 f"can run {'some' if model.capabilities.layer_skipping else 'none'} of its "
-                f"{model.capabilities.num_layers} layers alone; give it the target that it was trained for"
+                f"{model.capabilities.num_layers} layers alone; use the target that it was trained for"
             )
         return empty_cache(context, layer, batch, capacity)
 
@@ -149,9 +149,7 @@ def kangaroo_head(config: KangarooConfig) -> Head:
         params, scratch: KangarooScratch, drafted: DraftedNodes, h: Array, context: Context
     ) -> tuple[KangarooScratch, Array]:
         module, cache = module_of(params), scratch.cache
-        positions = (
-            cache.length[:, None] + drafted.depth
-        )  # the adapter has read all tokens but the root, like the target
+        positions = cache.length[:, None] + drafted.depth  # the adapter, like the target, has read all but the root
         step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), scratch.pending)
         a, new = module.layers(h, step, cache)
         pending = kv.insert(scratch.pending, new, drafted.place)
@@ -177,7 +175,7 @@ def kangaroo_head(config: KangarooConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, exit_layer: int | None = None, **changes) -> KangarooConfig:
-    """Return the shapes that the authors train for a target: attention like its own, after its second layer.
+    """Return the shapes that the authors train for a target: attention like the target's, after its second layer.
 
     Raises: UsageError for a layer that the target lacks.
     """

@@ -9,7 +9,7 @@ Rule: both streams begin with the embedding. After layer l
     a_{l+1} = a_l + S_l(a_l; keys and values of h) + B_l SiLU(A_l a_l)
 
 q(. | text) = softmax(W_o norm(a_E)). Drafted tokens read the target's keys and values and add those of their slow
-stream. A router predicts from the last few a_l if the fast stream has the target's token:
+stream. A router predicts from the last few a_l whether the fast stream predicts the target's token:
 sigmoid(sum_l softmax(s)_l s_l + b), s_l = query . W_k (a_l / |a_l| sqrt(D)) / sqrt(dq). Drafting stops where that
 probability is below 1/2. `specjax.adaptive.train_m2r2` trains a head.
 Guarantee: distribution (verified with the q that was sampled).
@@ -155,7 +155,7 @@ def check_target(config: M2R2Config, model) -> None:
     if model.config.width != config.width or not 1 <= config.exit_layer <= able.num_layers:
         raise UsageError(
             f"the head is a stream of width {config.width} through the first {config.exit_layer} layers of its target, "
-            f"but the model {model.name} has {able.num_layers} of width {model.config.width}; give it the target that "
+            f"but the model {model.name} has {able.num_layers} of width {model.config.width}; use the target that "
             "it was trained for"
         )
 
@@ -163,7 +163,7 @@ def check_target(config: M2R2Config, model) -> None:
 def check_layers(model) -> None:
     """Raise a UsageError for a model that cannot run two streams through its layers."""
     if model.config is None or not model.capabilities.layer_skipping:
-        raise UsageError(f"{model.name} has no layers for a second stream; give a model of specjax.models")
+        raise UsageError(f"{model.name} has no layers for a second stream; use a model of specjax.models")
 
 
 def of_target(target: LlamaConfig, *, exit_layer: int | None = None, rank: int | None = None, **changes) -> M2R2Config:

@@ -5,9 +5,9 @@ Cai, Li, Geng, Peng, Lee, Chen, Dao: Medusa: Simple LLM Inference Acceleration F
 
 Rule: z = f_t; z <- z + SiLU(W z + b) in each block; logits_k = W_k z predict x_{t+1+k}. The heads do not read drafted
 tokens, so at one depth all nodes have the same distribution. Node (i_1, ..., i_j) of the authors' static tree
-(`trees.medusa()`) is the i_j-th likeliest token of head j.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q). The paper's
-typical acceptance is `verifiers.typical`, lossy.
+(`trees.medusa()`) is the i_j-th most likely token of head j.
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q). The
+paper's typical acceptance is `verifiers.typical`, lossy.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Medusa(nnx.Module):
 
 @functools.cache
 def medusa_head(config: MedusaConfig) -> Head:
-    """Return the functions of Medusa's heads. Their memory: the last feature [B, D]."""
+    """Return the functions of Medusa's heads. Their memory stores the last feature [B, D]."""
     module_of = bind(Medusa, config)
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> Array:

@@ -25,7 +25,7 @@ class HeadMemory(NamedTuple):
 
 
 def init(context: Context, layer: LlamaConfig, width: int, batch: int, capacity: int) -> HeadMemory:
-    """Return a memory without pairs. width: W."""
+    """Return an empty memory for outputs of width W = `width`."""
     return HeadMemory(empty_cache(context, layer, batch, capacity), jnp.zeros((batch, width), layer.dtype))
 
 

@@ -5,8 +5,8 @@ Wertheimer et al.: Accelerating Production LLMs with Combined Token/Embedding Sp
 Rule: s = f, or rms(f) / sqrt 2. For each token x, beginning with the root, s <- GELU(norm_i(P_i s + (a / b) E_i x)).
 b is 0.5^(0.5 / K), a is sqrt((1 - b^2) d / 2), and logits_i = W_i s. In vllm speculators the norms subtract the
 mean first, and the head reads the target's last stream before its final norm by default.
-Guarantee: distribution (a tree of likeliest tokens is a point mass; a sampled one is verified with its q).
-Deviations: the authors draft several chains that share no node; here `trees.beam` or any other tree.
+Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
+Deviations: the authors draft several chains that share no node. Here any tree can be drafted, such as `trees.beam`.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class MlpSpeculator(nnx.Module):
 
 
 def mlp_speculator_head(config: MlpSpeculatorConfig) -> Head:
-    """Return the functions of an MLP speculator. Its memory: the last feature."""
+    """Return the functions of an MLP speculator. Its memory stores the last feature."""
     return recurrent("mlp_speculator", MlpSpeculator, config, max_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, *, num_heads: int = 3, **changes) -> MlpSpeculatorConfig:
-    """Return the shapes of the published speculators for a target: as wide as it, three tokens."""
+    """Return the shapes of the published speculators for a target: the target's width, and three drafted tokens."""
     config = MlpSpeculatorConfig(target.width, target.width, target.vocab_size, num_heads, dtype=target.dtype)
     return dataclasses.replace(config, **changes)
 

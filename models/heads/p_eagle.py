@@ -10,7 +10,7 @@ attention. The k-th of them predicts draft k + 1:
             predicts    root               draft 1         draft 2     draft 3
 
 At one depth all nodes have the same distribution.
-Guarantee: distribution. q of a chain is softmax(logits), warped like the target's; a tree of likeliest tokens is a
+Guarantee: distribution. q of a chain is softmax(logits), warped like the target's; a tree of most likely tokens is a
 point mass. Tokens outside of the head's vocabulary are never drafted.
 Deviations: as in `eagle`. All trained depths are computed, however many are drafted.
 """
@@ -90,7 +90,7 @@ def p_eagle_head(config: PEagleConfig) -> Head:
 
 
 def of_target(target: LlamaConfig, *, num_layers: int = 4, embeds: bool = True, **changes) -> PEagleConfig:
-    """Return the shapes that are trained for a target: four layers and an embedding. The mask is its last token."""
+    """Return the shapes that are trained for a target: four layers and an embedding. The mask is the last token id."""
     shapes = vars(eagle3.of_target(target, **changes))
     layer = dataclasses.replace(shapes["layer"], num_layers=num_layers)
     return PEagleConfig(**shapes | {"layer": layer, "embeds": embeds}, mask_token=target.vocab_size - 1)

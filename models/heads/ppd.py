@@ -40,7 +40,7 @@ METHOD = Method(
     options=(
         Option("num_nodes", "int", None, "tokens of a pass, prompts included; default: 16 on CPU, else 64"),
         Option(
-            "accuracy", "rows_of_floats", None, "how often a guess is right, by distance and rank; default: assumed"
+            "accuracy", "rows_of_floats", None, "fraction of correct guesses, by distance and rank; default: assumed"
         ),
     ),
     alone=True,
@@ -111,7 +111,7 @@ def rank_accuracy(
 ) -> tuple[tuple[float, ...], ...]:
     """Measure on a text how often the guess of each rank is the target's token, as [m][ranks] by distance.
 
-    The likeliest next tokens of the target at the text's positions stand for the text that it would write.
+    The most likely next tokens of the target at the text's positions serve as the text that it would generate.
     """
     text = read_text(target, tokens, [head])
     return tuple(tuple(row) for row in np.asarray(_hits(target, head, text.tokens, text.best, ranks)).tolist())

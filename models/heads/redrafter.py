@@ -7,7 +7,7 @@ the same feature in the whole step; z <- z + SiLU(R z + c) in each block; logits
 search, `trees.beam(10, 4)`. Beams with a common prefix share its nodes there, which is their dynamic tree attention.
 Guarantee: distribution (greedy beams are a point mass; sampled ones are verified with their q).
 Deviations: the tree keeps all nodes of the beam search, 1 + M D of them; the authors keep the prefixes of the last M
-beams. q is the head's full distribution, not its 50 likeliest tokens.
+beams. q is the head's full distribution, not its 50 most likely tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ReDrafter(nnx.Module):
 
 
 def redrafter_head(config: ReDrafterConfig) -> Head:
-    """Return the functions of a ReDrafter. Its memory: the last feature."""
+    """Return the functions of a ReDrafter. Its memory stores the last feature."""
     return recurrent("redrafter", ReDrafter, config)
 
 

@@ -1,5 +1,6 @@
-"""Loaders of model weights: `load("HuggingFaceTB/SmolLM2-135M-Instruct")`, `load("model.gguf")`,
-`load("stories260K.bin")`.
+"""Loaders of models from Hugging Face hub ids and folders, MaxText checkpoints, GGUF files and llama2.c files.
+
+Examples: `load("HuggingFaceTB/SmolLM2-135M-Instruct")`, `load("model.gguf")` and `load("stories260K.bin")`.
 """
 
 from __future__ import annotations
@@ -102,8 +103,7 @@ def read_model(
         several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
         rows of a MaxText checkpoint.
 
-    Raises: UsageError, in one sentence, for everything that can be wrong with `source`, and for a model of another
-    kind.
+    Raises: UsageError, in one sentence, for a `source` that cannot be loaded, and for a model of another kind.
     """
     with contextlib.suppress(TypeError):  # jnp.bfloat16 is accepted too
         dtype = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
@@ -149,7 +149,7 @@ def _check_kind(path: Path, kind: str | None, *, is_denoiser: bool) -> None:
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a model without its weights. `source` and errors are as for `load`."""
+    """Load the tokenizer of a model without its weights. `source` and errors are those of `load`."""
     path = resolve(source)
     with guarded_read(path):
         if path.is_dir():
@@ -161,8 +161,9 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
 
 
 def load_denoiser_settings(folder: str | Path) -> DenoiserSettings | None:
-    """Return the denoiser settings of the model in a folder, from its config and tokenizer; None if it is
-    autoregressive.
+    """Return the denoiser settings of the model in a folder; None if it is autoregressive.
+
+    They are read from its config and its tokenizer.
 
     Raises: UsageError if these do not define them.
     """
@@ -176,7 +177,7 @@ def load_denoiser_settings(folder: str | Path) -> DenoiserSettings | None:
 def is_diffusion(source: str | Path | None) -> bool:
     """Return True if a source is the folder or hub id of a diffusion model, by its config alone.
 
-    A source that cannot be read gives False; `read_model` then refuses it.
+    The result is False for a source that cannot be read; `read_model` then raises an error.
     """
     if source is None or not isinstance(source, str | os.PathLike):
         return False
@@ -197,7 +198,7 @@ def _config(folder: Path) -> ConfigFields:
 
 
 def _name(source: str | Path | None, path: Path) -> str:
-    """Return the name of the model: a hub id or the demo by its name, a file or folder by its own."""
+    """Return the name of the model: a hub id, the name of the demo, or the name of the file or folder."""
     if source is None:
         return DEMO
     if not os.path.exists(os.path.expanduser(source)):

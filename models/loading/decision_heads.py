@@ -139,4 +139,4 @@ def _write(file: Path, arrays: dict[str, np.ndarray]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(file, arrays)
     except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror or error}); give another place") from error
+        raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error

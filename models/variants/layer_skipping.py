@@ -27,8 +27,8 @@ from specjax.types import STATIC, Array, PyTree, Sublayers
 Repair = Literal["absent", "propagate"]
 """The keys and values of a token in a layer whose attention it skips.
 
-`absent`: there are none, and no token that runs the layer may read them. `propagate`: the layer projects the stream
-with which the token exited (Schuster et al. 2022, arXiv 2207.07061).
+`absent`: it has none, and no token that runs the layer may read them. `propagate`: the layer projects the stream with
+which the token exited (Schuster et al. 2022, arXiv 2207.07061).
 """
 
 
@@ -83,9 +83,10 @@ class DepthPolicy:
     streams around the layers in `observed_layers(num_layers)`. Prompt tokens must run every sublayer (see
     `TokenPositions.is_generated`), unless no token ever reads the keys and values that they leave out.
 
-    `state` is memory per text besides keys and values, arrays [B, ...]. `init_state(batch, num_layers) -> state`
-    creates it. `record(carry) -> records` returns arrays [B, T, ...] for the tokens of a pass. `update_state(state,
-    records, tokens, is_committed[B, T]) -> state` adds those of committed tokens. Default: ().
+    `state` is memory per text besides keys and values, arrays [B, ...]. The default is ().
+    `init_state(batch, num_layers) -> state` creates it.
+    `record(carry) -> records` returns arrays [B, T, ...] for the tokens of a pass.
+    `update_state(state, records, tokens, is_committed[B, T]) -> state` adds those of committed tokens.
 
     `kept_layers(num_layers)` lists the layers that any token may run, if that is fixed. The other layers are then
     removed.
@@ -114,7 +115,7 @@ class DepthPolicy:
     replace_stream: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     sparse_layers: Callable[[int], tuple[int, ...]] = field(metadata=STATIC, default=lambda num_layers: ())
     check: Callable[[int], None] = field(metadata=STATIC, default=lambda num_layers: None)  # raises UsageError
-    width: int | None = field(metadata=STATIC, default=None)  # of the streams that its parameters fit; None: any
+    width: int | None = field(metadata=STATIC, default=None)  # width of the streams that its parameters fit; None: any
     name: str = field(metadata=STATIC, default="depth")
     params: PyTree = ()
 

@@ -25,8 +25,8 @@ class TwoStreamLayers(NamedTuple):
     """The first E layers with two streams, in place of `layers.run_layers`.
 
     Both streams start with the input of the first layer. h is the model's own stream. In the accelerated stream a, a
-    layer's queries attend to the keys and values of h, of earlier tokens and of the same token. After the layer B
-    SiLU(A a) is added to a. Each token becomes two nodes of one pass, so the weights of the layers are read once.
+    layer's queries attend to the keys and values of h, of earlier tokens and of the same token. After the layer,
+    B SiLU(A a) is added to a. Each token becomes two nodes of one pass, so the weights of the layers are read once.
     """
 
     accelerators: AccelerationWeights
@@ -77,8 +77,9 @@ class TwoStreamLayers(NamedTuple):
 # `jit` lets equal layers share one trace, as in `layers.run_layers`.
 @functools.partial(jax.jit, static_argnums=0)
 def _layer(graphdef, state, layer, accelerator: AccelerationWeights, streams: Array, inputs: L.LayerInputs):
-    """Run a layer on the streams [B, 2 T, D], first h of all tokens and then a. Return the streams after it, and all
-    (k, v).
+    """Run a layer on the streams [B, 2 T, D], first h of all tokens and then a.
+
+    Return the streams after it, and all (k, v).
     """
     fast = streams[:, streams.shape[1] // 2 :].astype(jnp.float32)
     output, new = L.apply_layer(L.LayerWeights(graphdef, state, layer), streams, inputs)

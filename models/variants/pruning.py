@@ -21,7 +21,7 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
     """
     config, num_layers = target.model.config, target.model.capabilities.num_layers
     if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
-        raise UsageError(f"{target.model.name} has no numbered layers; give a model of specjax.models")
+        raise UsageError(f"{target.model.name} has no numbered layers; use a model of specjax.models")
     invalid = [layer for layer in layers if not 0 <= layer < num_layers]
     if invalid or not 0 < len(layers) <= num_layers:
         raise UsageError(
@@ -40,14 +40,14 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
 
 
 def narrow_mlps(target: Target, width: int) -> Target:
-    """Return the target with only the first `width` hidden units of each MLP. Its parameters are slices of the
-    target's.
+    """Return the target with only the first `width` hidden units of each MLP.
 
+    Its parameters are slices of the target's.
     Raises: UsageError for a larger width, and for a model that is not from `specjax.models`.
     """
     config = target.model.config
     if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
-        raise UsageError(f"{target.model.name} has no MLPs to cut; give a model of specjax.models")
+        raise UsageError(f"{target.model.name} has no MLPs to cut; use a model of specjax.models")
     if not 1 <= width <= config.mlp_width:
         raise UsageError(f"width must be from 1 to {config.mlp_width}, the hidden units of the MLPs, not {width}")
 

@@ -67,7 +67,7 @@ def count_skippable_layers(target: Target) -> int:
     """
     model = target.model
     if model.config is None or not model.capabilities.layer_skipping:
-        raise UsageError(f"{model.name} has no layers that can be skipped; give a model of specjax.models")
+        raise UsageError(f"{model.name} has no layers that can be skipped; use a model of specjax.models")
     return model.capabilities.num_layers
 
 

@@ -187,7 +187,7 @@ def test_a_model_that_takes_chains_only_is_given_no_trees():
 
 
 def test_what_hierarchical_cannot_take_back_is_refused():
-    with pytest.raises(UsageError, match="cannot rewind its cache, as the middle one must"):
+    with pytest.raises(UsageError, match="cannot rewind its cache, which the middle model must"):
         hierarchical(recurrent(), prompt_lookup(2))
     with pytest.raises(UsageError, match="inner drafter's model cannot rewind"):
         hierarchical(tiny_llama(vocab=VOCAB), two_model(recurrent(), lag=4))

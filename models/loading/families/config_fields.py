@@ -43,7 +43,7 @@ class ConfigFields:
 
     def number(self, name: str, default: T = _REQUIRED, *, minimum: float = 1e-30, maximum: float = 1e30) -> float | T:
         """Read a finite number."""
-        is_valid = lambda x: type(x) in (int, float) and minimum <= x <= maximum  # not so NaN
+        is_valid = lambda x: type(x) in (int, float) and minimum <= x <= maximum  # False for NaN
         value = self._checked(name, default, f"a number from {minimum:g} to {maximum:g}", is_valid)
         return float(value) if self.has(name) else value
 

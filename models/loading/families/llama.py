@@ -141,8 +141,9 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
-    """Build a config from the config.json of one of HF_TYPES. `options`: dtype, stacked, cache_dtype, cache_lanes,
-    name.
+    """Build a config from the config.json of one of HF_TYPES.
+
+    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
     """
     if hf.text("model_type") == "mistral3":
         hf = text_config(hf, {"model_type": "mistral"})
@@ -236,7 +237,7 @@ def global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
 
 
 def every_nth_layer(pattern: int, layers: int) -> tuple[bool, ...]:
-    """Return layers of which every n-th, n = `pattern`, is global."""
+    """Return for each layer whether it is global: every n-th one is, with n = `pattern`."""
     return tuple((i + 1) % pattern == 0 for i in range(layers))
 
 

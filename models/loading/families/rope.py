@@ -131,8 +131,9 @@ def _yarn(hf: ConfigFields, rope: ConfigFields) -> RopeScaling:
 
 
 def _longrope(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling:
-    """Read LongRoPE settings like transformers. Phi stores its original length outside of `rope_scaling`; that one
-    counts.
+    """Read LongRoPE settings like transformers.
+
+    Phi stores its original length outside of `rope_scaling`, and that one counts.
     """
     for name in ("short_mscale", "long_mscale"):
         if rope.has(name):

@@ -84,7 +84,7 @@ def read(folder: Path, **options) -> Checkpoint:
 def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, StoredTensor]]:
     """Return the config, and the stored tensors by parameter path, for the contents of a config.json.
 
-    `options`: as for `read`.
+    `options`: those of `read`.
     """
     fields = denoisers.to_base_family(ConfigFields(config, where))
     kind = fields.text("model_type", "unnamed")
@@ -107,7 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
         if index is not None:
             return _shards(folder, f"{filename}.index.json", index, kind)
         files = [folder / filename] if (folder / filename).exists() else sorted(folder.glob(f"*{kind}"))
-        if files and (kind == SAFETENSORS_SUFFIX or files == [folder / filename]):  # a .bin may be anything else
+        if files and (kind == SAFETENSORS_SUFFIX or files == [folder / filename]):  # other .bin files may be anything
             return files
     message = f"{folder} has no *.safetensors file; save the model with safe_serialization=True"
     raise UsageError(maxtext.explain_missing_weights(folder) or message)
@@ -138,8 +138,9 @@ def read_tensors(file: Path, integers: bool = False) -> dict[str, TensorLocation
 
 
 def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
-    """Read the table of one file. The library checks types, shapes and offsets against each other and the size of the
-    file.
+    """Read the table of one file.
+
+    The library checks types, shapes and offsets against each other and the size of the file.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -56,8 +56,9 @@ def read(file: Path, **options) -> Checkpoint:
 
 
 def _table(file: Path, c: LlamaConfig) -> tuple[dict[str, TensorLocation], int]:
-    """Return the tensors in file order, under their GGUF names, and the end of the last one. GGUF permutes q and k
-    alike.
+    """Return the tensors in file order, under their GGUF names, and the end of the last one.
+
+    GGUF files permute q and k in the same way.
     """
     kv_width = c.num_kv_heads * c.head_dim
     per_layer: dict[str, tuple[int, ...]] = {

@@ -38,7 +38,7 @@ SCALED_QUERY_TYPES = ("llama", "mistral")
 MODEL_TYPES = (*SCALED_QUERY_TYPES, "qwen2", "qwen3")
 
 LLAMA31 = RopeScaling("llama3", factor=8.0, low=1.0, high=4.0, original_positions=8192)
-"""The only frequencies of that kind that MaxText has."""
+"""The only scaled rotary frequencies that MaxText supports."""
 
 PATHS = {
     "embed.weight": "token_embedder.embedding",
@@ -62,8 +62,8 @@ PATHS = {
 """Names by parameter path. Stacked layers have names without the number: `decoder.layers.mlp.wi_0.kernel`."""
 
 LAYER_AXIS = 1  # param_scan_axis of MaxText
-MAX_PADDING = 1024  # most rows that pad a vocabulary; a larger difference means another vocabulary
-CACHED_ARRAYS = 4  # arrays in memory at once: those of one size, which are filled layer by layer
+MAX_PADDING = 1024  # maximum number of padding rows of a vocabulary; a larger difference means another vocabulary
+CACHED_ARRAYS = 4  # arrays in memory at the same time: those of one size, which are filled layer by layer
 
 
 class ArrayInfo(NamedTuple):
@@ -107,9 +107,9 @@ def explain_missing_weights(folder: Path) -> str | None:
 
 
 def read(folder: Path, config: Config, kind: str) -> tuple[dict[str, LazyTensor], dict[str, StoredTensor]]:
-    """Return the tensors by name, and the stored tensors by parameter path, of a checkpoint of a Hugging Face
-    `model_type`.
+    """Read a checkpoint of a Hugging Face `model_type`.
 
+    Returns: the tensors by name, and the stored tensors by parameter path.
     Raises: UsageError for a type outside of MODEL_TYPES, and for a folder that is not a MaxText checkpoint.
     """
     if kind not in MODEL_TYPES:

@@ -60,7 +60,7 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
         (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"{folder} cannot be written ({why}); give another folder, or free some space") from error
+        raise UsageError(f"{folder} cannot be written ({why}); choose another folder, or free some space") from error
 
 
 def check_model_writable(target: Target) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
         value = values[leaf.keys]
         for layer, stored in enumerate(leaf.parts):
             tensor = value[layer] if leaf.stacked else value
-            # Subtracting in float32 what loading adds is exact.
+            # Loading adds this number, and subtracting it in float32 is exact.
             tensor = tensor.astype(np.float32) - np.float32(stored.add) if stored.add else tensor
             if stored.rows:
                 joined_parts.setdefault(stored.name, {})[stored.first] = tensor

@@ -1,4 +1,4 @@
-"""Self-check of a loaded head: its agreement with the target, and the likeliest reason for a low one."""
+"""Self-check of a loaded head: its agreement with the target, and the most likely reason for a low one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.types import Target
 
 LOW = 0.2
 """Below this agreement something is wrong: published heads reach 0.5 to 0.8, a small one trained for an hour 0.3."""
-MIN_GAIN = 0.1  # by which another interpretation of the tensors must be better
+MIN_GAIN = 0.1  # another interpretation of the tensors must be better by this
 
 QUESTION = "Why is the sky blue, and why is it red in the evening?"
 ANSWER = (
@@ -26,9 +26,9 @@ ANSWER = (
 class SelfCheck(NamedTuple):
     """The result of a self-check."""
 
-    agreement: float  # share of positions where the first draft is the target's likeliest token
+    agreement: float  # share of positions where the first draft is the target's most likely token
     places: int  # number of positions
-    reason: str | None  # the likeliest reason, if the agreement is low
+    reason: str | None  # the most likely reason, if the agreement is low
 
 
 def check_head(loaded: LoadedHead, target: Target, tokens: Sequence[int]) -> SelfCheck:
@@ -47,7 +47,7 @@ def check_head(loaded: LoadedHead, target: Target, tokens: Sequence[int]) -> Sel
 
 
 def _other_reason(loaded: LoadedHead, target: Target) -> str:
-    """Return the likeliest reason if the files were interpreted correctly."""
+    """Return the most likely reason if the files were interpreted correctly."""
     name = target.model.name
     if loaded.trained_for and _short_name(loaded.trained_for) != _short_name(name):
         return f"it was trained for {loaded.trained_for}, and the target is {name}"

@@ -51,9 +51,7 @@ class HeadPlan(NamedTuple):
     kind: str  # of `specjax.models.heads.kinds`
     dialect: str
     config: Any
-    table: Mapping[
-        str, str
-    ]  # tensor names by the path of the parameter; `*` stands for a number, `*+1` for the next number
+    table: Mapping[str, str]  # tensor names by parameter path; `*` stands for a number, `*+1` for the next number
     tensors: Tensors
     flags: Mapping[str, Any]  # detected properties, for reports
     arrays: Mapping[str, np.ndarray | Array] = {}  # parameters that are not read from a tensor of the file
@@ -137,7 +135,7 @@ def layer_table(path: str, name: str) -> dict[str, str]:
 
 
 def count_indices(tensors: Mapping[str, TensorLocation], pattern: str) -> int:
-    """Return how many different numbers the first group of `pattern` matches in the names."""
+    """Return the number of distinct values that the first group of `pattern` matches in the names."""
     matches = (re.match(pattern, name) for name in tensors)
     return len({match[1] for match in matches if match})
 
@@ -154,7 +152,7 @@ def split_fused(tensors: Tensors, c: LlamaConfig) -> None:
             tensor, file_name, row = tensors.pop(name), tensors.file_names.pop(name), 0
             if tensor.shape[0] != sum(parts.values()):
                 raise UsageError(
-                    f"{tensor.file} has {quote(file_name)} with {tensor.shape[0]} rows, but by config.json it has "
+                    f"{tensor.file} has {quote(file_name)} with {tensor.shape[0]} rows, but config.json implies "
                     f"{' + '.join(map(str, parts.values()))}"
                 )
             for part, rows in parts.items():

@@ -67,9 +67,8 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     c, where = contents.config, contents.config.where
     tensors = rename_tensors(contents, RULES)
     count = count_indices(tensors, r"layers\.(\d+)\.")
-    counted = ConfigFields(
-        {**c.values, "num_hidden_layers": count}, where
-    )  # the config has the target's number of layers
+    # The config has the target's number of layers.
+    counted = ConfigFields({**c.values, "num_hidden_layers": count}, where)
     layer = layer_config(counted, tensors, "layers.0.self_attn", count, spec)
     split_fused(tensors, layer)
     check_fits_target(where, layer.width, layer.vocab_size, spec)

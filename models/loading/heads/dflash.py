@@ -237,7 +237,7 @@ def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any
         raise UsageError("the layout speculators has no Domino head; save it as zlab")
     windows = {window for window in config.windows if window is not None}
     if len(windows) > 1:
-        raise UsageError(f"the layout {layout} has one window, and the head {sorted(windows)}")
+        raise UsageError(f"the layout {layout} supports one window, but the head has {sorted(windows)}")
     layers = describe_layers(config.layer) | {"vocab_size": config.vocab_size}
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]

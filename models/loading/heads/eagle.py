@@ -117,7 +117,7 @@ def describe(config: EagleConfig, layout: str, info: SaveInfo) -> dict[str, Any]
     layers = describe_layers(config.layer) | {"vocab_size": config.vocab_size or config.layer.vocab_size}
     if layout == "speculators":
         if config.layer.num_layers > 1:
-            raise UsageError(f"the layout speculators has one layer, and the head {config.layer.num_layers}")
+            raise UsageError(f"the layout speculators has one layer, but the head has {config.layer.num_layers}")
         return describe_verifier("eagle", "EagleSpeculator", info) | {
             "transformer_layer_architecture": "LlamaDecoderLayer",
             "transformer_layer_config": layers,

@@ -61,7 +61,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
         vocab_size=spec.vocab_size,
     )
     if c.has("bias") and c.flag("bias") != config.bias:
-        has = "has" if config.bias else "has not"
+        has = "has" if config.bias else "lacks"
         raise UsageError(f"{where} has bias {str(c.flag('bias')).lower()}, and {folder} {has} lstm.bias_ih_l0")
     if "lm_head.weight" in tensors:
         notes.append("lm_head.weight is not read: these heads use the target's output layer")

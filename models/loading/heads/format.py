@@ -50,5 +50,5 @@ class HeadFormat(NamedTuple):
     describe: Callable[[Any, str, SaveInfo], dict[str, Any]]
     kind_of: Callable[[Contents], str] | None = None  # None: the only kind
     variants: Callable[[DraftHead, int], dict[str, DraftHead]] = _no_variants
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of tensors in files, if not the parameter's own
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # shapes in files that differ from the parameter's
     takes_token_map: bool = False  # True: a list of ids can restrict the vocabulary that the head drafts

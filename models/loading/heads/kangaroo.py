@@ -54,7 +54,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     check_fits_target(where, layer.width, layer.vocab_size, spec)
     exit_layer = c.size("exit_layer", AUTHORS_EXIT, maximum=LAYERS)
     if exit_layer > spec.num_layers:
-        field = "exit_layer" if c.has("exit_layer") else "no exit_layer, the authors' being"
+        field = "exit_layer" if c.has("exit_layer") else "the default exit_layer"
         raise UsageError(
             f"{where} has {field} {exit_layer}, and {spec.name} has {spec.num_layers} layers; choose a head of this "
             "target"

@@ -93,10 +93,13 @@ def describe(config: MlpSpeculatorConfig, layout: str, info: SaveInfo) -> dict[s
     """Return config.json. Raises: UsageError for a head with the norms or features of the other layout."""
     is_speculators, names = layout == "speculators", FIELD_NAMES[layout]
     if config.centred != is_speculators or config.norm_eps != EPS[layout]:
-        norms = "take the mean off first" if config.centred else "leave the mean in"
-        raise UsageError(f"the head's norms {norms}, with {config.norm_eps:g}, which the layout {layout} does not")
+        norms = "subtract the mean" if config.centred else "do not subtract the mean"
+        raise UsageError(
+            f"the head's norms {norms} and have the epsilon {config.norm_eps:g}, which the layout {layout} does not "
+            "support; choose another layout"
+        )
     if config.taps and not is_speculators:
-        raise UsageError("the head reads the stream before the final norm, which the layout ibm does not")
+        raise UsageError("the head reads the stream before the final norm, which the layout ibm does not support")
     shapes = {names.width: config.width, names.inner: config.inner_width, names.heads: config.num_heads}
     shared = {
         "vocab_size": config.vocab_size, "tie_weights": config.tied, "scale_input": config.scaled,

@@ -51,6 +51,6 @@ FORMAT = HeadFormat(
     layouts={"speculators": ()},
     describe=describe,
     variants=eagle3.variants,
-    shapes={"mask_hidden": (1, 1, -1)},  # flat here
+    shapes={"mask_hidden": (1, 1, -1)},  # the parameter is flat
     takes_token_map=True,
 )

@@ -18,7 +18,7 @@ FORMATS: tuple[HeadFormat, ...] = tuple(
 
 
 def find_format(contents: Contents) -> tuple[HeadFormat, str] | None:
-    """Return the format of a head's files and their dialect; None: they are no head, so perhaps a whole model.
+    """Return the format of a head's files and their dialect. Return None for other files, such as a whole model.
 
     Raises: UsageError for a kind of head that cannot be read.
     """

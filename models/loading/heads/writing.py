@@ -75,7 +75,7 @@ def save_head(
         (place / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"{folder} cannot be written ({why}); give another folder, or make room") from error
+        raise UsageError(f"{folder} cannot be written ({why}); choose another folder, or free some space") from error
 
 
 def check_writable(

@@ -1,8 +1,9 @@
 """Assembly of stored tensors to the parameters of a model, one tensor at a time.
 
-The largest come first, so that the scratch memory of the biggest is never needed on top of a full model. On CPU the
-arrays that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice. With a mesh
-each process fills only the parts of its own devices, and reads only the rows for them. No process reads a whole model.
+The largest tensors come first, so that the scratch memory of the biggest is never needed on top of a full model. On CPU
+the arrays that are filled here *become* the parameters (jax aliases aligned memory), so no weight exists twice. With a
+mesh each process fills only the parts of its own devices, and reads only the rows for them. No process reads a whole
+model.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class StoredTensor(NamedTuple):
 
     name: str
     add: float = 0.0  # added to every element
-    heads: int = 0  # nonzero: rows of so many heads, each permuted for interleaved rotary pairs
-    first: int = 0  # its first row, if several tensors are joined to one in the file
-    rows: int = 0  # rows of the joined tensor; 0: it is not joined
+    heads: int = 0  # nonzero: the rows belong to this many heads, each permuted for interleaved rotary pairs
+    first: int = 0  # first row of this tensor in a joined tensor of the file
+    rows: int = 0  # rows of the joined tensor; 0: the tensor is not joined
 
 
 class Checkpoint(NamedTuple):
@@ -235,8 +236,9 @@ def _write_rows(
     add: float,
     source: np.ndarray | None,
 ) -> None:
-    """Read the stored rows `start:stop` and write them to their destinations. `add` is added in float32, before
-    rounding.
+    """Read the stored rows `start:stop` and write them to their destinations.
+
+    `add` is added in float32, before rounding.
     """
     copies: list[tuple] = []
     for (rows, *columns), array in destinations:
@@ -268,7 +270,7 @@ def _aligned_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def insert(params: dict, keys: tuple, parameter: jax.Array) -> None:
-    """Put a parameter where it belongs in a nested dict."""
+    """Insert a parameter into a nested dict at the path `keys`."""
     for key in keys[:-1]:
         params = params.setdefault(key, {})
     params[keys[-1]] = parameter

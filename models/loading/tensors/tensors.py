@@ -24,8 +24,9 @@ INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
 
 
 class TensorLocation(NamedTuple):
-    """The location of one stored tensor. `kind` is a key of PLAIN_BYTES or INTEGERS, or a GGML block format such as
-    "Q4_K".
+    """The location of one stored tensor.
+
+    `kind` is a key of PLAIN_BYTES or INTEGERS, or a GGML block format such as "Q4_K".
     """
 
     file: Path
@@ -69,7 +70,7 @@ def block_size(kind: str) -> tuple[int, int]:
 
 
 def bytes_of(kind: str, elements: int) -> int:
-    """Return the size in bytes of so many elements."""
+    """Return the size in bytes of `elements` elements."""
     unit, size = block_size(kind)
     return elements // unit * size
 

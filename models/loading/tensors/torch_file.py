@@ -1,6 +1,6 @@
 """Weights saved by PyTorch (`pytorch_model.bin`, `.pt`): a zip of raw storages and a pickle that describes them.
 
-A pickle is a program. Here it can only name a dozen functions that describe tensors; any other name ends the reading.
+A pickle is a program. Here it can only name a dozen functions that describe tensors; any other name raises an error.
 PyTorch is not imported.
 """
 

@@ -68,8 +68,9 @@ def appears_in_template(template: str, piece: str) -> bool:
 
 
 class _TemplateProcess:
-    """The process that runs `template_worker.py`. It is started on first use, and restarted after a template that
-    killed it.
+    """The process that runs `template_worker.py`.
+
+    It is started on first use, and restarted after a template that killed it.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The largest factor by which a tokenizer.json can expand a text. A chain of a few replacements can make gigabytes."""
+"""The largest factor by which a tokenizer.json can expand a text. A few chained replacements can produce gigabytes."""
 
 from __future__ import annotations
 

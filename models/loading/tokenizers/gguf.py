@@ -16,7 +16,7 @@ from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer,
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as templates and as the format call them
+NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # names in templates: names in the format
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -27,8 +27,9 @@ BORDER = "\U0010ffff border \U0010ffff"  # U+10FFFF is not a character, so no te
 
 
 class TextCodec(Protocol):
-    """Interface of encoders of text to ids and back. `special`: add bos/eos when encoding, show control tokens when
-    decoding.
+    """Interface of encoders of text to ids and back.
+
+    `special`: add bos/eos when encoding, and show control tokens when decoding.
     """
 
     def encode(self, text: str, special: bool) -> list[int]: ...
@@ -49,7 +50,7 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A vocabulary with everything that a prompt needs."""
+    """A text codec with its vocabulary, end tokens and chat template."""
 
     codec: TextCodec = field(repr=False)
     vocab: tuple[str, ...] = field(repr=False)  # pieces by id, as the model's files spell them
@@ -73,8 +74,9 @@ class Tokenizer:
         return self.codec.decode([int(i) for i in ids], special)
 
     def spellings(self) -> list[bytes | None]:
-        """Return the bytes that each token adds to a text, by id; None for control tokens. Some are incomplete
-        characters.
+        """Return the bytes that each token adds to a text, by id; None for control tokens.
+
+        Some of them are incomplete characters.
         """
         return self.codec.spellings()
 
@@ -182,8 +184,9 @@ def _piece_bytes(piece: str) -> bytes | None:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of GPT-2: visible bytes are their own letters, others take code points from 256
-    on.
+    """Return the byte of each letter of GPT-2.
+
+    Visible bytes are their own letters; the others have code points from 256 on.
     """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -195,8 +198,9 @@ def _encode(backend: Any, text: str, special: bool) -> Any:
 
 
 def _guard_library(call: Callable[[], T]) -> T:
-    """Call the library and convert its failures. Rules of a tokenizer.json can make it panic, which is not an
-    `Exception`.
+    """Call the library and convert its failures.
+
+    Rules of a tokenizer.json can make it panic, which is not an `Exception`.
     """
     try:
         return call()

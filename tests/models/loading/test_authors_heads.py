@@ -96,7 +96,7 @@ def test_kangaroo(tmp_path):
     assert first.head.head.taps == (1,) and not first.notes
     with pytest.raises(UsageError, match="has exit_layer 7, and tiny has 2 layers"):
         load_head(d.write(tmp_path / "deep", config | {"exit_layer": 7}, arrays), small)
-    with pytest.raises(UsageError, match="no exit_layer, the authors' being 2, and tiny has 1 layers"):
+    with pytest.raises(UsageError, match="the default exit_layer 2, and tiny has 1 layers"):
         load_head(folder, shapes_of_target(num_layers=1))
 
 

@@ -368,7 +368,7 @@ TENSORS = {
     "twice": (lambda a: a.update({"midlayer.hidden_norm.weight": a["norm.weight"]}), "which are one tensor"),
     "joined of other sizes": (
         lambda a: a.update({"layers.0.self_attn.qkv_proj.weight": np.zeros((40, 64), np.float32)}),
-        "with 40 rows, but by config.json it has 32",
+        "with 40 rows, but config.json implies 32",
     ),
 }
 
