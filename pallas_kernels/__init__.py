@@ -1,1 +1,1 @@
-"""Kernels, each with a plain-jnp `reference` and an argument `implementation`: None runs everywhere, or a name."""
+"""Pallas kernels, each with a jnp `reference` and an argument `implementation`. The default, None, runs anywhere."""

@@ -1,4 +1,4 @@
-"""Measured block sizes: one tuned.json beside each kernel, {device kind: {name: size}}."""
+"""Measured block sizes: one tuned.json in the folder of each kernel, {device kind: {name: size}}."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ time of the first.
 
 Motivation: XLA fuses the noise into its own TopK, so it does not materialise it either, but makes k passes over the
 vocabulary. Instruction bundles of the compiler's final schedule times the trips of their loops (libtpu 0.0.42, v5e,
-float32, V = 262144, k = 64; waiting for reductions across lanes is in neither):
+float32, V = 262144, k = 64; both without the time that reductions across lanes wait):
 
     rows   this kernel   noise + lax.top_k
        8        97,000             640,000
@@ -64,9 +64,8 @@ def gumbel_topk(
     `valid` is applied by XLA, which fuses it into the computation of the logits.
 
     Args:
-      block: tokens per grid step. width: tokens per iteration of the inner loop, a multiple of 128 that divides
-        `block`.
-        None: from tuned.json, for `device_kind` if listed.
+      block: tokens per grid step. None: from tuned.json, for `device_kind` if listed.
+      width: tokens per iteration of the inner loop, a multiple of 128 that divides `block`. None: as for `block`.
       slots: tokens that each lane keeps at first. None: the fewest that make a second run rare.
       interpret: True or `pltpu.InterpretParams`, to run on any backend in tests.
     """
@@ -115,7 +114,7 @@ def _search(words, heat, logits, *, k, noisy, heated, block, width, slots, inter
 
 
 def _slots(k: int) -> int:
-    """Return the fewest slots such that a lane's slots are rarely all among the best k; k itself if it is small.
+    """Return the smallest number of slots such that a lane's slots are rarely all among the best k; k if it is small.
 
     It uses the union bound for tokens that fall on lanes at random, as they do with their ids modulo 128.
     """

@@ -53,10 +53,10 @@ def tree_attention_by_slot(
 ):  # fmt: skip
     """Compute `reference.tree_attention` for bfloat16.
 
-    The new tokens that a token attends to have distinct positions, from `length` on, less than M of them. Others are
+    The new tokens that a token attends to have distinct positions from `length` on, below `length` + M. Others are
     ignored.
 
-    block: a multiple of `group`, as is the number of slots.
+    block: slots per iteration. It and the number of slots are multiples of `group`.
     """
     batch, t, heads, dim = q.shape
     kv_heads, slots, new = k.shape[1], prefix_k.shape[-2], k.shape[2]

@@ -18,7 +18,8 @@ def shard_over_slots(attend: Callable, axes: tuple[str, ...], num_slots: Callabl
     Device i along `axes` stores the i-th part of the slots. All other arguments are replicated. The new tokens count
     once, on the first device.
 
-    num_slots: returns the number of slots used of a part [..., S, h] of the keys; later ones are not read.
+    num_slots: a function that returns the number of used slots of a part [..., S, h] of the keys. Later slots are
+      not read.
     """
 
     def run(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):

@@ -26,7 +26,7 @@ def tree_attention(
         values are multiplied directly, and the scales are applied to the scores and the weights. A uint16 prefix
         contains the bits of bfloat16.
       positions: int32[B, T] of the new tokens.
-      mask: bool[B, T, M], which of these each new token attends to.
+      mask: bool[B, T, M], the tokens outside of the cache that each new token attends to.
       key_positions: int32[B, M]; None if M = T.
       layer: index into a stacked prefix, or None.
       scale: factor on the scores. window: attend only to keys less than this many positions back (None: all).

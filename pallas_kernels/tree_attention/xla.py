@@ -32,7 +32,7 @@ def blocked_tree_attention(
     New tokens come first, then blocks of slots in order, each at a multiple of `block`. So the sums of a row and their
     order depend neither on the capacity nor on the lengths of other rows. A block that a row does not attend to changes
     no bit. Within a block the backend chooses the order of summation for this number of rows and tokens. If the cache
-    is no multiple of `block`, the last block begins earlier.
+    is not a multiple of `block`, the last block begins earlier.
     """
     batch, t = q.shape[:2]
     slots = prefix_k.shape[-2]
@@ -84,7 +84,7 @@ def cut_slots(x, layer, start, count: int):
 
 
 def products(q, keys):
-    """Multiply as `plain_products`.
+    """Multiply like `plain_products`.
 
     XLA's CPU kernels repack the right operand each time, so there it is the shorter one.
 
