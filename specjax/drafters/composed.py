@@ -46,6 +46,6 @@ def longest_of_each(drafters: Sequence[Drafter], max_depth: int) -> int | None:
     if limits and min(limits) <= max_depth:
         raise UsageError(
             f"a step may accept {max_depth} drafted tokens, and one of the drafters reads at most {min(limits) - 1}; "
-            f"make it with max_accepted={max_depth + 1}, or let the others draft less"
+            f"make it with max_accepted={max_depth + 1}, or let the other drafters draft less"
         )
     return min(limits, default=None)

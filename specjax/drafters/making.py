@@ -22,8 +22,8 @@ def make_drafter(
       draft: a smaller model, a draft head of the target or a denoiser, if the method uses one.
       options: the options of the method's row, and other keyword arguments of its factory.
 
-    Raises: UsageError for an unknown name, a loop of its own, a missing or unfit draft model or head, or a missing or
-      mismatched datastore.
+    Raises: UsageError for an unknown name, a method with its own loop, a missing or unfit draft model or head, or a
+      missing or mismatched datastore.
     """
     method = find_drafter(name)
     _check_draft(method, draft)
@@ -42,7 +42,10 @@ def make_drafter(
 
 
 def _check_draft(method: Method, draft: Target | DraftHead | Denoiser | None) -> None:
-    """Raises: UsageError for a draft model or head that is missing or does not fit the method."""
+    """Check that a draft model or head fits the method.
+
+    Raises: UsageError if it is missing or does not fit.
+    """
     name = method.name
     if "denoiser" in method.needs and not isinstance(draft, Denoiser):
         raise UsageError(f"method {name} drafts with a specjax.Denoiser, not with {type(draft).__name__}; give draft=")

@@ -140,7 +140,7 @@ def auto(
     dtype: str = "float32",
     platform: str | None = None,
 ) -> Drafter:
-    """Draft as many tokens as save time on this device; decode plainly if no draft does.
+    """Draft as many tokens as save time on this device; decode plainly if no draft saves time.
 
     Args:
       head: a draft head of the target.

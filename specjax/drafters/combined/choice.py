@@ -80,7 +80,7 @@ def choice(
     if not several:
         raise UsageError("choice needs at least one drafter")
     if len({id(d.propose) for d in several}) < len(several):
-        raise UsageError("choice was given the same drafter twice; give each once, with all depths in depths=")
+        raise UsageError("choice got the same drafter twice; pass each drafter once, with all lengths in depths=")
     if any(d.traits.draws != "point_mass" or not d.traits.follows_any_tree for d in several):
         raise UsageError("choice needs drafters without randomness that follow any tree")
     if not depths or min(depths) < 1:
@@ -142,9 +142,8 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
         batch, width = tree.tokens.shape  # width of the pass
         pass_costs = costs_of.evaluate(costs, widths, batch, dtype, platform)
         num_running = jnp.sum(verdict.num_nodes > 0)
-        wide_enough = next(
-            (i for i, drafter_params in enumerate(widths) if drafter_params >= width), -1
-        )  # another drafter may determine the width
+        # Another drafter may determine the width.
+        wide_enough = next((i for i, candidate in enumerate(widths) if candidate >= width), -1)
         reward = jnp.sum(verdict.num_nodes) / jnp.maximum(num_running, 1) / pass_costs[wide_enough]
         return observations, reward
 

@@ -2,9 +2,9 @@
 
 Rule: the gain of a step is the number of plain passes that the head's nodes saved, minus the head's cost. Gains are
 averaged per class of the savings expected from the other drafts, because a head adds little if these copy well. The
-head runs while the average of the class is positive. Initially it is positive if the others promise little. Otherwise
-it runs only after pauses, as a probe. A pause doubles after an unsuccessful probe and halves after a successful one. At
-its maximum a head that never helps costs 1 % of plain decoding.
+head runs while the average of the class is positive. It starts positive if the others are expected to save little.
+Otherwise it runs only after pauses, as a probe. A pause doubles after an unsuccessful probe and halves after a
+successful one. At its maximum a head that never helps costs 1 % of plain decoding.
 
 The gain of a single step varies as much as its mean. In an earlier rule, single steps without gain doubled the pauses,
 and the average started at zero. The shipped head in bfloat16 then ran in 64 % of the steps of Spec-Bench's chat task

@@ -3,8 +3,8 @@
 Quan et al.: RASD: Retrieval-Augmented Speculative Decoding (ACL Findings 2025), arXiv 2503.03434.
 
 Rule: a draft model, a draft head or any drafter grows a tree. Retrieved paths stay if the drafter finds their first
-token likely too. Their nodes that the tree lacks are attached where they leave it (`keep_likely`, `fuse` of
-`specjax.trees.operations`).
+token likely too. Nodes of these paths that the tree lacks are attached at the point where the path leaves the tree
+(`keep_likely`, `fuse` of `specjax.trees.operations`).
 Guarantee: distribution (a point-mass tree).
 Deviations: the authors did not publish their details. A retrieved path is kept if its first token is a child of the
 root in the draft tree; `prune=False` keeps all paths. The default is one retrieved chain. Any deterministic drafter
@@ -70,7 +70,7 @@ def rasd(
       draft: a draft model or a draft head, which grows `tree` (a deterministic builder, or its spec). It can also be a
         deterministic drafter that follows any tree, such as `early_exit(target, tree=parse("top:4x2"))` or
         `token_recycling`; `tree` is not used then.
-      retrieval: a drafter of the latter kind; default: `suffix(7)`.
+      retrieval: a deterministic drafter that follows any tree; default: `suffix(7)`.
       prune: keep only paths with a first token that `draft` proposes too.
 
     State: the states of both. After each step a draft model reads again as many tokens as the retrieval can add,
@@ -85,7 +85,7 @@ def rasd(
     if isinstance(draft, Drafter) and (draft.traits.draws != "point_mass" or not draft.traits.follows_any_tree):
         raise UsageError("draft must be a model, or a drafter without randomness that follows any tree")
     if base.propose is retrieval.propose:
-        raise UsageError("rasd was given the same drafter twice; fuse two that differ, such as token_recycling, suffix")
+        raise UsageError("rasd got the same drafter twice; fuse two that differ, such as token_recycling and suffix")
     drafter = _functions(base.replace(params=()), retrieval.replace(params=()), prune)
     return drafter.replace(params=(base.params, retrieval.params))
 

@@ -53,7 +53,7 @@ class Config:
 
     @cached_property
     def template(self) -> Template:
-        """The template of the recycled nodes."""
+        """Return the template of the recycled nodes."""
         return Template(best_paths(self.num_recycled))
 
     @cached_property
@@ -63,27 +63,27 @@ class Config:
 
     @cached_property
     def prior(self) -> np.ndarray:
-        """The prior acceptance rate float32[C] of each class of nodes."""
+        """Return the prior acceptance rate float32[C] of each class of nodes."""
         return node_classes.prior(self.head is not None)
 
     @cached_property
     def builder(self) -> Builder:
-        """The builder of the head's tree."""
+        """Return the builder of the head's tree."""
         return dataclasses.replace(trees.static(self.paths, "point_mass"), scored=True)
 
     @property
     def longest(self) -> int:
-        """The maximum number of tokens that a step may accept, the root included."""
+        """Return the maximum number of tokens that a step may accept, the root included."""
         return 1 + int(self.shape.depth.max())
 
     @property
     def chunk(self) -> int:
-        """The number of pairs that the head reads at once: those of its own draft, or as many as cost the same."""
+        """Return the number of pairs that the head reads in one pass: those of its draft, or more at the same cost."""
         return max(self.builder.max_depth + 1, self.widths[1])
 
     @property
     def window(self) -> int:
-        """The maximum number of pending pairs, a multiple of `chunk`."""
+        """Return the maximum number of pending pairs, a multiple of `chunk`."""
         return -(-(self.longest + WAITING) // self.chunk) * self.chunk
 
 
@@ -131,5 +131,5 @@ def _paths(head: Head, tree: Paths | None, default: Paths) -> Paths:
         raise UsageError("head_tree needs at least one node; leave it out for the default")
     depth = max(map(len, tree))
     if max_depth is not None and depth > max_depth:
-        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {max_depth}; choose that")
+        raise UsageError(f"head_tree is {depth} tokens deep, but the head drafts {max_depth}; choose a shorter tree")
     return tree

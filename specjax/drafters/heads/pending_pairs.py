@@ -60,7 +60,7 @@ def read_pending(
     """Read all pending pairs if `due` bool[] is true.
 
     chunk: pairs of one pass, a divisor of the window; the row with the most pending pairs sets the number of passes.
-      None: read all of them in one pass, whatever `due` is.
+      None: read all of them in one pass, and ignore `due`.
     """
     pending = state.pending
     if chunk is None:

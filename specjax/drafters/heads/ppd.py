@@ -49,7 +49,7 @@ RANKS = 10
 class State(NamedTuple):
     """The guesses from the last target pass."""
 
-    guesses: Array  # int32[B, m, R], the likeliest tokens at each distance, best first
+    guesses: Array  # int32[B, m, R], the most likely tokens at each distance, best first
     num_distances: Array  # int32[B], number of distances with guesses: the state of the row
 
 
@@ -65,7 +65,7 @@ def ppd(
 
     Args:
       num_nodes: tokens of a pass, including root and prompts; default: CPU_NODES or NODES, by the platform.
-      accuracy: [distance][rank], how often the guess is right, as measured by `models.heads.ppd.rank_accuracy`;
+      accuracy: [distance][rank], fraction of correct guesses, as measured by `models.heads.ppd.rank_accuracy`;
         default: assumed from RATES.
       costs: costs from `specjax.costs`, or numbers, of passes over 1, 2, ..., `num_nodes` tokens; None:
         `costs.estimated` for one row and the dtype of the head.

@@ -85,7 +85,7 @@ def dynamic_exit(
     """
     num_layers = num_layers_of(target)
     if target.model.head is None:
-        raise UsageError(f"the model {target.model.name} cannot read its own layers; give Model.head")
+        raise UsageError(f"the model {target.model.name} has no function for the logits of its layers; set Model.head")
     exits = tuple(range(2, num_layers // 2 + 1, 2)) or (1,) if exits is None else tuple(sorted(set(exits)))
     if not exits or not 1 <= exits[0] <= exits[-1] <= num_layers:
         raise UsageError(f"exits must be from 1 to {num_layers}, the number of layers of the model, not {exits}")
@@ -130,9 +130,8 @@ def _read(config: Config, params, state: Agreement, context: Context, tokens, co
     valid = positions < count[:, None]
     positions = jnp.minimum(positions, tokens.shape[1] - 1)
     taps = [take_along(tap, positions[:, :, None], 1) for tap in output.taps]
-    correct = first_largest(
-        target.model.head(target.params, taps[-1])
-    )  # at the samples only; `output.logits` would compute all positions
+    # Only at the samples; `output.logits` would compute all positions.
+    correct = first_largest(target.model.head(target.params, taps[-1]))
     return add(state, matches(target, taps[:-1], correct, valid), jnp.sum(valid, 1), config.decay)
 
 

@@ -9,8 +9,8 @@ target's own cache and each other; each token costs one pass of E layers.
 Guarantee: distribution (verified with the q that was sampled).
 Deviations: the target pass runs all layers on the drafted tokens. The authors cache the exact keys, values and streams
 of the first E layers, and run only the remaining layers. The last drafted token has not passed the first E layers, so
-their weights are read once more anyway: 6 / 4 + 1 / 4 + 3 / 4 passes for 6 tokens and a quarter
-of the layers. Caching saves arithmetic on 6 of 7 tokens, and no time if weight reads dominate.
+their weights are read once more anyway: 6 / 4 + 1 / 4 + 3 / 4 passes for 6 tokens and a quarter of the layers. Caching
+saves arithmetic on 6 of 7 tokens, and no time if weight reads dominate.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Config(NamedTuple):
 
     @property
     def depth(self) -> np.ndarray:
-        """The depth int32[N] of each node."""
+        """Return the depth int32[N] of each node."""
         return np.repeat(np.arange(self.num_tokens + 1), [1] + [self.drafts] * self.num_tokens)
 
 

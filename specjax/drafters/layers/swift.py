@@ -135,7 +135,7 @@ class SkipSearch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """K, the number of sublayers to skip."""
+        """Return K, the number of sublayers to skip."""
         return math.floor(self.ratio * 2 * len(self.layers) + 1e-9)
 
     def first(self) -> np.ndarray:
@@ -199,7 +199,7 @@ def search_once(search: SkipSearch, state: SkipSet, context: Context, limit: Arr
 
 
 def matchness(search: SkipSearch, skipped: Array, rows: Array, start: Array, context: Context) -> Array:
-    """Return int32[B], how many of the tokens start + 1 ... start + w the model without `skipped` predicts first.
+    """Return int32[B], the number of tokens start + 1 ... start + w that the model without `skipped` predicts first.
 
     Args:
       skipped: bool[B, C]. rows: bool[B], rows for which the model runs. start: int32[B], length of the prompt. The

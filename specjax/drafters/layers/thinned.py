@@ -62,7 +62,7 @@ def thinned(
     num_layers = check_depth(target, depth)
     if jax.tree.leaves(depth.init_state(1, num_layers)):
         raise UsageError(
-            f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.skip_layers, or another"
+            f"{depth.name} learns from the prompt and cannot draft; use specjax.adaptive.skip_layers, or another method"
         )
     builder = trees.make_builder(num_tokens, tree, stop)
     return _functions(builder, depth.replace(params=())).replace(params=depth.params)

@@ -10,8 +10,8 @@ Guarantee: distribution. Every token i of the chain is drawn from M(. | text, x_
 earlier tokens only, for any lossless rule of the inner verification.
 Motivation: a wide tree costs the target more than a short chain, and it is cheap for the middle model.
 Deviation: M's own first token ("draft model start") is an option of the released code and the default here. It costs a
-pass of M in each step. With `own_token=False`, as in the paper, the inner drafter drafts below the root at once. M then
-needs an extra pass for missing tokens only after the target has accepted a whole chain.
+pass of M in each step. With `own_token=False`, as in the paper, the inner drafter drafts directly below the root. M
+then needs an extra pass for missing tokens only after the target has accepted a whole chain.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_tok
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
     check_pair(middle, inner)
     if not inner.traits.rewinds:
-        raise UsageError("the inner drafter's model cannot rewind, as it must when the target refuses a draft")
+        raise UsageError("the inner drafter's model cannot rewind its cache, which it must after a rejected draft")
     if middle.model.rewind is None:
-        raise UsageError(f"the model {middle.model.name} cannot rewind its cache, as the middle one must")
+        raise UsageError(f"the model {middle.model.name} cannot rewind its cache, which the middle model must")
     config = _Config(middle.model, inner.replace(params=()), min_tokens, own_token)
     return _functions(config).replace(params=(middle.params, inner.params))
 
@@ -122,7 +122,7 @@ class _Config(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """Number of last tokens of the text that M reads again in each step.
+        """Return the number of last tokens of the text that M reads again in each step.
 
         Its own first token needs the root. After full acceptance its cache lacks the last token of the chain too.
         """
@@ -130,7 +130,7 @@ class _Config(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Maximum length of a chain; the last inner step may begin at `min_tokens` - 1 tokens."""
+        """Return the maximum length of a chain; the last inner step may begin at `min_tokens` - 1 tokens."""
         return self.min_tokens + self.inner.max_depth
 
 

@@ -88,7 +88,7 @@ def rapid(
     if query < LAG:
         raise UsageError(f"query must be at least {LAG}, not {query}")
     if budget < chunk + query:
-        raise UsageError(f"budget must hold a chunk and the query, {chunk + query} tokens at least; it is {budget}")
+        raise UsageError(f"budget must be at least {chunk + query}, a chunk and the query, not {budget}")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     builder = tree or trees.chain(num_tokens)

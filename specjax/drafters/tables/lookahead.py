@@ -114,7 +114,7 @@ class Config(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of rows of the window, and of tokens of a candidate."""
+        """Return the number of rows of the window, and of tokens of a candidate."""
         return self.ngram - 1
 
 
@@ -221,13 +221,13 @@ def _candidates(matches: ngrams.Lookup) -> tuple[Array, Array]:
     return take_along(grams, order[:, :, None], 1)[:, :, 1:], take_along(hit, order, 1)
 
 
-def _trie(candidates: Array, present: Array) -> tuple[Array, Array, Array]:
+def _trie(candidates: Array, is_candidate: Array) -> tuple[Array, Array, Array]:
     """Merge candidates int32[B, G, D] into a trie below the root; return tokens, parents, valid, each [B, G D]."""
     batch, g, depth = candidates.shape
     agrees = jnp.cumprod(candidates[:, :, None] == candidates[:, None], axis=3)  # [B, G, G, D], prefixes
     first_index = jnp.argmax(agrees, 2).astype(jnp.int32)  # [B, G, D]: the first candidate with this path
     above = 1 + first_index[:, :, :-1] * depth + jnp.arange(depth - 1)
     parents = jnp.pad(above, ((0, 0), (0, 0), (1, 0)))
-    valid = present[:, :, None] & (first_index == jnp.arange(g)[:, None])
+    valid = is_candidate[:, :, None] & (first_index == jnp.arange(g)[:, None])
     flat = lambda x: x.reshape(batch, -1)
     return flat(jnp.maximum(candidates, 0)), flat(parents), flat(valid)

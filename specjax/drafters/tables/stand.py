@@ -151,12 +151,15 @@ class Config(NamedTuple):
 
     @property
     def entry_size(self) -> int:
-        """The number of tokens of an entry."""
+        """Return the number of tokens of an entry."""
         return min(contexts.MAX_TOKENS, self.vocab_size)
 
 
 def _check_ranks(paths: tuple[tuple[int, ...], ...], entry_size: int) -> None:
-    """Raises: UsageError for a tree that entries of `entry_size` tokens cannot fill."""
+    """Check that entries of `entry_size` tokens can fill a tree.
+
+    Raises: UsageError if they cannot.
+    """
     for path in paths:
         if path[-1] and (*path[:-1], path[-1] - 1) not in paths:
             raise UsageError(f"the tree has {path} without its earlier sibling; add {(*path[:-1], path[-1] - 1)}")
@@ -206,9 +209,8 @@ def _draw(
         tokens = entry.tokens  # most likely first
         if context.sampling.temperature is not None:
             log_q = jnp.where(tokens >= 0, jnp.log(jnp.maximum(entry.probs, 1e-37)), -jnp.inf)
-            is_greedy = sampling.is_greedy(context.sampling, len(tokens))[
-                :, None, None
-            ]  # warping would leave greedy rows one token
+            # Warping would leave greedy rows one token.
+            is_greedy = sampling.is_greedy(context.sampling, len(tokens))[:, None, None]
             log_q = jnp.where((tokens < 0) | is_greedy, log_q, sampling.warp(log_q, context.sampling))
             rows.append((tokens, log_q))
             if config.sampled:

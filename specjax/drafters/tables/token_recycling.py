@@ -9,8 +9,8 @@ Guarantee: distribution (a point-mass tree).
 Deviations: each row has its own matrix, so that a row does not depend on its batch. Unknown successors are left out of
 the tree; the authors draft token 0. The matrix has at most SLOTS tokens, which keeps it small enough for every row.
 Tokens that are equal modulo SLOTS share a slot, and the latest one counts. Within a tree, accepted nodes win, then
-shallower ones, then earlier ones. The authors keep one matrix for all requests. Here `DecodeResult.drafter` has it for
-the next call, in which the slots of the row itself come first. If several rows wrote a slot, the first row counts.
+shallower ones, then earlier ones. The authors keep one matrix for all requests. Here `DecodeResult.drafter` contains it
+for the next call, which reads the row's own slots first. If several rows wrote a slot, the first row counts.
 `read_prompt` fills the matrix from the prompt's outputs too; the authors do not.
 """
 
@@ -35,7 +35,7 @@ METHOD = Method(
     name="token_recycling",
     kind="drafter",
     guarantee="distribution",
-    summary="fills a static tree with the most likely successors that the target had for each token",
+    summary="fills a static tree with the tokens that the target recently predicted after each token",
     paper="Luo et al. 2024, arXiv 2408.08696",
     options=(
         shared.num_nodes(80),
@@ -201,9 +201,8 @@ def token_recycling(
 
     def observe(params, matrix: Recycled, context: Context, tree, verdict, output) -> RecyclingUpdate:
         width, n = tree.tokens.shape[1], template.num_nodes
-        fit = lambda x: jnp.pad(
-            x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2))
-        )  # the tree may be of any drafter
+        # The tree may come from any drafter.
+        fit = lambda x: jnp.pad(x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2)))
         on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
         order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes are in order of depth
         best = jax.tree.map(fit, best_tokens(output.logits[:, :n], keep_chances))

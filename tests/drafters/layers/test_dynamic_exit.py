@@ -155,5 +155,5 @@ def test_bad_settings():
         dynamic_exit(tiny_llama(), 0)
     with pytest.raises(UsageError, match="decay must be at least 0 and below 1"):
         dynamic_exit(tiny_llama(), decay=1.0)
-    with pytest.raises(UsageError, match=r"cannot read its own layers; give Model.head"):
+    with pytest.raises(UsageError, match=r"no function for the logits of its layers; set Model.head"):
         dynamic_exit(Target(tiny_llama().model._replace(head=None), ()))

@@ -154,7 +154,7 @@ def test_bad_settings():
         ({"num_tokens": 0}, "num_tokens must be at least 1"),
         ({"chunk": 0}, "chunk must be at least 1"),
         ({"query": 1}, "query must be at least 2"),
-        ({"budget": 0}, "budget must hold a chunk and the query, 192 tokens at least; it is 0"),
+        ({"budget": 0}, "budget must be at least 192, a chunk and the query, not 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ]:
         with pytest.raises(UsageError, match=sentence):
