@@ -40,13 +40,13 @@ PROMPT = -1
 class WriterState(NamedTuple):
     """The state of one writer for the shared text."""
 
-    cache: PyTree  # of its target
+    cache: PyTree  # cache of its target
     cached: Array  # int32[B], tokens in the cache
-    draft: PyTree  # of its drafter, after `seen` tokens
+    draft: PyTree  # state of its drafter, after `seen` tokens
     seen: Array  # int32[B], tokens that the drafter and the processors have processed
     agreed_length: Array  # int32[B], tokens of these that the text still contains
     control: PyTree
-    processed: tuple[PyTree, ...]  # of its processors, after `seen` tokens
+    processed: tuple[PyTree, ...]  # states of its processors, after `seen` tokens
 
 
 class TextState(NamedTuple):
@@ -56,12 +56,12 @@ class TextState(NamedTuple):
     length: Array  # int32[B]
     prompt: Array  # int32[B], tokens of the prompt
     stop: Array  # int32[B], length at which the row is full
-    ended: Array  # bool[B], whether its last token is an eos
+    ended: Array  # bool[B], True: the last token is an eos
     keys: Array  # key[B, M]
     author: Array  # int32[B, L], writer of each token; PROMPT in the prompt, undefined past the end
     writer_states: tuple[WriterState, ...]
-    finite: Array  # bool[B], whether all model outputs were finite
-    passes: Array  # int32[B, M], of each target, in which the row took part; without those over the prompt
+    finite: Array  # bool[B], True: all model outputs were finite
+    passes: Array  # int32[B, M], passes of each target in which the row took part, without those over the prompt
     read: Array  # int32[B, M], tokens that these passes read, drafted ones too
 
     @property
@@ -78,9 +78,9 @@ class TextState(NamedTuple):
 class Scores(NamedTuple):
     """The evaluation of T tokens after a text by one model, before temperature."""
 
-    logprobs: Array  # float32[B, T], of each after those before it; 0 behind the row's count
+    logprobs: Array  # float32[B, T], of each token given all earlier ones; 0 past the row's count
     entropies: Array  # float32[B, T], nats, of the distributions that they come from
-    logits: Array  # float32[B, V], of what follows the last
+    logits: Array  # float32[B, V], of the token after the last one
     hidden: Array  # [B, D], at the last token
 
 
@@ -126,7 +126,7 @@ class Written(NamedTuple):
     """The result of one turn of a writer, per row."""
 
     start: Array  # int32[B], length before
-    complete: Array  # bool[B], whether it is a whole step: the segmenter ended it, or an eos did
+    complete: Array  # bool[B], True: a complete step, ended by the segmenter or an eos
     observations: PyTree
 
 
@@ -249,7 +249,7 @@ def read(writers: Writers, text: TextState, who: int, active: Array | None = Non
     active = jnp.ones(text.length.shape, bool) if active is None else active
     cached, cache = writer_state.cached, writer_state.cache
     target_length = jnp.where(active, text.length - 1, cached)
-    if model.rewind is not None:  # it may hold the last token already
+    if model.rewind is not None:  # the cache may already contain the last token
         cached = jnp.minimum(cached, target_length)
         cache = model.rewind(cache, cached)
     cache = catch_up(
@@ -353,7 +353,7 @@ def rewind(writers: Writers, text: TextState, length: Array) -> TextState:
 
 
 def axes(writers: Writers, text: TextState) -> TextState:
-    """Return the batch axis of each array; it is `buffers.SHARED` for arrays that all rows share."""
+    """Return the batch axis of each array; it is `batch_axes.SHARED` for arrays that all rows share."""
 
     def state_axes(writer: Parts, writer_state: WriterState) -> WriterState:
         return batch_axes.rows_first(writer_state)._replace(
@@ -369,8 +369,9 @@ def axes(writers: Writers, text: TextState) -> TextState:
 
 
 def select(writers: Writers, text: TextState, rows: Array) -> TextState:
-    """Return the rows at `rows` int32[R], with all states. A row that is selected twice writes the same text twice,
-    unless its copies get different `keys`.
+    """Return the rows at `rows` int32[R], with all states.
+
+    A row that is selected twice writes the same text twice, unless its copies get different `keys`.
     """
     return batch_axes.take_rows(text, rows, axes(writers, text))
 
@@ -441,7 +442,7 @@ def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> Py
         if drafter.hooks.prefill is None:
             context = Context(text.tokens, text.length, writer.sampling, noise, target=writer.target)
             fresh = drafter.init(drafter.params, context)
-        else:  # it learns from what the target says of all tokens
+        else:  # the drafter reads the target's outputs for all tokens
             fresh = writer.loop.init(writer, text.tokens, text.length, keys, text.stop).draft
         return batch_axes.where_rows(is_new, fresh, writer_state.draft, drafter.hooks.axes(writer_state.draft))
 
@@ -449,8 +450,9 @@ def _drafter_anew(writer: Parts, text: TextState, who: int, is_new: Array) -> Py
 
 
 def processor_states(writers: Writers, text: TextState, who: int, active: Array) -> tuple[PyTree, ...]:
-    """Return the processor states of writer `who`, updated in the rows `active` bool[B] with the prompt and the new
-    tokens.
+    """Return the processor states of writer `who`, with the rows `active` bool[B] updated to the current text.
+
+    They contain the prompt and the new tokens.
     """
     writer, old_states = writers[who], text.writer_states[who].processed
     if not writer.processors:

@@ -29,15 +29,15 @@ RESAMPLE, CHOOSE, MOVE, LOOK = 101, 102, 103, 104
 class Particles(NamedTuple):
     """n weighted texts for each of B prompts."""
 
-    text: TextState  # of B n rows
-    logw: Array  # float32[B, n], since the last resampling
-    log_z: Array  # float32[B], of the normaliser's estimate, up to the last resampling
-    carried: PyTree  # what goes with each particle, arrays [B n, ...]
-    keys: Array  # key[B], of all that is drawn for a prompt as a whole
-    round: Array  # int32[], blocks so far
-    resampled: Array  # int32[B], how often
-    valid: Array  # bool[B], whether all weights were numbers
-    alive: Array  # bool[B], whether some were above 0
+    text: TextState  # B n rows
+    logw: Array  # float32[B, n], log-weights since the last resampling
+    log_z: Array  # float32[B], logarithm of the normaliser's estimate, up to the last resampling
+    carried: PyTree  # state of each particle, arrays [B n, ...]
+    keys: Array  # key[B], for draws that concern a whole prompt
+    round: Array  # int32[], number of blocks so far
+    resampled: Array  # int32[B], number of resamplings
+    valid: Array  # bool[B], True: all weights were numbers
+    alive: Array  # bool[B], True: some weights were above 0
 
 
 def begin(writers: Writers, text: TextState, n: int, carried: PyTree) -> Particles:
@@ -61,9 +61,9 @@ def systematic(u0: Array, logw: Array) -> Array:
     n = logw.shape[1]
     total = jnp.cumsum(jax.nn.softmax(logw, 1), 1)
     u = (u0[:, None] + jnp.arange(n)) / n
-    # Both rise, so the count is a place: of n particles no table of n x n is made.
+    # Both arrays are sorted, so a binary search counts without a table of n x n.
     ancestors = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(total, u).astype(jnp.int32)
-    # Rounding may leave the last sum below 1: nobody descends from behind the last one that has any weight.
+    # Rounding may leave the last sum below 1. No ancestor comes after the last particle with a weight above 0.
     last = n - 1 - jnp.argmax((logw > -jnp.inf)[:, ::-1], 1)
     return jnp.minimum(ancestors, last[:, None].astype(jnp.int32))
 
@@ -119,10 +119,10 @@ class Sample(NamedTuple):
 
     choice: Array  # int32[B], the particle
     logw: Array  # float32[B, n]
-    tokens: Array  # int32[B, n, L], the texts of all, without their prompts; -1 behind the end
+    tokens: Array  # int32[B, n, L], the texts of all particles without their prompts, then -1
     lengths: Array  # int32[B, n]
     log_z: Array  # float32[B], estimate of the target law's normaliser
-    resampled: Array  # int32[B], how often
+    resampled: Array  # int32[B], number of resamplings
     valid: Array  # bool[B]
     alive: Array  # bool[B]
 
@@ -130,7 +130,7 @@ class Sample(NamedTuple):
 def check(sample: Sample) -> None:
     """Raise UsageError for a prompt without valid weights. Call it outside of traced programs."""
     check_scores(
-        sample.valid, "a particle's weight", "a reward must be a number of at least 0, and so must the model's"
+        sample.valid, "a particle's weight", "rewards must be numbers of at least 0, and model outputs must be numbers"
     )
     if not isinstance(sample.alive, jax.core.Tracer) and not np.asarray(sample.alive).all():
         row = np.flatnonzero(~np.asarray(sample.alive))[0]

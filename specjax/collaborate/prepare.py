@@ -24,7 +24,7 @@ class TextJob:
     """The writers and the prompts that they continue. It is a pytree, the argument of a method's program."""
 
     writers: Writers
-    tokens: Array  # int32[B, L], with room behind the text for every pass
+    tokens: Array  # int32[B, L], with room after the text for every pass
     lengths: Array  # int32[B]
     keys: Array  # key[B]
     stop: Array  # int32[B]
@@ -59,7 +59,7 @@ def prepare_texts(
     """
     settings = Settings() if settings is None else settings
     if settings.logprobs or settings.debug:
-        raise UsageError("logprobs and debug are noted by decode alone; leave them out")
+        raise UsageError("only decode records logprobs and debug information; leave them out")
     sizes = [target.model.vocab_size for target in models]
     if len(set(sizes)) > 1:
         raise UsageError(
@@ -74,11 +74,11 @@ def prepare_texts(
     for target, drafter in zip(models, all_drafters, strict=True):
         if target.model.rewind is None and (rewinds or drafter.num_nodes > 1):
             raise UsageError(
-                f"the model {target.model.name} cannot take tokens back, which this method needs of every model; "
-                "choose one with a cache of keys and values"
+                f"the model {target.model.name} cannot rewind its cache, which this method needs for every model; "
+                "choose a model with a key/value cache"
             )
     capacity = settings.capacity or min(target.model.max_positions for target in models)
-    # Behind the text every kind of pass has room: a cache silently writes elsewhere near its end.
+    # Leave room after the text for every kind of pass: near its end, a cache silently writes to other slots.
     room = max(CHUNK, spare + 1, *(drafter.num_nodes for drafter in all_drafters))
     tokens, lengths = pack(prompts, max_new_tokens, room, capacity, sizes[0])
     writers = tuple(replace(job.parts, keep=keep or Keep()) for job in jobs)

@@ -21,12 +21,10 @@ from specjax.types import Array
 class TextResult(DecodeResult):
     """A text of M writers. `stats` counts the passes of the last writer, the largest model."""
 
-    authors: (
-        Array  # int32[B, max_new_tokens], the writer of each token, in the order of the arguments; -1 behind the end
-    )
-    passes: Array  # int32[B, M], of each model, in which the row took part
+    authors: Array  # int32[B, max_new_tokens], the writer of each token in the order of the arguments, then -1
+    passes: Array  # int32[B, M], passes of each model in which the row took part
     read: Array  # int32[B, M], tokens that these passes read
-    log: Any = None  # what the method notes besides
+    log: Any = None  # further output of the method
 
     def share(self, who: int) -> np.ndarray:
         """Return float[B], the fraction of the tokens that a writer wrote."""

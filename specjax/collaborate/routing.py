@@ -47,11 +47,11 @@ Route = Callable[[Array, Step], Array]
 class StepLog(NamedTuple):
     """The first LOGGED steps of a row."""
 
-    author: Array  # int32[B, K], -1 behind the last
-    tokens: Array  # int32[B, K], how many
-    score: Array  # float32[B, K], of what the draft model proposed; NaN where it did not
+    author: Array  # int32[B, K], writer of each step, then -1
+    tokens: Array  # int32[B, K], number of tokens of each step
+    score: Array  # float32[B, K], score of the draft model's step; NaN if it proposed none
     steps: Array  # int32[B]
-    valid: Array  # bool[B], whether the judge always gave a score
+    valid: Array  # bool[B], True: the judge always returned a score
 
 
 def judged_steps(
@@ -154,7 +154,7 @@ def token_by_token(
             logits = pipeline.process_root(processors, states, texts.last(text), logits)
             text = text._replace(
                 finite=text.finite & (jnp.any(logits > -jnp.inf, 1) | ~unfinished)
-            )  # they left a token
+            )  # the processors allow a token
         token = sample(writer, text, logits, warped)
         new = texts.append_one(writers, text, token, author, unfinished)
         if processors:

@@ -30,7 +30,7 @@ class Run(NamedTuple):
     """The state of a segmenter in each row."""
 
     at: Array  # int32[B], its state
-    over: Array  # bool[B], whether the step has ended
+    over: Array  # bool[B], True: the step has ended
 
 
 def start(batch: int) -> Run:
@@ -39,8 +39,9 @@ def start(batch: int) -> Run:
 
 
 def follow(segmenter: Segmenter, run: Run, tokens: Array, count: Array) -> tuple[Run, Array]:
-    """Return the state after the first `count` int32[B] of `tokens` int32[B, N], and int32[B], how many belong to the
-    step.
+    """Read the first `count` int32[B] of `tokens` int32[B, N].
+
+    Returns: the new state, and int32[B], the number of these tokens that belong to the step.
     """
     last = segmenter.following.shape[0]
 
@@ -96,7 +97,7 @@ def _automaton(ends: Sequence[tuple], texts: Sequence[tuple]) -> Segmenter:
             memo[state, letter] = None if complete else next(suffix for suffix in suffixes if suffix in states)
         return memo[state, letter]
 
-    following = np.zeros((len(states), len(texts)), np.int32)  # a token without any of the letters begins anew
+    following = np.zeros((len(states), len(texts)), np.int32)  # a token without any of the letters restarts
     for token, text in enumerate(texts):
         if not text:  # a special token: nothing was read
             following[:, token] = np.arange(len(states))

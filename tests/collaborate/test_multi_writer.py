@@ -224,7 +224,7 @@ def test_long_parts_of_others_are_read_in_chunks():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UsageError, match="vocabularies of 16, 8 tokens"):
         lib.job_of([lib.history(), lib.history(vocab=8)], prompts=[[1]], key=0)
-    with pytest.raises(UsageError, match="recurrent cannot take tokens back"):
+    with pytest.raises(UsageError, match="recurrent cannot rewind its cache"):
         lib.job_of([recurrent()], prompts=[[1]], key=0)
     assert lib.job_of([recurrent()], prompts=[[1]], key=0, rewinds=False)
 

@@ -62,23 +62,23 @@ LEAST = 1e-30
 class Nodes(NamedTuple):
     """The N open nodes of each prompt."""
 
-    f: Array  # float32[B, N], inf where there is none
+    f: Array  # float32[B, N]; inf: no node
     g: Array  # float32[B, N]
     depth: Array  # int32[B, N], steps
     tokens: Array  # int32[B, N, L], with the prompt
     length: Array  # int32[B, N]
-    ended: Array  # bool[B, N], whether the last token is an eos
-    finished: Array  # bool[B, N], whether the text goes no further
+    ended: Array  # bool[B, N], True: the last token is an eos
+    finished: Array  # bool[B, N], True: the text is complete
 
 
 class Search(NamedTuple):
     """The cost and the outcome of a search."""
 
     expansions: Array  # int32[B]
-    tokens: Array  # int32[B], of all steps that were tried
+    tokens: Array  # int32[B], tokens of all sampled steps
     cost: Array  # float32[B], g of the text
-    finished: Array  # bool[B], whether it goes no further; False: the budget was spent
-    valid: Array  # bool[B], whether all rewards were numbers from 0 to 1
+    finished: Array  # bool[B], True: the text is complete; False: the budget was spent
+    valid: Array  # bool[B], True: all rewards were numbers from 0 to 1
 
 
 def a_star(
@@ -174,7 +174,7 @@ def _run(
         node = pick(nodes, jnp.zeros((batch, 1), jnp.int32))
         expands = goes_on(nodes, log)
         text = texts.read(writers, restore(text, node), 0, expands)
-        if k > 1:  # children of other nodes draw anew at the same places
+        if k > 1:  # children of different nodes need different draws at a position
             text = text._replace(keys=fold_in(job_keys, log.expansions[:, None]))
         steps, written = texts.extend(
             many,
@@ -222,8 +222,8 @@ def _run(
     log = Search(whole_number[:, 0], whole_number[:, 0], zero[:, 0], none[:, 0], ~none[:, 0])
     carry = text, nodes, log
     text, nodes, log = jax.lax.while_loop(lambda carry: jnp.any(goes_on(*carry[1:])), body, carry)
-    # Where the budget was spent, what is finished comes before what is not.
-    best = jnp.argmin(jnp.where(nodes.finished, nodes.f, jnp.inf), 1)  # 0, the smallest f, if none is
+    # If the budget was spent, finished nodes come before unfinished ones.
+    best = jnp.argmin(jnp.where(nodes.finished, nodes.f, jnp.inf), 1)  # 0, the smallest f, if no node is finished
     node = pick(nodes, best[:, None])
     text = restore(text, node)._replace(ended=node.ended[:, 0])
     return result(text, log._replace(cost=node.g[:, 0], finished=node.finished[:, 0]))

@@ -96,7 +96,7 @@ def anchored(
     whole("tokens", tokens, 1)
     if isinstance(temperature, int | float) and not temperature > 0:
         raise UsageError("temperature must be above 0: the divergence of greedy texts is 0 or infinite")
-    refuse(settings, ("top_k", "top_p", "min_p", "processors"), "would change a distribution behind its budget")
+    refuse(settings, ("top_k", "top_p", "min_p", "processors"), "would change a distribution after its budget is set")
     job = prepare_texts(
         (safe, risky), prompts, key=key, max_new_tokens=max_new_tokens,
         settings=Settings(temperature=temperature, **settings),
@@ -105,8 +105,9 @@ def anchored(
 
 
 def fuse(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array]:
-    """Return (log q float32[B, V], theta float32[B], KL(q || p_s) float32[B]) of log-probabilities [B, V] and a budget
-    [B].
+    """Fuse log-probabilities [B, V] within a budget float32[B].
+
+    Returns: log q float32[B, V], theta float32[B], and KL(q || p_s) float32[B].
     """
     inside = log_s > -jnp.inf
     log_r = jax.nn.log_softmax(jnp.where(inside, log_r, -jnp.inf), -1)
@@ -139,8 +140,9 @@ def fuse(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array
 
 
 def prompt_debt(log_s: Array, log_r: Array, mask: Array, tokens: int) -> Array:
-    """Return float32[B], the mean of the largest log p_r / p_s >= 0 over the tokens in `mask` bool[B, L] of log p [B,
-    L].
+    """Return float32[B], the mean of the `tokens` largest values log p_r / p_s, with negative values counted as 0.
+
+    mask: bool[B, L], the tokens of log_s and log_r [B, L] that count.
     """
     ratio = jnp.where(mask, jnp.maximum(log_r - log_s, 0.0), 0.0)
     count = jnp.minimum(jnp.sum(mask, 1), tokens)

@@ -82,10 +82,10 @@ def arbitrage(
       router, head: a model of the same vocabulary and (w float32[D], b float32[]). reward: as in `reward_smc`.
       drafter: drafts within the target's own steps. settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target and, if present, router. Its log is a `StepLog` of y, s or s_t -
-    s_d.
+    Returns: TextResult of the writers draft, target and, if present, router. Its log is a `StepLog` with y, s or
+      s_t - s_d as scores.
     Raises: UsageError for a form without its model or reward, a setting outside its range, models of different
-    vocabularies, or a NaN score.
+      vocabularies, or a NaN score.
     """
     if form not in get_args(Form):
         raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
@@ -124,7 +124,7 @@ def _run(
     def compared(writers: Writers, text: TextState, step: Step):
         """Return the advantage of the target's step.
 
-        The target writes it in a copy of the text, and again if it is accepted: draws depend on the place alone.
+        The target writes it in a copy of the text, and again if it is accepted: draws depend on the position alone.
         """
         start = jnp.where(step.active, step.start, text.length)
         other, _ = texts.extend(

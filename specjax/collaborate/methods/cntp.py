@@ -100,7 +100,7 @@ def cntp(
 def number_of_trials(nats: Array, n_min: Array | int, n_max: int) -> Array:
     """Return the number of trials int32[B] for entropies float32[B]."""
     share = jnp.clip((nats - SURE) / (UNSURE - SURE), 0, 1)
-    return (n_min + (n_max - n_min) * share + 1e-4).astype(jnp.int32)  # of 9.99999 the whole number meant is 10
+    return (n_min + (n_max - n_min) * share + 1e-4).astype(jnp.int32)  # 1e-4 rounds 9.99999 up to 10
 
 
 def best_trial(nll: Array, count: Array, tried: Array) -> Array:
@@ -129,8 +129,8 @@ def _run(job: TextJob, punctuation: Segmenter, n_min: Array, max_trial_tokens: A
         logits = pipeline.process_root(writers[0].processors, states, texts.last(text), logits)
         nats = entropy(jax.nn.log_softmax(warp(logits, writers[0].sampling), -1))
         tries = number_of_trials(nats, n_min, n)
-        # A round that is no trial draws as plain sampling does; what a trial drew, whether it was kept or not, is not
-        # drawn again: its keys belong to the round.
+        # A round with one trial draws with the keys of plain sampling. In other rounds the keys belong to the round,
+        # so no draw of a trial is repeated later, whether the trial was used or not.
         of_round = fold_in(text.keys[:, None], start[:, None, None])
         of_trials = fold_in(of_round, jnp.arange(n)[None, :, None])
         keys = jnp.where((tries > 1)[:, None, None], of_trials, jnp.broadcast_to(text.keys[:, None], of_trials.shape))

@@ -58,7 +58,7 @@ class Router(NamedTuple):
     recent: Array  # float32[B, window], a ring
     number: Array  # int32[B], entropies so far
     since: Array  # int32[B], tokens since the last switch
-    large: Array  # bool[B], whether the next token is the large model's
+    large: Array  # bool[B], True: the large model writes the next token
     switches: Array  # int32[B]
 
 

@@ -3,9 +3,9 @@
 Agarwal, Sengupta, Chakraborty: First Finish Search: Efficient Test-Time Scaling in Large Language Models (2025),
 arXiv 2505.18149.
 
-Rule: n samples run at once. The shortest sample that ends with an eos is the answer. The others are cancelled as soon
-as they cannot be shorter. Among equal lengths the highest mean log-probability wins, then the first sample. If none
-ends by the limit, the sample with the highest mean log-probability wins.
+Rule: n samples run in parallel. The shortest sample that ends with an eos is the answer. The others are cancelled as
+soon as they cannot be shorter. Among equal lengths the highest mean log-probability wins, then the first sample. If
+none ends by the limit, the sample with the highest mean log-probability wins.
 Guarantee: lossy. Each sample has the model's distribution, but the shortest of several does not. With n = 1 it is
 `decode`.
 Deviations: lengths are compared instead of wall-clock times. With a drafter, rows reach the same length in different

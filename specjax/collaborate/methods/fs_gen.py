@@ -104,7 +104,7 @@ def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:
     """Return scores float32[B, V] of logits [B, V]; -inf for tokens that are implausible under the large model."""
     s, l = jax.nn.log_softmax(small, -1), jax.nn.log_softmax(large, -1)
     plausible = (l >= jnp.log(alpha) + jnp.max(l, -1, keepdims=True)) & (l > -jnp.inf)
-    times = lambda weight, x: jnp.where(weight == 0, 0.0, weight * x)  # nothing of what has no mass is nothing
+    times = lambda weight, x: jnp.where(weight == 0, 0.0, weight * x)  # 0 * -inf would be NaN
     return jnp.where(plausible, times(1 - beta, s) + times(beta, l), -jnp.inf)
 
 

@@ -59,15 +59,17 @@ def momentum(
 ) -> TextResult:
     """Decode without randomness and without loops.
 
-    Args: k: candidates. alpha: weight of the repetition penalty. settings: settings of `decode`: eos, capacity. key:
-    not used.
+    Args:
+      k: number of candidates. alpha: weight of the repetition penalty.
+      settings: settings of `decode`: eos, capacity. key: not used.
+
     Raises: UsageError for a setting outside its range.
     """
     whole("k", k, 1, "from 1 to the vocabulary")
     number("k", k, k <= target.model.vocab_size, "from 1 to the vocabulary")
     number("alpha", alpha, alpha >= 0, "at least 0")
     number("alpha", alpha, alpha < float("inf"), "finite")
-    refuse(settings, ("processors",), "would change what this method has chosen")
+    refuse(settings, ("processors",), "would change the token that this method chooses")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings), rewinds=False
     )
@@ -75,19 +77,19 @@ def momentum(
 
 
 def depths(tokens: Array, length: Array, candidates: Array) -> Array:
-    """Return int32[B, k], the depth of `candidates` int32[B, k] after the first `length` int32[B] of `tokens` int32[B,
-    L].
+    """Return int32[B, k], the depth of `candidates` int32[B, k] after a text.
+
+    The text consists of the first `length` int32[B] of `tokens` int32[B, L].
     """
     place = jnp.arange(tokens.shape[1])
     matched, unbroken = jnp.zeros(tokens.shape, jnp.int32), jnp.ones(tokens.shape, bool)
-    for back in range(DEEPEST - 1):  # the common end of the text and of what ends at each place
+    for back in range(DEEPEST - 1):  # the common suffix of the whole text and of the text up to each position
         last = take_along(tokens, jnp.maximum(length[:, None] - 1 - back, 0), 1)
         earlier = take_along(tokens, jnp.maximum(place - back, 0)[None], 1)
         unbroken &= (earlier == last) & (place >= back) & (length[:, None] > back)
         matched += unbroken
-    matched_before = jnp.pad(matched, ((0, 0), (1, 0)))[
-        :, :-1
-    ]  # of what stands before each place; nothing before the first
+    # Matches of the text before each position; 0 at the first position.
+    matched_before = jnp.pad(matched, ((0, 0), (1, 0)))[:, :-1]
     occurs = (tokens[:, :, None] == candidates[:, None]) & (place < length[:, None])[:, :, None]
     return jnp.minimum(jnp.max(jnp.where(occurs, 1 + matched_before[:, :, None], 0), 1), DEEPEST)
 

@@ -55,9 +55,9 @@ METHOD = Method(
 class Power(NamedTuple):
     """The log-probabilities and the weight gain of a particle."""
 
-    log_p: Array  # float32[R], of its tokens under the model
-    written: Array  # int32[R], these
-    gain: Array  # float32[R], of its log-weight in this block
+    log_p: Array  # float32[R], log-probability of its tokens under the model
+    written: Array  # int32[R], number of its tokens
+    gain: Array  # float32[R], increase of its log-weight in this block
 
 
 def power_smc(
@@ -133,7 +133,7 @@ def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *,
         power = particles.carried._replace(gain=jnp.zeros(unfinished.shape))
         text, written = texts.extend(writers, particles.text, 0, limit=block, observe=observe, observations=power)
         power = written.observations
-        # The rest of the ramp, of particles that end here.
+        # Add the rest of the ramp for particles that end here.
         missing = (alpha - exponent(power.written - 1, alpha, ramp)) * power.log_p
         gain = power.gain + jnp.where(unfinished & ~text.unfinished, missing, 0.0)
         return smc.add_weights(particles._replace(text=text, carried=power), gain.reshape(-1, n))

@@ -75,9 +75,9 @@ class Block(NamedTuple):
     """The last block of a particle."""
 
     start: Array  # int32[R]
-    wrote: Array  # bool[R], whether it is of the last round
+    wrote: Array  # bool[R], True: the particle wrote in the last round
     log_psi: Array  # float32[R]
-    log_v: Array  # float32[R], of the text as it is
+    log_v: Array  # float32[R], log V of the current text
 
 
 def reward_smc(
@@ -136,8 +136,8 @@ def _log_reward(reward: Reward, text: TextState, start: Array, unfinished: Array
     """Return log psi float32[R] of the blocks from `start` on; 0 in rows that wrote no block."""
     psi = reward(text.tokens, start, text.length, ~text.unfinished)
     if psi.shape != text.length.shape:
-        raise UsageError(f"reward must give one number per row, {text.length.shape}, not {psi.shape}")
-    psi = jnp.where(psi >= 0, psi, jnp.nan)  # and what is below 0 is no reward
+        raise UsageError(f"reward must return one number per row, {text.length.shape}, not {psi.shape}")
+    psi = jnp.where(psi >= 0, psi, jnp.nan)  # a reward below 0 is invalid
     return jnp.where(unfinished, jnp.log(psi), 0.0)
 
 
@@ -185,7 +185,7 @@ def _run(
         )
         log_psi = _log_reward(reward, text, written.start, unfinished)
         log_v = jnp.where(unfinished, value(text, 2 * particles.round), particles.carried.log_v)
-        # What had no future has none still, whatever V says of it.
+        # A particle with V = 0 keeps its weight 0, whatever the new estimate of V is.
         ahead = jnp.where(log_v > -jnp.inf, log_v - particles.carried.log_v, -jnp.inf)
         gain = jnp.where(unfinished, written.observations + log_psi + ahead, 0.0)
         gain = jnp.where(particles.carried.log_v > -jnp.inf, gain, -jnp.inf)

@@ -149,7 +149,7 @@ def keep(probability: Any) -> np.ndarray:
     mean = mixture.scale * jnp.exp(jax.scipy.special.gammaln(1 + 1 / mixture.shape))
     density = _log_densities(mixture, p)  # float32[2, K], with their weights
     low = jnp.argmin(mean)
-    mean_p = jnp.minimum(jnp.mean(p), jnp.max(p))  # the mean of equal numbers is rounded, perhaps to above them
+    mean_p = jnp.minimum(jnp.mean(p), jnp.max(p))  # rounding may put the mean of equal numbers above them
     return np.asarray((density[low] <= density[1 - low]) | (p >= mean_p))
 
 

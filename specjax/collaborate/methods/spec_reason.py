@@ -87,7 +87,7 @@ def spec_reason(
     whole("first", first, 0)
     whole("max_step_tokens", max_step_tokens, 1)
     if len(digits) != 10 or not len(judging):
-        raise UsageError("digits must be the ids of 0 to 9, ten of them, behind a judging prompt of at least one token")
+        raise UsageError("digits must be the ten ids of 0 to 9, and judging must have at least one token")
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=Settings(**settings), spare=len(judging),
@@ -98,7 +98,7 @@ def spec_reason(
         job, segmenter, jnp.asarray(judging, jnp.int32), jnp.asarray(digits, jnp.int32), jnp.float32(threshold),
         jnp.int32(first), patterns(answer) if answer else None, average=average, max_step_tokens=max_step_tokens,
     )  # fmt: skip
-    check_scores(done.log.valid, "the target's rating", "it gives none of the ten digits any mass, so look at digits=")
+    check_scores(done.log.valid, "the target's rating", "no digit has any probability; check digits=")
     return done.cut(max_new_tokens)
 
 

@@ -53,7 +53,7 @@ METHOD = Method(
 
 
 SMALL, LARGE = 0, 1
-GROWTH, LONGEST = 25, 200  # of a takeover
+GROWTH, LONGEST = 25, 200  # tokens of a long takeover
 MORE_PATIENCE, MOST_PATIENCE = 5, 30
 OPENING = 100  # tokens of the large model where the small one does not reason
 

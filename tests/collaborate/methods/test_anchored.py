@@ -101,7 +101,7 @@ def test_a_short_prompt_owes_the_mean_of_what_it_has():
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="top_p would change a distribution behind its budget"):
+    with pytest.raises(UsageError, match="top_p would change a distribution after its budget is set"):
         lib.run("anchored", top_p=0.9)
     with pytest.raises(UsageError, match="temperature must be above 0"):
         lib.run("anchored", temperature=0.0)

@@ -55,7 +55,7 @@ def occurs(part, text):
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="processors would change what this method has chosen"):
+    with pytest.raises(UsageError, match="processors would change the token that this method chooses"):
         lib.run("momentum", processors=[processors.repetition(2.0)])
     with pytest.raises(UsageError, match="k must be from 1 to the vocabulary, not 17"):
         lib.run("momentum", k=17)

@@ -117,7 +117,7 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("reward_smc", reward=never_a_number, move=False)
     with pytest.raises(UsageError, match="no particle of row 2 is alive, as every reward was 0"):
         lib.run("reward_smc", reward=always_zero, move=False)
-    with pytest.raises(UsageError, match=r"reward must give one number per row, \(12,\), not \(12, 1\)"):
+    with pytest.raises(UsageError, match=r"reward must return one number per row, \(12,\), not \(12, 1\)"):
         lib.run("reward_smc", reward=a_column, move=False)
     with pytest.raises(UsageError, match="temperature must be above 0"):
         lib.run("reward_smc", temperature=0)
