@@ -33,7 +33,7 @@ PLACES = (
     Place("drafters", "lookup", "specjax.drafters.lookup"),
     Place("drafters", "tables", "specjax.drafters.tables"),
     Place("drafters", "layers", "specjax.drafters.layers"),
-    Place("models", "heads", "specjax.drafters.heads"),  # a head's row is beside its mathematics
+    Place("models", "heads", "specjax.drafters.heads"),  # a head's row is in the file of its mathematics
     Place("decoders", "", "specjax.decoders"),
     Place("diffusion", "methods", "specjax.diffusion.methods"),
     Place("collaborate", "methods", "specjax.collaborate.methods"),

@@ -62,10 +62,10 @@ class Method(NamedTuple):
     options: tuple[Option, ...] = ()
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines on which wide passes are slow
     wide_tree: str | None = None  # the command line's tree where passes over dozens of tokens are cheap
-    alone: bool = False  # of a head: it drafts by itself by default; other heads join `auto`
+    alone: bool = False  # True: a head that drafts by itself by default; other heads join `auto`
     draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
     factory: str = ""  # the function of `module` that builds the method; default: `name`
-    arguments: tuple[Argument, ...] = ()  # of a drafter's factory, before the options
+    arguments: tuple[Argument, ...] = ()  # positional arguments of a drafter's factory, before the options
     module: str = ""  # module of the factory; the catalogue fills it in
 
     def load(self) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ class Method(NamedTuple):
 
     @property
     def make(self) -> Callable[..., Any]:
-        """The function that builds the method; reading this property imports the module of the method.
+        """Return the function that builds the method. Reading this property imports the module of the method.
 
         For drafters it is `(target, draft, **options) -> Drafter`, for diffusion `(denoiser, **options) -> Procedure`,
         for adaptive methods `(**options) -> DepthPolicy`. For decoders and collaborations it is the loop itself.
@@ -95,7 +95,7 @@ class Method(NamedTuple):
 
     @property
     def size(self) -> str | None:
-        """The name of the option that sets the number of drafted tokens per step, or None."""
+        """Return the name of the option that sets the number of drafted tokens per step, or None."""
         return next((option.name for option in self.options if option.name in ("num_tokens", "num_nodes")), None)
 
     def uses(self, need: Need) -> bool:

@@ -322,7 +322,7 @@ def test_a_good_file_stays(tmp_path):
     command = Command(tmp_path, "bench", prompt_file(tmp_path, 40), *options, largest=4000)
     code, line = command.end()
     assert code == 2
-    assert line == f"specjax: cannot write {out} (File too large); make room or choose another place"
+    assert line == f"specjax: cannot write {out} (File too large); free some space or choose another path"
     assert set(json.loads(out.read_text())) >= {"good"} or json.loads(out.read_text())["left"] > 0, "whole, of a prompt"
     assert {path.name for path in tmp_path.glob("*bench*")} == {"bench.json"}
 
@@ -336,7 +336,7 @@ def test_a_datastore_on_a_full_disk(tmp_path):
     code, line = Command(tmp_path, *options, largest=100_000).end()
     assert code == 2
     assert line == (
-        f"specjax: --out: cannot write {out} (File too large); make room and run the same command to continue"
+        f"specjax: --out: cannot write {out} (File too large); free some space, and run the same command to continue"
     )
     assert not out.exists()
     again = Command(tmp_path, *options)

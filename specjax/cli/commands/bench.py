@@ -48,8 +48,8 @@ The JSON file is written after every prompt, so an interrupted run leaves the
 finished prompts ("left" counts the others).
 
 The baseline of diffusion models is one column per pass in the same blocks. The
-cost of a pass depends on its columns, so the report has columns per token beside
-tokens per pass, and the share of equal tokens. --grid runs several values of a
+cost of a pass depends on its columns, so the report has columns per token, tokens
+per pass and the share of equal tokens. --grid runs several values of a
 method's options, such as --grid tau=0.5,0.7,0.9. A method that promises the text
 of the procedure that it accelerates is refused if its text differs.
 

@@ -14,9 +14,9 @@ from specjax.errors import require
 
 HELP = """Chat with a model.
 
-On a colour terminal, drafted and accepted text is green. The drafter keeps what
-it learns from one turn for the next. Ctrl-D ends the chat. On a terminal the
-keys of a shell work, with arrows for earlier lines.
+On a colour terminal, drafted and accepted text is green. The drafter reuses
+results of earlier turns. Ctrl-D ends the chat. On a terminal the keys of a shell
+work, with arrows for earlier lines.
 
 Lines that begin with / are commands; /help lists them: /stats, /system TEXT,
 /undo, /clear, /help, /exit.

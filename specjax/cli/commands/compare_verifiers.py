@@ -22,11 +22,11 @@ The target samples a text after each prompt of PROMPTS (same format as for bench
 and the distributions of both models are recorded at every new position. With
 --record they come from a file of --save-record, and no models are loaded. For each
 rule and number of drafted tokens per node, the table has the mean acceptance
-probability over all positions. Beside it is the best that any rule can reach with
-drafts drawn in the same way: independently, without replacement (distinct), the
-most likely ones (top), or all but one of these. The last two have an optimal rule,
-so their gap is 0. The standard rule takes one draft. +- is the standard error over
-positions, as if they were independent.
+probability over all positions. Next to it is the best value that any rule can reach
+for drafts that are drawn in the same way: independently, without replacement
+(distinct), the most likely ones (top), or all but one of these. The last two have
+an optimal rule, so their gap is 0. The standard rule takes one draft. +- is the
+standard error over positions, as if they were independent.
 
 guarantee: distribution keeps the target's distribution, greedy only its greedy
 text, lossy neither. "coupled" draws target and draft with the same noise.
@@ -96,7 +96,7 @@ class RecordOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of --drafts."""
+        """Return the numbers of --drafts."""
         try:
             sizes = sorted({int(n) for n in self.drafts.split(",")})
         except ValueError:

@@ -30,7 +30,7 @@ On a colour terminal, drafted and accepted text is green. Tokens that the target
 wrote are plain.
 
 Programs are compiled first, by a call of the same shapes (compile_seconds).
-The time behind tokens/s includes prefill and all steps, and no compilation.
+The time for tokens/s includes prefill and all steps, and no compilation.
 Tokens per target pass include the bonus token. The first run in float32 starts
 without drafts while wider passes compile, so it is slower than later runs;
 --compare compiles everything first.
@@ -152,7 +152,7 @@ def generate(
         _denoise(flags)
         return
     require(
-        run.show == "text", "--show order draws the canvas of a diffusion model, and this target is none; remove it"
+        run.show == "text", "--show order draws the canvas of a diffusion model, and this target is not one; remove it"
     )
     build_decoding(sampling, draft, draft.controller)  # its errors come before those of files
     _draft(flags)

@@ -52,7 +52,7 @@ def methods(
     flags = {"rules": rules, "trees": trees, "controllers": controllers, "sampling": sampling}
     if method is not None:
         extra = [f"--{name}" for name, is_set in (flags | {"all": everything}).items() if is_set]
-        o.require(not extra, f"{' and '.join(extra)} list what all methods share; leave METHOD {method} out")
+        o.require(not extra, f"{' and '.join(extra)} list values that apply to all methods; leave METHOD {method} out")
         _show_one(method, as_json, out)
         return
     names = [name for name, is_set in flags.items() if is_set or everything]
@@ -138,7 +138,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     if row.kind == "diffusion":
         write(f"for diffusion models; in Python, specjax.denoise(denoiser, {name!r}, ...)")
     if row.kind == "decoder":
-        write(f"a decoding loop of its own; in Python, specjax.decoders.{factory}")
+        write(f"has its own decoding loop; in Python, specjax.decoders.{factory}")
     if row.kind == "collaboration":
         write(f"several models or samples write one text: specjax generate --method {name}")
         write(f"in Python, specjax.collaborate.methods.{factory}")
@@ -169,7 +169,7 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a default as --set takes it."""
+    """Return a default in the form that --set parses."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -191,7 +191,7 @@ def _table(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], out: Console
 def _show_methods(rows: list[dict[str, Any]], out: Console, section: str) -> None:
     titles = {
         "drafter": "drafter",
-        "decoder": "loop of its own",
+        "decoder": "own decoding loop",
         "diffusion": "for diffusion models",
         "collaboration": "several models or samples",
         "adaptive": "adaptive depth",

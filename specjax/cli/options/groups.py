@@ -106,7 +106,7 @@ class DraftOptions:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The flags that set one option of a method each."""
+        """Return the flags that set one option of a method each."""
         return {
             "--num-draft-tokens": self.num_draft_tokens, "--tree": self.tree, "--draft-stop": self.draft_stop,
             "--exit-layer": self.exit_layer,
@@ -114,7 +114,7 @@ class DraftOptions:
 
     @property
     def is_default(self) -> bool:
-        """True if no flag sets how to draft."""
+        """Return True if no flag sets how to draft."""
         return all(
             value is None or value == [] for name, value in vars(self).items() if name not in ("costs", "sampling")
         )

@@ -47,7 +47,7 @@ ModelOption = Annotated[
     int | None,
     typer.Option("--model", help="Number of devices that share weights and heads. Default: all.", show_default=False),
 ]
-LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs at once.")]
+LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs in parallel.")]
 SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]
 NoCacheOption = Annotated[
     bool,
@@ -71,7 +71,7 @@ class ProgramOptions:
 
     @property
     def arguments(self) -> dict:
-        """The arguments of `specjax.planning` functions."""
+        """Return the arguments of `specjax.planning` functions."""
         return {
             "batch": self.batch_size, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cache_dtype,
             "data": self.data, "model": self.model, "layer": self.layer, "sequence": self.sequence,

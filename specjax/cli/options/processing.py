@@ -60,7 +60,7 @@ SchemaOption = Annotated[
 
 @dataclass(frozen=True)
 class ProcessingOptions:
-    """Penalties, biases and constraints of the text. Values are checked as far as that needs no model."""
+    """Penalties, biases and constraints of the text. Values are checked as far as possible without a model."""
 
     repetition_penalty: RepetitionOption = None
     presence_penalty: PresenceOption = None
@@ -89,7 +89,7 @@ class ProcessingOptions:
 
     @property
     def schema(self) -> str | None:
-        """The text of the schema. Raises: UsageError for a file that cannot be read."""
+        """Return the text of the schema. Raises: UsageError for a file that cannot be read."""
         return None if self.json_schema is None else read_text(self.json_schema, "--json-schema")
 
     def processors(self, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:

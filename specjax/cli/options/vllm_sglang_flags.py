@@ -96,8 +96,8 @@ class SpeculativeOptions:
 VLLM_METHODS = {"ngram": "prompt_lookup", "draft_model": "two_model"}
 SGLANG_METHODS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup"}
 COVERED = {"eagle3": ("p_eagle",), "dflash": ("dflash2", "domino")}
-"""More kinds of draft heads that a name of theirs means: they serve P-EAGLE as eagle3, and block heads without a Markov
-head as dflash. The files of a head decide its kind."""
+"""More kinds of draft heads by the name of their method. vLLM and SGLang serve P-EAGLE as eagle3, and block heads
+without a Markov head as dflash. The files of a head decide its kind."""
 KEYS = {
     "method": "--method", "model": "--draft", "num_speculative_tokens": "--num-draft-tokens",
     "prompt_lookup_max": "max_ngram", "prompt_lookup_min": "min_ngram",
@@ -158,7 +158,7 @@ def _read_config(text: str, values: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _method(word: str, names: Mapping[str, str], flag: str) -> str:
-    """Return the method of this command line for a name of theirs."""
+    """Return the method of this command line for a name of vLLM or SGLang."""
     from specjax.catalog import of_kind
 
     drafters = of_kind("drafter")

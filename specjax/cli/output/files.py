@@ -44,7 +44,7 @@ def check_writable(path: Path, flag: str) -> None:
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{flag}: cannot write {path} ({error.strerror}); choose another place") from None
+        raise UsageError(f"{flag}: cannot write {path} ({error.strerror}); choose another path") from None
 
 
 def write_json(path: Path, document: dict) -> None:
@@ -60,5 +60,5 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             write(file)
     except OSError as error:
         raise UsageError(
-            f"cannot write {path} ({error.strerror or error}); make room or choose another place"
+            f"cannot write {path} ({error.strerror or error}); free some space or choose another path"
         ) from None

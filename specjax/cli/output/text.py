@@ -15,14 +15,14 @@ DRAFTED_STYLE = "bold green"
 
 
 class TextStream:
-    """The text of one row, up to a stop string. Bytes that are no whole character yet wait for the next tokens."""
+    """The text of one row, up to a stop string. Bytes of an incomplete character wait for the next tokens."""
 
     def __init__(self, tokenizer: Any, eos: Sequence[int], stop: Sequence[str] = ()):
         self._detokenizer, self._eos = Detokenizer(tokenizer, stop), frozenset(eos)
         self.num_tokens = 0  # without those after a stop string
-        self.has_ended = False  # by an eos or a stop string
-        self.text = Text()  # for the console
-        self.plain = ""  # as the tokenizer decodes it
+        self.has_ended = False  # True: an eos or a stop string ended the text
+        self.text = Text()  # the text for the console
+        self.plain = ""  # the text as the tokenizer decodes it
 
     def push(self, token: int, drafted: bool) -> Text:
         """Add a token; return the text that it completed, in the token's style."""
@@ -38,7 +38,7 @@ class TextStream:
 
     @property
     def is_stopped(self) -> bool:
-        """True if a stop string ended the text."""
+        """Return True if a stop string ended the text."""
         return self._detokenizer.stopped
 
     def flush(self) -> Text:

@@ -84,7 +84,7 @@ class Chat(PromptRun):
         }  # fmt: skip
 
     def requests(self) -> Iterator[Request]:
-        """Yield a request per line that is no command."""
+        """Yield a request per line that is not a command."""
         for line in read_lines():
             if line.startswith("/"):
                 if not self.run_command(line):

@@ -220,7 +220,7 @@ class Collaboration(PromptRun):
 
     @property
     def texts(self) -> list[WrittenText]:
-        """All finished texts."""
+        """Return all finished texts."""
         return [row for batch in self.finished for row in batch.rows]
 
     def record(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Decoding:
 
     @property
     def rule(self) -> Verifier | None:
-        """The acceptance rule of --verifier."""
+        """Return the acceptance rule of --verifier."""
         rule = self.settings.verifier
         assert rule is None or isinstance(rule, Verifier)
         return rule
@@ -47,7 +47,7 @@ class Decoding:
 
     @property
     def remark(self) -> str | None:
-        """A note for a lossy rule that is exact at temperature 0, or None."""
+        """Return a note for a lossy rule that is exact at temperature 0, or None."""
         rule = self.rule
         if rule is None or not (self.settings.is_greedy and rule.greedy_at_zero):
             return None

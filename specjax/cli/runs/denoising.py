@@ -36,7 +36,7 @@ class DenoisedText(NamedTuple):
     order: list[int]  # the pass that decided each token, from 0
     hit_eos: bool
     passes: int
-    columns: int  # computed ones
+    columns: int  # number of computed columns
 
 
 class DenoisedTotals(NamedTuple):
@@ -160,7 +160,7 @@ class Denoising(PromptRun):
 
     @property
     def identical(self) -> bool | None:
-        """True if the texts equal those of one column per pass; None: not compared."""
+        """Return True if the texts equal those of one column per pass; None: not compared."""
         if self.plain is None or len(self.plain_totals.rows) < len(self.rows):
             return None
         return [row.tokens for row in self.totals.rows] == [row.tokens for row in self.plain_totals.rows]

@@ -56,8 +56,8 @@ class Generation(PromptRun):
         self.drafter = session.drafter(method, options)
         self.plain = session.drafter("autoregressive") if more.compare else None
         self.settings = session.settings(decoding, method, more.processors)
-        # Each batch starts with the parameters that the batch before learned. A checkpoint of a finished batch has its
-        # text only, so a run with checkpoints cannot.
+        # Each batch starts with the parameters that the previous batch learned. A run with checkpoints cannot do this,
+        # because the checkpoint of a finished batch stores only its text.
         is_exported = self.drafter.hooks.export is not None
         self.carries_over = len(self.batches) > 1 and is_exported and more.checkpoint is None
         if self.carries_over:
@@ -161,17 +161,17 @@ class Generation(PromptRun):
 
     @property
     def _is_compared(self) -> bool:
-        """True if plain decoding has finished."""
+        """Return True if plain decoding has finished."""
         return self.plain is not None and len(self.plain_runs) == len(self.batches)
 
     @property
     def is_comparable(self) -> bool:
-        """True if plain decoding must give the same text."""
+        """Return True if plain decoding must give the same text."""
         return self.decoding.is_comparable(self.method.name, self.drafter.traits.draws)
 
     @property
     def identical(self) -> bool | None:
-        """True if the texts equal those of plain decoding; None: not compared, or the method does not promise it."""
+        """Return True if the texts equal those of plain decoding; None: not compared, or not promised by the method."""
         if not self._is_compared or not (self.is_comparable or self.guarantee == "lossy"):
             return None
         return report_of.merge(self.runs).tokens == report_of.merge(self.plain_runs).tokens

@@ -72,7 +72,7 @@ class PromptRun:
 
     @property
     def num_left(self) -> int:
-        """Number of prompts that are not finished."""
+        """Return the number of prompts that are not finished."""
         return len(self.rows) - self.num_done
 
     def task(

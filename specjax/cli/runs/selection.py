@@ -37,8 +37,8 @@ class Selection(NamedTuple):
     costs: Curve | str | None  # "measured": to be timed after loading
     depth: DepthPolicy | None
     token_map: Path | None
-    is_default: bool  # no flag sets how to draft, so the draft head that comes with specjax may draft
-    default_controller: bool  # the controller is not from a flag
+    is_default: bool  # True: no flag sets how to draft, so the draft head that comes with specjax may draft
+    default_controller: bool  # True: the controller is not from a flag
 
     @property
     def method(self) -> str:
@@ -83,7 +83,7 @@ def select(
     head = find_head_kind(models.draft)
     require(
         head is not None or extras.token_map is None,
-        "--speculative-token-map needs a draft head, and --draft is none; remove it",
+        "--speculative-token-map needs a draft head, and --draft is not one; remove it",
     )
     is_default = not methods and models.draft is None and flags.is_default and extras == NO_EXTRAS
     names = list(dict.fromkeys(methods))

@@ -57,7 +57,7 @@ class Session(NamedTuple):
     load_seconds: float
     datastore: Datastore | None = None
     cache_dtype: str | None = None  # of both models; None: dtype
-    costs: costs_of.Curve | None = None  # of wide target passes; None: the rule of thumb
+    costs: costs_of.Curve | None = None  # costs of wide target passes; None: the rule of thumb
     draft_pass: float | None = None  # cost of a pass of the draft model, in target passes; None: the rule of thumb
     head: LoadedHead | None = None  # a draft head, in place of a draft model
     check: SelfCheck | None = None  # the comparison of the head with the target
@@ -65,17 +65,17 @@ class Session(NamedTuple):
 
     @property
     def tie_dtype(self) -> str:
-        """The coarsest dtype of the logits, which sets the gap of a near-tie."""
+        """Return the coarsest dtype of the logits, which sets the gap of a near-tie."""
         return near_ties.SAME_BITS if self.same_bits else self.cache_dtype or self.dtype
 
     @property
     def capacity(self) -> int:
-        """Maximum length of prompt and new tokens."""
+        """Return the maximum length of prompt and new tokens."""
         return min(self._limits.values())
 
     @property
     def capacity_owner(self) -> str:
-        """The model that limits the length, in words."""
+        """Return the model that limits the length, in words."""
         return min(self._limits, key=lambda name: self._limits[name])
 
     @property

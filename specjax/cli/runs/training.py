@@ -148,7 +148,7 @@ def _read_ids(
 
 
 def _find_tokenizer(flags: TrainingFlags) -> Any:
-    """Return the tokenizer to write beside a draft model: the files of its source, if that is a folder."""
+    """Return the tokenizer to write next to a draft model: the files of its source, if that is a folder."""
     if flags.kind != DRAFT_MODEL:
         return None
     name = flags.target if flags.layers else flags.draft
@@ -248,7 +248,7 @@ def _describe_law(trained: TrainedDrafter) -> dict[str, Any] | None:
 
 
 def _write_report(trained: TrainedDrafter, card: dict[str, Any], session: Session, log: Console) -> None:
-    """Write the card and the plot beside the head."""
+    """Write the card and the plot into the folder of the head."""
     out = trained.folder
     with stage(log, "writing the report", f"wrote {out}"):
         (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ def test_all_methods_with_what_they_are(cli):
         3
     ].items()
     out = cli("methods").out
-    assert all(word in out for word in ("prompt_lookup", "distribution", "loop of its own", "any_subset"))
+    assert all(word in out for word in ("prompt_lookup", "distribution", "own decoding loop", "any_subset"))
 
 
 def test_the_options_of_one(cli, refused):
@@ -27,7 +27,7 @@ def test_the_options_of_one(cli, refused):
     assert "specjax.decoders.superposed" in cli("methods", "superposed_decoding").out
     assert "on CPU: ngram=4, window=3, guesses=2" in cli("methods", "lookahead").out
     words = refused("methods", "jacobi", "--rules", "--all")
-    assert "--rules and --all list what all methods share; leave METHOD jacobi out" in words
+    assert "--rules and --all list values that apply to all methods; leave METHOD jacobi out" in words
     assert 'METHOD: unknown method "minerva"; choose one of auto' in refused("methods", "minerva")
 
 

@@ -77,7 +77,7 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--target", "full", "--method", "pearl"), "--method pearl is a decoder for autoregressive models"),
         (("--target", "full", "--method", "none"), 'unknown method "none"; for a diffusion model choose adablock, ccd'),
         (("--method", "llada"), "SmolLM2-135M-Instruct is an autoregressive model, but --method is for diffusion"),
-        (("--show", "order"), "--show order draws the canvas of a diffusion model, and this target is none"),
+        (("--show", "order"), "--show order draws the canvas of a diffusion model, and this target is not one"),
         (("--target", "full", "--show", "all"), "--show must be text or order"),
         (("--target", "full", "--method", "sdar"), "sdar needs a block-causal model"),
         (

@@ -28,9 +28,9 @@ their use.
 
 For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) there are three programs:
 a pass, a pass that also updates the cache, and the whole loop. A cache update can
-read a finished block together with the first pass over the next one. The table is by the
-columns that a pass decides. The report names the largest array of logits, which
-should have the columns of a window, not of the canvas.
+read a finished block together with the first pass over the next one. The table is
+by the columns that a pass decides. The report names the largest array of logits,
+which should have the columns of a window, not of the canvas.
 
 A program that does not compile is a result (exit code 0), with the smallest
 changes that compile. The table by acceptance assumes that the siblings in a tree

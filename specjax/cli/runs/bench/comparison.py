@@ -62,7 +62,7 @@ class BenchRun(PromptRun):
         # that; fewer repeats need a run without a clock.
         self.untimed = 1 if options.repeats < 3 else 0
         self.finished: list[Group] = []
-        self.first_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # of a first call, by program and bucket
+        self.first_seconds: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a first call, by program, bucket
         self.compile_seconds: dict[tuple[str, tuple[int, int]], float] = {}
 
     def decode(self, program: str, group: Group) -> records.MeasuredRun:
@@ -119,7 +119,7 @@ class BenchRun(PromptRun):
 
     @property
     def tasks(self) -> list[str]:
-        """The finished tasks in the order of the file."""
+        """Return the finished tasks in the order of the file."""
         return list(dict.fromkeys(group.task for group in self.finished))
 
     def runs_of(self, method: str, task: str | None) -> TaskRuns:

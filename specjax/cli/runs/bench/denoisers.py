@@ -38,7 +38,7 @@ class DenoiserComparison(BenchRun):
         self.variants, self.denoiser, self.plain = variants, denoiser, {}
         self.settings = session.settings(decoding, "llada")
         self.procedures: dict[str, Procedure] = {}
-        self.accelerated: dict[str, Procedure] = {}  # what an `identical` method accelerates, if that is no baseline
+        self.accelerated: dict[str, Procedure] = {}  # the procedures that methods accelerate, if not the baseline
         for label, (method, values) in variants.items():
             procedure: Procedure = METHODS[method].make(denoiser, **values)
             plain = one_column_per_pass(denoiser, values)
