@@ -1,4 +1,4 @@
-"""The defaults of decoding: drafter, options, controller, tree and costs for a target. It imports no JAX.
+"""The defaults of decoding: drafter, options, controller and tree for a target. It imports no JAX.
 
 The Python functions with `None` and the command line without flags both read them from here.
 """
@@ -20,7 +20,6 @@ class Defaults(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of the drafter's factory
     controller: str | None = None  # a form of `specjax.controllers`; None: always draft as deep as possible
     tree: str | None = None  # a form of `specjax.trees`; None: the tree that the options set
-    costs: str | None = None  # a source of costs of wide passes, such as "measured"; None: the rule of thumb
     head: str | None = None  # a draft head that comes with specjax; load it and use it as the draft
 
 
@@ -59,7 +58,7 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
     Raises: UsageError for an unknown method, or one that is no drafter.
     """
     head = getattr(draft, "head", None)
-    name = drafter or default_drafter(
+    name = drafter or default_method(
         None if draft is None else "model" if head is None else head.kind, target.model.capabilities.trees
     )
     row = find_drafter(name)
@@ -73,7 +72,7 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
     return Defaults(name, options, tree=tree, head=shipped.name if shipped is not None and is_shipped else None)
 
 
-def default_drafter(draft: str | None, trees: bool = True) -> str:
+def default_method(draft: str | None, trees: bool = True) -> str:
     """Return the name of the default drafter.
 
     Args:

@@ -227,9 +227,9 @@ def default_method(
       head: the kind of draft head that `draft` is, or None. flags: values of the flags that set how to draft or verify.
     """
     from specjax.catalog import METHODS
-    from specjax.catalog.defaults import default_drafter
+    from specjax.catalog.defaults import default_method
 
-    method = default_drafter(head or ("model" if draft is not None else None))
+    method = default_method(head or ("model" if draft is not None else None))
     if head is None or method == head:
         return method
     is_own = any(_has_option(METHODS[head], text) and not _has_option(METHODS["auto"], text) for text in settings or ())

@@ -114,7 +114,7 @@ def test_bad_lines_are_named_and_the_good_ones_run(cli, prompts, tmp_path):
         (("--record", "missing.npz"), "does not exist"),
         (("--record", "FOREIGN"), "not a record"),
         (("--record", "ARRAYS"), "not a record"),
-        (("--record", "CUT"), "cut"),
+        (("--record", "CUT"), "truncated"),
         (("--record", "FUTURE"), "version 99"),
         (("--record", "DAMAGED"), "damaged"),
         (("--record", "LAWS", "--out", "LAWS"), "name one file"),
