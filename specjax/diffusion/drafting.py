@@ -141,7 +141,7 @@ def _propose(
 
 
 def open_canvas(context: Context, width: int) -> Canvas:
-    """Return a canvas of the text followed by `width` open columns."""
+    """Return a canvas of the text followed by `width` masked columns."""
     batch, size = context.tokens.shape
     opened = jnp.arange(size + width) >= context.length[:, None]
     decided_at, nothing = jnp.where(opened, -1, jnp.full(opened.shape, -2)), jnp.zeros((batch,), jnp.int32)

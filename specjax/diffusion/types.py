@@ -2,7 +2,7 @@
 
 Shapes, in addition to those of `specjax.types`: N columns of the canvas and W columns of the window. The window is the
 part of the canvas that a pass may decide. The tokens of the canvas are `DecodeState.tokens`, with L = N. A *column* is
-a position of the text. A column is *open*, or masked, until it is decided. The stored token of an open column is
+a position of the text. A column is *masked* until it is decided. The stored token of a masked column is
 arbitrary, because the model reads the mask token there.
 
 One pass works as follows. The schedule places the window, and the cache runs the model over it. A score may change the
@@ -44,7 +44,7 @@ RULE = 2
 class Denoiser:
     """A model used as a denoiser. It is a pytree whose only leaves are the parameters.
 
-    mask_token: the token that the model reads at an open column, and that is never proposed. None: the model has no
+    mask_token: the token that the model reads at a masked column, and that is never proposed. None: the model has no
     mask token and decodes blocks of one column.
 
     attention: "full": every column attends to the whole canvas. "block_causal": the columns of a block attend to each
@@ -113,7 +113,7 @@ class Denoiser:
 
     @property
     def blank(self) -> int:
-        """Input token of open columns. It is arbitrary for a model without a mask token."""
+        """Input token of masked columns. It is arbitrary for a model without a mask token."""
         return self.mask_token or 0
 
     @property
@@ -128,7 +128,7 @@ def autoregressive(target: Target) -> Denoiser:
 
 
 class Canvas(NamedTuple):
-    """The text of each row: prompt, decided columns, open columns, and columns past the end."""
+    """The text of each row: prompt, decided columns, masked columns, and columns past the end."""
 
     tokens: Array  # int32[B, N]
     open: Array  # bool[B, N], columns that are not decided yet
@@ -310,7 +310,7 @@ class ColumnRule:
 class ControlAction(NamedTuple):
     """The action of a control."""
 
-    fill: Array | None = None  # bool[B], decide all open columns now, with their most likely tokens
+    fill: Array | None = None  # bool[B], decide all masked columns now, with their most likely tokens
     end: Array | None = None  # int32[B], new number of columns that exist
 
 

@@ -53,8 +53,8 @@ def test_texts_are_those_of_one_process(count, names):
         assert record["streamed"] in (None, record["texts"])
 
 
-@pytest.mark.parametrize("again", those((False,), (False, True)))
-def test_two_hosts_train_what_one_trains(tmp_path, again):
+@pytest.mark.exhaustive
+def test_two_hosts_train_what_one_trains(tmp_path):
     """Losses and head are the same. The checkpoint is one run of both, which is found again."""
     from training_runs import head_of, recipe, target, texts
 
@@ -64,7 +64,7 @@ def test_two_hosts_train_what_one_trains(tmp_path, again):
         evaluate_every=2, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
     measured = training.measure_acceptance(target(), alone, texts(), depths=3, rows=4, length=32)
-    for reports in (losses, []) if again else (losses,):  # then it is done already
+    for reports in (losses, []):  # the second run finds the finished one
         with Hosts(2, "training", *ADDRESS, str(tmp_path), "4") as running:
             ended = running.wait()
         assert [process.code for process in ended] == [0, 0], ended

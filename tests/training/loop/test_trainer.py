@@ -49,7 +49,7 @@ def test_of_a_head_that_errs_the_rounds_are_those_of_the_decoder():
     assert len(texts()) * NEW // (DEPTHS + 1) < passes < len(texts()) * NEW  # neither always right nor never
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", exhaustive("muon")])
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
     class Ended(Exception):
         pass
