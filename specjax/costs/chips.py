@@ -25,18 +25,18 @@ HOP_SECONDS = 1e-6
 class Chip:
     """A device of one TPU generation."""
 
-    name: str  # as in a topology
-    hbm_bytes: int  # what a program may use
+    name: str  # as in the name of a topology, such as v5e:2x2
+    hbm_bytes: int  # available to a program
     hbm_bandwidth: float  # bytes/s
-    peak_flops: float  # bfloat16, 1/s
-    flops_per_cycle: int  # of all its matrix units
-    link_bandwidth: float  # bytes/s, one link, one way
-    vmem_bytes: int  # on-chip memory of one core, which is what a kernel may use
-    dimensions: int  # of the torus
-    host: tuple[int, ...]  # chips of one host
-    sources: dict[str, str] = field(hash=False)  # figure -> where it is published, or how it was found
-    cores: int = 1  # 2: megacore
-    chip_config: str | None = None  # of libtpu, where JAX's default is not the compiler's
+    peak_flops: float  # bfloat16 FLOPs/s
+    flops_per_cycle: int  # bfloat16, all matrix units together
+    link_bandwidth: float  # bytes/s of one link in one direction
+    vmem_bytes: int  # on-chip memory of one core, the limit of a kernel
+    dimensions: int  # of the torus of links
+    host: tuple[int, ...]  # shape of the chips of one host
+    sources: dict[str, str] = field(hash=False)  # figure -> its publication, or the way it was determined
+    cores: int = 1  # cores per device; 2: megacore
+    chip_config: str | None = None  # libtpu's name, if JAX's default differs from the compiler's
     devices_per_chip: int = 1
 
     @property
@@ -52,8 +52,8 @@ class Chip:
 DOCS = "docs.cloud.google.com/tpu/docs/"
 _BOOK = "jax-ml.github.io/scaling-book/tpus"
 _JAX = "jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2"
-_COMPILER = "libtpu 0.0.42, of a program that does not fit: available HBM "
-_UNITS_256 = "2 units of 256 x 256; products per cell and cycle are not published: two give the clock of "
+_COMPILER = "libtpu 0.0.42, error for a program that does not fit: available HBM "
+_UNITS_256 = "2 units of 256 x 256; products per cell and cycle are not published; two of them give the clock of "
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
@@ -79,7 +79,7 @@ CHIPS: dict[str, Chip] = {
                 peak_flops=DOCS + "v5e: 197 TFLOPs (bf16)",
                 flops_per_cycle=DOCS + "v5e: one TensorCore of four matrix units; 128 x 128, 1.5 GHz, " + _BOOK,
                 link_bandwidth=DOCS + "v5e: 400 GBps both ways over 4 ports; " + _BOOK + ": 5e10 one way",
-                vmem_bytes=_BOOK + ": 128 MiB; so has " + _JAX,
+                vmem_bytes=_BOOK + ": 128 MiB; the same in " + _JAX,
                 cores=DOCS + "v5e: one TensorCore",
             ),
         ),
@@ -108,7 +108,7 @@ CHIPS: dict[str, Chip] = {
                 cores=DOCS + "v6e: one TensorCore",
             ),
         ),
-        # A device is one of the chip's two cores and has half of its memory, its bandwidth and its peak.
+        # A device is one of the two cores of a chip, with half of the memory, bandwidth and peak of the chip.
         Chip(
             "tpu7x", int(94.75 * GIB), 7.38e12 / 2, 2307e12 / 2, 2 * 256 * 256 * 4, 100e9, 64 * MIB, 3, (2, 2, 1),
             dict(
@@ -116,7 +116,7 @@ CHIPS: dict[str, Chip] = {
                 hbm_bandwidth="half of " + DOCS + "tpu7x: 7380 GBps",
                 peak_flops="half of " + DOCS + "tpu7x: 2307 TFLOPs (BF16)",
                 flops_per_cycle=_JAX + ": " + _UNITS_256 + "2.2 GHz",
-                link_bandwidth=DOCS + "tpu7x: 1200 GBps both ways, 6 links as v5p has",
+                link_bandwidth=DOCS + "tpu7x: 1200 GBps both ways, 6 links, as on v5p",
                 vmem_bytes=_JAX + ": 64 MiB per core",
                 cores=DOCS + "tpu7x: two TensorCores, each a device",
             ),

@@ -1,9 +1,8 @@
-"""Cost curves: the cost of a pass over several tokens, relative to a pass over one. Every speculation decision uses
-them.
+"""Cost curves: the cost of a pass over several tokens, relative to a pass over one token.
 
-A curve has one of three sources: the device (`measured`), the compiler (`planned`), or a rule of thumb (`estimated`).
-Functions that decide by cost take a `Curve`, a tuple of numbers, or None for the rule of thumb, and evaluate it with
-`evaluate`.
+Every decision about speculation uses them. A curve has one of three sources: the device (`measured`), the compiler
+(`planned`), or a rule of thumb (`estimated`). Functions that decide by cost take a `Curve`, a tuple of numbers, or None
+for the rule of thumb, and evaluate it with `evaluate`.
 """
 
 from __future__ import annotations
@@ -60,11 +59,12 @@ def evaluate(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.f
 def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None) -> np.ndarray:
     """Estimate the costs float32[W] of passes over `widths` tokens of `batch` rows by a rule of thumb for the platform.
 
-    CPU, measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16 passes over one. (A
-    product with a single vector has its own kernel. Measured 2: 1.18, 4: 1.22, 8: 1.45, 16: 1.95, 32: 3.16.) In
-    bfloat16 it costs 1 + 0.035 (n - 1), between cores with AVX-512 (8: 1.12, 16: 1.22, 32: 1.8) and with AMX (1.33,
-    1.7, 2.6). Other platforms read the weights once for up to about 240 tokens, and each token adds 0.002 (Llama 3 8B
-    on v5e by its compiler).
+    The numbers for CPU were measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16
+    passes over one, because a product with a single vector has a kernel of its own. (Measured costs are 1.18 for 2
+    tokens, 1.22 for 4, 1.45 for 8, 1.95 for 16 and 3.16 for 32.) In bfloat16 it costs 1 + 0.035 (n - 1). This lies
+    between cores with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Other
+    platforms read the weights once for up to about 240 tokens, and each token adds 0.002 (Llama 3 8B on v5e, from the
+    compiler's schedule).
 
     Args:
       platform: a JAX backend; the default is the current one.
@@ -90,11 +90,12 @@ def dtype_of(target: Target) -> str:
 def measured(
     target: Target, widths: Sequence[int] | None = None, batch: int = 1, context: int | None = None, repeats: int = 9
 ) -> Curve:
-    """Time passes over `widths` tokens of `batch` rows on this device. The curve uses medians of `repeats` interleaved
-    passes.
+    """Measure a curve: time passes over `widths` tokens of `batch` rows on this device.
 
-    The default widths go up to 16 on CPU and 64 elsewhere. The default context is 512 tokens, if the model has so many.
-    It compiles one program per width. Raises: UsageError if the context leaves no room.
+    The curve uses the medians of `repeats` interleaved passes. One program is compiled per width. The default widths go
+    up to 16 on CPU and to 64 elsewhere. The default context is 512 tokens, or as many as the model allows.
+
+    Raises: UsageError if the context leaves no room for the passes.
     """
     widths = tuple(widths or ((1, 2, 4, 8, 16) if jax.default_backend() == "cpu" else (1, 8, 16, 32, 64)))
     medians = timed(target, widths, batch, context, repeats)
@@ -104,11 +105,11 @@ def measured(
 def timed(
     target: Target, widths: Sequence[int], batch: int = 1, context: int | None = None, repeats: int = 9
 ) -> list[float]:
-    """Return the median seconds of the passes of `measured`, which has the same arguments."""
+    """Return the median seconds of the passes that `measured` times. The arguments are the same."""
     max_width = max(widths)
     context = min(512, target.model.max_positions - max_width) if context is None else context
     if context + max_width > target.model.max_positions:
-        raise UsageError(f"context {context} with {max_width} tokens is over the model's {target.model.max_positions}")
+        raise UsageError(f"context {context} plus {max_width} tokens exceeds the model's {target.model.max_positions}")
     cache = _filled(target, batch, context, context + max(max_width, CHUNK))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + 1):
@@ -133,7 +134,7 @@ CHUNK = 128
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _filled(target: Target, batch: int, context: int, capacity: int):
-    """Return a cache of `context` tokens."""
+    """Return a cache that holds `context` tokens."""
     model, tokens = target.model, jnp.zeros((batch, CHUNK), jnp.int32)
     path = jnp.broadcast_to(jnp.arange(CHUNK), tokens.shape)
 
@@ -155,7 +156,9 @@ def _pass(target: Target, cache, start, tokens):
 
 
 def planned(plan: Any, side: str = "schedule") -> Curve:
-    """Read a curve from a `specjax.plan` or its `to_json()`: by the compiler's schedule, or with `side="roofline"`.
+    """Read a curve from a result of `specjax.plan`, or from its `to_json()`.
+
+    Args: side: "schedule" for the compiler's cycles, or "roofline" for the lower bound.
 
     Raises: UsageError if it is not a plan.
     """
@@ -168,5 +171,5 @@ def planned(plan: Any, side: str = "schedule") -> Curve:
         return Curve(widths, tuple(x / seconds[0] for x in seconds))
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UsageError(
-            "the costs of a plan are in the JSON of `specjax plan --json`; this is something else"
+            "the costs are not a plan with a pass over one token; give the JSON of `specjax plan --json`"
         ) from None

@@ -1,4 +1,4 @@
-"""Cost of drafting with a head, in target passes over one token, estimated from the weights that both read."""
+"""Cost of drafting with a head, in target passes over one token, estimated from the weights that both models read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TEXT = 128
 
 
 def of_head(target: Target, head: DraftHead, passes: int) -> float:
-    """Estimate the cost of drafting a tree that takes `passes` of the head, the root's pass included.
+    """Estimate the cost of drafting a tree with `passes` passes of the head, including that of the root.
 
     The estimate is a rule of thumb: a pass over few tokens takes the time to read the weights of its products once.
-    Parameters may be shapes.
+    The parameters may be arrays or shapes.
     """
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
     target, params = jax.tree.map(shape, (target, head.params))
@@ -37,10 +37,10 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
         return head.head.follow(params, scratch, drafted, context), logits
 
     def count(function: Callable[..., Any]) -> float:
-        """Count the weights that are read, without unused outputs such as logits."""
+        """Count the weights that a function reads, except for unused outputs such as logits."""
         jaxpr = jax.make_jaxpr(function)(target, params).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        # A head that runs part of the target does so by branches that skip the other layers.
+        # A head that runs some target layers skips the other layers with conditionals: count the smaller branch.
         return _of_equations(jaxpr, min if num_layers_run else max)
 
     layers = target.model.capabilities.num_layers
@@ -64,12 +64,12 @@ def _of_equations(jaxpr: Any, choose: Callable[[list[float]], float]) -> float:
             continue
         parts = [part for value in parameters.values() for part in (value if isinstance(value, tuple) else (value,))]
         inner = [_of_equations(getattr(part, "jaxpr", part), choose) for part in parts if _is_jaxpr(part)]
-        if parameters.get("branches_platforms") is not None:  # equal work, but some platforms pad the rows
+        if parameters.get("branches_platforms") is not None:  # all do the same work, but some platforms pad the rows
             total += min(inner)
         elif equation.primitive.name == "cond":
             total += choose(inner)
         else:
-            total += sum(inner) * parameters.get("length", 1)  # of a scan
+            total += sum(inner) * parameters.get("length", 1)  # the iterations of a scan
     return total
 
 

@@ -1,4 +1,4 @@
-"""Tokens per target pass, from acceptance rates. Plain formulas."""
+"""Tokens per target pass, from plain formulas of acceptance rates."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specjax.trees.shape_search.best_shapes import Paths
 
 
 def expected_tokens(paths: Paths, acceptance: Sequence[float]) -> float:
-    """Return the tokens per target pass of a static tree: 1 + sum over its nodes of the product of a[rank] along the
-    path.
+    """Return the tokens per target pass of a static tree.
 
-    For a chain of k tokens that is the sum of a[0] ** j over j = 0 ... k.
+    They are 1 + the sum over its nodes of the product of a[rank] along the path. For a chain of k tokens this is the
+    sum of a[0] ** j over j = 0 ... k.
 
     Args:
       acceptance: a[r] is the probability that the r-th child of an accepted node is the accepted child.
@@ -23,9 +23,9 @@ def expected_tokens(paths: Paths, acceptance: Sequence[float]) -> float:
 
 
 def rank_acceptance(rate: float, ranks: int = 16) -> tuple[float, ...]:
-    """Return a[r] = rate * (1 - rate) ** r: each sibling is accepted with probability `rate` after its predecessors
-    fail.
+    """Return a[r] = rate * (1 - rate) ** r, acceptance rates by rank from a single number.
 
-    This assumption turns one number into a table. Siblings of real drafts are worth less; measure where it matters.
+    The assumption is that each sibling is accepted with probability `rate` if its predecessors are not. Siblings of
+    real drafts are worth less, so measure the rates where they matter.
     """
     return tuple(rate * (1 - rate) ** r for r in range(ranks))

@@ -1,4 +1,4 @@
-"""Models over several devices and hosts."""
+"""Sharding of models over several devices and hosts."""
 
 from specjax.numerics.global_arrays import gather, place, spread_rows
 from specjax.parallel.hosts import check_same, initialize

@@ -44,13 +44,13 @@ def initialize(
     """Connect to the other processes. Call it once in every process, before any other call to JAX.
 
     Args:
-      coordinator: "HOST:PORT" of process 0, with a free port. This and the next two are only needed if JAX finds no
-        cluster (Cloud TPUs, GKE, Slurm or Open MPI).
+      coordinator: "HOST:PORT" of process 0, with a free port. It and the next two arguments are only needed if JAX
+        detects no cluster (Cloud TPUs, GKE, Slurm or Open MPI).
       num_processes, process_id: the number of processes, and the id of this one, from 0.
       timeout: seconds to wait for all processes.
-      heartbeat: seconds without a heartbeat after which JAX takes a process for dead and ends the others.
+      heartbeat: seconds without a heartbeat after which JAX considers a process dead and ends the others.
 
-    Raises: UsageError for arguments that do not fit each other, and if the others do not connect in time.
+    Raises: UsageError for arguments that do not fit each other, and if not all processes connect in time.
     """
     _check_arguments(coordinator, num_processes, process_id)
     deadline = time.monotonic() + timeout
@@ -94,7 +94,7 @@ def is_distributed() -> bool:
 
 
 def check_same(value, what: str) -> None:
-    """Compare the digest of a value over all processes. Every process must call it, and each one raises.
+    """Check that a value is the same in all processes. Every process must call it, and all of them raise the error.
 
     Args:
       value: bytes, or a value with a complete `repr` (strings, numbers, lists, dicts).
@@ -123,10 +123,10 @@ def versions() -> dict[str, str]:
 
 
 def fail(sentence: str, code: int) -> None:
-    """End this process at once, and soon after it the others, which print the sentence.
+    """End this process immediately. The other processes print the sentence and end soon afterwards.
 
-    It does nothing in a program of one process. `initialize` calls it for uncaught exceptions. A process that only
-    raised would wait for the others, which wait for it in a collective that it never joins.
+    With a single process nothing happens. `initialize` arranges the call for uncaught exceptions. A process that only
+    raises would wait for the others at its exit, while they wait for it in a collective that it never joins.
     """
     if _connection_failed.is_set():
         _exit_now(code)
@@ -137,7 +137,7 @@ def fail(sentence: str, code: int) -> None:
         time.sleep(30)
     _ended.set()
     try:
-        # Use a separate key, because the monitor thread may still write that of the host.
+        # Use a separate key, because the monitor thread may still write the heartbeat of this host.
         client.key_value_set(f"{_FAILURE_KEYS}/{jax.process_index()}", sentence, allow_overwrite=True)
         _wait_for_others(jax.process_index())
     except Exception:  # the coordinator has stopped
@@ -146,12 +146,12 @@ def fail(sentence: str, code: int) -> None:
 
 
 def _wait_for_others(process_id: int) -> None:
-    """Wait until the others have read the reason, before a collective fails. The coordinator waits longest."""
+    """Wait until the other processes have read the reason, before a collective fails. The coordinator waits longest."""
     time.sleep(2 * _FailureMonitor.period + _FailureMonitor.grace + (process_id == 0))
 
 
 def _exit_now(code: int) -> None:
-    """Exit at once. A normal exit waits for the other processes, or aborts this one while it still connects."""
+    """Exit immediately. A normal exit would wait for the other processes, or abort if this one still connects."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -174,7 +174,7 @@ def _check_arguments(coordinator: str | None, num_processes: int | None, process
 
 
 def _wait_for_coordinator(coordinator: str, timeout: float) -> None:
-    """Wait until the coordinator accepts connections. JAX would end the process with a stack trace.
+    """Wait until the coordinator accepts connections. Otherwise JAX would end the process with a stack trace.
 
     Raises: UsageError if it does not respond in time.
     """
@@ -207,8 +207,8 @@ def _explain_error(error: Exception, coordinator, num_processes, process_id) -> 
 
 
 def _coordination_client():
-    """Return the client of JAX's coordination service; None if this process is alone."""
-    from jax._src import distributed  # other libraries, such as Orbax, import it from there too
+    """Return the client of JAX's coordination service, or None if there is only one process."""
+    from jax._src import distributed  # Orbax and other libraries import it from this module too
 
     return distributed.global_state.client
 
@@ -216,12 +216,12 @@ def _coordination_client():
 class _FailureMonitor:
     """A thread that reads the heartbeats and failures of the other processes every `period` seconds.
 
-    It warns about a silent process; JAX's own heartbeats decide if it is dead. It ends this process only when another
-    one has reported a failure.
+    It warns about a silent process, but JAX's own heartbeats decide if that process is dead. It ends this process only
+    if another one has reported a failure.
     """
 
     period = 1.0
-    grace = 1.0  # seconds in which a process with the same error can print it itself
+    grace = 1.0  # seconds in which a process with the same error can print its own message
 
     def __init__(self, client, process_id: int, heartbeat: float):
         self.client, self.me, self.heartbeat = client, str(process_id), heartbeat

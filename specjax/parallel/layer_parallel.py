@@ -1,17 +1,19 @@
 """Layer-parallel models: the attention of several layers runs at the same time, each layer on its own device.
 
-Wu et al.: EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization (2025), arXiv 2502.02493;
-the drafter that uses them is `specjax.drafters.easyspec`.
+Wu et al.: EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization (2025), arXiv 2502.02493.
+The drafter `specjax.drafters.easyspec` uses these models.
 
-Rule: in every group of G middle layers (G: the devices along the axis "layer"), device i has the attention of layer i,
-split over "model" by heads, and its keys and values. MLPs are split over "layer" and "model", embedding and head by
-vocabulary over all axes but "data". Every device of "layer" has the attention of the first and the last layer.
-Collectives of a group: a pass with `group=G` computes its G attentions at the same time and exchanges the outputs with
-one all-gather (along "model" too: one sum). Each MLP then needs one sum. That makes G + 1 collectives, where exact
-tensor parallelism needs 2 G. An exact pass uses the same weights in sequence. G times, all devices run their layer on
-the current stream, and a sum that is masked to one of them distributes its result: 2 G collectives. Guarantee: the
-logits of the model on one device, except for rounding. Deviations from the card: the MLPs of the first and last layer
-are split like all others; along "model" one sum of G slots replaces a sum and a gather.
+Rule: let G be the number of devices along the axis "layer". In every group of G middle layers, device i has the
+attention of layer i, split over "model" by heads, and its keys and values. MLPs are split over "layer" and "model".
+Embedding and output head are split by vocabulary over all axes but "data". Every device of "layer" has the attention of
+the first and the last layer.
+Collectives: a pass with `group=G` computes the G attentions of a group at the same time. One all-gather exchanges their
+outputs (if "model" is split too, one sum does). Each MLP then needs one sum. A group thus needs G + 1 collectives,
+while exact tensor parallelism needs 2 G. An exact pass uses the same weights in sequence. G times, all devices run
+their layer on the current stream, and a sum that is masked to one of them distributes its result: 2 G collectives.
+Guarantee: an exact pass returns the logits of the model on one device, except for rounding.
+Deviations: the MLPs of the first and the last layer are split like all others. Along "model" one sum of G slots
+replaces a sum and a gather.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ from specjax.parallel.sharding import shardable_config
 from specjax.types import Capabilities, Model, PyTree, Target
 
 LAYER_DEVICE_PARTS = ("attention_norm", "attention")
-"""Parts of a block that only the device of its layer has."""
+"""Parts of a block that only the device of the layer stores."""
 
 
 def place_layer_parallel(draft: Target, mesh: Mesh, group: int | None = None) -> Target:
     """Place a draft model with groups of `group` layers side by side along the axis "layer" of `mesh`.
 
-    The draft model is used with a target that `specjax.shard` spreads over the same mesh. Any drafter may use it;
+    Use the draft model with a target that `specjax.shard` places on the same mesh. All drafters accept it, but only
     `easyspec` benefits from it. Its `forward` takes `group=1`, which is exact, or the group of the mesh.
 
-    group: the number of devices of the mesh along "layer", or None.
+    Args: group: None, or the number of devices of the mesh along "layer", which is then checked.
 
-    Raises: UsageError for a model that is not from `specjax.models` or is already sharded. It is also raised for a
-    mesh, a group and a model that do not fit each other.
+    Raises: UsageError for a model that is not from `specjax.models` or is already sharded, and for a mesh, a group and
+      a model that do not fit each other.
     """
     config = shardable_config(draft)
     check_layer_parallel(config, mesh, group)
@@ -66,8 +68,9 @@ def place_layer_parallel(draft: Target, mesh: Mesh, group: int | None = None) ->
 
 
 def abstract_draft(config: Any, mesh: Mesh) -> Target:
-    """Return the shapes of `place_layer_parallel`, as `jax.ShapeDtypeStruct` with shardings, to compile without
-    weights.
+    """Return the result of `place_layer_parallel` with shapes in place of weights, to compile without them.
+
+    The shapes are `jax.ShapeDtypeStruct`s with shardings.
     """
     check_layer_parallel(config, mesh)
     params = jax.eval_shape(lambda params: _arrange_layers(config, mesh, params), abstract_params(config))
@@ -105,8 +108,9 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
 def _arrange_layers(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
     """Arrange the layers of the parameters as {first, last, device, shared}.
 
-    device, shared: per segment of groups, the parts that only the layer's device has [groups, G, ..] and the other
-    parts [groups, layers of each, ..]. Layers that a smaller group lacks are zeros in `device`.
+    `device` and `shared` have one entry per segment of groups. `device` has the parts [groups, G, ..] that only the
+    layer's device stores; the missing layers of a smaller group are zeros. `shared` has all other parts [groups, layers
+    per group, ..].
     """
     copies = kv_head_copies(config, mesh.shape.get("model", 1))
     params = repeat_kv_heads(params, config, copies)
@@ -135,7 +139,7 @@ _arrange_jit = jax.jit(_arrange_layers, static_argnums=(0, 1))
 
 
 def _in_host_memory() -> contextlib.AbstractContextManager:
-    """Return a context that keeps the model in host memory, because it need not fit on one device."""
+    """Return a context that places arrays in host memory, because the model may not fit on one device."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
@@ -143,7 +147,7 @@ def _in_host_memory() -> contextlib.AbstractContextManager:
 
 
 def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
-    """Return the shardings of arranged parameters, or of their shapes."""
+    """Return the shardings of arranged parameters, which may be shapes."""
     other_params = {name: part for name, part in params.items() if name != "layers"}
     layers = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), LayerParallelSpecs(config, mesh).layers(params["layers"])
@@ -152,7 +156,7 @@ def _shardings(config: Any, mesh: Mesh, params: PyTree) -> PyTree:
 
 
 def cache_shardings(config: Any, mesh: Mesh, cache: kv.KVCache | kv.Pending) -> PyTree:
-    """Return the shardings of the cache of such a model, or of pending tokens, from arrays or shapes."""
+    """Return the shardings of a layer-parallel model's cache or pending tokens, given as arrays or shapes."""
     batch = (cache.length if isinstance(cache, kv.KVCache) else cache.write_dependency).shape[0]
     specs = _specs(LayerParallelSpecs(config, mesh), type(cache), batch)
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, cache)
@@ -200,7 +204,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
         )(cache, pending, path, num_nodes)  # fmt: skip
 
     def run_layers(group_size: int, params, _, x, shared: PassInputs, cache, settings: AttentionSettings):
-        """`layers.run_layers` on the arranged layers."""
+        """Run the arranged layers, like `layers.run_layers`."""
         batch = x.shape[0]
         rows, of_cache, of_pending = P(parts.rows(batch)), specs_of_cache(batch), specs_of_pending(batch)
         earlier = () if shared.earlier is None else (shared.earlier.k, shared.earlier.v)

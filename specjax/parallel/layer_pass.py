@@ -31,23 +31,23 @@ class LayerParallelSpecs:
 
     @property
     def group(self) -> int:
-        """Return G, the number of layers side by side."""
+        """Return G, the number of layers that run at the same time."""
         return self.mesh.shape["layer"]
 
     def axes(self, part: str) -> tuple[str, ...]:
-        """Return the mesh axes that split "data", "heads" or "mlp"."""
+        """Return the mesh axes that split a part: "data", "heads" or "mlp"."""
         names = {"data": ("data",), "heads": ("model",), "mlp": ("layer", "model")}[part]
         names = tuple(name for name in names if self.mesh.shape.get(name, 1) > 1)
         is_unsplit = part == "mlp" and self.config.mlp_width % math.prod(self.mesh.shape[name] for name in names)
         return () if is_unsplit else names
 
     def rows(self, batch: int) -> tuple[str, ...] | None:
-        """Return the mesh axes of a dimension of so many rows."""
+        """Return the mesh axes that split `batch` rows, or None if the mesh does not divide them."""
         axes = self.axes("data")
         return axes if axes and batch % self.mesh.shape["data"] == 0 else None
 
     def layers(self, params: PyTree) -> PyTree:
-        """Return the specs of the arranged layers, or of their shapes."""
+        """Return the specs of the arranged layers, which may be shapes."""
 
         def leaf_spec(path, leaf):
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
@@ -93,13 +93,13 @@ class LayerParallelPass:
     parts: LayerParallelSpecs
     shared: PassInputs
     cache: kv.KVCache
-    earlier: tuple  # (k, v), like the cache's
+    earlier: tuple  # (k, v) of earlier pending tokens, in the form of the cache
     settings: AttentionSettings
 
     def run(self, params: PyTree, x: Array, middle, group: int) -> tuple[Array, kv.Pending]:
         """Return the residual stream [layers + 1, B, T, D], and the pending tokens.
 
-        middle: `layer_segments` without its ends.
+        Args: middle: `layer_segments` without the first and the last one.
         """
         run_group = self._run_in_parallel if group > 1 else self._run_in_sequence
         first, new_first = self._run_single(params["first"], x, "first", 0)
@@ -172,7 +172,7 @@ class LayerParallelPass:
         layer_cache: LayerCache,
         settings: AttentionSettings,
     ):
-        """Run a group exactly: each layer reads the stream after the previous one. Return as `_run_in_parallel`."""
+        """Run a group exactly: each layer reads the stream after the previous one. Return like `_run_in_parallel`."""
         me, size = jax.lax.axis_index("layer"), len(jax.tree.leaves(shared_params)[0])
         stream, new = [], None
         for i in range(size):

@@ -24,16 +24,16 @@ from specjax.types import PyTree, Target
 def mesh(
     data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, devices: Sequence | None = None
 ) -> Mesh:
-    """Make a mesh of `data` x `layer` x `sequence` x `model` devices, in their own order.
+    """Make a mesh of `data` x `layer` x `sequence` x `model` devices, in the order of `devices`.
 
-    "model" changes fastest, and stays within a host if it divides the host's devices.
+    The axis "model" changes fastest. It stays within a host if it divides the number of the host's devices.
 
     Args:
       data: parts of the batch.
       model: parts of the weights and of the heads; None: all remaining devices.
-      layer: layers that a layer-parallel drafter runs at the same time; other models are split over it as over "model".
+      layer: layers that a layer-parallel draft model runs at the same time; other models use it like "model".
       sequence: parts of the cache's slots, for long contexts.
-      devices: default: all devices of all hosts.
+      devices: None: all devices of all hosts.
 
     Raises: UsageError if there are not enough devices.
     """
@@ -66,9 +66,9 @@ def shard(target: ShardableModel, mesh: Mesh, over: tuple[str, ...] | None = Non
     """Return the same model with its parameters sharded over `mesh`.
 
     Args:
-      target: a `Target`, or a `Denoiser`, which remains one.
-      over: the axes that split it, besides "data"; None: all. `over=()` replicates the model on every device, which
-        suits a small draft model.
+      target: a `Target` or a `Denoiser`. The result is of the same type.
+      over: axes that split the model, besides "data"; None: all. `over=()` replicates it on every device, which suits a
+        small draft model.
 
     Raises: UsageError for a model that is not from `specjax.models` or is already sharded, and for a mesh that does not
       divide its heads.
@@ -84,7 +84,7 @@ def shard(target: ShardableModel, mesh: Mesh, over: tuple[str, ...] | None = Non
 
 
 def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> Target:
-    """Return the shapes of `shard`, as `jax.ShapeDtypeStruct` with shardings, to compile without weights."""
+    """Return the result of `shard` with `jax.ShapeDtypeStruct`s and shardings for weights, to compile without them."""
     from specjax.models import abstract_params, make_model
     from specjax.models.layout import shard_config
 
@@ -94,14 +94,15 @@ def abstract_target(config, mesh: Mesh, over: tuple[str, ...] | None = None) -> 
 
 
 def shard_head(draft: DraftHead, mesh: Mesh) -> DraftHead:
-    """Shard a draft head like the target on `mesh`, if the mesh divides the head's own attention heads; else replicate
-    it.
+    """Shard a draft head over `mesh` like the target.
+
+    The head is replicated if the mesh does not divide its attention heads.
     """
     return draft.replace(params=jax.tree.map(place_one, draft.params, head_shardings(draft, mesh)))
 
 
 def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
-    """Return the shardings of the parameters of `shard_head`, or of their shapes."""
+    """Return the shardings of the parameters of `shard_head`. The parameters may be shapes."""
     from specjax.models.heads.blocks import head_layout
 
     layout = head_layout(mesh, getattr(draft.head.config, "layer", None))
@@ -110,7 +111,7 @@ def head_shardings(draft: DraftHead, mesh: Mesh) -> PyTree:
 
 
 def largest_over(config, mesh: Mesh) -> tuple[str, ...]:
-    """Return the largest set of mesh axes that can split a model with this config, as `over` of `shard`."""
+    """Return the largest set of mesh axes that can split a model with this config, for `over` of `shard`."""
     from specjax.models.layout import fits_heads
 
     split = [axis for axis in mesh.axis_names if axis != "data"]
@@ -125,7 +126,7 @@ def shardable_config(target: Any):
     """Return the config of a model that can be sharded. Raises: UsageError for a model that cannot."""
     if target.model.config is None:
         raise UsageError(
-            f"{target.model.name} cannot be sharded: it is not one of specjax.models; replicate its parameters with "
+            f"{target.model.name} cannot be sharded: it is not from specjax.models; replicate its parameters with "
             'jax.device_put(params, NamedSharding(mesh, PartitionSpec())), and split the prompts over "data"'
         )
     if target.model.mesh is not None:
