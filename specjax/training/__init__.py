@@ -1,15 +1,16 @@
-"""Training of draft heads, draft models and denoisers: docs/training.md.
+"""Training of draft heads, draft models and denoisers (docs/training.md).
 
-`train_drafter` goes from a target to a served head in one call. `train` is the loop on texts of your own, and
-`train_step` one pure step of it. `measure_acceptance` computes the tokens per target pass of a head, without decoding.
+`train_drafter` goes from a target to a served head in one call. `train` is the training loop on any texts, and
+`train_step` is one pure step of it. `measure_acceptance` computes the tokens per target pass of a head or draft model
+without decoding.
 
-More methods have functions of their own. Each module's docstring has an example:
+Other methods have their own functions. The docstrings of their modules have examples:
 
-- `train_hamburger`, `train_lud` and `train_consistency` train models that write several tokens per pass by themselves.
-- `train_certainty` and `train_filter` (dParallel, Learn2PD) make denoisers decide more columns per pass.
-- `init_denoiser`, `save_denoiser` and `load_denoiser` handle denoisers of your own.
-- `init_stopping` (SpecDec++) and `fit_judge` (Judge Decoding) train heads that make decisions for a drafter or
-verifier. - `OnlineTrainer` updates a drafter while `serve` runs.
+- `train_hamburger`, `train_lud` and `train_consistency` train models that write several tokens per pass on their own.
+- `train_certainty` and `train_filter` (dParallel, Learn2PD) make denoisers unmask more columns per pass.
+- `init_denoiser`, `save_denoiser` and `load_denoiser` create and store denoisers.
+- `init_stopping` (SpecDec++) and `fit_judge` (Judge Decoding) train classifiers for a drafter or a verifier.
+- `OnlineTrainer` updates a drafter while `serve` runs.
 """
 
 from specjax.training.data.packing import PackedBatch, TrainingText, pack

@@ -1,1 +1,1 @@
-"""Training data: target responses, packed rows, and cached activations of the target."""
+"""Training data: target responses, packed batches, segments of texts, and draft vocabularies."""

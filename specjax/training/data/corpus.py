@@ -1,4 +1,4 @@
-"""The texts of a training run: responses of the target to prompts, and the choice of those that are held out."""
+"""The texts of a training run: responses of the target to prompts, split into training and held-out texts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Corpus(NamedTuple):
 
 
 class CorpusListener(Protocol):
-    """The callbacks of `TrainingObserver` that a builder uses."""
+    """The callbacks of `TrainingObserver` that `CorpusBuilder` uses."""
 
     def on_note(self, note: str) -> None: ...
     def on_responses(self, stage: str, done: int, total: int, tokens: int) -> None: ...
 
 
 class CorpusSettings(NamedTuple):
-    """The part of `TrainingSettings` that a builder uses, and the limit of text lengths."""
+    """The part of `TrainingSettings` that `CorpusBuilder` uses, and the limit of text lengths."""
 
     held_out: int
     max_new_tokens: int
@@ -55,7 +55,7 @@ class CorpusSettings(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Prompts, and the sampling of the responses to them."""
+    """Prompts, and the sampling settings of their responses."""
 
     prompts: list[list[int]]
     numbers: Sequence[int]
@@ -72,14 +72,14 @@ class CorpusBuilder:
     tokenizer: Any
     settings: CorpusSettings
     responses: Path  # folder of the responses
-    greedy_responses: Path  # folder of the held-out ones, if the others are sampled
+    greedy_responses: Path  # folder of held-out responses, if the responses for training are sampled
     listener: CorpusListener
-    writes: bool = True  # one of several hosts writes the responses
+    writes: bool = True  # write new responses; True on one host only
 
     def build(self, prompts: Sequence[TextSource], texts: Sequence[TextSource]) -> Corpus:
         """Return responses to the prompts, or the texts with responses to the held-out prompts.
 
-        Raises: UsageError for too few prompts, and for folders of other responses.
+        Raises: UsageError for too few prompts, and for folders that hold other responses.
         """
         selected = self.select_prompts(prompts, has_texts=bool(texts))
         count, temperature = self.settings.held_out, self.settings.temperature
@@ -89,12 +89,12 @@ class CorpusBuilder:
             return Corpus(pieces, self.respond(selected[:count], self.responses, 0.0))
         responses = self.respond(selected, self.responses, temperature)
         held_out, training = responses[:count], responses[count:]
-        if temperature > 0:  # the measured chain is greedy
+        if temperature > 0:  # held-out responses must be greedy, because the measured chain is
             held_out = self.respond(selected[:count], self.greedy_responses, 0.0)
         return Corpus(training, held_out)
 
     def select_prompts(self, prompts: Sequence[TextSource], has_texts: bool) -> list[list[int]]:
-        """Return the token ids of the different prompts that fit, in a random order."""
+        """Return the token ids of the prompts that fit, without duplicates and in a random order."""
         settings = self.settings
         sources = [*prompts, *(self.generate_prompts() if settings.generated_prompts else ())]
         encoded = [list(map(int, self.tokenizer.chat(x) if isinstance(x, str) else x)) for x in sources]
@@ -128,7 +128,7 @@ class CorpusBuilder:
         return [TrainingText(tuple(ids), 0) for ids in pieces if len(ids) > PAIR_TOKENS]
 
     def generate_prompts(self) -> list[str]:
-        """Return user messages of the target. Some responses have no end or occur twice, so there may be fewer."""
+        """Return user messages that the target writes, without incomplete and repeated ones."""
         count, seed = self.settings.generated_prompts, self.settings.seed
         prefixes = [chat_prefix(self.tokenizer)] * count
         identity = {"max_new_tokens": PROMPT_TOKENS, "seed": seed}
@@ -137,7 +137,7 @@ class CorpusBuilder:
         return [text for text in decode_messages(responses, self.tokenizer) if _is_valid_unicode(text)]
 
     def respond(self, prompts: list[list[int]], folder: Path, temperature: float) -> list[TrainingText]:
-        """Return the responses to prompts, in their order."""
+        """Return the responses to prompts, in the order of the prompts."""
         limit = self.settings.max_new_tokens
         request = _Request(prompts, [0] * len(prompts), limit, temperature, {"max_new_tokens": limit})
         return [response.text for response in self._load_or_generate(request, folder, "answering")]
@@ -153,7 +153,7 @@ class CorpusBuilder:
         pairs = list(zip(request.prompts, request.numbers, strict=True))
         check_same([(ids, number, store.get(ids, number)) for ids, number in pairs], "prompts and responses")
         missing = [(ids, number) for ids, number in pairs if store.get(ids, number) is None]
-        missing.sort(key=lambda pair: len(pair[0]))  # prompts of one length end their prefill together
+        missing.sort(key=lambda pair: len(pair[0]))  # prompts of equal length finish their prefill together
         tokens = 0
         if missing:
             responses = generate_responses(

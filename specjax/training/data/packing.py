@@ -12,14 +12,14 @@ from specjax.types import Array
 
 PAIR_TOKENS = 2
 """Tokens before the first draft of a round. A round reads the pair (x_t, x_{t+1}) and drafts x_{t+2} first, so a text
-of so many tokens trains nothing."""
+of two tokens trains nothing."""
 
 
 class TrainingText(NamedTuple):
     """A prompt and the response of the target."""
 
     tokens: tuple[int, ...]
-    prompt_length: int  # tokens of the prompt; the others are the response
+    prompt_length: int  # number of prompt tokens; the response follows them
 
     @property
     def response_length(self) -> int:
@@ -28,10 +28,10 @@ class TrainingText(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """Rows that hold several texts one after the other."""
+    """A batch of rows that hold several texts in sequence."""
 
     tokens: Array  # int32[B, T]
-    text_start: Array  # int32[B, T], column where the text of each token begins; padding is a text of its own
+    text_start: Array  # int32[B, T], column where the text of each token begins; padding counts as a separate text
     loss_mask: Array  # bool[B, T], True for tokens of responses
 
 
@@ -40,7 +40,7 @@ def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: boo
 
     Texts longer than a row are cut. The last batch may have empty rows. No text is split over two rows.
 
-    Args: one_per_row: put a single text into each row.
+    Args: one_per_row: put only one text into each row.
     """
     batches, open_rows = [], [_PackedRow(length) for _ in range(rows)]
     for text in texts:
@@ -59,7 +59,7 @@ def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: boo
 def number_tokens(texts: Sequence[TrainingText]) -> list[TrainingText]:
     """Replace each token by its index among the tokens of all texts, counted from 1.
 
-    Packed like the texts, these numbers locate every token of a batch; 0 is padding.
+    If these numbers are packed like the texts, they locate every token of a batch. 0 is padding.
     """
     begin = np.cumsum([1, *(len(text.tokens) for text in texts)]).tolist()
     return [
@@ -69,7 +69,7 @@ def number_tokens(texts: Sequence[TrainingText]) -> list[TrainingText]:
 
 
 class _PackedRow:
-    """A row that is being filled."""
+    """A row of a batch that texts are added to."""
 
     def __init__(self, length: int):
         self.tokens, self.text_start = np.zeros(length, np.int32), np.zeros(length, np.int32)
@@ -94,7 +94,7 @@ def _stack_rows(rows: Sequence[_PackedRow]) -> PackedBatch:
 
 
 def find_round_starts(packed: PackedBatch) -> np.ndarray:
-    """Return bool[B, T]: True at x_t where the target wrote x_{t+2}, the first token that the round from t drafts."""
+    """Return bool[B, T]: True at x_t if the target wrote x_{t+2}, the first token that the round from t drafts."""
     mask, text_start = np.asarray(packed.loss_mask), np.asarray(packed.text_start)
     starts = np.zeros_like(mask)
     starts[:, :-PAIR_TOKENS] = mask[:, PAIR_TOKENS:] & (text_start[:, PAIR_TOKENS:] == text_start[:, :-PAIR_TOKENS])
@@ -104,7 +104,7 @@ def find_round_starts(packed: PackedBatch) -> np.ndarray:
 def choose_round_starts(packed: PackedBatch, limit: int, rng: np.random.Generator | None = None) -> np.ndarray:
     """Return int32[B, limit]: the columns where each row's rounds start, then -1.
 
-    Args: rng: chooses among more than `limit` columns; None: the first ones are used.
+    Args: rng: selects `limit` columns if there are more; None: the first ones are used.
     """
     rows = []
     for row in find_round_starts(packed):

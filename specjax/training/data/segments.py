@@ -1,4 +1,4 @@
-"""Segmentation of texts into pieces that are written in one step: HAMburger's segments and lexical units."""
+"""Segmentation of texts into pieces that a model writes in one step: HAMburger's segments and lexical units."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_starts(
     Args:
       values: float32[B, T], one per token.
       joins: (value of a token, largest value of the piece so far) -> bool[B], True if the token may join the piece.
-      max_length: limit of tokens per piece. forced: bool[B, T], tokens that begin a piece in any case.
+      max_length: limit of tokens per piece. forced: bool[B, T], True for tokens that must begin a piece.
     """
 
     def step(carry, inputs):
@@ -41,7 +41,7 @@ def find_starts(
 def split_by_entropy(
     entropies: Array, *, max_length: int = 4, threshold: float = 0.05, share: float = 0.3, forced: Array | None = None
 ) -> Array:
-    """Return bool[B, T], the starts of HAMburger's segments (arXiv 2505.20438), "decreasing_v2" in its authors' code.
+    """Return bool[B, T], the starts of HAMburger's segments (arXiv 2505.20438; "decreasing_v2" in the authors' code).
 
     A token joins a segment if its entropy is below `threshold`, or below `share` of the segment's largest entropy.
     """
@@ -58,10 +58,10 @@ def split_by_confidence(confidences: Array, *, max_length: int = 4, threshold: f
 
 
 def score_tokens(target: Target, tokens: Array) -> tuple[Array, Array]:
-    """Return float32[B, T] each: the probability of each token of the texts int32[B, T], and the entropy at its
-    position.
+    """Return (probabilities, entropies), float32[B, T] each, of the tokens of texts int32[B, T].
 
-    The first token of a text has probability 0 and the largest possible entropy.
+    The entropy is that of the distribution that predicts the token. The first token of a text has probability 0 and the
+    largest possible entropy.
     """
     return _score_tokens(target.model, target.params, tokens)
 

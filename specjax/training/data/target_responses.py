@@ -1,4 +1,4 @@
-"""Responses of the target: the texts that its drafters are trained on, stored in files that any run can reuse."""
+"""Responses of the target, on which its drafters are trained. They are stored in files that any run can reuse."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def generate_responses(
 ) -> Iterator[TargetResponse]:
     """Generate a response to each prompt, `slots` at a time, and yield each when it is complete.
 
-    A sampled response depends only on `seed`, its prompt and its number. It is the same in any order and any batch.
+    A sampled response depends only on `seed`, its prompt and its number, not on the order or the batch.
 
     Args: numbers: one number per prompt, for several responses to the same prompt; None: all are 0.
     """
     numbers = [0] * len(prompts) if numbers is None else numbers
     mesh = target.model.mesh
-    # Rows that are split over devices or hosts are not refilled one by one.
+    # `serve` cannot refill single rows that are split over devices or hosts.
     if mesh is not None and (mesh.shape.get("data", 1) > 1 or jax.process_count() > 1):
         for start in range(0, len(prompts), slots):
             part = slice(start, start + slots)
@@ -101,11 +101,11 @@ def _derive_seed(seed: int, number: int, prompt: Sequence[int]) -> int:
 
 
 class ResponseStore:
-    """Responses in a folder. `answers.json` identifies the target, `answers-00000.jsonl` etc. hold 1,024 responses
-    each.
+    """Responses in a folder.
 
-    Each response is written at once, as one line. An interrupted run continues from there, and ignores a last line that
-    was cut off.
+    `answers.json` identifies the target, and `answers-00000.jsonl` etc. hold 1,024 responses each. Each response is
+    written as one line as soon as it is added. An interrupted run continues from there, and ignores an incomplete last
+    line.
     """
 
     def __init__(self, folder: str | Path, identity: dict[str, Any], writes: bool = True):
@@ -113,7 +113,7 @@ class ResponseStore:
 
         Args:
           identity: target, temperature etc. of the responses; "vocabulary" is the number of token ids.
-          writes: store added responses in the folder, which only one of several hosts does.
+          writes: write added responses to the folder. Only one of several hosts may do so.
 
         Raises: UsageError if the folder cannot be written, holds responses with another identity, or broken files.
         """
@@ -121,7 +121,7 @@ class ResponseStore:
         self.responses: dict[tuple[tuple[int, ...], int], TargetResponse] = {}
         self._vocab_size = identity.get("vocabulary", sys.maxsize)
         self._lines = 0
-        self._line_end = ""  # completes a last line that was cut off
+        self._line_end = ""  # "\n" if the last line is incomplete
         self._writes = writes
         path = self.folder / ABOUT
         try:
@@ -143,7 +143,7 @@ class ResponseStore:
         if not isinstance(stored, dict):
             raise UsageError(f"{folder / ABOUT} is not a JSON object that identifies the target; give another folder")
         different = [name for name, value in identity.items() if stored.get(name) != value]
-        if "weights" in different[:1]:  # a digest, which would not help a reader
+        if "weights" in different[:1]:  # the message omits the digest, which would not help the user
             raise UsageError(
                 f"{folder} holds responses of another model called {identity['target']}; give another folder"
             )
@@ -161,7 +161,7 @@ class ResponseStore:
             self._lines += bool(line)
             try:
                 self._remember(_parse_response(json.loads(line), self._vocab_size))
-            except json.JSONDecodeError:  # an empty line, or one that was cut off
+            except json.JSONDecodeError:  # an empty line, or an incomplete one
                 continue
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = f"without {error}" if isinstance(error, KeyError) else first_line(error)
@@ -172,11 +172,11 @@ class ResponseStore:
         self.responses[prompt, response.number] = response
 
     def get(self, prompt: Sequence[int], number: int = 0) -> TargetResponse | None:
-        """Return the response to a prompt, or None."""
+        """Return the stored response to a prompt, or None."""
         return self.responses.get((tuple(prompt), number))
 
     def add(self, response: TargetResponse) -> None:
-        """Write a response."""
+        """Add a response, and write it to the folder."""
         self._remember(response)
         if not self._writes:
             return
@@ -204,7 +204,7 @@ def _parse_response(entry: Any, vocab_size: int) -> TargetResponse:
 
 
 def chat_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens of a chat before the first user message. A target that continues them writes a user message.
+    """Return the tokens of a chat before its first user message. The target continues them with a user message.
 
     Raises: UsageError for a tokenizer without a chat template, or with one that has no fixed beginning.
     """
@@ -221,9 +221,9 @@ def chat_prefix(tokenizer: Any) -> list[int]:
 def generate_prompts(
     target: Target, tokenizer: Any, count: int, *, max_new_tokens: int = PROMPT_TOKENS, slots: int = 16, seed: int = 0
 ) -> Iterator[str]:
-    """Let the target write user messages, by continuing an empty chat at temperature 1.
+    """Generate user messages with the target, which continues an empty chat at temperature 1.
 
-    Such prompts carry no licence but the model's. Messages without an end and duplicates are left out.
+    Only the licence of the model applies to such prompts. Incomplete messages and duplicates are left out.
     """
     prefix = chat_prefix(tokenizer)
     responses = generate_responses(
@@ -234,7 +234,7 @@ def generate_prompts(
 
 
 def decode_messages(responses: Iterable[TargetResponse], tokenizer: Any) -> Iterator[str]:
-    """Decode the complete messages among the responses, without duplicates."""
+    """Decode the complete messages among the responses, and skip duplicates."""
     messages = set()
     for text, finish_reason, _ in responses:
         message = tokenizer.decode(text.tokens[text.prompt_length :]).strip()

@@ -1,4 +1,4 @@
-"""Draft vocabularies: the choice of the target's ids that a head drafts, and training on these ids alone."""
+"""Draft vocabularies: selection of the target ids that a head drafts, and training on only these ids."""
 
 from __future__ import annotations
 
@@ -31,28 +31,32 @@ def use_draft_ids(params: PyTree) -> tuple[PyTree, Array | None]:
 def most_frequent_ids(
     texts: Iterable[TrainingText], size: int, vocab_size: int, required: Iterable[int] = ()
 ) -> np.ndarray:
-    """Return int64[size], ascending: the required ids and those that are most frequent in the responses.
+    """Return int64[size], ascending: the required ids, and the most frequent ids of the responses.
 
-    The lowest ids fill up the rest.
+    If the responses have too few different ids, the lowest other ids are added.
 
     Raises: UsageError if more than `size` ids are required.
     """
     counts = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
     required = sorted(set(required))
     if len(required) > size:
-        raise UsageError(f"a draft vocabulary of {size} has no room for the {len(required)} tokens that end a text")
+        raise UsageError(
+            f"a draft vocabulary of {size} has no room for the {len(required)} tokens that end a text; make it larger"
+        )
     frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     order = dict.fromkeys([*required, *frequent, *range(vocab_size)])
     return np.sort(np.fromiter(order, np.int64)[:size])
 
 
 def check_draft_ids(ids: Any, size: int, vocab_size: int) -> np.ndarray:
-    """Return int64[size], the ids that a head drafts. Raises: UsageError for invalid ids."""
+    """Check the ids that a head drafts, and return them as int64[size]. Raises: UsageError for invalid ids."""
     array = np.asarray(ids)
     if array.shape != (size,) or not np.issubdtype(array.dtype, np.integer):
-        raise UsageError(f"the head drafts {size} tokens, so ids must be as many whole numbers, not {array.shape}")
+        raise UsageError(
+            f"ids must be {size} integers, one per token that the head drafts, not {array.dtype}{list(array.shape)}"
+        )
     if not np.all(np.diff(array) > 0) or array[0] < 0 or array[-1] >= vocab_size:
-        raise UsageError(f"ids must ascend, each from 0 to {vocab_size - 1}")
+        raise UsageError(f"ids must be in ascending order, each from 0 to {vocab_size - 1}")
     return array.astype(np.int64)
 
 

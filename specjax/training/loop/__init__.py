@@ -1,1 +1,1 @@
-"""The training loop: trainable parts, optimizers, recipes, and checkpoints."""
+"""The training loop: initialisation, batches, optimizers, steps, cached activations, and checkpoints."""

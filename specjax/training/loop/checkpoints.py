@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: its last state and the best parameters so far, so that an interrupted run resumes."""
+"""Checkpoints of a training run, its last state and best parameters, from which an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from specjax.training.measure.acceptance_eval import MeasuredAcceptance
 from specjax.training.objectives.trainables import Trainable
 from specjax.types import PyTree
 
-# Orbax's CheckpointManager with best_fn does not resume to the same events: it commits a best step before its state, so
-# a step that runs again after an interruption already counts. It also prefers the later of two equal steps.
+# Orbax's CheckpointManager with best_fn does not repeat the same events after a resumption. It commits a best step
+# before its state, so a step that runs again after an interruption already counts. It also prefers the later of two
+# equal steps.
 RUN_FILE = "run.json"
 OWN_FOLDER = re.compile(r"(step|best)-\d+(\.orbax-checkpoint-tmp.*)?")  # including the remains of an interrupted write
 
@@ -32,24 +33,24 @@ class RunPosition(NamedTuple):
     step: int = 0
     tokens: int = 0  # trained positions
     seconds: float = 0.0
-    best: int | None = None  # step of the best parameters; None: nothing was measured
+    best: int | None = None  # step of the best parameters; None: no evaluation yet
     served: float = 0.0  # tokens per pass of the best parameters
-    since_best: int = 0  # evaluations since then without improvement
+    since_best: int = 0  # evaluations without improvement since that step
 
 
 def to_json_values(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values to those that JSON reads back: tuples become lists, NumPy numbers plain numbers.
+    """Convert values to the values that JSON reads back: tuples become lists, and NumPy numbers become plain numbers.
 
     Raises: UsageError for values that JSON cannot store.
     """
     try:
         return json.loads(json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist(), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the identity of a run must be plain values ({error})") from error
+        raise UsageError(f"the identity of a run must be plain values that JSON can store ({error})") from error
 
 
 def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
-    """Create the folder of a run if needed, and return the position of the run in it.
+    """Create the folder of a run if needed, and return the position of its run.
 
     Raises: UsageError if the folder holds a run with another identity.
     """
@@ -65,7 +66,7 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
         raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
     if different:
         raise UsageError(
-            f"{folder} holds a run with other {', '.join(different)}; continue it with the same, or give a new folder"
+            f"{folder} holds a run with other {', '.join(different)}; use the same values, or give a new folder"
         )
     return position
 
@@ -73,9 +74,9 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
 class TrainingCheckpoints:
     """The state of a run and its best parameters, in memory and in an optional folder.
 
-    `run.json` names the checkpoint of the state and that of the best parameters. Both are written before they are named
-    and deleted after the next ones are named, so an interrupted run always resumes from complete checkpoints. All hosts
-    must see the folder.
+    `run.json` names the checkpoint of the state and that of the best parameters. A checkpoint is written before it is
+    named, and deleted after the next one is named. An interrupted run therefore always resumes from complete
+    checkpoints. All hosts must see the folder.
     """
 
     def __init__(self, folder: str | Path | None, trainable: Trainable, state: PyTree, identity: Mapping[str, Any]):
@@ -101,9 +102,9 @@ class TrainingCheckpoints:
             self.best = dataclasses.replace(self.trainable, params=params)
 
     def update_best(self, trainable: Trainable, step: int, measured: MeasuredAcceptance) -> bool:
-        """Store the parameters if no earlier ones had as many tokens per pass. Call `save_state` afterwards.
+        """Store the parameters if they have more tokens per pass than all earlier ones. Call `save_state` afterwards.
 
-        Returns: True if they are the best so far.
+        Returns: True if the parameters are the best so far.
         """
         if self.best is not None and measured.per_pass <= self.position.served:
             self.position = self.position._replace(since_best=self.position.since_best + 1)
@@ -115,14 +116,16 @@ class TrainingCheckpoints:
         return True
 
     def save_state(self, state: Any, tokens: int, seconds: float) -> None:
-        """Store the state of the run, its trained positions and its seconds, and delete older checkpoints of the
-        run."""
+        """Store the state of the run, and delete its older checkpoints.
+
+        Args: tokens: trained positions so far. seconds: training time so far.
+        """
         self.state = state
         self.position = self.position._replace(step=int(state.step), tokens=tokens, seconds=seconds)
         if self.folder is None:
             return
         save(self.folder / f"step-{self.position.step}", state)
-        if jax.process_index():  # all hosts write the checkpoint; the first one names it
+        if jax.process_index():  # all hosts write the checkpoint, but only the first one names it
             return
         document = {"about": self.identity, "reached": self.position._asdict()}
         try:

@@ -1,7 +1,7 @@
-"""Initialisation of draft heads: random parameters, or as many of the target's parameters as fit.
+"""Initialisation of draft heads: random parameters, or copies of all parameters of the target that fit.
 
-A head that begins with the target's last layers, norm and output hardly needs to learn words. It only learns to combine
-its inputs, which dominates with a few hundred thousand training tokens.
+A head that starts with the target's last layers, norm and output hardly has to learn the vocabulary. It only learns to
+combine its inputs. This makes the largest difference with a few hundred thousand training tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def new_head(
 
     Args:
       ids: int64[size], ascending, the draft vocabulary of a head that has one; None: the lowest ids.
-      random: use the initial distributions for all parameters, instead of the target's parameters where they fit.
-      other: parameters of another head, of any kind, which replace these where they fit.
+      random: do not copy parameters of the target.
+      other: parameters of another head, of any kind, which are copied where they fit.
 
-    Raises: UsageError for ids that do not fit the head, or if no matrix of `other` fits. Also for a target on a mesh
-      that repeats some of its attention heads, whose parameters would not fit.
+    Raises: UsageError for ids that do not fit the head, or if no matrix of `other` fits. It is also raised for a target
+      on a mesh that repeats some of its attention heads, because its parameters would not fit.
     """
     if not random:
         check_not_repeated(target)
@@ -58,9 +58,9 @@ def _copy_head(params: dict, other: PyTree) -> dict:
 
 
 def matching_share(params: PyTree, other: PyTree) -> float:
-    """Return the share of a head's parameters, which may be shapes, that fit those of another head.
+    """Return the share of a head's parameters, which may be shapes, that another head can provide.
 
-    Raises: UsageError if no matrix fits. Norms alone prove nothing, since many heads have the same width.
+    Raises: UsageError if no matrix fits. Norms alone do not count, because many heads have the same width.
     """
     shapes = {path: x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     leaves = jax.tree_util.tree_flatten_with_path(_drop_partial_output(params, other))[0]
@@ -71,11 +71,11 @@ def matching_share(params: PyTree, other: PyTree) -> float:
 
 
 OUTPUT = VOCABULARY, "head_down", "head"
-"""Modules that belong together: the draft vocabulary and the logits over it."""
+"""Modules that are only copied together: the draft vocabulary and the output over it."""
 
 
 def _drop_partial_output(params: PyTree, other: PyTree) -> PyTree:
-    """Return another head's parameters, without its output if that does not fit as a whole."""
+    """Return another head's parameters, without its output modules unless all of them fit."""
     shapes = lambda tree: jax.tree.map(jnp.shape, [tree.get(name) for name in OUTPUT])
     if shapes(params) == shapes(other):
         return other
@@ -87,8 +87,8 @@ def check_not_repeated(target: Target) -> None:
     model: Any = target.model
     if model.mesh is not None and has_repeated_heads(model.config, target.params):
         raise UsageError(
-            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot start from them; split the "
-            "weights over fewer devices, or start at random"
+            f"the mesh repeats key/value heads of {target.model.name}, so a head cannot copy them; split the weights "
+            "over fewer devices, or start at random"
         )
 
 
@@ -127,26 +127,26 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
 
 
 def _copy_output(params: dict, rows: Any) -> dict:
-    """Return the modules of a head that begin as rows of the target's output: an output, several, or a table."""
+    """Return the modules of a head that are initialised with rows of the target's output: outputs or a table."""
     modules: dict[str, Any] = {}
     if "head" in params:
         full = {"head": {"weight": rows}}
         outputs = _factorize(rows, len(params["head_down"]["weight"])) if "head_down" in params else full
         modules |= {name: _fit(params[name], value) for name, value in outputs.items()}
-    if "branches" in params:  # Medusa and Hydra, whose new blocks add nothing to the feature
+    if "branches" in params:  # Medusa and Hydra, whose new blocks are the identity
         modules["branches"] = {i: _fit(part, {"head": {"weight": rows}}) for i, part in params["branches"].items()}
-    if "trigram" in params:  # Chimera, whose outputs read the feature and the output of its layers side by side
+    if "trigram" in params:  # Chimera, whose outputs read the feature and the result of its layers, concatenated
         doubled = {"weight": jnp.concatenate([rows, rows], 1)}
         modules["heads"] = {i: _fit(part, doubled) for i, part in params["heads"].items()}
-    if "next_gate" in params and "embed" in params:  # Clover-2, whose authors use the output as its table
+    if "next_gate" in params and "embed" in params:  # Clover-2, whose authors initialise its table with the output
         modules["embed"] = _fit(params["embed"], {"weight": rows})
     return modules
 
 
 def _factorize(rows: Any, rank: int) -> dict:
-    """Return two matrices whose product is the nearest one of this rank to `rows`, in the least-squares sense.
+    """Return two matrices whose product is the best approximation of `rows` with this rank, in least squares.
 
-    They come from the eigenvectors of a matrix as large as the width, since a vocabulary is long.
+    They are computed from the eigenvectors of a [D, D] matrix, because the vocabulary is much larger than D.
     """
     rows = jnp.asarray(rows, jnp.float32)
     _, vectors = jnp.linalg.eigh(rows.T @ rows)
@@ -163,7 +163,7 @@ def _unstack_layers(layers: Any) -> list[dict]:
 
 
 def _fit(params: PyTree, source: PyTree) -> PyTree:
-    """Replace parameters by those of `source` with the same path and shape, in the dtype of the former."""
+    """Replace parameters by those of `source` with the same path and shape, and keep the dtypes."""
     by_path = dict(jax.tree_util.tree_flatten_with_path(source)[0])
 
     def replace(path, x):
@@ -178,26 +178,26 @@ def _copy_layer(layer: dict, source: dict) -> dict:
 
 
 SELF_ATTENTION = 1.5
-"""Scale of the queries and keys by which a position finds its own token. After one pass over 22,415 tokens of SmolLM2's
-responses the first drafted token was correct at 18.4 % of the held-out positions. It was correct at 16.1 % with a small
-random matrix instead."""
+"""Scale of the queries and keys with which a position attends to its own token. After one epoch on 22,415 tokens of
+SmolLM2's responses the first drafted token was correct at 18.4 % of the held-out positions. With a small random matrix
+instead it was correct at 16.1 %."""
 
 
 def _copy_joint_layer(layer: dict, source: dict, config: Any) -> dict:
-    """Initialise EAGLE-3's layer, whose attention reads an embedding and a hidden state side by side.
+    """Initialise EAGLE-3's layer, whose attention reads an embedding and a hidden state, concatenated.
 
-    The half that reads the state is the target's. In the half that reads the embedding, queries and keys are the same
-    random projection. A position then attends to itself and to earlier positions of its token. The token predicts the
-    next one best, and so it is in the sum from the first step on.
+    The half that reads the state is copied from the target. In the half that reads the embedding, queries and keys are
+    the same random projection. A position then attends to itself and to earlier positions with the same token. This
+    token is the best predictor of the next one, so the output contains it from the first step on.
     """
     pairs = {"mlp": "mlp", "mlp_norm": "mlp_norm", "state_norm": "attention_norm"}
     layer = layer | {
         name: _fit(layer[name], source[other]) for name, other in pairs.items() if name in layer and other in source
-    }  # OLMo has no such norms
+    }  # OLMo lacks these norms
     attention = dict(layer["attention"])
     attention["o"] = _fit(attention["o"], source["attention"]["o"])
     width = source["attention"]["k"]["weight"].shape[1]
-    # scaled as for an input of half the width
+    # The factor makes the scale that of an input of half the width.
     key, value = (2**0.5 * attention[name]["weight"][:, :width] for name in ("k", "v"))
     heads = key.reshape(config.num_kv_heads, 1, config.head_dim, width)
     query = jnp.repeat(heads, config.num_heads // config.num_kv_heads, 1).reshape(-1, width)
@@ -210,7 +210,7 @@ def _copy_joint_layer(layer: dict, source: dict, config: Any) -> dict:
 
 
 def _pass_last_input(fc: dict) -> dict:
-    """Initialise a layer that joins several streams, so that it passes the last of them through."""
+    """Initialise a layer that combines several streams such that it passes the last one through."""
     weight = fc["weight"]
     out, inputs = weight.shape
     if inputs % out:

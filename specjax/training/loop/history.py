@@ -1,4 +1,4 @@
-"""The history of a training run, as a JSON Lines file with one line per step."""
+"""History of a training run, a JSON Lines file with one line per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.training.measure.acceptance_eval import MeasuredAcceptance
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the steps in a file, up to the first incomplete line."""
+    """Return the steps in a file, up to the first invalid line."""
     history: list[dict[str, Any]] = []
     if not path.exists():
         return history
@@ -26,7 +26,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def to_entry(progress: TrainingProgress) -> dict[str, Any]:
-    """Return a step as plain values."""
+    """Convert a progress report to values that JSON can store."""
     entry = progress._asdict()
     measured = entry.pop("measured")
     entry["served"] = None if measured is None else {"tokens_per_pass": measured.per_pass, **measured._asdict()}
@@ -37,12 +37,12 @@ class TrainingHistory:
     """A history in memory and in a file. A resumed run replaces the steps that it runs again."""
 
     def __init__(self, path: Path, writes: bool = True):
-        """Read the file, if it exists. Args: writes: store new steps, which only one of several hosts does."""
+        """Read the file, if it exists. Args: writes: write new steps to it. Only one of several hosts may do so."""
         self.path, self.writes = path, writes
         self.entries = read_history(path)
 
     def add(self, progress: TrainingProgress) -> None:
-        """Add a step."""
+        """Add a step, and write it to the file."""
         entry = to_entry(progress)
         is_repeated = bool(self.entries) and self.entries[-1]["step"] >= entry["step"]
         if is_repeated:
@@ -61,11 +61,11 @@ class TrainingHistory:
 
     @property
     def has_best(self) -> bool:
-        """Return True if a best head or model was stored."""
+        """Return True if a step has stored a best head or model."""
         return any(entry["best"] for entry in self.entries)
 
     def last_best(self) -> MeasuredAcceptance | None:
-        """Return the measurement of the best head or model, or None."""
+        """Return the last measurement that was the best so far, or None."""
         for entry in reversed(self.entries):
             if entry.get("best") and isinstance(entry.get("served"), dict):
                 return MeasuredAcceptance(*(entry["served"][name] for name in MeasuredAcceptance._fields))

@@ -14,8 +14,8 @@ from specjax.training.objectives.recipes import Recipe
 from specjax.types import PyTree
 
 TABLES = frozenset(("embed", "embeddings", "head", "heads", "prompts", "predecessor", "successor", "w1", "w2", "wide"))
-"""Modules, or lists of modules, with a row for each token. Muon's orthogonal steps do not suit them: rows of tokens
-that a step did not contain would move too, and all rows would move more the more there are."""
+"""Modules, or lists of modules, with a row for each token. Muon's orthogonal steps do not suit them. The rows of tokens
+that a step does not contain would change too, and the change of every row would grow with the number of rows."""
 
 
 @functools.cache
@@ -37,7 +37,10 @@ def make_optimizer(recipe: Recipe, steps: int) -> Any:
 
 
 def make_learning_rate(recipe: Recipe, steps: int) -> Any:
-    """Return (step) -> learning rate: a warm-up, then the recipe's schedule, which decays to a tenth."""
+    """Return a function (step) -> learning rate: a warm-up, then the recipe's schedule.
+
+    The schedules other than "constant" decay to a tenth of the peak.
+    """
     import optax
 
     peak, warmup = recipe.learning_rate, max(int(recipe.warmup * steps), 1)
@@ -56,7 +59,7 @@ def is_matrix(params: PyTree) -> PyTree:
 
 
 def _stack_axes(path: tuple) -> int:
-    """Return the leading axes of a parameter that index layers: 1 if all layers share one array, else 0."""
+    """Return the number of leading axes that index layers: 1 if all layers share one array, else 0."""
     names = _names(path)
     return int(names[0] == "layers" and not names[1].isdigit())
 
@@ -77,8 +80,10 @@ def is_table(path: tuple) -> bool:
 
 
 def _muon_dimensions(params: PyTree) -> PyTree:
-    """Return Muon's dimension numbers: of matrices [.., out, in], each layer's alone, and None for Adam's
-    parameters."""
+    """Return Muon's dimension numbers for matrices [.., out, in], and None for parameters that use Adam.
+
+    Each layer of stacked parameters is a matrix of its own.
+    """
     from optax import contrib
 
     def dimensions(path, x):
@@ -94,13 +99,13 @@ def check_frozen(params: PyTree, frozen: Sequence[str]) -> None:
     for prefix in frozen:
         if not any(_has_prefix(name, prefix) for name in names):
             modules = sorted({name.partition("/")[0] for name in names})
-            raise UsageError(f'no parameter or module is named "{prefix}"; there are {", ".join(modules)}')
+            raise UsageError(f'no parameter or module is named "{prefix}"; choose from {", ".join(modules)}')
 
 
 def split_params(params: PyTree, frozen: tuple[str, ...]) -> tuple[PyTree, PyTree]:
-    """Return (trained, frozen) parameters, each with None in place of the other's leaves.
+    """Return (trained, frozen) parameters, each with None in place of the leaves of the other.
 
-    Integers and the parameters of the names in `frozen` are frozen.
+    Integer arrays, and parameters and modules with a name in `frozen`, are frozen.
     """
 
     def is_frozen(path, x) -> bool:

@@ -1,4 +1,4 @@
-"""The batches of a training run, in their order."""
+"""The schedule of a training run: all batches in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScheduledBatch(NamedTuple):
 class TrainingSchedule(NamedTuple):
     """All batches of a run."""
 
-    epochs: list[list[PackedBatch]]
+    epochs: list[list[PackedBatch]]  # batches by epoch
     starts_per_row: int  # R
     token_numbers: list[list[PackedBatch]]  # the same batches, packed from `number_tokens`
 
@@ -41,7 +41,7 @@ class TrainingSchedule(NamedTuple):
         return sum(map(len, self.epochs))
 
     def iterate_from(self, step: int, seed: int) -> Iterator[ScheduledBatch]:
-        """Yield the batches of all steps from `step` on."""
+        """Yield the batches of all steps from index `step` on."""
         index = 0
         for epoch, (batches, numbers) in enumerate(zip(self.epochs, self.token_numbers, strict=True)):
             for i, (packed, number) in enumerate(zip(batches, numbers, strict=True)):
@@ -62,7 +62,7 @@ class ScheduleOptions(NamedTuple):
     starts_per_row: int | None = None  # limit of rounds per row; None: all positions
     packs: bool = True  # several texts per row
     multiple: int = 1  # the number of rounds per row is rounded up to a multiple of this
-    resamples: bool = False  # batches may get new responses, with more positions than the texts have
+    resamples: bool = False  # batches may be given new responses, with more positions than the texts have
 
 
 def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> TrainingSchedule:
@@ -82,7 +82,7 @@ def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> Tr
     starts = int(max(counts, default=0))
     if not starts:
         raise UsageError(
-            f"no text has a response within {options.length} tokens to learn from; give longer rows or other prompts"
+            f"no text has a response within {options.length} tokens to train on; give longer rows or other prompts"
         )
     if options.resamples:
         starts = options.length

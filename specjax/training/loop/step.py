@@ -18,13 +18,13 @@ from specjax.types import Array, PyTree, Target
 
 
 class TrainingPlan(NamedTuple):
-    """The static part of a run, equal in all steps. Hashable."""
+    """The static part of a run, the same in all steps. Hashable."""
 
     recipe: Recipe
     objective: TrainingObjective
     steps: int
-    chunk: int | None = None  # positions of a row whose logits are computed at a time
-    dtype: str = "float32"  # of matrix products; trained parameters are float32
+    chunk: int | None = None  # positions of a row whose logits are computed together; None: all
+    dtype: str = "float32"  # of matrix products; the trained parameters are stored in float32
 
 
 class State(NamedTuple):
@@ -40,7 +40,7 @@ class TrainingOutcome(NamedTuple):
 
     loss: Array  # float32[]
     report: StepReport
-    finite: Array  # bool[]; a step with a loss or gradient that is not finite changes nothing
+    finite: Array  # bool[], False if the loss or gradient is not finite; such a step changes nothing
 
 
 def init_state(plan: TrainingPlan, params: PyTree) -> tuple[State, PyTree]:
@@ -58,8 +58,8 @@ def compute_step(
 
     Args:
       frozen: from `init_state`. positions: int32[B, R], where rounds begin; -1: no round.
-      key: for the noise on features, if the recipe has some.
-      activations: the target's on this batch, if they are cached; None: the target runs.
+      key: random key of the noise on features, if the recipe has any, and of sampled masks and drafts.
+      activations: cached activations of the target on this batch; None: the target runs.
     """
     import optax
 
@@ -78,7 +78,7 @@ def compute_step(
 
 
 train_step = jax.jit(compute_step, static_argnames="plan", donate_argnames="state")
-"""`compute_step`, compiled. The state is donated and cannot be used again."""
+"""Jitted `compute_step`. The state is donated and cannot be used again."""
 
 
 def main_dtype(params: PyTree) -> str:

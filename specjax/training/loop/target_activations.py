@@ -1,8 +1,8 @@
-"""Activations of the target, computed once and cached, so that later epochs and other runs do not run the target again.
+"""Cached activations of the target, so that later epochs and other runs do not run the target again.
 
-A head learns from the target's tapped features and last hidden states alone, and a draft model from the last hidden
-states. They are equal in every epoch and for every head with the same taps. In bfloat16 they take 2 (F + D) bytes per
-token: 4.6 KB for SmolLM2 with three taps, 33 KB for an 8B model.
+The loss of a head reads only the target's tapped features and last hidden states, and that of a draft model only the
+last hidden states. They are equal in every epoch and for every head with the same taps. In bfloat16 they take
+2 (F + D) bytes per token: 4.6 KB for SmolLM2 with three taps, and 33 KB for an 8B model.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CachedActivations(NamedTuple):
     """The activations of every token of some texts."""
 
     values: np.ndarray  # bfloat16[1 + stored tokens, F + D], a memory map; row 0 belongs to padding
-    # int64[1 + tokens of the texts], the row of each token by its number among those of all texts (`number_tokens`)
+    # int64[1 + tokens of the texts], the row of each token, indexed by its number from `number_tokens`
     rows: np.ndarray
     feature_size: int  # F
-    dtype: Any  # of the target's outputs
+    dtype: Any  # dtype of the target's outputs
 
     def lookup(self, token_numbers: Array) -> TargetActivations:
         """Return the activations of a packed batch whose tokens have these numbers, int32[B, T]."""
@@ -52,24 +52,24 @@ class CachedActivations(NamedTuple):
 
 
 class ActivationCache:
-    """A folder of activations that several runs share. Texts that it holds do not run through the target again.
+    """A folder of activations that several runs share. The target does not run again on texts that it holds.
 
     `activations.json` identifies the target and the taps. `activations.jsonl` lists the texts in the order of
-    `activations.bfloat16`. Each text is added when it is computed, so an interrupted run continues from there. Runs
-    wait for each other. All hosts must see the folder.
+    `activations.bfloat16`. Each text is added when it is computed, so an interrupted run continues from there. Runs on
+    one machine wait for each other. All hosts must see the folder.
     """
 
     def __init__(
         self, folder: str | Path, gib: float, on_progress: Callable[[int, int], Any] = lambda done, total: None
     ):
-        """Use a folder. Args: gib: its size limit. on_progress: receives (computed tokens, all tokens)."""
+        """Use a folder. Args: gib: its size limit. on_progress: callback (stored tokens, all tokens)."""
         self.folder, self.gib, self.on_progress = Path(folder), gib, on_progress
 
     def check(self, target: Target | None, objective: TrainingObjective) -> dict[str, Any]:
         """Return the identity of the activations that an objective reads, as the folder stores it.
 
-        Raises: UsageError for an objective that reads more of the target, or a folder that cannot be created. Also for
-          a folder with activations of another target or other taps.
+        Raises: UsageError for an objective that reads more of the target, and for a folder that cannot be created or
+          that holds activations of another target or other taps.
         """
         if target is None or objective.taps is None:
             raise UsageError(
@@ -84,7 +84,7 @@ class ActivationCache:
 
     @contextlib.contextmanager
     def _explain_errors(self) -> Iterator[None]:
-        """Raise a UsageError for errors of the file system."""
+        """Convert errors of the file system to a UsageError."""
         try:
             yield
         except OSError as error:
@@ -93,7 +93,7 @@ class ActivationCache:
             ) from error
 
     def _compare(self, identity: dict[str, Any]) -> None:
-        """Raise a UsageError if the folder has activations with another identity."""
+        """Raise a UsageError if the folder holds activations with another identity."""
         path = self.folder / ABOUT
         if not path.exists():
             return
@@ -114,7 +114,7 @@ class ActivationCache:
 
         Args: rows, length: shape of the target's passes.
 
-        Raises: UsageError as `check`, for texts that exceed the size limit, and for a folder without room.
+        Raises: UsageError in the cases of `check`, for texts that exceed the size limit, and for a full disk.
         """
         identity = self.check(target, objective)
         assert target is not None and objective.taps is not None
@@ -126,7 +126,7 @@ class ActivationCache:
         feature_size, width = shape.features.shape[-1], shape.features.shape[-1] + shape.hidden.shape[-1]
         with self._explain_errors(), _lock(self.folder):
             if not jax.process_index():
-                self._compare(identity)  # another run may have been faster
+                self._compare(identity)  # another run may have created it since `check`
                 self._prepare(identity, width)
             check_same("prepared", "activation folders")  # the other hosts wait
             begins, end = self._read_index()
@@ -141,7 +141,7 @@ class ActivationCache:
             else:
                 self.on_progress(end - 1, end - 1)
             values = np.memmap(self.folder / VALUES, jnp.bfloat16, "r", shape=(end, width))
-        locations = _locate_tokens(texts, cut, [begins.get(name, 0) for name in names])  # empty texts have no rows
+        locations = _locate_tokens(texts, cut, [begins.get(name, 0) for name in names])  # empty texts have no rows: 0
         return CachedActivations(values, locations, feature_size, shape.hidden.dtype)
 
     def _prepare(self, identity: dict[str, Any], width: int) -> None:
@@ -172,7 +172,7 @@ class ActivationCache:
         return {entry["text"]: begin for entry, begin in zip(entries, ends, strict=False)}, ends[-1]
 
     def _check_room(self, end: int, tokens: int, width: int) -> None:
-        """Raise a UsageError if so many more tokens exceed the size limit."""
+        """Raise a UsageError if `tokens` more tokens exceed the size limit."""
         size = 2 * (end + tokens) * width / GIB
         if size > self.gib:
             stored = f", with the {end - 1} stored ones," if end > 1 else ""
@@ -184,7 +184,10 @@ class ActivationCache:
     def _append(
         self, run: Callable[[PackedBatch], Any], new: dict[str, TrainingText], end: int, shape: tuple[int, int]
     ) -> None:
-        """Compute the activations of texts, by name, and append them. Args: shape: rows and length of a pass."""
+        """Compute the activations of the texts `new`, by name, and append them.
+
+        Args: end: first free row. shape: rows and length of a pass.
+        """
         texts = list(new.values())
         entries = iter([(name, len(text.tokens)) for name, text in new.items()])
         total = sum(len(text.tokens) for text in texts)
@@ -192,7 +195,7 @@ class ActivationCache:
         for packed, numbers in zip(pack(texts, *shape), pack(number_tokens(texts), *shape), strict=True):
             activations = run(packed)
             number = np.ravel(numbers.tokens)
-            order = np.argsort(number, kind="stable")  # the order of the texts, after the padding
+            order = np.argsort(number, kind="stable")  # sorts tokens by text; padding comes first
             order = order[np.count_nonzero(number == 0) :]
             written, done = done, done + len(order)
             if not jax.process_index():
@@ -213,7 +216,7 @@ def _lock(folder: Path) -> Iterator[None]:
     """Keep other runs on this machine from writing to the folder."""
     try:
         import fcntl
-    except ImportError:  # this system has no such locks
+    except ImportError:  # Windows has no such locks
         yield
         return
     with (folder / "lock").open("w") as file:
@@ -232,7 +235,7 @@ def _parse_token_count(line: str) -> int | None:
 
 
 def _locate_tokens(texts: Sequence[TrainingText], cut: Sequence[TrainingText], begins: Sequence[int]) -> np.ndarray:
-    """Return `CachedActivations.rows`."""
+    """Return `CachedActivations.rows`, given the first row of each text."""
     rows = np.zeros(1 + sum(len(text.tokens) for text in texts), np.int64)
     at = 1
     for text, part, begin in zip(texts, cut, begins, strict=True):

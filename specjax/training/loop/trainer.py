@@ -1,4 +1,4 @@
-"""The training loop of draft heads and draft models, with evaluation, early stopping and resumption."""
+"""The training loop of heads and models, with evaluation, early stopping and resumption."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ReplaceBatch = Callable[[int, int, PackedBatch, Any], PackedBatch]
 
 
 class LoopSettings(NamedTuple):
-    """The numbers of a training loop, as `train` describes them."""
+    """Numeric settings of a training loop, which `train` describes."""
 
     epochs: int = 1
     rows: int = 4
@@ -56,15 +56,15 @@ class LoopSettings(NamedTuple):
 
 
 class TrainingProgress(NamedTuple):
-    """A report after a step."""
+    """A report about a step."""
 
     step: int
     steps: int
     epoch: int
     tokens: int  # trained positions
-    seconds: float  # of training
-    loss: float | None  # None: before the first step
-    accuracy: tuple[float, ...]  # of drafts by depth
+    seconds: float  # training time
+    loss: float | None  # None in the report before the first step
+    accuracy: tuple[float, ...]  # accuracy of drafts by depth
     measured: MeasuredAcceptance | None = None  # on the held-out texts, if they were evaluated
     best: Any = None  # the trained head or model, if it has the most tokens per pass so far
 
@@ -95,25 +95,25 @@ def train(
     """Train a head or model on texts of the target, and return the evaluated version with the most tokens per pass.
 
     Args:
-      target: None for losses that do not read it, with no held-out texts.
-      trainable: a head, such as `new_head` returns, a draft model (a `Target` too), a stopping head or a `Denoiser`.
-      recipe: default: that of the trainable's kind.
+      target: None if no loss reads it and there are no held-out texts.
+      trainable: a head (see `new_head`), a draft model (a `Target`), a stopping head or a `Denoiser`.
+      recipe: None: the recipe of the trainable's kind.
       held_out: texts that the target wrote greedily, on which tokens per pass are measured.
       rows, length: shape of a batch. The mesh axis "data" must divide the rows.
       starts_per_row: limit of the rounds that a row is trained on; None: all positions.
-      chunk: positions of a row whose logits are computed at a time: less memory, more arithmetic. None: all.
-      num_tokens: length of the measured chain; default: the depths of the recipe.
+      chunk: positions of a row whose logits are computed together, to trade arithmetic for memory; None: all.
+      num_tokens: length of the measured chain; None: the depths of the recipe, at most the limit of the trainable.
       evaluate_first: evaluate before the first step too. A trainable that no step improves is then returned unchanged.
       patience: evaluations in a row without improvement before training stops; None: unlimited.
-      folder: stores the run at every evaluation. An interrupted run resumes there, bit for bit.
-      activation_cache: stores the target's activations, so that the target runs once instead of every epoch.
-      identity: more values that a run in the folder must share with this one to be resumed, such as its start.
+      folder: the run is stored here at every evaluation. An interrupted run resumes from there, bit for bit.
+      activation_cache: cache of the target's activations, so that the target runs once instead of in every epoch.
+      identity: additional values, such as the starting point, that a run in the folder must share to be resumed.
       replace_batch: (step, steps, packed, current trainable) -> the batch to train on, of the same shape. It must be a
         pure function, such as `draft_models.OnPolicy`.
       on_progress: receives a report after every step.
 
-    Raises: UsageError for an invalid recipe, texts without responses, or a loss that is not finite. It then names the
-      step, and the folder holds the last good state.
+    Raises: UsageError for an invalid recipe, texts without responses, or a loss that is not finite. The last error
+      names the step, and the folder holds the state of the last evaluation.
     """
     objective = build_objective(trainable)
     recipe = recipe or recipe_of(objective.kind)
@@ -133,7 +133,7 @@ def train(
     state, frozen = init_state(plan, trainable.params)
     if mesh is not None:
         state = _normalise_shardings(state, mesh)
-    if folder is not None:  # otherwise nothing is compared
+    if folder is not None:  # without a folder there is no run to compare
         identity |= _data_identity(texts, held_out, settings, schedule, replace_batch, frozen)
     checkpoints = TrainingCheckpoints(folder, trainable, state, identity)
     activations = None
@@ -151,17 +151,17 @@ def run_identity(
     target: Target | None, objective: TrainingObjective, params: PyTree, recipe: Recipe, settings: LoopSettings,
     uses_cache: bool, extra: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the values that a run in a folder must share with another to be resumed by it, apart from those of texts.
+    """Return the values, except those of texts, that a run must share with the run in a folder to resume it.
 
-    Args: params: of the trainable, or their shapes.
+    Args: params: parameters of the trainable, or their shapes.
 
     Raises: UsageError for a recipe that trains no parameters, or a chain that is longer than the trainable drafts.
     """
-    default = RECIPES.get(objective.kind)  # its frozen names exist in some heads of the kind only
+    default = RECIPES.get(objective.kind)  # its frozen names do not exist in all heads of the kind
     check_frozen(params, [name for name in recipe.frozen if default is None or name not in default.frozen])
     trained, _ = split_params(params, recipe.frozen)
     if not jax.tree.leaves(trained):
-        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); leave some to be trained")
+        raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); freeze fewer")
     num_tokens, limit = settings.num_tokens, objective.max_depth
     if num_tokens is not None and limit and num_tokens > limit:
         raise UsageError(f"num_tokens={num_tokens} is more than the {limit} that {objective.kind} drafts; lower it")
@@ -176,7 +176,7 @@ def _data_identity(
     texts: Sequence[TrainingText], held_out: Sequence[TrainingText], settings: LoopSettings,
     schedule: TrainingSchedule, replace_batch: ReplaceBatch | None, frozen: PyTree,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the values of texts and frozen parameters that a resumed run must share."""
+    """Return the values of texts and frozen parameters that a run must share to resume another."""
     return {
         "texts": _digest_texts(texts), "held_out": _digest_texts(held_out),
         "shape": [settings.rows, settings.length, schedule.starts_per_row],
@@ -186,7 +186,7 @@ def _data_identity(
 
 
 def _digest_texts(texts: Sequence[TrainingText]) -> str:
-    """Return a digest of texts in their order."""
+    """Return a digest of texts, which depends on their order."""
     return digest([(int(text.prompt_length), *map(int, text.tokens)) for text in texts])
 
 
@@ -207,9 +207,9 @@ def _plan_batches(
 
 
 def _normalise_shardings(state: State, mesh: Mesh) -> State:
-    """Place all of the state on the mesh, with specs without trailing None. Otherwise the second step compiles again.
+    """Place the whole state on the mesh, with specs without trailing None. Otherwise the second step compiles again.
 
-    It still compiles once more if XLA splits an array that the head keeps whole: attention that the mesh does not
+    It still compiles again if XLA splits an array that the head replicates, such as attention that the mesh does not
     divide.
     """
 
@@ -234,8 +234,10 @@ def _check_settings(settings: LoopSettings) -> None:
 def _check_texts(
     target: Target | None, texts: Sequence[TrainingText], held_out: Sequence[TrainingText], settings: LoopSettings
 ) -> None:
-    """Raise a UsageError for invalid tokens, held-out texts that cannot be measured, or rows that the mesh splits
-    unevenly."""
+    """Raise a UsageError for texts and rows that do not fit the target.
+
+    These are invalid tokens, held-out texts that cannot be measured, and rows that the mesh splits unevenly.
+    """
     if target is None:
         if held_out:
             raise UsageError("held-out texts are measured with the target; give a target, or leave held_out empty")
@@ -243,7 +245,7 @@ def _check_texts(
     count = target.model.vocab_size
     for text in (*texts, *held_out):
         if len(text.tokens) and not 0 <= min(text.tokens) <= max(text.tokens) < count:
-            raise UsageError(f"the texts have tokens that the target lacks; its ids are from 0 to {count - 1}")
+            raise UsageError(f"the texts have token ids that the target lacks; its ids are from 0 to {count - 1}")
     rows, length, mesh = settings.rows, settings.length, target.model.mesh
     if held_out and not any(find_round_starts(packed).any() for packed in pack(held_out, rows, length)):
         raise UsageError(
@@ -257,7 +259,7 @@ def _check_texts(
 
 @dataclass
 class _TrainingLoop:
-    """The steps of `train`, after everything is checked and loaded."""
+    """The loop of `train`, after its arguments are checked and its data are loaded."""
 
     target: Target | None
     trainable: Trainable
@@ -272,7 +274,7 @@ class _TrainingLoop:
     on_progress: Callable[[TrainingProgress], Any]
 
     def run(self, schedule: TrainingSchedule, evaluate_first: bool) -> State:
-        """Run the steps after the last checkpoint. Returns: the last state."""
+        """Run all steps after the last checkpoint, and return the last state."""
         state, settings = self.checkpoints.state, self.settings
         done = int(state.step)
         if evaluate_first and not done:
@@ -293,7 +295,7 @@ class _TrainingLoop:
             self.on_progress(
                 TrainingProgress(step, schedule.steps, batch.epoch, tokens, seconds, loss, accuracy, measured, best)
             )
-            if evaluates:  # after the report: a resumed run reports only the steps after its checkpoint
+            if evaluates:  # after the report, because a resumed run only reports steps after its checkpoint
                 self.checkpoints.save_state(state, tokens, seconds)
         return state
 
@@ -319,8 +321,10 @@ class _TrainingLoop:
         return state, outcome
 
     def evaluate(self, step: int, state: State) -> tuple[MeasuredAcceptance | None, Any]:
-        """Measure the held-out texts. Returns: (the measurement, the trained head or model if it is the best so
-        far)."""
+        """Measure the held-out texts.
+
+        Returns: (the measurement, the trained head or model if it is the best so far), each of which may be None.
+        """
         if not self.held_out or self.target is None:
             return None, None
         current = export_trainable(self.trainable, state, self.frozen)

@@ -1,1 +1,1 @@
-"""Training methods with a loop or a loss of their own, one published method per file."""
+"""Training methods with their own loop or loss, one published method per file."""

@@ -1,1 +1,1 @@
-"""Training objectives and losses."""
+"""Training objectives, losses and recipes."""
