@@ -13,7 +13,7 @@ class ProgressLines:
     """Prints the number of finished prompts on `log`: at the first one, and then every INTERVAL seconds."""
 
     def __init__(self, log: Console, total: int, shown: bool):
-        """shown: True if something else shows the progress."""
+        """Create the lines. shown: True if something else shows the progress."""
         self.log, self.total, self.shown = log, total, shown
         self.start, self.last = time.monotonic(), -INTERVAL
 

@@ -19,7 +19,9 @@ class BatchCheckpoints:
     """A folder with a JSON file per finished batch."""
 
     def __init__(self, folder: str, run: Mapping[str, str]):
-        """run: digests of all inputs that determine the texts, under names that errors can use.
+        """Create the folder.
+
+        run: digests of all inputs that determine the texts, under names that errors can use.
 
         Raises: UsageError if the folder cannot be created.
         """

@@ -38,7 +38,7 @@ class Chat(PromptRun):
         self, session: Session, decoding: Decoding, drafter: Drafter, method: str, *, context: int,
         system: str | None = None, programs: ProgramCache | None = None,
     ):  # fmt: skip
-        """context: maximum tokens of all turns."""
+        """Create the chat. context: maximum tokens of all turns."""
         super().__init__(session, decoding, rows=())
         self.drafter, self.settings, self.method = drafter, session.settings(decoding, method), method
         self.context, self.system, self.programs = context, system, programs

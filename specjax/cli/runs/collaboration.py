@@ -113,7 +113,10 @@ class Collaboration(PromptRun):
         batch_size: int, *, compare: bool = False, processors: tuple[Processor, ...] = (),
         checkpoint: str | None = None,
     ):  # fmt: skip
-        """method: its name and options. checkpoint: a folder for finished batches; those of an earlier run are read."""
+        """Create the run.
+
+        method: its name and options. checkpoint: a folder for finished batches; those of an earlier run are read.
+        """
         super().__init__(session, decoding, rows, batch_size)
         name, options = method
         self.method, self.options, self.compare = METHODS[name], dict(options), compare

@@ -70,7 +70,10 @@ class Denoising(PromptRun):
         self, session: Session, denoiser: Denoiser, decoding: Decoding, method: tuple[str, Mapping[str, Any]],
         rows: Sequence[Encoded], batch_size: int, *, compare: bool = False, show: str = "text",
     ):  # fmt: skip
-        """method: its name and options. show: "text", or "order" for the canvas."""
+        """Create the run.
+
+        method: its name and options. show: "text", or "order" for the canvas.
+        """
         super().__init__(session, decoding, rows, batch_size)
         name, options = method
         self.denoiser, self.method, self.options, self.show = denoiser, METHODS[name], options, show

@@ -33,7 +33,7 @@ class DenoiserComparison(BenchRun):
         self, session: Session, denoiser: Denoiser, decoding: Decoding, variants: Mapping[str, Variant],
         rows: Sequence[Encoded], options: BenchOptions,
     ):  # fmt: skip
-        """variants: methods with options, by label."""
+        """Create the run. variants: methods with options, by label."""
         super().__init__(session, decoding, list(variants), rows, options)
         self.variants, self.denoiser, self.plain = variants, denoiser, {}
         self.settings = session.settings(decoding, "llada")
