@@ -113,7 +113,7 @@ def a_column(tokens, start, length, ended):
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="a particle's weight is NaN in row 1; a reward must be a number"):
+    with pytest.raises(UsageError, match="a particle's weight is NaN in row 1; rewards must be numbers"):
         lib.run("reward_smc", reward=never_a_number, move=False)
     with pytest.raises(UsageError, match="no particle of row 2 is alive, as every reward was 0"):
         lib.run("reward_smc", reward=always_zero, move=False)

@@ -135,7 +135,7 @@ def test_the_tokenizer_of_a_folder_is_copied(tmp_path):
 def test_what_cannot_be_written_is_one_sentence(tmp_path):
     target = drawn(VARIANTS["llama"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot be written .*; give another folder"):
+    with pytest.raises(UsageError, match=r"cannot be written .*; choose another folder"):
         save_model(tmp_path / "file", target)
     both = dataclasses.replace(VARIANTS["qwen2"], qk_norm=True)
     with pytest.raises(UsageError, match=r"tiny has qkv_bias True, which a config.json of type qwen3 cannot express"):
