@@ -34,7 +34,7 @@ METHOD = Method(
     name="calm",
     kind="adaptive",
     guarantee="lossy",
-    summary="exits the model for each token at the first layer whose prediction is confident",
+    summary="exits the model for each token after the first layer with a confident prediction",
     paper="Schuster et al. 2022, arXiv 2207.07061",
     options=(
         Option("threshold", "float", 0.9, "confidence at which a token exits; above 1: never"),

@@ -30,7 +30,7 @@ def read(target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array 
     """Return the layer use and log-probabilities of `target` on texts `tokens` int32[B, L].
 
     prompt: int32[B], prompt lengths of 1 or more. The layers of a token do not depend on later tokens or on the chunk
-    size, so the result is the same as in decoding these texts. A model without a depth policy runs all layers.
+    size. The result is therefore the same as in decoding these texts. A model without a depth policy runs all layers.
     """
     return _read(target.model, target.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(prompt, jnp.int32))
 

@@ -3,7 +3,7 @@
 All figures are per JAX device. A v4, v5e, v5p or v6e chip is one device, and a tpu7x chip is two.
 
 Products count at the bfloat16 peak, because no int8 products are modelled. The int8 peak is twice as high on v5e and
-v6e (their pages) and v5p (How to Scale Your Model), equal on v4, and not published for tpu7x.
+v6e (their pages) and v5p (How to Scale Your Model). It is equal on v4, and not published for tpu7x.
 
 Megacore: v4 and v5p chips have two cores that JAX presents as one device. XLA splits its own operations over both
 cores, so peak and bandwidth count in full. A Pallas kernel with a sequential grid, such as tree attention, runs on one

@@ -60,11 +60,10 @@ def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platf
     """Estimate the costs float32[W] of passes over `widths` tokens of `batch` rows by a rule of thumb for the platform.
 
     The numbers for CPU were measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16
-    passes over one, because a product with a single vector has a kernel of its own. (Measured costs are 1.18 for 2
-    tokens, 1.22 for 4, 1.45 for 8, 1.95 for 16 and 3.16 for 32.) In bfloat16 it costs 1 + 0.035 (n - 1). This lies
-    between cores with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Other
-    platforms read the weights once for up to about 240 tokens, and each token adds 0.002 (Llama 3 8B on v5e, from the
-    compiler's schedule).
+    passes over one. A product with a single vector has a kernel of its own. Measured costs are 1.18 for 2 tokens, 1.22
+    for 4, 1.45 for 8, 1.95 for 16 and 3.16 for 32. In bfloat16 a pass costs 1 + 0.035 (n - 1). This lies between cores
+    with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Other platforms read the
+    weights once for up to about 240 tokens. Each token adds 0.002 (Llama 3 8B on v5e, from the compiler's schedule).
 
     Args:
       platform: a JAX backend; the default is the current one.

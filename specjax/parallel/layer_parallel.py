@@ -57,8 +57,8 @@ def place_layer_parallel(draft: Target, mesh: Mesh, group: int | None = None) ->
 
     Args: group: None, or the number of devices of the mesh along "layer", which is then checked.
 
-    Raises: UsageError for a model that is not from `specjax.models` or is already sharded, and for a mesh, a group and
-      a model that do not fit each other.
+    Raises: UsageError for a model that is not from `specjax.models` or is already sharded. It is also raised if mesh,
+      group and model do not fit each other.
     """
     config = shardable_config(draft)
     check_layer_parallel(config, mesh, group)

@@ -1,4 +1,4 @@
-"""Progress reports of `train_drafter`."""
+"""Observer of the progress of `train_drafter`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from specjax.training.loop.trainer import TrainingProgress
 
 
 class TrainingObserver:
-    """A receiver of progress. All methods do nothing by default; override some of them to display it."""
+    """An observer of progress. All methods do nothing by default. Override some of them to display progress."""
 
     def on_note(self, note: str) -> None:
         """Receive a remark, such as the number of prompts that were left out."""
@@ -18,7 +18,7 @@ class TrainingObserver:
         """Receive the number of tokens whose activations are cached."""
 
     def on_run(self, name: str) -> None:
-        """Receive the name of a training run that begins: the budget, or an empty string if there is only one run."""
+        """Receive the name of a training run that begins: "-BUDGET", or an empty string if there is only one run."""
 
     def on_step(self, progress: TrainingProgress) -> None:
         """Receive the result of a training step."""

@@ -5,8 +5,8 @@
     drafter = specjax.make_drafter("eagle3", target, specjax.load_head("head", target))
     specjax.decode(target, drafter, prompts, key=0, max_new_tokens=128)
 
-The steps are: responses of the target to the prompts, packing, cached activations, initialisation, training with
-evaluation on held-out prompts, and writing the best head. `specjax train` parses flags for this function.
+The steps are: generation of responses by the target, packing, cached activations, initialisation, training with
+evaluation on held-out prompts, and writing of the best head. `specjax train` parses flags for this function.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DRAFT_MODEL = "two_model"
 """The kind of a draft model. Other kinds are heads, the keys of `models.heads.kinds.KINDS`."""
 
 CHAIN_LENGTH = 3
-"""Default length of the measured chain, if the head drafts as many tokens."""
+"""Default length of the measured chain, unless the head has a lower limit."""
 
 MINIMA = {
     "held_out": 1, "max_new_tokens": 2, "generated_prompts": 0, "batch_size": 1, "epochs": 1, "rows": 1, "length": 8,
@@ -54,21 +54,21 @@ MINIMA = {
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The numbers of `train_drafter`. The command line has a flag for each, with the same default."""
+    """Numeric settings of `train_drafter`. The command line has a flag with the same default for each of them."""
 
-    held_out: int = 16  # prompts that are measured and not trained on
+    held_out: int = 16  # prompts for evaluation, which are not trained on
     max_new_tokens: int = 256  # limit of a response
-    temperature: float = 0.0  # of the responses; those to held-out prompts are greedy
-    generated_prompts: int = 0  # prompts that the target writes itself
+    temperature: float = 0.0  # temperature of the responses; those to held-out prompts are greedy
+    generated_prompts: int = 0  # additional prompts, which the target writes
     batch_size: int = 16  # prompts that are answered together
     epochs: int = 1
-    rows: int = 4  # of a training batch
+    rows: int = 4  # rows of a training batch
     length: int = 512  # tokens per row
-    chunk: int | None = None  # positions of a row whose logits are computed at a time; None: all
+    chunk: int | None = None  # positions of a row whose logits are computed together; None: all
     evaluate_every: int = 50  # steps between evaluations
     patience: int | None = None  # evaluations in a row without improvement before training stops; None: unlimited
     num_draft_tokens: int | None = None  # length of the measured chain; None: 3, or the limit of the head
-    budgets: tuple[int, ...] = ()  # response tokens of several runs, to which a scaling law is fitted; (): one run
+    budgets: tuple[int, ...] = ()  # response tokens of each run, if a scaling law is fitted to several; (): one run
     cache_gib: float | None = None  # size limit of cached activations; None: the target runs in every epoch
     seed: int = 0
 
@@ -92,7 +92,7 @@ class TrainingSettings:
 class BudgetRun(NamedTuple):
     """The result of one budget."""
 
-    tokens: int  # of responses
+    tokens: int  # response tokens
     per_pass: float
 
 
@@ -106,12 +106,12 @@ class TrainedDrafter:
     recipe: Recipe
     num_draft_tokens: int  # length of the measured chain
     measured: MeasuredAcceptance  # on the held-out responses
-    held_out: int  # responses that were measured
+    held_out: int  # number of held-out responses
     improved: bool  # False if no step improved a trained starting point, which is then returned
-    texts: int  # that were trained on
-    response_tokens: int  # of these texts
+    texts: int  # number of texts that were trained on
+    response_tokens: int  # number of response tokens in these texts
     history: list[dict[str, Any]]  # one entry per step
-    runs: tuple[BudgetRun, ...] = ()  # by budget
+    runs: tuple[BudgetRun, ...] = ()  # one entry per budget
     law: ScalingLaw | None = None  # fitted to these runs
 
 
@@ -141,22 +141,23 @@ def train_drafter(
 
     Args:
       kind: a kind of head, such as "eagle3", or "two_model" for a draft model. None: the kind of `draft`, or "eagle3".
-      prompts: user messages, or the token ids of whole prompts. Some are held out.
-      folder: gets the head or model, `history.jsonl`, `run/` with the state, `answers/` and `states/`.
-      texts: texts, or token ids, to train on instead of responses. The prompts are then only measured.
-      draft: a head or draft model to continue from. layers: or the target's layers that a draft model starts with.
+      prompts: user messages, or the token ids of complete prompts. Some are held out.
+      folder: receives the head or model, `history.jsonl`, `run/` with the state, and by default the responses in
+        `answers/` and `held_out/` and the activations in `states/`.
+      texts: texts, or token ids, to train on instead of responses. The prompts then only serve for evaluation.
+      draft: a head or draft model to continue from. layers: target layers with which a draft model starts instead.
       start: a new head copies parameters of the "target" or of another head, or is "random".
       head_options: changes of the head's config, such as draft_vocab_size.
-      recipe: default: that of the kind; see `recipe_of`.
+      recipe: None: the recipe of the kind; see `recipe_of`.
       on_policy: share of the steps in which a draft model trains on its own responses (DistillSpec).
-      settings: default: `TrainingSettings()`.
-      responses: folder of responses that runs share; default: `folder/answers`.
-      activations: folder of cached activations that runs share, if `settings.cache_gib` is set; default:
-        `folder/states`.
-      saved_tokenizer: a tokenizer or model folder, written beside a draft model; default: `tokenizer`.
+      settings: None: `TrainingSettings()`.
+      responses: folder of responses, which several runs may share; None: `folder/answers`.
+      activations: folder of cached activations, which several runs may share; None: `folder/states`. It is only used
+        if `settings.cache_gib` is set.
+      saved_tokenizer: a tokenizer or model folder, saved with a draft model; None: `tokenizer`.
       observer: receives progress.
 
-    Raises: UsageError for everything that can be wrong. Most of it is checked before responses are generated.
+    Raises: UsageError for invalid arguments. Most of them are checked before responses are generated.
     """
     kind = resolve_kind(kind, draft, layers)
     recipe = recipe or recipe_of("distillspec" if kind == DRAFT_MODEL else kind)
@@ -186,7 +187,7 @@ def resolve_kind(kind: str | None, draft: DraftHead | Target | None, layers: Seq
     if kind not in KINDS and kind != DRAFT_MODEL:
         raise UsageError(f'kind must be {DRAFT_MODEL} or one of {", ".join(KINDS)}, not "{kind}"')
     if isinstance(draft, DraftHead | Target) and kind != implied:
-        raise UsageError(f"`draft` is of kind {implied}, not {kind}; leave one of the two out")
+        raise UsageError(f"`draft` is of kind {implied}, not {kind}; leave out one of the two")
     return kind
 
 
@@ -234,7 +235,7 @@ def _find_start(target: Target, tokenizer: Any, options: _StartOptions, saved_to
 
 @dataclass
 class _Job:
-    """The steps of `train_drafter`."""
+    """The steps of one call of `train_drafter`."""
 
     target: Target
     tokenizer: Any
@@ -245,7 +246,7 @@ class _Job:
     responses: Path
     activations: Path
     observer: TrainingObserver
-    writes: bool = field(default_factory=lambda: not jax.process_index())  # one of several hosts writes the results
+    writes: bool = field(default_factory=lambda: not jax.process_index())  # True on one host, which writes the results
 
     def check(self) -> None:
         """Raise a UsageError for everything that can be checked before responses are generated."""
@@ -311,7 +312,7 @@ class _Job:
         return LoopSettings(**{name: getattr(self.settings, name) for name in names}, num_tokens=self.num_draft_tokens)
 
     def _run_names(self) -> list[str]:
-        """Return the names of the runs, as parts of file names."""
+        """Return the suffixes of the runs in file names."""
         return [f"-{budget}" for budget in self.settings.budgets] or [""]
 
     def _open_cache(self) -> ActivationCache:
@@ -319,7 +320,7 @@ class _Job:
         return ActivationCache(self.activations, self.settings.cache_gib, self.observer.on_activations)
 
     def build_corpus(self, prompts: Sequence[TextSource], texts: Sequence[TextSource]) -> Corpus:
-        """Return the texts to train on and to measure, after generating missing responses."""
+        """Return the texts for training and evaluation. Generate missing responses first."""
         settings = self.settings
         corpus_settings = CorpusSettings(
             settings.held_out, settings.max_new_tokens, settings.temperature, settings.generated_prompts,
@@ -355,13 +356,13 @@ class _Job:
         return replace(self._finish(model, history, part), runs=tuple(runs), law=law)
 
     def _train(self, corpus: Corpus, name: str = "") -> tuple[Any, TrainingHistory]:
-        """Run the training loop. Args: name: of one of several runs."""
+        """Run the training loop. Args: name: suffix of the run in file names."""
         model = self.start.build(corpus.texts, self.settings.seed)
         history = TrainingHistory(self.folder / f"history{name}.jsonl", self.writes)
 
         def on_progress(progress: TrainingProgress) -> None:
             history.add(progress)
-            if progress.best is not None:  # so that an interrupted run leaves the best head or model
+            if progress.best is not None:  # an interrupted run thus leaves the best head or model
                 self._save(progress.best)
             self.observer.on_step(progress)
 
@@ -380,7 +381,7 @@ class _Job:
         return trained, history
 
     def _measure(self, model: Any, history: TrainingHistory, corpus: Corpus) -> MeasuredAcceptance:
-        """Return the measurement of the best result, from its history if it is there."""
+        """Return the measurement of the best result, from its history if possible."""
         settings = self.settings
         return history.last_best() or measure_acceptance(
             self.target, model, corpus.held_out, depths=self.num_draft_tokens, rows=settings.rows,
@@ -393,7 +394,7 @@ class _Job:
             self.start.save(self.folder, gathered, self.num_draft_tokens)
 
     def _finish(self, model: Any, history: TrainingHistory, corpus: Corpus) -> TrainedDrafter:
-        """Write the result."""
+        """Write and return the result."""
         measured = self._measure(model, history, corpus)
         self._save(model)
         improved = not self.start.is_trained or any(entry["best"] and entry["step"] for entry in history.entries)
@@ -404,6 +405,6 @@ class _Job:
 
 
 def _take_tokens(texts: Sequence[TrainingText], budget: int) -> list[TrainingText]:
-    """Return the first texts whose responses have at least `budget` tokens together."""
+    """Return the first texts, until their responses have at least `budget` tokens together."""
     preceding = np.cumsum([0, *(text.response_length for text in texts)])
     return [text for text, count in zip(texts, preceding, strict=False) if count < budget]

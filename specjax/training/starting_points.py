@@ -1,4 +1,4 @@
-"""Starting points of training: a new head, a trained head, or a draft model. Each one checks and writes its results."""
+"""Starting points of training: a new head, a trained head, or a draft model. Each one checks and writes its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NewHead:
     target: Target
     eos: tuple[int, ...]
     kind: str
-    changes: Mapping[str, Any]  # of the head's config
+    changes: Mapping[str, Any]  # changed fields of the head's config
     source: str | DraftHead = "target"  # "target", "random", or a head whose parameters are copied where they fit
     is_trained: ClassVar[bool] = False
 
@@ -63,7 +63,7 @@ class NewHead:
         return abstract_head(self.kind, self.config()).params
 
     def check(self, num_tokens: int) -> str | None:
-        """Return a remark about the start, if there is one.
+        """Check the head, and return a remark about its start or None.
 
         Raises: UsageError for a head that cannot be initialised or written.
         """
@@ -72,7 +72,7 @@ class NewHead:
         size, vocab_size = self.changes.get("draft_vocab_size", 0), self.target.model.vocab_size
         if size > vocab_size:
             raise UsageError(
-                f"draft_vocab_size={size} is more than the {vocab_size} tokens of the target; leave it out for all"
+                f"draft_vocab_size={size} is more than the {vocab_size} tokens of the target; leave it out to draft all"
             )
         head = abstract_head(self.kind, self.config())
         ones = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
@@ -103,7 +103,7 @@ class NewHead:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A trained draft head, which training continues."""
+    """A trained draft head from which training continues."""
 
     target: Target
     head: DraftHead
@@ -154,14 +154,14 @@ class TrainedHead:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model: a smaller model, or the target with some of its layers."""
+    """A draft model: a smaller model, or the target with only some of its layers."""
 
     model: Target
     eos: tuple[int, ...]
-    layers: tuple[int, ...]  # of the target; (): the model is a smaller one
-    on_policy: float  # share of the steps on the model's own responses
-    seed: int  # of these responses
-    tokenizer: Any  # to be written: a `Tokenizer` or a model folder whose files are copied; None: none
+    layers: tuple[int, ...]  # layers of the target that the model has; (): it is a separate model
+    on_policy: float  # share of the steps that train on the model's own responses
+    seed: int  # random seed of these responses
+    tokenizer: Any  # saved with the model: a `Tokenizer`, or a model folder whose files are copied; None: not saved
     kind: ClassVar[str] = "two_model"
     is_trained: ClassVar[bool] = True
 

@@ -31,5 +31,5 @@ def test_three_steps_by_its_own_recipe_move_it(kind):
 
 def test_a_recipe_asks_for_what_the_head_says():
     for share in ("features", "confidence"):
-        with pytest.raises(UsageError, match=f"medusa predicts no {share}, and the recipe gives it a share of 1.0"):
+        with pytest.raises(UsageError, match=f"medusa predicts no {share}, but the recipe has {share}=1.0"):
             train(target(), head_of("medusa"), texts(), recipe=recipe("medusa", **{share: 1.0}), rows=2, length=32)

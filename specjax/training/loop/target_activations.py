@@ -1,7 +1,7 @@
 """Cached activations of the target, so that later epochs and other runs do not run the target again.
 
-The loss of a head reads only the target's tapped features and last hidden states, and that of a draft model only the
-last hidden states. They are equal in every epoch and for every head with the same taps. In bfloat16 they take
+The loss of a head reads only the target's tapped features and last hidden states. The loss of a draft model reads only
+the last hidden states. They are equal in every epoch and for every head with the same taps. In bfloat16 they take
 2 (F + D) bytes per token: 4.6 KB for SmolLM2 with three taps, and 33 KB for an 8B model.
 """
 
@@ -68,8 +68,8 @@ class ActivationCache:
     def check(self, target: Target | None, objective: TrainingObjective) -> dict[str, Any]:
         """Return the identity of the activations that an objective reads, as the folder stores it.
 
-        Raises: UsageError for an objective that reads more of the target, and for a folder that cannot be created or
-          that holds activations of another target or other taps.
+        Raises: UsageError for an objective that reads more of the target. It is also raised for a folder that cannot be
+          created, or that holds activations of another target or other taps.
         """
         if target is None or objective.taps is None:
             raise UsageError(

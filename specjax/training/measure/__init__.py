@@ -1,1 +1,1 @@
-"""Measurement of a trained drafter, scaling laws, and plots."""
+"""Measurement of trained drafters, scaling laws, and plots."""

@@ -1,8 +1,8 @@
 """Measurement of the tokens per target pass of a draft head or draft model, without decoding.
 
 A greedy draft equals the text up to its first error. The round from position t therefore accepts as many tokens as the
-training pass predicts correctly from t on. Greedy decoding moves from t to t + accepted + 1, so the same walk over the
-text visits exactly the rounds of the decoder.
+training pass predicts correctly from t on. Greedy decoding moves from t to t + accepted + 1. A walk over the text with
+the same steps visits exactly the rounds of the decoder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specjax.types import Array, PyTree, Target
 
 
 class MeasuredAcceptance(NamedTuple):
-    """Target passes that a greedy chain needs for some texts. The bonus token of a pass counts as a token."""
+    """Number of target passes that a greedy chain needs for some texts. Bonus tokens count as tokens."""
 
     tokens: int
     passes: int
@@ -59,7 +59,7 @@ def place_batch(target: Target | None, batch: PyTree) -> PyTree:
 
 
 def count_passes(accepted: Sequence[int]) -> int:
-    """Count the target passes for a text. `accepted[i]` tokens are accepted by the round from its i-th token."""
+    """Count the target passes for a text. The round from its i-th token accepts `accepted[i]` tokens."""
     at = passes = 0
     while at < len(accepted):
         at += int(accepted[at]) + 1
@@ -75,5 +75,5 @@ def find_runs(mask: np.ndarray) -> Iterable[tuple[int, int]]:
 
 @functools.partial(jax.jit, static_argnames="depths")
 def _leading_hits(target: Target, trainable: Trainable, packed: PackedBatch, depths: int) -> Array:
-    """Return int32[B, T - 1]: the correct leading tokens of the draft from every position."""
+    """Return int32[B, T - 1]: the number of correct leading tokens of the draft from every position."""
     return build_objective(trainable).leading_hits(trainable.params, target, packed, depths)

@@ -1,4 +1,4 @@
-"""Plots of training runs. matplotlib is imported when one is drawn."""
+"""Plots of training runs. matplotlib is only imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specjax.files import plotting
 
 
 def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
-    """Return a PNG of the accuracy of drafts by depth and of tokens per pass on held-out texts over the training."""
+    """Plot the accuracy of drafts by depth, and the tokens per pass on held-out texts. Return a PNG."""
     figure = plotting.new_figure(8.4, 3.4)
     left, right = figure.subplots(1, 2)
-    steps = [entry for entry in history if entry["accuracy"]]  # without the evaluation before the first step
+    steps = [entry for entry in history if entry["accuracy"]]  # skips the evaluation before the first step
     tokens = [entry["tokens"] for entry in steps]
     for depth in range(len(steps[0]["accuracy"]) if steps else 0):
         smooth = _running_mean([entry["accuracy"][depth] for entry in steps])
@@ -33,7 +33,7 @@ def plot(history: Sequence[Mapping[str, Any]], title: str = "") -> bytes:
 
 
 def _running_mean(values: Sequence[float], decay: float = 0.9) -> list[float]:
-    """Return running means, so that the trend is visible behind single steps."""
+    """Return running means, which show the trend without the noise of single steps."""
     smooth: list[float] = []
     for value in values:
         smooth.append(value if not smooth else decay * smooth[-1] + (1 - decay) * value)

@@ -1,16 +1,16 @@
-"""Scaling laws of tokens per pass over training budgets, fitted to finished runs, to predict larger budgets.
+"""Scaling laws of tokens per pass over training budgets. They are fitted to finished runs and predict larger budgets.
 
 Yan, Zhu, Jiang, Wang, Chen, Zhang, Liao, Cui, Zhang, Song, Zhu: Scaling Laws for Speculative Decoding (2025),
-arXiv 2505.07858. They find tokens per pass log-linear in the training tokens, in the draft's capacity and, as speed, in
-the batch size. For a budget x of tokens, parameters or rows:
+arXiv 2505.07858. Their tokens per pass are log-linear in the training tokens and in the draft's capacity, and their
+speed is log-linear in the batch size. For a budget x of tokens, parameters or rows:
 
     log-linear   y = a ln x + c
     log-log      ln y = a ln x + c
 
-Rule: both are fitted by least squares, in which all budgets weigh the same, however many seeds they have. The law that
-predicts the largest budget best from the others is used. Its interval comes from a bootstrap of the residuals, scaled
-by their leverage.
-Deviations: the paper's coefficients and exact forms are unknown to us. The forms above, the choice between them, the
+Rule: both forms are fitted by least squares. All budgets have the same weight, regardless of their number of seeds. The
+form that predicts the largest budget best from the other budgets is used. Its interval comes from a bootstrap of the
+residuals, scaled by their leverage.
+Deviations: we do not know the paper's coefficients and exact forms. The forms above, the selection between them, the
 detection of saturation (`drop_saturated`) and the joint law are our own.
 """
 
@@ -27,12 +27,12 @@ from specjax.numerics.validation import check_integer
 
 Form = Literal["log-linear", "log-log"]
 FORMS: tuple[Form, ...] = ("log-linear", "log-log")
-MIN_BUDGETS = 3  # two for a line, and one to predict
+MIN_BUDGETS = 3  # two fit a line, and the third tests its prediction
 RIDGE = 1e-3  # penalty on the interaction of the joint law, whose term is scaled to deviation 1
 
 
 class Interval(NamedTuple):
-    """An interval of numbers."""
+    """An interval of real numbers."""
 
     low: float
     high: float
@@ -45,10 +45,10 @@ class ScalingLaw:
     form: Form
     slope: float  # a
     intercept: float  # c
-    interval: Interval  # 95 % of the slope
-    r2: float  # of ln y for log-log
-    error: float  # of the largest budget's y, predicted by the law fitted without it
-    budgets: tuple[float, ...]  # of the fit
+    interval: Interval  # 95 % interval of the slope
+    r2: float  # coefficient of determination of y, or of ln y for log-log
+    error: float  # absolute error at the largest budget of the law that is fitted without it
+    budgets: tuple[float, ...]  # budgets of the fitted runs
     bootstrap: np.ndarray  # float64[N, 2], samples of (a, c)
 
     def __call__(self, budget):
@@ -61,7 +61,7 @@ class ScalingLaw:
         return Interval(*(float(x) for x in np.quantile(samples, [0.025, 0.975])))
 
     def budget_for(self, value: float) -> float:
-        """Return the budget that reaches a value, or infinity."""
+        """Return the budget at which the law reaches a value, or infinity."""
         if self.slope <= 0:
             return float("inf")
         with np.errstate(over="ignore"):
@@ -73,7 +73,7 @@ def fit(
 ) -> ScalingLaw:
     """Fit a law to runs. Several runs (seeds) may have the same budget.
 
-    Args: form: None: the form that predicts the largest budget better.
+    Args: form: None selects the form that predicts the largest budget better. samples: size of the bootstrap.
 
     Raises: UsageError for fewer than 3 different budgets, numbers that are not above 0, or an unknown form.
     """
@@ -105,8 +105,8 @@ def drop_saturated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (budgets, values), float64, without the budgets after saturation.
 
-    A law is fitted to the smaller budgets. The larger ones are dropped if they all lie below it by a share of more than
-    `tolerance`, and the gap grows with the budget.
+    A law is fitted to the smaller budgets. The larger ones are dropped if all their values are lower by a share of
+    more than `tolerance`, and if this share grows with the budget.
     """
     x, y = _check_points(budgets, values)
     different = np.unique(x)
@@ -169,14 +169,14 @@ def choose_draft_size(
     depth: int,
     batch: int = 1,
 ) -> DraftSizeChoice:
-    """Return the fastest draft model that `compute` floating-point operations, 6 N D of them, can train.
+    """Return the fastest draft model that can be trained with `compute` = 6 N D floating-point operations.
 
     Args:
       law: (tokens, parameters) -> tokens per pass. sizes: parameters of the candidates.
       verify: time of a target pass. draft: parameters -> time of a draft pass. depth: draft passes per round.
     """
     if not len(sizes) or not min(sizes) > 0 or not compute > 0:
-        raise UsageError(f"give sizes of drafts and a compute above 0, not {list(sizes)} and {compute}")
+        raise UsageError(f"give sizes of drafts and a compute budget above 0, not {list(sizes)} and {compute}")
 
     def evaluate(size: float) -> DraftSizeChoice:
         tokens = compute / (6 * size)
@@ -189,20 +189,20 @@ def choose_draft_size(
 def _check_points(
     budgets: Sequence[float], values: Sequence[float], minimum: int = MIN_BUDGETS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (budgets, values), float64. Laws over one budget are sorted by it."""
+    """Check points, and return (budgets, values), float64. They are sorted, except for joint laws (`minimum` 2)."""
     x, y = np.asarray(budgets, np.float64), np.asarray(values, np.float64)
     if x.shape != y.shape or x.ndim != 1:
-        raise UsageError(f"each budget has one value: there are {x.size} budgets and {y.size} values")
+        raise UsageError(f"each budget needs one value, but there are {x.size} budgets and {y.size} values")
     if not ((x > 0) & (y > 0) & np.isfinite(x) & np.isfinite(y)).all():
         raise UsageError("budgets and values must be numbers above 0")
     if len(np.unique(x)) < minimum:
-        raise UsageError(f"a law needs runs of {minimum} different budgets, and these have {len(np.unique(x))}")
+        raise UsageError(f"a law needs runs of {minimum} different budgets, but these have {len(np.unique(x))}")
     order = np.argsort(x, kind="stable") if minimum == MIN_BUDGETS else np.arange(len(x))
     return x[order], y[order]
 
 
 def _equal_weights(x: np.ndarray) -> np.ndarray:
-    """Return weights by which every budget counts the same, for any number of seeds."""
+    """Return weights that give every budget the same total weight for any number of seeds."""
     _, index, count = np.unique(x, return_inverse=True, return_counts=True)
     return 1.0 / count[index]
 
@@ -215,7 +215,7 @@ def _fit_line(t: np.ndarray, z: np.ndarray, weight: np.ndarray) -> tuple[float, 
 
 
 def _error_at_largest(form: Form, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the error at the largest budget of the law that is fitted without it."""
+    """Return the absolute error at the largest budget of the law that is fitted without it."""
     largest = x == x[-1]
     slope, intercept = _fit_line(np.log(x[~largest]), _transform(form, y[~largest]), _equal_weights(x[~largest]))
     return float(abs(_untransform(form, slope * np.log(x[-1]) + intercept) - y[largest].mean()))

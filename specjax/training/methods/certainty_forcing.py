@@ -1,18 +1,18 @@
-"""Certainty forcing: training of a denoiser to be certain of more of its text at once.
+"""Certainty forcing: training of a denoiser to be certain of more masked columns at the same time.
 
 Chen, Fang, Ma, Yu, Wang: dParallel: Learnable Parallel Decoding for dLLMs (2025), arXiv 2509.26488.
 
-The texts y are the model's own, written in blocks from left to right. One block n of a text is drawn at random. The
+The texts y are written by the model itself, in blocks from left to right. One block n of a text is drawn at random. The
 blocks before it stay unmasked, those after it are masked, and each column of block n is masked with probability 1/2. A
 second view masks the other columns of block n. Over the masked columns i of block n in both views, with logits l and
 p = softmax(l):
 
     minimise mean of -log p_i(y_i) + beta * mean over {i: argmax p_i = y_i} of H(softmax(l_i / T)),  T = 1/2
 
-The second term sharpens correct predictions, and has no gradient where the model errs.
-Guarantee: none; the weights change. They are served with the rule `entropy <= eta`.
-Deviations: all weights may be trained, not only a low-rank update. In a batch with several texts per row each text has
-its own drawn block.
+The second term sharpens correct predictions. It has no gradient where the model errs.
+Guarantee: none, because the weights change. They are served with the rule `entropy <= eta`.
+Deviations: all weights may be trained, not only a low-rank update. If a row holds several texts, a block is drawn for
+each of them.
 
     texts = [TrainingText((*prompt, *response), len(prompt)), ...]  # responses of `specjax.denoise`
     denoiser, losses = train_certainty(denoiser, pack(texts, 8, 128), block=32, key=0)
@@ -63,18 +63,18 @@ def compute_loss(
     denoiser: Denoiser, packed: PackedBatch, masked: Array, judged: Array, *, beta: float = 2.0,
     temperature: float = 0.5,
 ) -> Array:  # fmt: skip
-    """Return float32[]. Args: masked, judged: from `mask_block`. beta: 2 for LLaDA, 1 for Dream."""
+    """Return the loss float32[]. Args: masked, judged: from `mask_block`. beta: 2 for LLaDA, 1 for Dream."""
     label = jnp.broadcast_to(jnp.asarray(packed.tokens)[:, None], masked.shape)
     logits = compute_logits(denoiser, forward_views(denoiser, packed, masked))
     correct = judged & (jnp.argmax(logits, -1) == label)
-    # The mask token's logit is -inf, whose share of 0 would have no gradient.
+    # The mask token's logit is -inf, at which the gradient of the entropy would be NaN.
     uncertainty = entropy(jnp.maximum(logits, jnp.finfo(jnp.float32).min / 4) / temperature)
     surprise = masked_mean(cross_entropy(logits, None, label, judged), judged)
     return surprise + beta * masked_mean(uncertainty, correct)
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
-    """Return float32[], the mean of the values where the mask is True, or 0 if it is nowhere."""
+    """Return float32[], the mean of the values where the mask is True, or 0 if it is False everywhere."""
     return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
@@ -88,7 +88,7 @@ def train_certainty(
     beta: float = 2.0,
     learning_rate: float = 1e-4,
 ) -> tuple[Denoiser, np.ndarray]:
-    """Train a denoiser on packed texts by AdamW. Returns: (the denoiser, float32[steps] losses)."""
+    """Train a denoiser on packed texts with AdamW. Returns: (the denoiser, float32[steps] losses)."""
     check_integer("block", block)
     check_integer("epochs", epochs)
     optimizer = _make_adamw(learning_rate)
@@ -104,7 +104,7 @@ def train_certainty(
 
 @functools.cache
 def _make_adamw(learning_rate: float) -> Any:
-    """Return AdamW. Equal rates share one object, so that a second call compiles nothing."""
+    """Return AdamW. Equal rates share one object, so a second training run needs no compilation."""
     import optax
 
     return optax.adamw(learning_rate)

@@ -1,16 +1,17 @@
 """Consistency distillation: a model learns to jump to the fixed point of Jacobi decoding from any intermediate state.
 
-Kou, Hu, He, Deng, Zhang: CLLMs: Consistency Large Language Models (ICML 2024), arXiv 2403.00835. With mixed labels:
+Kou, Hu, He, Deng, Zhang: CLLMs: Consistency Large Language Models (ICML 2024), arXiv 2403.00835. Mixed labels are from
 Song, Chen, Ding, Huang, Zhao, Wang, Li: CEED-VLA: Consistency Vision-Language-Action Model with Early-Exit Decoding
-(2025), arXiv 2506.13725. It serves `specjax.decoders.ceed_vla`.
+(2025), arXiv 2506.13725. `specjax.decoders.ceed_vla` decodes with the trained model.
 
-The data are the states y^0, ..., y* that Jacobi decoding passes through in each block. The loss, with y^j drawn anew in
-each step, has two terms. The first is the mean of -sum(p* log p) over the positions after the first at which y^j
-differs from y*. There p is computed after y^j, and p* after y*, without gradient. The second is w times the cross
-entropy of the labels of the block, given the correct tokens before each one. The labels are y*. With a ground truth of
-actions, `values`, a label is the truth where the action of y* deviates from it by more than a tolerance.
+The data are the states y^0, ..., y* that Jacobi decoding passes through in each block. Each step draws one state y^j
+per block. The loss has two terms. The first is the mean of -sum(p* log p) over the positions after the first one at
+which y^j differs from y*. Here p is conditioned on y^j, and p* on y*, without gradient. The second is w times the cross
+entropy of the labels of the block, given the labels before each one. The labels are y*, or mixed labels (see
+`mixed_labels`) if there are ground-truth actions. A mixed label is the truth where the action of y* deviates from it by
+more than a tolerance.
 
-Deviations: mixing labels token by token is our own choice. The text before a block is the model's own.
+Deviations: mixing labels token by token is our own choice. The text before a block is written by the model.
 
     data = collect_trajectories(target, prompts, key=0, max_new_tokens=64, block=16)
     trained, losses = train_consistency(target, data, key=0)
@@ -63,7 +64,7 @@ def collect_trajectories(
     text = jnp.asarray([(row + [0] * size)[:size] for row, _, _ in rows], jnp.int32)
     start, prompt_length = (jnp.asarray([row[i] for row in rows], jnp.int32) for i in (1, 2))
     columns = jax.random.randint(key, (len(rows), block), 0, prompt_length[:, None])
-    guess = take_along(text, columns, 1)  # y^0 are random tokens of the prompt
+    guess = take_along(text, columns, 1)  # y^0 consists of random tokens of the prompt
     return JacobiTrajectories(text, start, _iterate(target.model, block, target.params, text, start, guess))
 
 
@@ -86,8 +87,9 @@ def _block_logits(model: Model, params: PyTree, text: Array, start: Array, block
 
 
 def mixed_labels(teacher: Array, truth: Array, values: Array, tolerance: float) -> Array:
-    """Return int32[...]: the truth where the teacher's action deviates from it by more than `tolerance`, else the
-    teacher's token.
+    """Return labels int32[...] that mix the tokens of the teacher and of the ground truth.
+
+    A label is the truth where the teacher's action deviates from it by more than `tolerance`, else the teacher's token.
 
     Args: values: float32[V], the action of each token.
     """
@@ -104,7 +106,10 @@ class ConsistencyLosses(NamedTuple):
 def compute_losses(
     model: Model, params: PyTree, data: JacobiTrajectories, indices: Array, labels: Array | None = None
 ) -> ConsistencyLosses:
-    """Return the losses of one state per block. Args: indices: int32[R]. labels: int32[R, n]; default: y*."""
+    """Return the losses of one state per block.
+
+    Args: indices: int32[R], index of each state. labels: int32[R, n]; None: y*.
+    """
     fixed_point = data.states[:, -1]
     state = take_along(data.states, indices[:, None, None], 1)[:, 0]
     logits = _block_logits(model, params, data.text, data.start, fixed_point)
@@ -132,7 +137,7 @@ def train_consistency(
 ) -> tuple[Target, Array]:
     """Train a target to converge in fewer passes, with all blocks in one batch.
 
-    Args: labels: int32[R, n], from `mixed_labels`; default: y*. weight: w.
+    Args: labels: int32[R, n], from `mixed_labels`; None: y*. weight: w.
 
     Returns: (the trained target, float32[steps] losses).
 

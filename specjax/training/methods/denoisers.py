@@ -1,4 +1,4 @@
-"""Denoisers of your own: initialisation, and one safetensors file whose header describes the model.
+"""Initialisation and storage of denoisers, in a safetensors file with a header that describes the model.
 
 denoiser = init_denoiser(LlamaConfig(...), mask_token=0)
 denoiser = train(None, denoiser, texts, recipe=recipe_of("masked_diffusion"))
@@ -26,12 +26,12 @@ FIELDS = ("mask_token", "attention", "block", "alignment", "seeding")
 
 
 def init_denoiser(config: LlamaConfig, *, seed: int = 0, **fields: Any) -> Denoiser:
-    """Return an untrained denoiser. Args: fields: those of `Denoiser`, such as mask_token, attention and block."""
+    """Return an untrained denoiser. Args: fields: fields of `Denoiser`, such as mask_token, attention and block."""
     return Denoiser(make_model(config), init_params(config, jax.random.key(seed)), **fields)
 
 
 def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", **metadata: str) -> None:
-    """Write a denoiser to a safetensors file. Args: metadata: more entries of its header."""
+    """Write a denoiser to a safetensors file. Args: metadata: additional entries of its header."""
     header = {
         "config": json.dumps(dataclasses.asdict(denoiser.model.config)),
         "read": json.dumps({name: getattr(denoiser, name) for name in FIELDS}),
@@ -41,9 +41,9 @@ def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", 
 
 
 def load_denoiser(file: str | Path) -> Denoiser:
-    """Read a denoiser of `save_denoiser`, in the dtype of its config.
+    """Read a denoiser that `save_denoiser` wrote, in the dtype of its config.
 
-    Raises: UsageError for any other file.
+    Raises: UsageError for other files.
     """
     from safetensors import safe_open
 
@@ -62,7 +62,7 @@ def load_denoiser(file: str | Path) -> Denoiser:
 
 
 def _leaves_by_path(params: Any) -> dict[str, Any]:
-    """Return the leaves by path, in their order."""
+    """Return a dict from path to leaf, in the order of the leaves."""
     return {
         ".".join(str(getattr(entry, "key", entry)) for entry in path): x
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]

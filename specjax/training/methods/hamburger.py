@@ -1,14 +1,14 @@
-"""Training of HAMburger: a base model that reads segments as one token, with the modules that merge and write them.
+"""Training of HAMburger: a base model that reads segments as one token, and modules that merge and write segments.
 
 Liu, Zhang: HAMburger: Accelerating LLM Inference via Token Smashing (2025), arXiv 2505.20438.
 
 Responses are split by the entropies of the untrained base (`specjax.training.data.segments.split_by_entropy`), and
 prompts are not split. One pass covers the macro steps of a text, and one pass of the small decoder covers all segments.
-The loss has two terms. The first is the mean cross entropy of all response tokens: the base predicts the first token of
-a segment, and the decoder the others. The second is half the mean binary cross entropy of the ends of segments.
-`specjax train --method hamburger` trains the decoder alone, for a frozen base.
+The loss has two terms. The first is the mean cross entropy of all response tokens. The base predicts the first token of
+a segment, and the decoder predicts the others. The second is half the mean binary cross entropy of the segment ends.
+`specjax train --method hamburger` trains only the decoder, with a frozen base.
 
-Deviations: the authors' optional distillation from a teacher is left out. Each text has its own row.
+Deviations: the authors' optional distillation from a teacher is not implemented. Each text has its own row.
 
     trained, head, losses = train_hamburger(target, head, tokens, prompt_length, length)
 """
@@ -33,16 +33,16 @@ from specjax.numerics.validation import check_integer
 from specjax.training.data.segments import score_tokens, split_by_entropy
 from specjax.types import Array, Context, Model, PyTree, Stream, Target
 
-STOP_SHARE = 0.5
-MIN_RATE = 1e-5
+STOP_SHARE = 0.5  # weight of the loss of segment ends
+MIN_RATE = 1e-5  # learning rate at the last step
 
 
 class MacroSteps(NamedTuple):
-    """Texts in macro steps, with room for one step per token."""
+    """Texts as macro steps (one per segment). M is the number of tokens, so any segmentation fits."""
 
     tokens: Array  # int32[B, M, s], tokens of each segment
     size: Array  # int32[B, M], tokens per segment; 0: no segment
-    last: Array  # int32[B, M], position of its last token
+    last: Array  # int32[B, M], position of the last token of each segment
 
 
 def to_macro_steps(tokens: Array, length: Array, starts: Array, max_length: int) -> MacroSteps:
@@ -76,15 +76,15 @@ class HamburgerLosses(NamedTuple):
 
 
 class SegmentLogits(NamedTuple):
-    """Logits of all segments of texts but the first."""
+    """Logits of all segments of texts except the first."""
 
-    first: Array  # float32[B, M - 1, V], first token of each segment, by the base
-    later: Array  # float32[B, M - 1, s - 1, V], its later tokens, by the decoder
-    stops: Array  # float32[B, M - 1, s - 1], logits of the end of the segment
+    first: Array  # float32[B, M - 1, V], for the first token of each segment, from the base
+    later: Array  # float32[B, M - 1, s - 1, V], for its other tokens, from the decoder
+    stops: Array  # float32[B, M - 1, s - 1], for the end of the segment
 
 
 def compute_logits(model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps) -> SegmentLogits:
-    """Run one pass over the macro steps of texts, and one pass of the decoder over all segments, as decoding does."""
+    """Run one pass over the macro steps of texts, and one pass of the decoder over all segments, as in decoding."""
     module, (batch, steps, size) = bind(Hamburger, head.config)(params), macro.tokens.shape
     context = Context(macro.tokens[:, :, 0], jnp.ones((batch,), jnp.int32), target=Target(model, base))
     assert model.embed is not None
@@ -104,12 +104,12 @@ def compute_logits(model: Model, head: Head, base: PyTree, params: PyTree, macro
 def compute_losses(
     model: Model, head: Head, base: PyTree, params: PyTree, macro: MacroSteps, prompt_length: Array
 ) -> HamburgerLosses:
-    """Return the losses of texts after their prompts, of `prompt_length` int32[B] tokens."""
+    """Return the losses of texts after their prompts, which have `prompt_length` int32[B] tokens."""
     logits = compute_logits(model, head, base, params, macro)
     size, tokens = macro.size[:, 1:], macro.tokens[:, 1:]
     is_response = (size > 0) & (macro.last[:, 1:] - size + 1 >= prompt_length[:, None])
     surprise = lambda logits, tokens: -take_along(jax.nn.log_softmax(logits), tokens[..., None], tokens.ndim)[..., 0]
-    index = jnp.arange(1, macro.tokens.shape[2])  # of the decoder's token in its segment
+    index = jnp.arange(1, macro.tokens.shape[2])  # index in the segment of each token of the decoder
     continues = is_response[:, :, None] & (index < size[:, :, None])
     decides, ends = is_response[:, :, None] & (index <= size[:, :, None]), index == size[:, :, None]
     first, later = surprise(logits.first, tokens[:, :, 0]), surprise(logits.later, tokens[:, :, 1:])
@@ -133,10 +133,10 @@ def train_hamburger(
     """Train the base and its head together, with all texts in one batch.
 
     Args:
-      tokens: int32[B, T] with `length` int32[B] tokens, the first `prompt_length` int32[B] of which are prompts.
-      starts: bool[B, T], True for tokens that begin a segment; default: by the entropies of the base, with one segment
-        per prompt token.
-      base_rate, learning_rate: of the base and of the head. Both decay to 1e-5 along a cosine.
+      tokens: int32[B, T], texts of `length` int32[B] tokens that begin with prompts of `prompt_length` int32[B] tokens.
+      starts: bool[B, T], True for tokens that begin a segment. None: responses are split by the entropies of the base,
+        and each prompt token is a segment.
+      base_rate, learning_rate: learning rates of the base and of the head. Both decay to 1e-5 along a cosine.
 
     Returns: (the trained base, the trained head, float32[steps] losses).
 

@@ -1,17 +1,18 @@
-"""Judge's head: a classifier of correct tokens on the target's own features (`verifiers.judge`).
+"""Training of the head of Judge Decoding, which classifies tokens as correct from the target's features.
 
 Bachmann, Anagnostidis, Pumarola, Georgopoulos, Sanakoyeu, Du, Schönfeld, Thabet, Kohler: Judge Decoding: Faster
 Speculative Sampling Requires Going Beyond Model Alignment (ICLR 2025), arXiv 2501.19309.
 The data are correct and wrong responses to questions, with the first wrong token of each. h_i is the target's feature
-of token i after it was read, and y_i is 1 if the token is correct:
+at token i, and y_i is 1 if the token is correct:
 
     minimise the mean of c(y_i) BCE(sigmoid(w . (h_i - mean) / scale + b), y_i) + l2 |w|^2 / 2
 
 Both classes have the same total weight. The mean and scale of the features become part of w and b.
-Guarantee: that of the rule, which is lossy.
-Deviations: the paper leaves several choices open. Ours are as follows: tokens after the first wrong one are left out
-(`after_error`), and class weights, the penalty and L-BFGS on all tokens at once are ours. The threshold accepts a given
-share of wrong tokens.
+The verifier `verifiers.judge` uses the head.
+Guarantee: lossy, like the verifier.
+Deviations: the paper leaves several choices open. Our own choices are the class weights, the penalty, and L-BFGS on all
+tokens in one batch. Tokens after the first wrong one are left out by default (`after_error`). The threshold accepts a
+given share of wrong tokens.
 
     responses = [JudgedResponse(TrainingText(tokens, prompt_length), first_wrong), ...]
     features, labels = make_examples(target, responses, rows=8, length=512)
@@ -46,7 +47,7 @@ class JudgedResponse(NamedTuple):
 
 
 class JudgeClassifier(NamedTuple):
-    """Log-odds w . h + b that a token is correct, for `verifiers.judge` and `save_judge`."""
+    """A classifier for `verifiers.judge` and `save_judge`: w . h + b are the log-odds that a token is correct."""
 
     weight: np.ndarray  # float32[D]
     bias: float
@@ -59,7 +60,7 @@ class JudgeClassifier(NamedTuple):
 def label_tokens(response: JudgedResponse, after_error: Literal["drop", "wrong"] = "drop") -> np.ndarray:
     """Return int8[T]: 1 for correct tokens, 0 for wrong ones, -1 for tokens that do not count, such as the prompt's.
 
-    Args: after_error: leave the tokens after the first wrong one out ("drop"), or label them as wrong.
+    Args: after_error: "drop" leaves out the tokens after the first wrong one, and "wrong" labels them as wrong.
     """
     (tokens, prompt_length), wrong = response
     if wrong is not None and not prompt_length <= wrong < len(tokens):
@@ -77,12 +78,12 @@ def make_examples(
     target: Target, responses: Sequence[JudgedResponse], *, rows: int, length: int,
     after_error: Literal["drop", "wrong"] = "drop",
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return (float32[N, D] features, int8[N] labels) of all tokens that count. Texts are cut at `length`.
+    """Return (float32[N, D] features, int8[N] labels) of all labelled tokens. Texts are cut at `length`.
 
     Raises: UsageError if there are no responses.
     """
     if not responses:
-        raise UsageError("a judge needs responses with their first wrong tokens, and there are none")
+        raise UsageError("a judge needs responses with their first wrong tokens, but there are none")
     features, labels = [], []
     batches = pack([response.text for response in responses], rows, length, one_per_row=True)
     for i, packed in enumerate(batches):
@@ -100,7 +101,7 @@ def _run_target(target: Target, packed: PackedBatch) -> Array:
 
 
 def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, weights: Array, l2: float) -> Array:
-    """Return float32[]. Args: features: standardised [N, D]. weights: float32[N], one per token."""
+    """Return the loss float32[]. Args: features: standardised [N, D]. weights: float32[N], one per token."""
     weight, bias = params
     odds = features @ weight + bias
     each = jax.nn.softplus(odds) - labels * odds
@@ -110,7 +111,7 @@ def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, we
 def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeClassifier:
     """Fit a head to features float32[N, D] and labels int8[N].
 
-    Raises: UsageError for labels that are not 0 and 1, or of one class only.
+    Raises: UsageError for labels other than 0 and 1, or of only one class.
     """
     labels = np.asarray(labels)
     if not np.isin(labels, (0, 1)).all():
@@ -118,7 +119,7 @@ def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, ste
     labels = labels.astype(np.int8)
     counts = np.bincount(labels, minlength=2)
     if not counts.all():
-        raise UsageError(f"a judge needs correct and wrong tokens, and there are {counts[1]} and {counts[0]}")
+        raise UsageError(f"a judge needs correct and wrong tokens, but there are {counts[1]} and {counts[0]}")
     features = np.asarray(features, np.float32)
     mean, scale = features.mean(0), np.maximum(features.std(0), 1e-6)
     weights = (len(labels) / (2 * counts))[labels].astype(np.float32)
@@ -150,15 +151,17 @@ MAX_LOG_ODDS = 16.0
 
 
 def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) -> float:
-    """Return the lowest threshold that accepts at most a share of the wrong tokens, of texts that were not trained on.
+    """Return the lowest threshold that accepts at most a share `wrong` of the wrong tokens.
 
-    Raises: UsageError for a share out of range, without wrong tokens, or if the judge is so sure of wrong tokens that
-      no probability below 1 in float32 rejects them.
+    The odds and labels must belong to texts that were not trained on.
+
+    Raises: UsageError for a share out of range, or if there are no wrong tokens. It is also raised if the judge is so
+      sure of wrong tokens that no probability below 1 in float32 rejects them.
     """
     check_range("wrong", wrong, lambda x: (x >= 0) & (x <= 1), "a share from 0 to 1")
     wrong_odds = np.sort(np.asarray(odds, np.float32)[np.asarray(labels) == 0])[::-1]
     if not len(wrong_odds):
-        raise UsageError("a threshold needs wrong tokens, and there are none; hold some wrong responses out")
+        raise UsageError("a threshold needs wrong tokens, but there are none; hold out some wrong responses")
     limit = int(wrong * len(wrong_odds))
     if limit >= len(wrong_odds):
         return 0.0
@@ -168,7 +171,7 @@ def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) 
             "rejects them; train it with a larger l2, or on more texts"
         )
     threshold = max(np.float32(jax.nn.sigmoid(wrong_odds[limit])), np.finfo(np.float32).tiny)
-    # The rule uses float32, in which the log-odds of neighbouring high probabilities are far apart.
+    # The verifier uses float32, where the log-odds of neighbouring high probabilities are far apart.
     while _log_odds(threshold) < wrong_odds[limit]:
         threshold = np.nextafter(threshold, np.float32(1))
     return float(threshold)

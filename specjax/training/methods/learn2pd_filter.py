@@ -1,18 +1,21 @@
-"""Learn2PD's filter: it predicts from the probabilities of a block's columns which proposals are already correct.
+"""Training of Learn2PD's filter, which predicts from the probabilities of a block which proposals are correct.
 
 Bao, Chen, Xu, Ren: Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive Parallel Decoding
 (2025), arXiv 2509.25188.
 
-An oracle replays texts y that the denoiser wrote one column per pass. It starts from a masked block, with clean text
-before it and masked columns after it. Each pass it accepts all columns whose most likely token is y's. A pass yields,
-for every column of the block, the largest probability c and a label: the most likely token is y's. If a pass accepts no
-column, the next one would be equal, so the block is then filled with y. The filter z = W2 relu(W1 c + b1) + b2 is
-fitted to these examples:
+An oracle replays texts y that the denoiser wrote with one column per pass. It starts from a masked block, with clean
+text before it and masked columns after it. In each pass it accepts all columns whose most likely token is that of y. A
+pass yields the largest probability c of every column of the block, and a label: 1 if its most likely token is that of
+y. If a pass accepts no column, the next pass would be identical, so the block is then filled with y. The filter
+
+    z = W2 relu(W1 c + b1) + b2
+
+is fitted to these examples:
 
     minimise the mean of BCE(sigmoid(z_i), [argmax p_i = y_i])
 
-Deviations: columns after the end of a text are not judged, and have c = 0, as after the end of a canvas. No examples
-are held out.
+Deviations: columns after the end of a text have no label. Their c is 0, as after the end of a canvas. No examples are
+held out.
 
     texts = [TrainingText((*prompt, *response), len(prompt)), ...]  # one column per pass: `methods.llada(denoiser)`
     learned = train_filter(denoiser, pack(texts, 8, 128, one_per_row=True), block=32, key=0)
@@ -43,14 +46,14 @@ class FilterExamples(NamedTuple):
 
     confidence: Array  # float32[B, S, W], the largest probability of each column
     correct: Array  # bool[B, S, W]
-    counted: Array  # bool[B, S, W], True for columns of a text in passes that the oracle took
+    counted: Array  # bool[B, S, W], True for columns of a text in passes that the oracle needs
 
 
 def train_filter(
     denoiser: Denoiser, batches: Sequence[PackedBatch], *, block: int, key: Array | int, steps: int = 2000,
     learning_rate: float = 3e-3,
 ) -> Filter:  # fmt: skip
-    """Replay packed texts, one per row, and fit a filter for blocks of `block` columns to them."""
+    """Replay packed texts, one per row, and fit a filter for blocks of `block` columns."""
     parts = [replay(denoiser, packed, block) for packed in batches]
     examples = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return fit_filter(examples, threefry(key), steps=steps, learning_rate=learning_rate)
@@ -60,7 +63,7 @@ def train_filter(
 def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExamples:
     """Run the oracle over texts, one per row, in blocks from the first response column on.
 
-    Each block gets as many passes as it has columns. Passes that the oracle does not need do not count.
+    Each block gets as many passes as it has columns. Passes after the last one that the oracle needs do not count.
     """
     tokens, loss_mask = jnp.asarray(packed.tokens), jnp.asarray(packed.loss_mask)
     batch, size = tokens.shape
@@ -76,7 +79,7 @@ def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExample
         log_p = jax.nn.log_softmax(logits, -1)
         hits = jnp.argmax(log_p, -1) == tokens
         of_block = lambda x: take_along(x, clipped, 1)
-        confidence = jnp.where(is_response, jnp.exp(of_block(jnp.max(log_p, -1))), 0.0)  # as at the end of a canvas
+        confidence = jnp.where(is_response, jnp.exp(of_block(jnp.max(log_p, -1))), 0.0)  # as after the end of a canvas
         examples = FilterExamples(confidence, of_block(hits), is_response & active[:, None])
         waiting = is_response & of_block(masked)
         accepted = waiting & examples.correct
@@ -93,7 +96,7 @@ def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExample
 
 
 def fit_filter(examples: FilterExamples, key: Array, *, steps: int = 2000, learning_rate: float = 3e-3) -> Filter:
-    """Fit a filter by AdamW. Every step uses all examples."""
+    """Fit a filter with AdamW. Every step uses all examples."""
     import optax
 
     width = examples.confidence.shape[-1]

@@ -1,4 +1,4 @@
-"""Lexical Unit Decoding: training of a model to fill several [PAD] positions at once.
+"""Lexical Unit Decoding: training of a model to fill several [PAD] positions in one pass.
 
 Sun, Zhang, Lin et al.: Decoding at the Speed of Thought: Harnessing Parallel Decoding of Lexical Units for LLMs
 (LREC-COLING 2024), arXiv 2405.15208.
@@ -6,10 +6,10 @@ Sun, Zhang, Lin et al.: Decoding at the Speed of Thought: Harnessing Parallel De
 The untrained model computes the probability of each token of a text. A lexical unit is a run of tokens in which all but
 the first reach a threshold (`specjax.training.data.segments.split_by_confidence`). An example is the text with the
 tokens of one unit, except its first, replaced by [PAD]; its labels are the original tokens. The text before the unit is
-unchanged, as in decoding. The loss is the cross entropy of the next token at all positions, in equal parts of such
-examples and of unchanged texts.
+unchanged, as in decoding. The loss is the cross entropy of the next token at all positions. Such examples and
+unchanged texts have equal weight.
 
-Deviations: the hidden unit is drawn at random. The equal parts and the threshold are choices of our own.
+Deviations: the hidden unit is drawn at random. The equal weights and the threshold are our own choices.
 
     trained, losses = train_lud(target, tokens, length, pad_token=0, key=0)  # tokens int32[B, T], length int32[B]
 """
@@ -32,14 +32,14 @@ from specjax.types import Array, Model, PyTree, Target
 
 
 def hide_unit(key: Array, tokens: Array, length: Array, starts: Array, pad_token: int) -> Array:
-    """Return int32[B, T], the texts with one random unit each hidden, except its first token.
+    """Return int32[B, T], texts in which one random unit is hidden, except for its first token.
 
     Texts in which every token begins a unit do not change.
 
     Args: tokens: int32[B, T] with `length` int32[B] tokens. starts: bool[B, T], True for tokens that begin a unit.
     """
     unit, hideable = jnp.cumsum(starts, 1), ~starts & (jnp.arange(tokens.shape[1]) < length[:, None])
-    # Long units are drawn more often: each token is hidden with the same probability.
+    # Long units are drawn more often, so that `column` is uniform over all tokens that can be hidden.
     column = jnp.argmax(jnp.where(hideable, jax.random.uniform(key, tokens.shape), -1.0), 1)
     return jnp.where(hideable & (unit == take_along(unit, column[:, None], 1)), pad_token, tokens)
 
@@ -65,11 +65,11 @@ def train_lud(
     steps: int = 200,
     learning_rate: float = 1e-4,
 ) -> tuple[Target, Array]:
-    """Train a target to fill up to `slots` positions at once.
+    """Train a target to fill up to `slots` positions in one pass.
 
     Args:
       tokens: int32[B, T] with `length` int32[B] tokens, one batch. pad_token: a token that no text contains.
-      threshold: probability of the tokens of a unit.
+      threshold: minimum probability of the tokens of a unit after the first.
 
     Returns: (the trained target, float32[steps] losses).
 
@@ -82,7 +82,7 @@ def train_lud(
     check_integer("steps", steps)
     check_range("threshold", threshold, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     if not np.any(np.asarray(length) > 1):
-        raise UsageError("no text has two tokens, so none can be learned; give longer ones")
+        raise UsageError("no text has two tokens, so there is nothing to train on; give longer texts")
     probabilities, _ = score_tokens(target, tokens)
     starts = split_by_confidence(probabilities, max_length=slots + 1, threshold=threshold)
     arguments = target.model, pad_token, steps, learning_rate

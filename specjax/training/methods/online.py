@@ -1,18 +1,18 @@
-"""Online speculative decoding: a drafter learns while it serves, from the tokens that replaced its rejected drafts.
+"""Online speculative decoding: a drafter is trained while it serves, on the tokens that replace its rejected drafts.
 
 Liu, Hu, Bailis, Cheung, Deng, Stoica, Zhang: Online Speculative Decoding (ICML 2024), arXiv 2310.07177.
 Rule: every round records the token that the target wrote in place of a rejected draft. When a record is full, one step
 
     minimises the mean over these tokens of -sum(p log q)
 
-Guarantee: that of decoding. p does not change, and each round is verified with the q that drafted it.
-Deviations: the authors' code stores the last token of a round and reads q one position later. Here the token that
-replaced the rejected draft is used, with the q that drafted it, and rounds without a rejection leave no entry. A head
-drafts the whole round again, so deeper tokens count if a later round was rejected there. A round of a tree counts as
-rejected if the tree was deeper than the accepted path. The drafter's memory keeps the values of old parameters. Use one
-trainer per topic to train several drafters.
+Guarantee: that of decoding without training. p does not change, and each round is verified with the q that drafted it.
+Deviations: the authors' code stores the last token of a round and reads q one position later. We use the token that
+replaced the rejected draft, and the q that drafted it. Rounds without a rejection are not recorded. A head drafts the
+whole round again, so deeper tokens count if a later round had a rejection there. A round of a tree counts as rejected
+if the tree was deeper than the accepted path. The drafter's memory keeps values that old parameters computed. Several
+drafters, such as one per topic, need one trainer each.
 
-Training happens only if `serve` runs through a trainer, which sends new parameters to the drafter:
+Training only happens if `serve` runs through a trainer, which sends new parameters to the drafter:
 
     trainer = OnlineTrainer(target, head, texts=8, size=512)
     drafter = specjax.make_drafter("eagle3", target, head)
@@ -20,7 +20,7 @@ Training happens only if `serve` runs through a trainer, which sends new paramet
         ...  # as in `serve`
     specjax.save_head("head", trainer.trained, target=target)
 
-`stream` has the same numbers in `step.info`. Record them by `RejectionRecorder`, call `update`, and pass
+`stream` returns the same numbers in `step.info`. Record them with a `RejectionRecorder`, call `update`, and pass
 `drafter.replace(params=...)` to the next call.
 """
 
@@ -42,9 +42,9 @@ from specjax.types import Array, PyTree, Target
 
 
 class RejectionRecord(NamedTuple):
-    """At most N decoded texts. A new one replaces the oldest."""
+    """A record of at most N decoded texts. A new text replaces the oldest one."""
 
-    tokens: Array  # int32[N, S], with prompts; longer texts are cut
+    tokens: Array  # int32[N, S], prompts and responses; longer texts are cut
     length: Array  # int32[N], 0: no text
     rejected: Array  # bool[N, S], True for tokens that replaced a rejected draft
     roots: Array  # bool[N, S], True for the last token before a round with a rejection
@@ -59,7 +59,7 @@ def empty_record(texts: int, size: int) -> RejectionRecord:
 
 @jax.jit
 def add_text(record: RejectionRecord, tokens: Array, length: Array, rejected: Array, roots: Array) -> RejectionRecord:
-    """Add a text, with arrays [S] each, and its length. Pure."""
+    """Return the record with one more text. Pure. The arguments are arrays [S], and the length of the text."""
     slot = record.total % len(record.length)
     new = tokens, length, rejected, roots
     old = record.tokens, record.length, record.rejected, record.roots
@@ -70,7 +70,7 @@ def add_text(record: RejectionRecord, tokens: Array, length: Array, rejected: Ar
 def plan_updates(trainable: Trainable, *, chunk: int | None = None, **changes: Any) -> TrainingPlan:
     """Return the plan of online steps: the recipe of the kind, with soft cross entropy and AdamW at a constant 1e-4.
 
-    Args: chunk: positions of a text whose logits are computed at a time; None: all. changes: fields of the recipe.
+    Args: chunk: positions of a text whose logits are computed together; None: all. changes: fields of the recipe.
     """
     objective = build_objective(trainable)
     online: dict[str, Any] = {
@@ -88,7 +88,7 @@ def update(
 
     Args:
       state, frozen: from `init_state(plan, params)`. target: the model that wrote the texts.
-      limit: rejections per text that are used, the first ones; None: all.
+      limit: number of rejections per text that are used, from the first on; None: all.
     """
     positions = find_positions(record, plan.objective.whole_rounds, limit)
     updated, outcome = compute_step(plan, state, frozen, target, to_batch(record), positions, jax.random.key(0))
@@ -107,8 +107,8 @@ def to_batch(record: RejectionRecord) -> PackedBatch:
 def find_positions(record: RejectionRecord, whole_rounds: bool, limit: int | None = None) -> Array:
     """Return int32[N, R], the positions of the rounds to train on, then -1.
 
-    Args: whole_rounds: return the rounds that had a rejection. False: a round whose first token was rejected, for each
-      rejection.
+    Args: whole_rounds: True: return the rounds that had a rejection. False: return for each rejection the round that
+      drafts the rejected token first.
     """
     ahead, marks = (1, record.roots) if whole_rounds else (PAIR_TOKENS, record.rejected)
     size = limit or marks.shape[1]
@@ -117,10 +117,13 @@ def find_positions(record: RejectionRecord, whole_rounds: bool, limit: int | Non
 
 
 class RejectionRecorder:
-    """A recorder of texts that are being decoded, by name, and a record of those that are complete."""
+    """A recorder that collects running texts by name, and adds complete texts to a record."""
 
     def __init__(self, texts: int, size: int):
-        """Create an empty recorder. Args: texts: texts of a full record. size: limit of their tokens, with prompts."""
+        """Create an empty recorder.
+
+        Args: texts: number of texts of a full record. size: limit of their tokens, including prompts.
+        """
         self.texts, self.size = texts, size
         self.record = empty_record(texts, size)
         self._running: dict[Any, _RunningText] = {}
@@ -131,7 +134,7 @@ class RejectionRecorder:
         """Record the tokens that one step added to a text.
 
         Args:
-          accepted: how many of the tokens, from the first on, were drafted. drafted: depth of the draft.
+          accepted: number of leading tokens that were drafted. drafted: depth of the draft.
           ended: True for the last step of the text.
         """
         text = self._running.setdefault(name, _RunningText(list(map(int, prompt)), [], []))
@@ -143,16 +146,16 @@ class RejectionRecorder:
             self.end_text(name)
 
     def end_text(self, name: Any) -> None:
-        """Move a text to the record, if no step had `ended`."""
+        """Move a text to the record. Only needed if its last step did not have `ended`."""
         self.record = add_text(self.record, *self._running.pop(name).to_arrays(self.size))
 
     @property
     def is_full(self) -> bool:
-        """Return True if as many texts are complete as the record holds."""
+        """Return True if the record holds as many texts as it has room for."""
         return int(self.record.total) >= self.texts
 
     def take_record(self) -> RejectionRecord:
-        """Return the record, and start a new one."""
+        """Return the record, and start an empty one."""
         record, self.record = self.record, empty_record(self.texts, self.size)
         return record
 
@@ -178,7 +181,7 @@ class OnlineTrainer:
 
         Args:
           trainable: the head or draft model of the drafter. texts: complete texts per update.
-          size: limit of tokens of a text, with its prompt. changes: fields of the recipe, as for `plan_updates`.
+          size: limit of tokens of a text, including its prompt. changes: arguments of `plan_updates`.
         """
         self.target, self.trainable = target, trainable
         self.recorder = RejectionRecorder(texts, size)
@@ -192,7 +195,7 @@ class OnlineTrainer:
         return export_trainable(self.trainable, self.state, self._frozen)
 
     def run(self, steps: Generator[Any, Any, None], prompts: Sequence[Sequence[int]]) -> Iterator[Any]:
-        """Yield the steps of `serve`, and send new parameters to its drafter after every full record.
+        """Yield the steps of `serve`, and send new parameters to its drafter whenever a record is full.
 
         Args: prompts: the token ids of each request.
         """

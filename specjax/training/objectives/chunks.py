@@ -1,4 +1,4 @@
-"""Sums over many positions, a chunk at a time, so that the logits of all positions never exist together."""
+"""Sums over positions in chunks, so that the logits of all positions are never in memory together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def sum_in_chunks(function: Callable[..., Any], count: int, chunk: int | None, *
 
     Each call covers `size` positions from i on. The sum is differentiable with respect to `arguments`.
 
-    Args: chunk: positions per call, a divisor of `count`. The backward pass computes each chunk again. None: one call
-      covers all positions and is not computed again.
+    Args: chunk: positions per call, a divisor of `count`. The backward pass recomputes each chunk. None: one call
+      covers all positions, and nothing is recomputed.
     """
     if chunk is None or chunk == count:
         return function(*arguments, jnp.int32(0), count)
     if count % chunk:
-        raise UsageError(f"chunk must divide the {count} positions of a row, and {chunk} does not")
+        raise UsageError(f"chunk must divide the {count} positions of a row, but {chunk} does not")
     rematerialized = jax.checkpoint(lambda i, *arguments: function(*arguments, i, chunk))
     shapes = jax.eval_shape(rematerialized, jnp.int32(0), *arguments)
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

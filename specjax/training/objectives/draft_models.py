@@ -1,4 +1,4 @@
-"""Training of a draft model, a smaller model with the target's tokenizer that drafts chains (`drafters.two_model`).
+"""Training of draft models: smaller models with the target's tokenizer that draft chains (`drafters.two_model`).
 
 Zhou, Lyu, Rawat, Menon, Rostamizadeh, Kumar, Kagy, Agarwal: DistillSpec: Improving Speculative Decoding via Knowledge
 Distillation (2023), arXiv 2310.08461. The texts y after prompts x come from the data, the target, the draft model or a
@@ -7,16 +7,16 @@ mix:
     minimise the mean over x, y and t of D(p(. | x, y_<t), q(. | x, y_<t)), D one of `losses.LOSSES`
 
 Goel, Gagrani, Jeon, Park, Lee, Lott: Direct Alignment of Draft Model for Speculative Decoding with Chat-Fine-Tuned LLMs
-(2024), arXiv 2403.00858: the same with D = TVD++ on the target's responses.
-Zafrir, Margulis, Shteyman, Guskin, Boudoukh: FastDraft: How to Train Your Draft (ACL Findings 2025), arXiv 2411.11055:
-cross entropy on raw text, then on text that the target wrote; neither runs the target.
+(2024), arXiv 2403.00858. The loss is the same, with D = TVD++ on the target's responses.
+Zafrir, Margulis, Shteyman, Guskin, Boudoukh: FastDraft: How to Train Your Draft (ACL Findings 2025), arXiv 2411.11055.
+The loss is cross entropy, first on raw text and then on text that the target wrote. Neither stage runs the target.
 
-Guarantee: decoding is as exact as before, since p does not change. No gradient flows through the sampling of a text or
-through the target.
-Deviations: the mean is over all tokens of a batch, not first over those of each text. p and q are taken at temperature
-1, as in DistillSpec, for every serving temperature. Losses with batch statistics use those of one chunk of positions.
-FastDraft begins with random parameters; starting from `pruned` is our own. If the vocabularies differ in size, p and q
-are over the ids that both models have.
+Guarantee: training does not change p, so decoding stays as exact as before. No gradient flows through the target or
+through the sampling of a text.
+Deviations: the mean is over all tokens of a batch, not over the means of texts. p and q have temperature 1, as in
+DistillSpec, for every serving temperature. Losses with batch statistics compute them on one chunk of positions.
+FastDraft starts with random parameters; starting with some of the target's layers is our own choice. If the
+vocabularies differ in size, p and q are over the ids that both models have.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from specjax.training.objectives.recipes import Recipe
 from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Array, Model, PyTree, Target
 
-LOGIT_POSITIONS = 64  # positions of a text whose logits are computed at a time
+LOGIT_POSITIONS = 64  # positions of a text whose logits are computed together
 
 
 class PositionSums(NamedTuple):
@@ -56,8 +56,8 @@ class PositionSums(NamedTuple):
 class DraftPositions(NamedTuple):
     """Hidden states and labels of the first token that each of N rounds drafts."""
 
-    hidden: Array  # [B, N, D], the draft model's at the root
-    teacher: Array | None  # [B, N, E], the target's at the root
+    hidden: Array  # [B, N, D], hidden states of the draft model at the root
+    teacher: Array | None  # [B, N, E], hidden states of the target at the root
     label: Array  # int32[B, N]
     weight: Array  # float32[B, N]
 
@@ -69,8 +69,8 @@ def compute_loss(
     """Return (float32[], statistics) of a draft model on a packed batch.
 
     Args:
-      target: None if "ce", which needs no target, is the only loss.
-      positions: int32[B, R], as for heads: the root x_{t+1} of position t drafts x_{t+2}. -1: no round.
+      target: None if the only loss is "ce", which needs no target.
+      positions: int32[B, R], as for heads: the round from position t has root x_{t+1} and drafts x_{t+2}; -1: no round.
       chunk: positions of a row per call, a divisor of R; the logits are float32[B, chunk, V].
       teacher: [B, T, E], the target's last hidden states; None: they are computed.
     """
@@ -133,7 +133,7 @@ def shared_logits(model: Model, params: PyTree, hidden: Array, other: Target | N
 
 
 def count_leading_hits(model: Model, params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
-    """Return int32[B, T - 1], the correct leading tokens of a greedy chain of `depths` from each position.
+    """Return int32[B, T - 1], the number of correct leading tokens of a greedy chain of `depths` from each position.
 
     A draft equals the text up to its first error, so one pass over the text covers all positions.
     """
@@ -154,13 +154,13 @@ def count_leading_hits(model: Model, params: PyTree, target: Target, packed: Pac
 class OnPolicy:
     """DistillSpec's mix of data, for `train(..., replace_batch=)`. It needs one text per row.
 
-    With probability `share` the draft model, with its current parameters, writes the responses of a batch anew. At 1
-    training is on-policy alone.
+    With probability `share` the draft model rewrites the responses of a batch with its current parameters. At 1
+    training is entirely on-policy after the warm-up.
     """
 
     eos: tuple[int, ...]
     share: float = 0.5
-    warmup: float = 0.1  # share of the first steps that keep their batch, since early samples are useless
+    warmup: float = 0.1  # share of the steps, from the first on, that keep their batch, as early samples are useless
     temperature: float = 1.0
     seed: int = 0
 
@@ -177,15 +177,15 @@ def resample_responses(
 ) -> PackedBatch:
     """Replace the responses of a batch by samples of the draft model.
 
-    Samples end with their row at the latest. All have the length limit that the longest prompt leaves. Rows without a
-    response do not change.
+    A sample ends at the end of its row at the latest. Its length is also limited by the positions that the draft model
+    has left after the longest prompt. Rows without a response do not change.
 
     Raises: UsageError for rows with several texts.
     """
     tokens, text_start, loss_mask = (np.asarray(x) for x in packed)
     size = tokens.shape[1]
     if ((text_start > 0) & loss_mask).any():
-        raise UsageError("rows with several texts cannot be sampled anew; pack one per row (packs=False)")
+        raise UsageError("rows with several texts cannot be resampled; pack one per row (packs=False)")
     has_response = np.any(loss_mask, axis=1)
     prompt = np.where(has_response, np.maximum(np.argmax(loss_mask, 1), 1), 1).astype(np.int32)
     limit = int(min(size - prompt[has_response].min(initial=size - 1), student.model.max_positions - prompt.max()))

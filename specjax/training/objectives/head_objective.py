@@ -1,4 +1,4 @@
-"""Loss of a draft head: the distance of its drafts from the target as one differentiable number, with statistics."""
+"""Loss of a draft head: the distance of its drafts from the target, with statistics by depth."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DepthSums(NamedTuple):
     weight: Array  # rounds that count
     hits: Array  # rounds whose most likely token was the text's
     reached: Array  # rounds in which this token and all earlier ones were the text's
-    features: Array  # losses of predicted features
-    confidence: Array  # losses of predicted confidence
+    features: Array  # loss of predicted features
+    confidence: Array  # loss of the predicted acceptance
 
 
 class StepReport(NamedTuple):
@@ -47,7 +47,7 @@ def compute_head_loss(
 ) -> tuple[Array, StepReport]:
     """Return (float32[], statistics). The arguments are those of `unroll_rounds`.
 
-    Raises: UsageError if the recipe has a share for an output that the head lacks.
+    Raises: UsageError if the recipe has a loss for an output that the head lacks.
     """
     _check_outputs(recipe, head)
     depths = min(recipe.depths, head.max_depth or recipe.depths)
@@ -71,7 +71,7 @@ def _check_outputs(recipe: Recipe, head: Head) -> None:
     ):
         if share and not has_output:
             raise UsageError(
-                f"a head of {head.kind} predicts no {name}, and the recipe gives it a share of {share}; make it 0"
+                f"a head of kind {head.kind} predicts no {name}, but the recipe has {name}={share}; set it to 0"
             )
 
 
@@ -86,7 +86,7 @@ def _sum_losses(recipe: Recipe, head: Head, outputs: list[DepthOutput], teacher:
     share = weight
     if recipe.weighting == "d_pace":
         surprise = [losses.cross_entropy(depth.logits, None, depth.label, depth.weight) for depth in outputs]
-        # Tokens that the head cannot draft are never correct, and after the end of a text no draft becomes longer.
+        # Tokens that the head cannot draft are never correct. After the end of a text no draft can become longer.
         share = weight * losses.d_pace(jnp.where(draftable, -jnp.stack(surprise), -jnp.inf), counted)
     hits = jnp.stack([jnp.argmax(depth.logits, -1) == depth.label for depth in outputs])
     reached = jnp.cumprod(hits & (counted > 0), 0)
@@ -112,9 +112,9 @@ def _teacher_logits(target: Target, depth: DepthOutput, ids: Array | None) -> Ar
 
 
 def _restrict_outputs(target: Target, ids: Array) -> Target | None:
-    """Return the target with logits of these tokens alone, or None if its output is not one table of its parameters.
+    """Return the target with logits of only these tokens, or None if its output is not a single table.
 
-    A head that drafts 4,096 of 49,152 tokens would otherwise spend nine tenths of a step on the other logits.
+    With 4,096 of 49,152 tokens, nine tenths of a step would otherwise be spent on logits that are not used.
     """
     params: Any = target.params
     name = next((name for name in ("head", "embed") if isinstance(params, dict) and name in params), None)
@@ -132,8 +132,8 @@ def _feature_loss(head: Head, depth: DepthOutput, k: int) -> Array:
 def _confidence_loss(outputs: list[DepthOutput], teacher: list[Array | None], hits: Array, draftable: Array) -> Array:
     """Return float32[K, N], the cross entropy of the predicted acceptance.
 
-    Args: draftable: bool[K, N], True where the head can draft the text's token. The teacher's distribution covers such
-      tokens alone, so elsewhere nothing is accepted.
+    Args: draftable: bool[K, N], True where the head can draft the text's token. The teacher's distribution covers only
+      such tokens, so the acceptance is 0 elsewhere.
     """
 
     def acceptance(depth: DepthOutput, p: Array | None, hit: Array, can_draft: Array) -> Array:
@@ -151,7 +151,7 @@ def _confidence_loss(outputs: list[DepthOutput], teacher: list[Array | None], hi
 
 
 def count_leading_hits(head: Head, params: PyTree, target: Target, rounds: Rounds, depths: int) -> Array:
-    """Return int32[B, R], the correct leading tokens of each round's greedy draft."""
+    """Return int32[B, R], the number of correct leading tokens of each round's greedy draft."""
 
     def judge(outputs: list[DepthOutput]) -> Array:
         hits = [(jnp.argmax(depth.logits, -1) == depth.label) & (depth.weight > 0) for depth in outputs]

@@ -2,8 +2,8 @@
 
 A position has the target distribution p and the draft distribution q, both over the tokens of the draft vocabulary:
 `loss(draft float32[..., v], teacher float32[..., v] or None, label int32[...], weight float32[...]) -> float32[...]`.
-`draft` and `teacher` are logits, and `label` is the token that the target wrote. `weight`, 0 where a position does not
-count, serves losses with batch statistics. At temperature 1 speculation accepts a draft with probability
+`draft` and `teacher` are logits, and `label` is the token that the target wrote. `weight` is 0 where a position does
+not count; losses with batch statistics use it. At temperature 1 speculation accepts a draft with probability
 sum(min(p, q)) = 1 - TV. In greedy decoding it accepts a draft if the most likely tokens agree. Total variation
 therefore suits sampling, and cross entropy suits greedy decoding.
 
@@ -12,8 +12,8 @@ Gradients with respect to draft logits z, q = softmax(z), with g = [p > q]:
     ce          q - onehot              soft_ce, kl   q - p
     rkl         q (r - E_q r), r = log(q / p)
     jsd         (1 - b) q (l - E_q l), l = log(q / (b p + (1 - b) q))
-    tv          -q (g - E_q g)          nla           that of tv / sum(min(p, q))
-    tvd++       -q (g - E_q g) / sigma, sigma the deviation of g in the batch (arXiv 2403.00858)
+    tv          -q (g - E_q g)          nla           gradient of tv / sum(min(p, q))
+    tvd++       -q (g - E_q g) / sigma, sigma: standard deviation of g in the batch (arXiv 2403.00858)
     lk_hybrid   e kl + (1 - e) tv, e = exp(-3 mean of sum(min(p, q))) (arXiv 2602.23881)
 """
 
@@ -50,7 +50,7 @@ def _expected(p: Array, x: Array) -> Array:
 
 
 def cross_entropy(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-    """Return -log q of the target's token. A label that is not in the draft vocabulary counts as token 0."""
+    """Return -log q of the target's token. A label outside of the draft vocabulary is replaced by token 0."""
     valid_label = jnp.where((label >= 0) & (label < draft.shape[-1]), label, 0)
     draft = draft.astype(jnp.float32)
     return jax.nn.logsumexp(draft, -1) - jnp.take_along_axis(draft, valid_label[..., None], -1)[..., 0]
@@ -99,29 +99,29 @@ def total_variation(draft: Array, teacher: Array | None, label: Array, weight: A
 
 
 def negative_log_acceptance(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-    """Return -log sum(min(p, q)), whose gradient is TV's, enlarged where little is accepted.
+    """Return -log sum(min(p, q)). Its gradient is that of TV divided by the acceptance rate sum(min(p, q)).
 
-    Logarithms keep the gradient where hardly anything is accepted.
+    The sum is computed from logarithms, so the gradient does not vanish where the acceptance rate is tiny.
     """
     log_p, log_q = _log_p(teacher), _log_q(draft)
     return -jax.nn.logsumexp(jnp.where(_is_larger(log_p, log_q), log_q, log_p), -1)
 
 
 def normalised_variation(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-    """Return the TVD++ loss: TV as a policy's reward [p > q], normalised by its mean and deviation in the batch.
+    """Return the TVD++ loss: a policy gradient with reward [p > q], normalised by its mean and deviation in the batch.
 
-    Only the gradient has a meaning. It is that of TV divided by the deviation.
+    Only the gradient is meaningful. It is that of TV divided by the deviation.
     """
     _, q, larger = _larger(draft, teacher)
     q = jax.lax.stop_gradient(q)
-    # The reward is 0 or 1, so that mean and mean of squares are one number.
+    # The reward is 0 or 1, so its mean equals the mean of its squares.
     mean = jnp.sum(weight * jnp.sum(q * larger, -1)) / jnp.maximum(jnp.sum(weight), 1e-9)
     deviation = jnp.maximum(jnp.sqrt(jnp.maximum(mean - mean**2, 0.0)), MIN_DEVIATION)
     return -jnp.sum(q * (larger - mean) / deviation * _log_q(draft), -1)
 
 
 def lk_hybrid(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-    """Return a mix of KL and TV that moves from KL to TV as more drafts are accepted."""
+    """Return a mix of KL and TV, whose share of TV grows with the acceptance rate."""
     variation = total_variation(draft, teacher, label, weight)
     accepted = jnp.sum(weight * (1 - variation)) / jnp.maximum(jnp.sum(weight), 1e-9)
     share = jnp.exp(-3 * jax.lax.stop_gradient(accepted))
@@ -141,7 +141,7 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "lk_hybrid": lk_hybrid,
     }
 )
-"""All losses by name. All but `ce` read the teacher."""
+"""All losses by name. All except `ce` read the teacher."""
 
 
 def smooth_l1(predicted: Array, feature: Array) -> Array:
@@ -151,8 +151,10 @@ def smooth_l1(predicted: Array, feature: Array) -> Array:
 
 
 def _clip_probability(probability: Array) -> Array:
-    """Clip probabilities so that logarithms are finite, but keep the gradient, which is largest where they are
-    wrong."""
+    """Clip probabilities so that their logarithms are finite, without changing the gradient.
+
+    The gradient is largest where a prediction is wrong.
+    """
     return probability + jax.lax.stop_gradient(jnp.clip(probability, 1e-30, 1 - 2**-24) - probability)
 
 

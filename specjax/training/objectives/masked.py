@@ -10,11 +10,11 @@ probability t:
     minimise the mean over t and masks of the sum over masked columns i of -log p(x_i | unmasked columns) / t
 
 divided by the number of columns in the loss mask. This bounds the negative log-likelihood per column. In a block-causal
-model a block sees itself masked and the blocks before it unmasked. One pass covers a row [clean | masked] of 2 T
+model a block attends to itself masked, and to earlier blocks unmasked. One pass covers a row [clean | masked] of 2 T
 columns. With complementary masks a second view, [clean | masked | the other columns masked], trains every column in
 each step.
-Deviations: rates are stratified over the rows of a batch, and each one is still uniform. Several texts share a row, and
-none sees another.
+Deviations: rates are stratified over the rows of a batch, and each rate is still uniform. Several texts share a row,
+but do not attend to each other.
 
     denoiser = specjax.training.init_denoiser(specjax.models.LlamaConfig(...), mask_token=0)
     denoiser = train(None, denoiser, texts, recipe=recipe_of("masked_diffusion"))
@@ -35,7 +35,7 @@ from specjax.training.objectives.losses import cross_entropy
 from specjax.types import Array
 
 MIN_RATE = 1e-3
-"""Lower bound of the rate, so that no column weighs more than a thousand others."""
+"""Lower bound of the rate, which limits the weight of a column to 1000."""
 
 
 class MaskedView(NamedTuple):
@@ -77,7 +77,7 @@ def mask_randomly(denoiser: Denoiser, packed: PackedBatch, key: Array) -> Masked
 
 
 def complement(packed: PackedBatch, view: MaskedView) -> MaskedView:
-    """Mask the columns of the loss mask that the view does not mask."""
+    """Return the complementary view, which masks the other columns of the loss mask."""
     return MaskedView(jnp.asarray(packed.loss_mask) & ~view.masked, jnp.maximum(1 - view.rate, MIN_RATE))
 
 
@@ -126,9 +126,9 @@ def compute_loss(
     """Return (float32[], sums): the mean over views of the cross entropy per column of the loss mask.
 
     Args:
-      by_rate: weight masked columns by 1 / rate, which bounds the likelihood. False: by 1, so that complementary views
-        train each column once.
-      chunk: columns whose V logits are computed at a time, a divisor of T; None: all.
+      by_rate: weight masked columns by 1 / rate, which bounds the likelihood. False: weight them by 1, so that
+        complementary views train each column once.
+      chunk: columns whose logits are computed together, a divisor of T; None: all.
     """
     tokens, size = jnp.asarray(packed.tokens), packed.tokens.shape[1]
     masked = jnp.stack([view.masked for view in views], 1)

@@ -1,4 +1,4 @@
-"""Default training recipes, one row per kind of head or model, mostly those of its authors."""
+"""Default training recipes, one row per kind of head or model. Most of them are the authors' own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from specjax.training.objectives.losses import LOSSES
 class Recipe:
     """The loss of a training run, and its optimizer."""
 
-    losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # losses of logits by name, with their shares
+    losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # (name, weight) of each loss of the logits
     depths: int = 4  # drafted tokens per round
     decay: float = 0.8  # factor of the loss from one depth to the next
     weighting: Literal["decay", "d_pace"] = "decay"
-    features: float = 0.0  # share of the smooth L1 loss of predicted features
-    confidence: float = 0.0  # share of the cross entropy of the predicted acceptance
-    noise: float = 0.0  # half width of uniform noise on features, times 512 / T
+    features: float = 0.0  # weight of the smooth L1 loss of predicted features
+    confidence: float = 0.0  # weight of the cross entropy of the predicted acceptance
+    noise: float = 0.0  # half width of the uniform noise on features, for rows of 512 tokens (scaled by 512 / T)
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
-    tables: float = (
-        0.3  # Adam's rate for tables and norms relative to Muon's, whose orthogonal steps allow a higher one
-    )
+    tables: float = 0.3  # Adam's rate for tables and norms, divided by Muon's, which may be higher
     warmup: float = 0.05  # share of all steps
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = 0.01
@@ -45,13 +43,15 @@ class Recipe:
 
 
 MUON_FACTOR = 10
-"""Ratio of Muon's learning rate to AdamW's, with steps of the same size (optax's consistent_rms). Measured on an
-EAGLE-3 head of SmolLM2 that read 50,882 tokens of responses once. AdamW at 1e-3, 3e-3, 6e-3 reached 1.35, 1.41, 1.38
+"""Ratio of Muon's learning rate to AdamW's, with steps of the same size (optax's consistent_rms). It was measured on
+an EAGLE-3 head of SmolLM2 in one epoch of 50,882 response tokens. AdamW at 1e-3, 3e-3, 6e-3 reached 1.35, 1.41, 1.38
 tokens per pass. Muon at 1e-3, 4e-3, 1e-2, 2e-2 (`tables` 1) reached 1.21, 1.45, 1.50, 1.48."""
 
 
 def recipe_of(kind: str, **changes) -> Recipe:
-    """Return the recipe of a kind, with changes. Another optimizer sets its own learning rate, unless one is given.
+    """Return the recipe of a kind, with changes.
+
+    A change of the optimizer also changes the learning rate by MUON_FACTOR, unless `changes` has a learning rate.
 
     Raises: UsageError for an unknown loss, weighting, optimizer or schedule, or numbers out of range.
     """
@@ -68,9 +68,9 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise a UsageError for an invalid recipe."""
     unknown = [name for name, _ in recipe.losses if name not in LOSSES]
     if unknown:
-        raise UsageError(f'there is no loss "{unknown[0]}"; there are {", ".join(LOSSES)}')
+        raise UsageError(f'unknown loss "{unknown[0]}"; choose from {", ".join(LOSSES)}')
     if not recipe.losses or not all(0 < share < math.inf for _, share in recipe.losses):
-        raise UsageError(f"a recipe needs losses with shares above 0, not {recipe.losses}")
+        raise UsageError(f"a recipe needs losses with weights above 0, not {recipe.losses}")
     choices_by_name = {
         "weighting": ("decay", "d_pace"),
         "optimizer": ("adamw", "muon"),
@@ -102,7 +102,7 @@ _MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        # The authors' training-time test of 7 steps, but Muon instead of their AdamW: see MUON_FACTOR.
+        # The authors' training-time test of 7 steps, but with Muon instead of their AdamW (see MUON_FACTOR).
         "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
         "p_eagle": Recipe(depths=8, decay=1.0),
         "eagle": _FEATURES,
@@ -112,18 +112,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "clover": Recipe((("soft_ce", 1.0),), depths=4, decay=0.7),
         "chimera": Recipe((("ce", 1.0),), depths=4),
         "kangaroo": Recipe(depths=1, learning_rate=5e-4),
-        "m2r2": Recipe(
-            depths=1, confidence=1.0, learning_rate=1e-3
-        ),  # has a loss of its own: `specjax.adaptive.train_m2r2`
+        "m2r2": Recipe(depths=1, confidence=1.0, learning_rate=1e-3),  # `specjax.adaptive.train_m2r2` has its own loss
         "hamburger": Recipe(
             (("ce", 1.0),), depths=3, decay=1.0, confidence=0.5, learning_rate=1e-4
-        ),  # for verified drafting
+        ),  # for HAMburger as a drafter
         "hidden_transfer": Recipe((("kl", 1.0),), depths=3),
         "ppd": Recipe((("kl", 1.0),), depths=3, learning_rate=1e-2, weight_decay=0.0),
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
-        "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # temperatures are calibrated
+        "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # calibrated instead of trained
         "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
         "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
         "distillspec": _MODEL,
@@ -134,5 +132,5 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )
-"""Recipes by kind. A kind with a limit of drafted tokens is trained no deeper. The rows after `redrafter` are for draft
-models, whose `depths` is only the length of the measured chain, for denoisers and for stopping heads."""
+"""Recipes by kind. Training never goes deeper than the draft limit of a kind. The rows after `redrafter` are for draft
+models, denoisers and stopping heads. The `depths` of draft models is only the length of the measured chain."""

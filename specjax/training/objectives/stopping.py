@@ -2,15 +2,15 @@
 
 Huang, Guo, Wang: SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths (2024), arXiv 2405.19715.
 For a text X of the target, the draft model proposes Y_i ~ q(. | X_<i), which is accepted with probability
-a_i = min(1, p(Y_i) / q(Y_i)). It reads Z: Z_i is X_i with probability r = 0.15, else Y_i. From its features of Y_i the
-head predicts the acceptance s_i:
+a_i = min(1, p(Y_i) / q(Y_i)). The draft model then reads Z, where Z_i is X_i with probability r = 0.15, else Y_i. From
+its features at Y_i the head predicts the acceptance s_i:
 
     minimise sum of (w (1 - a_i) (-log(1 - s_i)) + a_i (-log s_i)) / sum of (w (1 - a_i) + a_i), w = 6
 
-over the positions with Z_i = Y_i. The draft model is frozen and has no optimizer state.
-Guarantee: decoding is as exact as before, for any output of the head.
-Deviations: as in the paper, a_i is computed after X_<i, while the head reads features after Z_<i. Prompts are not
-mixed. Both distributions are at temperature 1. The learning rate is our own.
+over the positions with Z_i = Y_i. As in the paper, a_i is computed after X_<i, while the head reads features after
+Z_<i. The draft model is frozen and has no optimizer state.
+Guarantee: decoding stays as exact as before, for any output of the head.
+Deviations: prompts are not mixed. Both distributions have temperature 1. The learning rate is our own.
 
     head = train(target, init_stopping(draft), texts, recipe=recipe_of("specdec++")).head
 """
@@ -41,7 +41,7 @@ class StoppingTrainable:
     """A stopping head that `train` accepts, with the draft model whose tokens it judges."""
 
     model: Model = field(metadata=STATIC)
-    params: PyTree  # "draft": of the model; "head": AcceptanceHead
+    params: PyTree  # {"draft": parameters of the model, "head": AcceptanceHead}
     rejection_weight: float = field(metadata=STATIC, default=6.0)  # w
     text_share: float = field(metadata=STATIC, default=0.15)  # r
 
@@ -61,9 +61,9 @@ def init_stopping(draft: Target, num_blocks: int = 3, **settings: float) -> Stop
 
 
 class StoppingExamples(NamedTuple):
-    """Inputs and labels of a stopping head."""
+    """Inputs, labels and weights of a stopping head."""
 
-    features: Array  # [B, T, D], the draft model's after each token of Z
+    features: Array  # [B, T, D], features of the draft model at each token of Z
     accepted: Array  # float32[B, T], acceptance probability of the token
     weight: Array  # float32[B, T], 1 where the draft model proposed the token
 
@@ -110,7 +110,10 @@ def sample_proposals(
 def compute_loss(
     head: AcceptanceHead, examples: StoppingExamples, rejection_weight: float = 6.0
 ) -> tuple[Array, StepReport]:
-    """Return (float32[], statistics). The accuracy is the share of tokens on the correct side of even odds."""
+    """Return (float32[], statistics).
+
+    The accuracy is the share of tokens whose predicted and actual acceptance are on the same side of 1/2.
+    """
     predicted = head.acceptance(examples.features)
     loss, share = acceptance_weighted(predicted, examples.accepted, rejection_weight)
     count = jnp.sum(examples.weight)
@@ -121,6 +124,6 @@ def compute_loss(
 
 
 def calibrate(head: AcceptanceHead, rejection_weight: float = 6.0) -> AcceptanceHead:
-    """Remove the weight of rejections from a head: its output P becomes w P / (w P + 1 - P)."""
+    """Remove the effect of the rejection weight w from a head: its output P becomes w P / (w P + 1 - P)."""
     bias = head.out.bias + jnp.array([0.0, jnp.log(rejection_weight)], head.out.bias.dtype)
     return head._replace(out=head.out._replace(bias=bias))

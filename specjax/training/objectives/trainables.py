@@ -20,7 +20,7 @@ from specjax.training.objectives.recipes import Recipe
 from specjax.training.objectives.unroll import Rounds, TargetActivations, run_target
 from specjax.types import Array, Model, PyTree, Target
 
-NOISE_LENGTH = 512  # tokens of a text at which the noise on features has the size of the recipe
+NOISE_LENGTH = 512  # length of a row at which the noise on features has the size in the recipe
 
 Trainable = DraftHead | Target | stopping.StoppingTrainable | Denoiser
 """Everything that `train` accepts. Each has `params`."""
@@ -30,20 +30,20 @@ class TrainingObjective(NamedTuple):
     """Pure functions of the parameters of a trainable. Hashable; equal trainables share one object."""
 
     kind: str  # selects the default recipe
-    config: Any
+    config: Any  # identifies the trainable, apart from its parameters
     max_depth: int | None  # longest chain that can be drafted; None: any length
     # (recipe, params, target, packed, positions int32[B, R], key, chunk) -> (float32[], StepReport)
     loss: Callable[..., tuple[Array, StepReport]]
     # (params, target, packed, depths) -> int32[B, T - 1], correct leading tokens of a greedy draft from each position
     leading_hits: Callable[..., Array]
-    # Layers of the target. Together with its last hidden states they are all of the target that the loss reads, so it
-    # accepts them as `activations=`. None: the loss reads more of the target.
+    # Layers of the target. The loss reads only their activations and the last hidden states, and accepts both as
+    # `activations=`. None: the loss reads more of the target.
     taps: tuple[int, ...] | None = None
-    whole_rounds: bool = False  # True: the loss covers all depths of a round; False: its first token alone
+    whole_rounds: bool = False  # True: the loss covers all depths of a round; False: only its first token
 
 
 def build_objective(trainable: Trainable) -> TrainingObjective:
-    """Return the objective that trains a head, model, stopping head or denoiser."""
+    """Return the training objective of a head, draft model, stopping head or denoiser."""
     if isinstance(trainable, Denoiser):
         return build_denoiser_objective(trainable.replace(params=()))
     if isinstance(trainable, stopping.StoppingTrainable):
@@ -116,9 +116,11 @@ def build_stopping_objective(model: Model, rejection_weight: float, text_share: 
 
 @functools.cache
 def build_denoiser_objective(denoiser: Denoiser) -> TrainingObjective:
-    """Return the objective of a diffusion language model without parameters.
+    """Return the objective of a denoiser.
 
     Block-causal models are trained with complementary masks.
+
+    Args: denoiser: without parameters, so that equal denoisers share one objective.
     """
 
     def loss(

@@ -1,10 +1,10 @@
-"""Training rounds: a head drafts from many positions of a text at once, exactly as it drafts when it is served.
+"""Training rounds: a head drafts from many positions of a text in one pass, exactly as it drafts when it is served.
 
 The round from position t begins with the pair of x_t and its root x_{t+1}. The head's own `start` and `follow` draft a
-chain whose tokens are those of the text, that is, the tokens after a correct draft. All rounds of a text share its keys
-and values, and each round has its own after them, like the nodes of a tree. The training pass is therefore the
-decoder's for every head. For EAGLE-3 it is the training-time test of arXiv 2503.01840. There the query of position t at
-step i sees the pairs up to t and, from earlier steps, only those of its own round.
+chain whose tokens are replaced by those of the text, as after a correct draft. All rounds of a text share its keys and
+values. Each round appends its own, like the nodes of a tree. Every head is therefore trained on the same computation as
+in decoding. For EAGLE-3 this is the training-time test of arXiv 2503.01840. There the query of position t at step i
+attends to the pairs up to t. From earlier steps it attends only to pairs of its own round.
 
     depth k of the round from t predicts x_{t+2+k}; the teacher is the target's prediction from x_{t+1+k}
 """
@@ -29,8 +29,8 @@ from specjax.types import Array, Context, DraftOutput, Model, Output, PyTree, Ta
 class TargetActivations(NamedTuple):
     """Results of a pass of the target over a packed batch."""
 
-    features: Array  # [B, T, F], the tapped layers
-    hidden: Array  # [B, T, D], after the last norm
+    features: Array  # [B, T, F], features of the tapped layers
+    hidden: Array  # [B, T, D], hidden states after the last norm
     pending: PyTree  # cache entries; None: not stored, for heads that do not read the cache
 
 
@@ -38,11 +38,11 @@ class DepthOutput(NamedTuple):
     """Outputs of N rounds at one depth, and their labels."""
 
     logits: Array  # float32[N, v], v: size of the draft vocabulary
-    label: Array  # int32[N], draft id of the token that follows; v: it is not in the draft vocabulary
-    hidden: Array  # [N, D], hidden states from which the target predicts that token
-    weight: Array  # float32[N], 1 where the target wrote that token
-    confidence: Array | None  # float32[N]
-    scratch: PyTree  # the head's, for losses that read more than logits
+    label: Array  # int32[N], draft id of the next token, or v if it is not in the draft vocabulary
+    hidden: Array  # [N, D], hidden states from which the target predicts the next token
+    weight: Array  # float32[N], 1 where the target wrote the next token
+    confidence: Array | None  # float32[N], predicted acceptance
+    scratch: PyTree  # scratch of the head, for losses that read more than logits
 
 
 class Rounds(NamedTuple):
@@ -57,7 +57,7 @@ class Rounds(NamedTuple):
 def forward_packed(
     model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = ()
 ) -> tuple[Output, PyTree]:
-    """Run a model over a packed batch, in which no text sees another. Returns: (output, pending)."""
+    """Run a model over a packed batch. Texts do not attend to each other. Returns: (output, pending)."""
     batch, size = packed.tokens.shape
     column = jnp.arange(size)
     mask = (column <= column[:, None]) & (column >= jnp.asarray(packed.text_start)[:, :, None])
@@ -73,7 +73,7 @@ def run_target(target: Target, head: Head, packed: PackedBatch) -> TargetActivat
 
 
 def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple[int, ...]) -> TargetActivations:
-    """Return the activations for any head with these taps that does not read the target's cache."""
+    """Run the target once, for heads with these taps that do not read its cache."""
     return _run_target(target, packed, taps)._replace(pending=None)
 
 
@@ -94,19 +94,19 @@ def unroll_rounds(
     """Return the sum over all rounds of `judge(outputs by depth)`, a tree of arrays.
 
     Args:
-      depths: drafted tokens per round. judge: receives the outputs of a chunk of rounds.
-      chunk: rounds of a row per call, a divisor of R. The backward pass computes their logits again. None: all rounds
-        at once, and nothing is computed again.
+      depths: drafted tokens per round. judge: reduces the outputs of a chunk of rounds to sums.
+      chunk: rounds of a row per call, a divisor of R. The backward pass recomputes their logits. None: one call covers
+        all rounds, and nothing is recomputed.
     """
     tokens, text_start = jnp.asarray(rounds.packed.tokens), jnp.asarray(rounds.packed.text_start)
     batch, count = rounds.positions.shape
     begin = jnp.maximum(rounds.positions, 0)
     features = rounds.activations.features
-    if head.soft_prompts is not None:  # such a head has no pass of its own; gradients flow through the target's pass
+    if head.soft_prompts is not None:  # the head has no pass of its own, so gradients flow through the target's
         features = prompted_features(target, DraftHead(head, params), tokens, text_start)
     pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], begin + 1, text_start[:, :-1])
     context = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
-    # The capacity is 0: the pairs are not written into the memory, but take its place.
+    # The capacity is 0: the pairs are not written to the memory, but replace it.
     memory = head.read(params, head.init_memory(params, context, batch, 0), pairs, context)
     is_per_round = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
 

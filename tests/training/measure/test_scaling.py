@@ -91,7 +91,7 @@ def test_the_best_of_a_budget_is_that_of_the_grid():
 @pytest.mark.parametrize(
     ("budgets", "values", "words"),
     [
-        ([1, 2, 2], [1, 2, 3], "runs of 3 different budgets, and these have 2"),
+        ([1, 2, 2], [1, 2, 3], "runs of 3 different budgets, but these have 2"),
         ([1, 2, 0], [1, 2, 3], "numbers above 0"),
         ([1, 2, 3], [1, float("nan"), 3], "numbers above 0"),
         ([1, 2, 3], [1, 2], "3 budgets and 2 values"),

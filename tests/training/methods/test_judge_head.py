@@ -134,5 +134,5 @@ def test_it_is_read_back_by_what_serves_it(tmp_path):
     save_judge(tmp_path / "judge.safetensors", head.weight, head.bias, threshold_for(head(features), labels))
     read = read_judge(tmp_path / "judge.safetensors")
     np.testing.assert_allclose(features @ read.weight + read.bias, head(features), rtol=1e-3, atol=1e-3)
-    with pytest.raises(UsageError, match="correct and wrong tokens, and there are 0 and 4"):
+    with pytest.raises(UsageError, match="correct and wrong tokens, but there are 0 and 4"):
         fit_judge(features[:4], np.zeros(4, np.int8))
