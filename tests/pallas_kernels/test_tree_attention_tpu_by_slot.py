@@ -61,7 +61,9 @@ def test_widths(nodes):
     assert differing(KERNEL, arrays, parents, nodes=sorted({0, 1, nodes // 2, nodes - 1})) == 0
 
 
-@pytest.mark.parametrize("sizes", [SIZES, Sizes(4, 4, 128, 256), Sizes(9, 3, 64, 256), exhaustive(Sizes(20, 1, 64, 256))])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, Sizes(4, 4, 128, 256), Sizes(9, 3, 64, 256), exhaustive(Sizes(20, 1, 64, 256))]
+)
 def test_wide_trees(sizes):
     """70 nodes of which some share a tile, or fill several, or are too many for one call."""
     parents = [-1, *(i // 2 for i in range(69))]
