@@ -40,14 +40,14 @@ def save(folder: str | os.PathLike, tree: PyTree) -> None:
 
     Typed keys are saved as their data.
 
-    Raises: UsageError if the folder cannot be written, or holds anything but a checkpoint.
+    Raises: UsageError if the folder cannot be written, or contains files that are not a checkpoint.
     """
     ocp = import_orbax()
     _make(folder)
     free = _is_free(folder)
     hosts.check_same(free, f"contents of {folder}")  # no host replaces the folder before all hosts have checked it
     if not free:
-        raise UsageError(f"{folder} holds something else than a checkpoint, which would be deleted; give a new folder")
+        raise UsageError(f"{folder} contains other files than a checkpoint, which would be deleted; give a new folder")
     with _explained(folder), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_absolute(folder), _flat(tree), force=True)
 
@@ -72,7 +72,7 @@ def restore(folder: str | os.PathLike, like: PyTree) -> PyTree:
                 _check_shapes(folder, dict(metadata), _abstract(like))
                 restored = checkpointer.restore(_absolute(folder), _abstract(like))
         except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(f"there is no checkpoint in {folder}; check the path, which save wrote") from None
+            raise UsageError(f"there is no checkpoint in {folder}; give the path that was passed to save") from None
         return _unflat(restored, like)
 
 
@@ -81,7 +81,7 @@ class Running:
 
     def __init__(self, checkpoints: Checkpoints, about: Mapping[str, str]):
         if checkpoints.every < 1:
-            raise UsageError(f"a checkpoint can be written every 1 step or more, not every {checkpoints.every}")
+            raise UsageError(f"every must be at least 1 step, not {checkpoints.every}")
         ocp = import_orbax()
         self.folder, self.every, self.about = checkpoints.folder, checkpoints.every, dict(about)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
@@ -115,8 +115,8 @@ class Running:
         fingerprint.check_run(self.folder, self.about, about["run"])
         if about.get("shapes") != _shapes(state):
             raise UsageError(
-                f"the checkpoint in {self.folder} is of a batch or cache of other shapes, as meshes that split the "
-                "batch or the heads in other ways make them; use the mesh it was written on, or another folder"
+                f"the checkpoint in {self.folder} has a batch or cache of other shapes, because its mesh splits the "
+                "batch or the heads differently; use the mesh that wrote it, or give another folder"
             )
         text, parts = _split(state, stats)
         saved = self._read(step, text=args.StandardRestore(_abstract(text)))
@@ -148,7 +148,8 @@ class Running:
     def save(self, step: int, state: DecodeState, stats: Stats, *, is_last: bool = False) -> None:
         """Start to write a checkpoint. After the call, the state may be donated.
 
-        is_last: the run has ended, so only the text is saved.
+        Args:
+          is_last: True if the run has ended, so that only the text is saved.
         """
         args = import_orbax().args
         text, parts = _split(state, stats)
@@ -168,18 +169,18 @@ class Running:
 
 @contextlib.contextmanager
 def _explained(folder):
-    """Turn errors of the file system into UsageErrors."""
+    """Convert errors of the file system to UsageErrors."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"{folder} cannot be written ({reason}); give a folder that can be") from error
+        raise UsageError(f"{folder} cannot be written ({reason}); give a writable folder") from error
     except ValueError as error:  # TensorStore reports a full disk in this form
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
         reason = os.strerror(int(code[1]))
-        raise UsageError(f"{folder} cannot be written ({reason}); make room, or give another folder") from error
+        raise UsageError(f"{folder} cannot be written ({reason}); free some space, or give another folder") from error
 
 
 def _make(folder) -> None:
@@ -200,7 +201,7 @@ def _check_files(folder) -> None:
 
 
 def _is_free(folder) -> bool:
-    """Return True if a folder is empty or holds a checkpoint."""
+    """Return True if a folder is empty or contains a checkpoint."""
     names = {path.name for path in _path(folder).iterdir()}
     return not names or bool(names & {"_METADATA", "_CHECKPOINT_METADATA"})
 
@@ -212,9 +213,9 @@ def _path(folder):
 
 
 def _split(state: DecodeState, stats: Stats) -> tuple[tuple, tuple]:
-    """Return the parts that the result needs, and the parts that only the next step needs.
+    """Return the parts of the result, and the parts that only the next step needs.
 
-    The caller provides keys and stop lengths again.
+    Keys and stop lengths are not saved, because the caller passes them again.
     """
     return (state.tokens, state.length, state.done, stats), (state.cache, state.draft, state.control)
 
@@ -267,11 +268,11 @@ def _check_shapes(folder, saved: Mapping, expected: Mapping) -> None:
     """Check that a checkpoint has the expected names, shapes and dtypes. Raises: UsageError."""
     for name in sorted(saved.keys() | expected.keys()):
         if name not in saved or name not in expected:
-            how = "has no" if name in expected else "alone has a"
+            how = "has no" if name in expected else "has the additional"
             raise UsageError(f"the checkpoint in {folder} is of another model: it {how} {name}")
         ours, theirs = (f"{x[name].dtype}{list(x[name].shape)}" for x in (expected, saved))
         if ours != theirs:
-            raise UsageError(f"the checkpoint in {folder} is of another model: {name} is {theirs} there, not {ours}")
+            raise UsageError(f"the checkpoint in {folder} is of another model: its {name} is {theirs}, not {ours}")
 
 
 def _absolute(folder: str | os.PathLike) -> str:

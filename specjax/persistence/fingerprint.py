@@ -51,14 +51,14 @@ def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -
     if different:
         raise UsageError(
             f"the checkpoint in {folder} is of another run, which differs in {' and '.join(different)}; repeat that "
-            "one, or give another folder"
+            "run, or give another folder"
         )
 
 
 def digest_samples(params: PyTree) -> list:
     """Return (path, dtype, digest) of some values of each leaf, from its first, middle and last row.
 
-    Rows of stacked weights lie in different layers. Shards on any host are read.
+    Rows of stacked weights belong to different layers. Shards on any host are read.
     """
     return [(path, dtype, digest(value.tobytes())) for path, dtype, value in _sampled(params)]
 
@@ -91,7 +91,7 @@ def _some(leaves: list) -> list:
 def describe(value: Any, ancestors: tuple = ()) -> Any:
     """Return settings as nested tuples of plain values, which are the same in every process.
 
-    Functions are represented by their names and closures. The placement of arrays and models is left out.
+    Functions are represented by their names and closures. The placement of arrays and models is not included.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value

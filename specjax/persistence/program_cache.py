@@ -1,4 +1,4 @@
-"""A cache of compiled programs on disk. A process that decodes like an earlier one neither traces nor compiles.
+"""A cache of compiled programs on disk. A process that repeats an earlier decode neither traces nor compiles.
 
 The compilation cache of XLA looks up a program after it was traced and lowered. For SmolLM2 that takes longer than
 reading the compiled program. This cache looks up a program by its arguments (`specjax.persistence.program_key`): their
@@ -32,11 +32,11 @@ GIB = 2**30
 DIGEST = hashlib.sha256().digest_size
 
 READING = "reading programs"
-"""Prefix of the names of threads that only read. A process may end without waiting for them."""
+"""Prefix of the names of threads that only read. A process may exit without waiting for them."""
 
 
 class Family(NamedTuple):
-    """The programs that drive a job together."""
+    """The programs of one kind of job, such as `stream` or `serve`."""
 
     name: str
     traced: Any  # NamedTuple of jitted functions, such as `engine.run.StepPrograms`
@@ -57,8 +57,8 @@ def _lower_stream(job: Job) -> Iterator[Any]:
 def plain_step(job: Job) -> Callable[[Any], Any] | None:
     """Return a function that lowers a plain step of a job, which decodes one token, from its lowered `start`.
 
-    None: the job has no plain step, or plain steps would change the text. The verifier can change it, and so can
-    rounding coarser than float32.
+    It returns None if the job has no plain step, or if plain steps would change the text. The verifier can change it,
+    and so can rounding coarser than float32.
     """
     parts = job.parts
     if not isinstance(parts, Parts) or 1 not in parts.drafter.traits.widths or parts.drafter.num_nodes == 1:
@@ -101,7 +101,7 @@ class StoredPrograms(NamedTuple):
     """Content of a file: serialized programs."""
 
     programs: list[tuple]
-    plain: tuple | None = None  # plain step, to run until the last program is loaded
+    plain: tuple | None = None  # plain step, which runs until the last program is loaded
 
 
 class ProgramCache:
@@ -113,9 +113,10 @@ class ProgramCache:
     def __init__(self, folder: str | Path, gib: float = 2.0, plain_first: bool = False):
         """Open a cache.
 
-        gib: size limit in GiB. The least recently used programs are deleted first.
-        plain_first: `stream` starts with plain steps, whose program is ready early, and drafts once the wider passes
-          are compiled or loaded. `finish` waits for these, and so does the end of the process.
+        Args:
+          gib: size limit in GiB. The least recently used programs are deleted first.
+          plain_first: `stream` starts with plain steps, whose program is ready early, and drafts once the wider passes
+            are compiled or loaded. `finish` waits for them, and so does the exit of the process.
         """
         self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
         self.compiling: Future | None = None  # full step that is being compiled, if any
@@ -128,7 +129,7 @@ class ProgramCache:
     def expect(self, label: str) -> None:
         """Start to load the programs that were last used with the same `label`, while the caller loads a model.
 
-        SmolLM2 on two CPU cores: 3.2 s, without holding the interpreter lock.
+        For SmolLM2 on two CPU cores it takes 3.2 s, without the interpreter lock.
         """
         self._label = program_key.digest(label + program_key.digest_package())
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -166,7 +167,7 @@ class ProgramCache:
         return self._ready[key]
 
     def _load(self, name: str) -> list[Callable] | None:
-        """Return the programs that `expect` loads, if they have this name. Otherwise load them, and note the name."""
+        """Return the programs that `expect` loads, if they have this name. Otherwise load them and store the name."""
         expected, self._expected = self._expected, None
         if expected and expected[0] == name:
             return expected[1].result()
@@ -178,8 +179,8 @@ class ProgramCache:
     def _read(self, name: str) -> list[Callable] | None:
         """Read a file of programs. Return None if it is missing or broken in any way.
 
-        With plain_first, the first character of SmolLM2 on two CPU cores comes after 5.7 s instead of 12.1 (medians of
-        five).
+        With plain_first, the first character of SmolLM2 on two CPU cores appears after 5.7 s instead of 12.1 (medians
+        of five).
         """
         with contextlib.suppress(Exception):
             path = self.folder / name
@@ -208,7 +209,9 @@ class ProgramCache:
     def _compile(self, name: str, lowered: Iterator[Any], plain: Callable[[Any], Any] | None = None) -> list[Callable]:
         """Compile each program while the next one is traced, and write them if possible.
 
-        plain: lowers the plain step from the first lowered program. It runs until the second program is compiled.
+        Args:
+          plain: function that lowers the plain step from the first lowered program. The plain step runs until the
+            second program is compiled.
         """
         self.finish()
         if plain is None:
@@ -249,7 +252,7 @@ class ProgramCache:
 
 
 def _start_thread(work: Callable[[], Any], name: str = "") -> Future:
-    """Run `work` in a new thread, which ends with it."""
+    """Run `work` in a new thread, which ends when `work` returns."""
     pool = ThreadPoolExecutor(1, name)
     future = pool.submit(work)
     pool.shutdown(wait=False)
@@ -258,10 +261,10 @@ def _start_thread(work: Callable[[], Any], name: str = "") -> Future:
 
 @contextlib.contextmanager
 def _without_xla_cache() -> Iterator[None]:
-    """Turn XLA's compilation cache off.
+    """Switch XLA's compilation cache off.
 
-    On CPU, a program from that cache can be serialized, but the result cannot be loaded. And a program that is stored
-    here need not be stored twice.
+    On CPU, a program from that cache can be serialized, but the result cannot be loaded. A program that is stored here
+    also need not be stored twice.
     """
     from jax.experimental.compilation_cache import compilation_cache
 

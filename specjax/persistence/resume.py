@@ -18,9 +18,9 @@ from specjax.types import DecodeState, Info, Stats
 
 
 class RunCheckpoint:
-    """State and statistics of a run, saved at regular intervals. Implements `specjax.engine.stream.Recorder`.
+    """State and statistics of a run, saved at regular intervals. The class implements `specjax.engine.stream.Recorder`.
 
-    job: identifies the run, by the digests of `fingerprint_of`.
+    The digests of `fingerprint_of` for the argument `job` identify the run.
     """
 
     def __init__(self, checkpoint: Checkpoints, job: Job):
@@ -30,12 +30,14 @@ class RunCheckpoint:
         self.running = Running(checkpoint, fingerprint_of(job))
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
-        """Return the state to continue from. If the folder has an earlier run, also return its text, in the form of
-        one step, and its statistics.
+        """Return the state from which to continue.
 
-        state: the state at the start of a new run.
+        If the folder has an earlier run, its text, in the form of one step, and its statistics are returned too.
+
+        Args:
+          state: the state at the start of a new run.
         """
-        # Place the statistics where a step leaves them.
+        # The statistics get the sharding that a step gives them.
         self.stats = jax.tree.map(lambda x: place_one(x, state.length.sharding), self.stats)
         saved = self.running.resume(state, self.stats)
         if saved is None:
@@ -61,9 +63,9 @@ class RunCheckpoint:
             self.running.save(self.steps, state, self.stats, is_last=True)
 
     def closing(self, steps: Generator) -> Generator:
-        """Yield the steps. At their end, or when the caller leaves, wait until all checkpoints are written.
+        """Yield the steps. When they end or the caller closes the generator, wait until all checkpoints are written.
 
-        After an error on several hosts it does not wait, since the other hosts may be dead.
+        After an error on several hosts it does not wait, because the other hosts may be dead.
         """
         wait = True
         try:
@@ -82,9 +84,9 @@ _add_stats = jax.jit(add_stats)
 
 
 def fingerprint_of(job: Job) -> dict[str, str]:
-    """Return digests of everything that determines the texts of a job, by names that error messages can use.
+    """Return digests of everything that determines the texts of a job, by the names that error messages use.
 
-    On several hosts, every host must call it.
+    On several hosts, every host must call this function.
     """
     parts = job.parts
     tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))

@@ -1,4 +1,4 @@
-"""Plan a decode for accelerators that are not present, with the real compiler and without weights."""
+"""Planning of a decode for absent accelerators, with the real compiler and without weights."""
 
 from specjax.costs.chips import CHIPS
 from specjax.planning.inputs.topologies import known_topologies, parse_topology

@@ -36,7 +36,7 @@ class Abstract(NamedTuple):
     job: Job
     mesh: Mesh
     draft: Target | None  # the draft model of the workload
-    head: DraftHead | None  # or its learned head
+    head: DraftHead | None  # the draft head of the workload
 
 
 def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) -> Abstract:
@@ -75,8 +75,9 @@ def _head(work: Workload, mesh: Mesh) -> DraftHead:
 
 
 def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
-    """Return the shapes of a model, sharded over as much of the mesh as divides it. On one device it is the plain
-    model.
+    """Return the shapes of a model, sharded over the largest part of the mesh that divides it.
+
+    On one device it is the plain model.
     """
     if mesh.size == 1:
         params = abstract_params(config)
@@ -101,7 +102,7 @@ def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree
 
 
 def place_state(work: Workload, args: Abstract, state: PyTree) -> PyTree:
-    """Shard the state between two steps: caches as their models do, everything else by rows."""
+    """Shard the state between two steps: caches in the layout of their models, everything else by rows."""
     placed = place_rows(state, step.axes(args.job.parts, state), work, args.mesh)
     if args.mesh.size == 1:
         return placed
@@ -128,7 +129,7 @@ def is_cache_of(target: Target, part: PyTree) -> bool:
 
 
 def is_pending_of(target: Target, part: PyTree) -> bool:
-    """Return True if it has the structure of this model's pending arrays."""
+    """Return True if a part of a state has the structure of this model's pending arrays."""
     one = jnp.zeros((1, 1), jnp.int32)
 
     def pending(params: PyTree) -> PyTree:
@@ -145,7 +146,7 @@ def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
 
 
 def shard_bytes(tree: PyTree) -> int:
-    """Return the bytes that one device stores of shapes with shardings."""
+    """Return the bytes that one device stores of a tree of shapes with shardings."""
     return sum(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 

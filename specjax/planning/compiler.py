@@ -18,9 +18,9 @@ from specjax.planning.traffic import must_bytes
 from specjax.planning.workload import Workload
 
 Notify = Callable[[str], None]
-"""Called with the name of the program before it is compiled."""
+"""(name of a program) -> None, called before the program is compiled."""
 
-ROUNDS_AT = 0.7  # acceptance rate at which the whole loop is timed
+ROUNDS_AT = 0.7  # acceptance rate that is assumed for the complete loop
 
 
 def compile_programs(
@@ -35,7 +35,8 @@ def compile_programs(
     """Return reports on the programs named in `only`, or on all programs.
 
     Args:
-      nodes: verify this many nodes with a draft that costs nothing.
+      rename: names of programs in the result, by their names in `only`.
+      nodes: number of nodes to verify, with a draft without cost. None: the workload's method.
     """
     rename = rename or {}
     if only is None:
@@ -58,8 +59,9 @@ def compile_programs(
 
 
 def build(work: Workload, nodes: int | None = None) -> tuple[Programs, dict[str, float]]:
-    """Return the programs of a workload, and the bytes that a device has to move in each. `nodes` is as in
-    `compile_programs`.
+    """Return the programs of a workload, and the bytes that a device has to move in each.
+
+    `nodes` is as in `compile_programs`.
     """
     devices = describe_devices(work.topology)
     if work.reading is not None:
@@ -77,7 +79,7 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
     start = time.perf_counter()
     try:
         compiled = program.compiled()
-    except Exception as error:  # what the compiler refuses is a result: too large, an unsupported shape, ...
+    except Exception as error:  # a program that the compiler rejects is a result, such as one that is too large
         return _refused(work, program, str(error) or type(error).__name__)
     seconds = time.perf_counter() - start
     module = hlo.parse(compiled.as_text())
@@ -104,7 +106,7 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
         collectives=tuple(dataclasses.asdict(entry) for entry in totals.collectives),
         findings=tuple(dataclasses.asdict(entry) for entry in findings_in_program),
         assumed=program.assumed if hlo.dynamic_loops(module) else {},
-        logits=logits and {**logits._asdict(), "shape": list(logits.shape)},  # as it is read back from a file
+        logits=logits and {**logits._asdict(), "shape": list(logits.shape)},  # the form in which a file is read back
     )
 
 
@@ -122,7 +124,7 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
 def needed_bytes(message: str) -> int | None:
-    """Parse the HBM that a refused program needed from the compiler's message; None for another reason."""
+    """Parse the HBM that a rejected program needed from the compiler's message; None for another reason."""
     for pattern in (
         rf"total memory required for [\w ]+\({_SIZE}\) exceeds available HBM",
         rf"Used {_SIZE} of {_SIZE} hbm",

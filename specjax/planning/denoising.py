@@ -1,8 +1,8 @@
 """Programs of a diffusion model: prompts, a pass, a pass that also renews the cache, and the complete loop.
 
 A pass and a renewing pass are the same compiled program. The branch with the scope `scopes.RENEWAL` runs only in the
-latter. In block-causal models it reads a finished block beside the first pass over the next one (*fused pass*). In a
-cache over full attention it reads the canvas (*renewing pass*).
+latter. In block-causal models it reads a finished block together with the first pass over the next one (*fused pass*).
+In a cache over full attention it reads the canvas (*renewing pass*).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Sampling, Target
 
-COLUMNS_AT = 2  # columns that a pass decides, in the whole loop as it is timed
+COLUMNS_AT = 2  # columns per pass that are assumed for the complete loop
 
 
 def procedure(work: Workload, denoiser: Denoiser) -> Procedure:
@@ -58,14 +58,14 @@ def shape(work: Workload) -> tuple[Denoiser, Procedure]:
 
 
 def window(work: Workload) -> int:
-    """Return the columns of the window."""
+    """Return the number of columns of the window."""
     return shape(work)[1].schedule.width or round_up(work.max_new_tokens)
 
 
 def canvas_columns(work: Workload, width: int) -> int:
-    """Return the columns of the token buffer.
+    """Return the number of columns of the token buffer.
 
-    A cache needs slack after the text. Full attention needs exactly the columns that a pass reads.
+    A cache needs extra columns after the text. Full attention needs exactly the columns that a pass reads.
     """
     size = buffer_size(work.context, work.max_new_tokens, 2 * width, work.target.max_positions)
     assert work.reading is not None
@@ -76,7 +76,7 @@ def renewal(work: Workload) -> str | None:
     """Return the name of the pass that renews the cache, or None."""
     denoiser, method_procedure = shape(work)
     memory = select_cache(denoiser, method_procedure)
-    name = memory.name.partition(",")[0]  # of guided ones, two looks
+    name = memory.name.partition(",")[0]  # a guided cache has two names
     if name == "append":
         return None if denoiser.is_shifted or memory == append(fuse=False) else "fused pass"
     return "renewing pass" if name in ("dual", "prefix", "delayed", "phases") else None
@@ -115,7 +115,7 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
 
 
 def _placed(work: Workload, args: Abstract, state: PyTree) -> PyTree:
-    """Shard the state between two passes: keys and values as the model does, everything else by rows."""
+    """Shard the state between two passes: keys and values in the model's layout, everything else by rows."""
     parts = args.job.parts
     placed = place_rows(state, parts.loop.axes(parts, state), work, args.mesh)
     if args.mesh.size == 1:
@@ -163,13 +163,13 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
 
 
 def _renewing(share: float) -> hlo.Taken:
-    """Return the share of passes that renew the cache. Of other branches the most expensive one runs."""
+    """Return the share of passes that renew the cache. Of other conditionals, the most expensive branch always runs."""
     name = re.compile(rf'op_name="[^"]*/{scopes.RENEWAL}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def _must_bytes(work: Workload, args: Abstract, state: PyTree, chunks: int, rounds: int) -> dict[str, float]:
-    """Return the bytes per program: the weights of each pass, and the cached text or the whole canvas."""
+    """Return the bytes per program: the weights of each pass, and the cached text or the complete canvas."""
     target = args.job.parts.target
     is_cache = lambda part: is_cache_of(target, part)
     caches = [part for part in jax.tree.leaves(state.cache, is_leaf=is_cache) if is_cache(part)]

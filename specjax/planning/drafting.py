@@ -41,7 +41,7 @@ def _options(work: Workload) -> dict[str, Any]:
     options |= {option.name: option.parse(written[option.name]) for option in method.options if option.name in written}
     if work.tree is not None:
         option = method.option("tree")
-        assert option is not None, "make_workload has checked that"
+        assert option is not None, "make_workload checks this"
         options["tree"] = option.parse(work.tree)
     elif work.num_draft_tokens is not None:
         if method.size is None:
@@ -80,9 +80,9 @@ def share_of_layers(work: Workload) -> float:
 def tokens_of(work: Workload) -> Callable[[float], float]:
     """Return a function from acceptance rate to expected tokens per pass of the workload's drafter.
 
-    It is exact for chains, branching specs, independent paths and static trees. Trees that grow by confidence count as
-    the best static tree of their size and depth (Sequoia's dynamic program), which is close to their value. Trees with
-    soft prompts use the probability of each state, with the same rate at every distance.
+    It is exact for chains, branching specs, independent paths and static trees. Trees that grow by confidence get the
+    value of the best static tree of their size and depth (Sequoia's dynamic program), which is close to theirs. Trees
+    with soft prompts use the probability of each state, with the same rate at every distance.
     """
     if work.method == "ppd":
         shapes = plan_trees(ppd_head(work.head), **_options(work))[1]

@@ -33,17 +33,17 @@ class Programs(NamedTuple):
 
     programs: list[Program]
     arguments: Abstract
-    state: PyTree  # of ShapeDtypeStruct with shardings
+    state: PyTree  # ShapeDtypeStructs with shardings
 
 
 class Program(NamedTuple):
     """A function and its abstract arguments."""
 
     name: str
-    compiled: Callable[[], Any]  # -> jax.stages.Compiled
-    arguments: PyTree  # of ShapeDtypeStruct with shardings
-    trips: hlo.Trips  # of loops whose trip count depends on the data
-    assumed: dict[str, float]  # what `trips` and `taken` assume, for the report
+    compiled: Callable[[], Any]  # () -> jax.stages.Compiled
+    arguments: PyTree  # ShapeDtypeStructs with shardings
+    trips: hlo.Trips  # assumed iterations of loops whose count depends on the data
+    assumed: dict[str, float]  # assumptions of `trips` and `taken`, for the report
     large: frozenset[tuple]  # (dtype, sorted dims) of the caches and parameters of one device
     taken: hlo.Taken = hlo.always
 
@@ -61,7 +61,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     state = place_state(work, args, state)
     chunks = max(1, math.ceil((work.context - 1) / CHUNK))
     blocks = math.ceil(work.context / BLOCK)
-    passes = max(parts.drafter.max_depth - 1, 0)  # of the drafter, behind the root's: none stops early
+    passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     assumed = {
         "prefill_chunks": float(chunks), "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes),
@@ -70,7 +70,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     if share < 1:
         assumed["share_of_layers"] = share
     large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
-    # As many blocks as a chunk sees on average.
+    # A chunk attends to half of the blocks on average.
     in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
     in_step = _named(passes, lambda loop: float(blocks))
     in_loop = _named(passes, in_loop_of(chunks, blocks, assumed["rounds"]))
@@ -97,7 +97,7 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
             with device_kind(mesh):
                 lowered = function.lower(*arguments)
             return lowered.compile()
-        except Exception as refusal:  # of several programs that are one and the same each says so
+        except Exception as refusal:  # cached, so that each program with this function raises it
             return refusal
 
     def compiled() -> Any:
@@ -110,13 +110,14 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
 
 
 def device_kind(mesh: Mesh):
-    """Tell kernels the chip that they are lowered for. They would otherwise inspect the devices of this process."""
+    """Return a context in which kernels are lowered for the mesh's chip, not for the devices of this process."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
 
 def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
-    """Return iteration counts of named loops, for a step that drafts `passes` levels below the root; others by
-    `default_trips`.
+    """Return the iteration counts of named loops for a step with `passes` drafter passes after the root's.
+
+    `default_trips` returns the counts of the other loops.
     """
     named_trips = {scopes.LEVELS: passes, scopes.NARROW: 0.0, scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0}
     name = re.compile(rf'op_name="[^"]*/({"|".join(named_trips)})/while"')
@@ -129,15 +130,16 @@ def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
 
 
 def _sublayers(share: float) -> hlo.Taken:
-    """Return the share of layers that run in passes that skip layers. Stacked layers are one loop with a branch per
-    layer.
+    """Return the share of layers that run, for the branches of passes that skip layers.
+
+    Stacked layers are one loop with a branch per layer.
     """
     name = re.compile(rf'op_name="[^"]*/{scopes.SUBLAYER}/cond')
     return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:
-    """Return iteration counts for the whole program: loops over prompts come first, and the decoding loop last."""
+    """Return iteration counts for the complete program: loops over prompts come first, and the decoding loop last."""
     last: set[str] = set()
 
     def trips(loop: hlo.Loop) -> float:

@@ -16,7 +16,7 @@ class MemoryUse:
     arguments: int
     temporaries: int
     output: int
-    aliased: int  # of the output, in place of arguments
+    aliased: int  # bytes of the output that reuse the memory of arguments
     available: int
 
     @property
@@ -30,20 +30,20 @@ class ProgramReport:
 
     name: str
     compiles: bool
-    reason: str = ""  # why not, one sentence
-    needed_bytes: int | None = None  # of HBM, where it did not fit
+    reason: str = ""  # one sentence, why it was not compiled
+    needed_bytes: int | None = None  # bytes of HBM that a program needed that does not fit
     compile_seconds: float = 0.0
     memory: MemoryUse | None = None
     flops: float = 0.0
-    moved_bytes: float = 0.0  # to and from HBM, as compiled
-    must_bytes: float = 0.0  # at least, by the shapes
+    moved_bytes: float = 0.0  # bytes to and from HBM in the compiled program
+    must_bytes: float = 0.0  # minimum of these bytes, by the shapes
     cycles: float = 0.0
     kernel_calls: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # memory, compute, collectives, roofline, schedule
     collectives: tuple[dict, ...] = ()  # kind, count, bytes, wire_bytes, group
     findings: tuple[dict, ...] = ()  # kind, count, bytes, sentence
-    assumed: dict[str, float] = field(default_factory=dict)  # trips of loops that depend on the data
-    logits: dict | None = None  # the largest array of them: dtype, shape, rows, bytes; None: there are none
+    assumed: dict[str, float] = field(default_factory=dict)  # iterations of loops that depend on the data
+    logits: dict | None = None  # the largest array of logits: dtype, shape, rows, bytes; None: no logits
 
     @classmethod
     def from_json(cls, record: dict) -> ProgramReport:
@@ -54,9 +54,9 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Fit:
-    """A change with which a program fits that did not fit before."""
+    """A change with which a program fits that is too large without it."""
 
-    change: str  # such as --topology v5e:4x4
+    change: str  # a flag, such as --topology v5e:4x4
     needed_bytes: int
 
 
@@ -65,9 +65,9 @@ class SpeedUp:
     """A row of the table by acceptance rate."""
 
     acceptance: float
-    tokens: float  # per target pass
-    roofline: float
-    schedule: float
+    tokens: float  # expected tokens per target pass
+    roofline: float  # speed-up by the roofline
+    schedule: float  # speed-up by the compiler's schedule
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class BlockRow:
     """The cost of a block of a diffusion model for a number of columns per pass."""
 
     columns: int
-    passes: int  # per block, one that only reads what is decided among them if there is one
-    passes_apart: int | None  # likewise, were the clean pass one of its own; None: it is none, or there is none
-    seconds_per_token: dict[str, float]  # roofline, schedule
-    gain: dict[str, float]  # how many times as long it took with the clean pass apart
+    passes: int  # passes per block, including a separate clean pass if the model needs one
+    passes_apart: int | None  # passes per block if a fused clean pass were separate; None: it is not fused
+    seconds_per_token: dict[str, float]  # by roofline and schedule
+    gain: dict[str, float]  # factor by which a block takes longer with a separate clean pass
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class PlanReport:
     versions: dict[str, str]
     programs: tuple[ProgramReport, ...]
     speedups: tuple[SpeedUp, ...] = ()
-    cost_ratio: dict[str, float] = field(default_factory=dict)  # step of the method over a plain one
+    cost_ratio: dict[str, float] = field(default_factory=dict)  # cost of a step of the method over a plain step
     fits: tuple[Fit, ...] = ()
     blocks: tuple[BlockRow, ...] = ()
-    window: dict[str, int] = field(default_factory=dict)  # of a diffusion model: columns of the window and the canvas
-    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds, speed-ups and cost ratio
+    window: dict[str, int] = field(default_factory=dict)  # for diffusion models: columns of the window and the canvas
+    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # meaning of the time estimates
 
     def program(self, name: str) -> ProgramReport | None:
         """Return the report of a program by name, or None."""

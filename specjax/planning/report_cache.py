@@ -1,4 +1,4 @@
-"""Reports on disk, keyed by everything that they depend on."""
+"""A cache of reports on disk. The key of a report covers everything that it depends on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
-    prepare_environment()  # as it will be when something is compiled
+    prepare_environment()  # sets the flags of a compilation, which are part of the key
     flags = os.environ.get("LIBTPU_INIT_ARGS")
     key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.digest_package()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -17,8 +17,9 @@ from specjax.types import PyTree, Target
 
 
 def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, rounds: float) -> dict[str, float]:
-    """Return the bytes per program that a device has to move: `draft_passes` passes of the draft model and one target
-    pass.
+    """Return the bytes that a device has to move in each program.
+
+    A step has `draft_passes` passes of the draft model and one target pass.
     """
     passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache))]
     cache = None if args.draft is None else _cache_in(state.draft, args.draft)
@@ -31,7 +32,7 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
         stretches = head.target_layers(work.target.num_layers)
         share = sum(last - first for first, last in stretches) / work.target.num_layers
         layers = share * shard_bytes(args.job.parts.target.params["layers"])
-        passes.append((count, lambda context, head=True: layers if head else 0.0))  # prompts take none
+        passes.append((count, lambda context, head=True: layers if head else 0.0))  # prefill does not run these layers
 
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)
@@ -65,7 +66,7 @@ def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, he
 
 
 def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
-    """Return the bytes per token of all rows that a device stores in `cache`: the part that grows with the capacity."""
+    """Return the bytes per token of all rows that a device stores in `cache`, without arrays of fixed size."""
     small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
 
     def of_leaf(leaf, less, more) -> float:

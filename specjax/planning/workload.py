@@ -36,9 +36,9 @@ class Workload:
     method: str = "autoregressive"
     tree: str | None = None
     num_draft_tokens: int | None = None
-    options: tuple[tuple[str, str], ...] = ()  # others of the method, by name, as they are written
+    options: tuple[tuple[str, str], ...] = ()  # other options of the method as texts, by name
     batch: int = 1
-    context: int = 1024  # tokens in the cache when a step is judged
+    context: int = 1024  # tokens in the cache for the costs of a step
     max_new_tokens: int = 128
     temperature: float = 0.0
     data: int = 1
@@ -46,7 +46,7 @@ class Workload:
     layer: int = 1
     sequence: int = 1
     reading: DenoiserSettings | None = (
-        None  # of a diffusion model, how it is read as a denoiser; None: it is autoregressive
+        None  # settings of a diffusion model as a denoiser; None: the model is autoregressive
     )
 
     @property
@@ -55,18 +55,18 @@ class Workload:
 
     @property
     def is_layer_parallel(self) -> bool:
-        """True if the draft model's layers are distributed over devices."""
+        """Return True if the draft model's layers are distributed over devices."""
         return self.method == "easyspec" and self.layer > 1
 
     @property
     def plain(self) -> Workload:
-        """The same workload without a draft."""
+        """Return the same workload without a draft."""
         return dataclasses.replace(
             self, method="autoregressive", draft=None, head=None, tree=None, num_draft_tokens=None, options=()
         )
 
     def mesh(self, devices: list) -> Mesh:
-        """Return the mesh in libtpu's device order, with "model" along neighbours."""
+        """Return the mesh in libtpu's device order, with neighbouring devices along "model"."""
         return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
 
 
@@ -97,11 +97,11 @@ def make_workload(
     """Check the options of a plan before anything is compiled.
 
     Args:
-      reading: denoiser settings for a config given as `target`. Names and files provide their own.
+      reading: denoiser settings for a `target` that is a config. For names and files they are loaded.
       block: columns of a block of a diffusion model.
       head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
-      options: other options of the method, as texts by name.
+      options: other options of the method as texts, by name.
       data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
       same_bits: as in `specjax.load`, for the target.
@@ -113,7 +113,7 @@ def make_workload(
     slice_ = parse_topology(topology)
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
-        raise UsageError(f'--head: "{kind}" is no kind of head; choose one of {", ".join(KINDS)}')
+        raise UsageError(f'--head: "{kind}" is not a kind of head; choose one of {", ".join(KINDS)}')
 
     def load(source, flag: str):
         config = load_config(source, dtype, flag) if isinstance(source, str | Path) else source
@@ -160,7 +160,8 @@ def make_workload(
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     if context + max_new_tokens > max_positions:
         raise UsageError(
-            f"--context plus --max-new-tokens is {context + max_new_tokens}, over the models' {max_positions}"
+            f"--context plus --max-new-tokens is {context + max_new_tokens}, more than the models' {max_positions} "
+            "positions; lower one"
         )
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
@@ -181,20 +182,18 @@ def _drafter(method: str) -> Method:
 
 
 def _check_needs(row: Method, draft: Any) -> None:
-    """Raises: UsageError for a method that needs what nothing is known of here, or a draft model too many or few."""
+    """Raise a UsageError for a method with inputs that a plan does not have, or with a missing or extra draft model."""
     needs = sorted(row.needs - {"draft", "head"})
     if needs:
         heads_text = " and ".join(f"{'an' if need[0] in 'aeiou' else 'a'} {need}" for need in needs)
-        raise UsageError(
-            f"--method {row.name} needs {heads_text}, of which nothing is known here; choose another method"
-        )
+        raise UsageError(f"--method {row.name} needs {heads_text}, which a plan cannot model; choose another method")
     if ("draft" in row.needs) != (draft is not None):
         fix = "give one with --draft" if draft is None else "leave --draft out or use --method two_model"
         raise UsageError(f"--method {row.name} needs {'a' if draft is None else 'no'} draft model; {fix}")
 
 
 def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
-    """A tree without files: results are kept by the workload, not by what a file once held. Raises: UsageError."""
+    """Return the text of a tree without files, because reports are cached by it. Raises: UsageError."""
     option = row.option("tree")
     if option is None or num_draft_tokens is not None:
         grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
@@ -204,17 +203,17 @@ def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
 
 
 def _check_head(row: Method, head: str | None, draft: Any) -> None:
-    """Raise a UsageError for a missing head, or one that the method does not draft with."""
+    """Raise a UsageError for a missing head, or a head that the method does not use."""
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and draft is not None:
         raise UsageError("--head and --draft both draft; leave one out")
     if kind is not None and kind != row.name and "head" in row.takes:
         raise UsageError(
-            f"--method {row.name} asks a head as often as the text makes that worth, of which nothing is known here; "
-            f"leave --method out to plan rounds in which {kind} drafts"
+            f"--method {row.name} uses its head at a rate that depends on the text, which a plan cannot model; "
+            f"leave --method out to plan steps in which {kind} drafts"
         )
     if kind is not None and kind != row.name:
-        raise UsageError(f"--head {kind} is drafted with by --method {kind}, not {row.name}; leave --method out")
+        raise UsageError(f"--head {kind} needs --method {kind}, not {row.name}; leave --method out")
     if kind is None and "head" in row.needs:
         raise UsageError(f"--method {row.name} needs a learned head; give one with --head {row.name}")
 
@@ -230,12 +229,12 @@ def _read_head(text: str, target: Any) -> Any:
             raise UsageError(f'--head {text}: {kind} takes {forms}, and not "{part}"')
         changes |= dict([change])
     if not isinstance(target, LlamaConfig):
-        raise UsageError(f"--head: heads are planned for targets of the Llama family, and {target.name} is none")
+        raise UsageError(f"--head needs a target of the Llama family, and {target.name} is not one")
     return KINDS[kind].of_target(target, **changes)
 
 
 def _check_options(row: Method, options: Mapping[str, str], tree: str | None, num_draft_tokens: int | None) -> None:
-    """Raise a UsageError for unknown options, options with a flag of their own, or invalid values."""
+    """Raise a UsageError for unknown options, options that have a separate flag, or invalid values."""
     for name, text in options.items():
         option = row.option(name)
         if option is None:
@@ -253,30 +252,31 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
 def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
     """Raise a UsageError for a dtype other than bfloat16, or a mesh that splits rows or slots."""
     if config.dtype != "bfloat16":
-        raise UsageError(f"--same-bits is of bfloat16, not of --dtype {config.dtype}; leave one out")
+        raise UsageError(f"--same-bits needs bfloat16, not --dtype {config.dtype}; leave one out")
     axis = axis_that_changes_bits(axes)
     if axis is not None:
         flag = f"--{axis} {axes[axis]}"
-        raise UsageError(f"--same-bits is not promised where a mesh splits rows or slots; leave it or {flag} out")
+        raise UsageError(f"--same-bits is not guaranteed if a mesh splits rows or slots; leave it or {flag} out")
 
 
 def _check_layers(draft: Any, layer: int) -> None:
     """Raise a UsageError for a draft model with too few layers for a group of `layer`."""
     if draft.num_layers < layer + 2:
         raise UsageError(
-            f"--layer {layer}: {draft.name} has {draft.num_layers} layers, too few for such a group between the first "
-            "and the last; lower it"
+            f"--layer {layer}: {draft.name} has {draft.num_layers} layers, but a group needs {layer} layers between "
+            "the first and the last; lower it"
         )
 
 
 def _close(one: int, other: int) -> bool:
-    """Return True if two vocabulary sizes may differ by padding and special tokens only, which are less than 1 %."""
+    """Return True if two vocabulary sizes differ by at most 1 %, as by padding and special tokens."""
     return abs(one - other) <= max(one, other) // 100
 
 
 def _model_axis(config: Any, slice_: Topology, other_axes: dict[str, int], model: int | None) -> int:
-    """Return the size of the axis "model". Raises: UsageError for too many devices, or an axis that does not divide the
-    heads.
+    """Return the size of the axis "model".
+
+    Raises: UsageError for too many devices, or an axis that does not divide the heads.
     """
     free_devices, layer = slice_.num_devices // math.prod(other_axes.values()), other_axes["--layer"]
     if free_devices < (model or 1):

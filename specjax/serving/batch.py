@@ -1,4 +1,4 @@
-"""A running batch: rows that requests enter and leave while the others go on (continuous batching)."""
+"""A running batch whose rows requests enter and leave while the other rows continue (continuous batching)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree
 
-NOT_FINITE = "the model gives NaN or Inf for its prompt; look at its parameters and its config"
+NOT_FINITE = "the model returns NaN or Inf for its prompt; check the model's parameters and config"
 
 
 class Served(NamedTuple):
@@ -35,8 +35,8 @@ class Served(NamedTuple):
     finish_reason: str | None = None  # "eos", "length", "stop" or "refused" at the end of the request
     error: str | None = None  # reason why the request was refused, in one sentence
     text: str = ""  # new text, if `serve` has a tokenizer: whole characters, without eos and stop strings
-    drafter: Callable[[], Drafter] | None = None  # at the end: returns the drafter as learned so far, for a later call
-    drafted: int = 0  # depth of the draft that the tokens came from
+    drafter: Callable[[], Drafter] | None = None  # at the end: returns the drafter with its learned parameters
+    drafted: int = 0  # depth of the step's draft
 
 
 class RowUpdate(NamedTuple):
@@ -45,13 +45,13 @@ class RowUpdate(NamedTuple):
     tokens: list[int]  # added tokens
     accepted: int  # number of leading tokens that were drafted
     drafted: int  # depth of the draft
-    is_eos: bool  # the last token is an eos
-    is_finite: bool
-    is_done: bool  # the row ended, possibly without eos
+    is_eos: bool  # True if the last token is an eos
+    is_finite: bool  # False if the logits contain NaN or Inf
+    is_done: bool  # True if the row ended, possibly without eos
 
 
 class Admission(NamedTuple):
-    """Arguments of the program that reads one request into a row."""
+    """Arguments of the program that prefills one request into a row."""
 
     slot: Any  # int32[], row that the request enters
     tokens: np.ndarray  # int32[1, L], the prompt
@@ -76,7 +76,7 @@ class _Row:
     """The request that occupies a row."""
 
     request: int
-    remaining: int  # number of tokens that may still come
+    remaining: int  # number of tokens that may still be added
     text: Detokenizer | None
 
     def add(self, update: RowUpdate) -> Served:
@@ -107,14 +107,15 @@ class _Dispatched(NamedTuple):
 class Batch:
     """The rows of a running batch: `admit` requests, dispatch a `step`, and `collect` the results.
 
-    `step` dispatches the next step before `collect` reads the results of the step before, so the device goes on while
-    Python works.
+    `step` dispatches the next step before `collect` reads the results of the previous step, so the device works while
+    Python does.
     """
 
     def __init__(self, job: Job, limits: Limits, cache: ProgramCache | None = None):
         """Compile the programs and build a batch without requests.
 
-        job: a job with as many rows, with the longest prompts and the most tokens that any request may have.
+        Args:
+          job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
         """
         self.limits = limits
         self._settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
@@ -126,22 +127,22 @@ class Batch:
         self._parts = _with_exported(job.parts, exported)  # parameters in the form that `Hooks.export` returns
         self._rows: list[_Row | None] = [None] * len(job.lengths)
         self._running: _Dispatched | None = None  # the newest step
-        self._finished: _Dispatched | None = None  # the step before it, to be collected
+        self._finished: _Dispatched | None = None  # the previous step, which `collect` reads
         self._num_requests = 0
 
     @property
     def has_room(self) -> bool:
-        """True if a row is free."""
+        """Return True if a row is free."""
         return None in self._rows
 
     @property
     def has_results(self) -> bool:
-        """True if `collect` has a step to read."""
+        """Return True if `collect` has a step to read."""
         return self._finished is not None
 
     @property
     def is_idle(self) -> bool:
-        """True if there is no request in any row, and no step to collect."""
+        """Return True if no row has a request and `collect` has no step to read."""
         return self._running is None and self._finished is None and not any(self._rows)
 
     def admit(self, request: Request) -> Served | None:
@@ -154,7 +155,7 @@ class Batch:
             key = row_keys(threefry(request.key)[None], 1)
             text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop or ())
         except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            reason = str(error) if isinstance(error, UsageError) else f"it is no whole Request ({error})"
+            reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
         slot = self._rows.index(None)
         self._rows[slot] = _Row(number, count, text)
@@ -174,7 +175,7 @@ class Batch:
         return True
 
     def collect(self) -> Iterator[Served]:
-        """Yield the results of the step before the last dispatched one, and free the rows that ended."""
+        """Yield the results of the step before the newest dispatched one, and free the rows that ended."""
         finished, self._finished = self._finished, None
         for slot, row, update in _row_updates(finished) if finished else ():
             served = row.add(update)
@@ -192,7 +193,7 @@ class Batch:
             return
         form = lambda tree: jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
         if form(self._parts.drafter.params) != form(params):
-            raise UsageError("parameters sent to serve must have the shapes and dtypes of those that its drafter has")
+            raise UsageError("parameters sent to serve must have the shapes and dtypes of the drafter's parameters")
         self._parts = dataclasses.replace(self._parts, drafter=self._parts.drafter.replace(params=params))
 
     def _free(self, slot: int) -> None:
@@ -205,7 +206,7 @@ class Batch:
 
 
 def _row_updates(dispatched: _Dispatched) -> Iterator[tuple[int, _Row, RowUpdate]]:
-    """Yield (slot, row, update) for each row that the step added tokens to, or ended."""
+    """Yield (slot, row, update) for each row that got tokens or ended in the step."""
     info, rows = dispatched
     tokens, emitted, accepted, drafted, hit_eos, finite, done = jax.device_get(
         (info.tokens, info.emitted, info.accepted, info.drafted_depth, info.hit_eos, info.finite, info.done)
@@ -254,7 +255,7 @@ def _empty(job: Job) -> tuple[PyTree, DecodeState]:
 @functools.partial(jax.jit, donate_argnames=("state",))
 @without_x64
 def _admit(parts: Parts, state: DecodeState, admission: Admission) -> DecodeState:
-    """Prefill a request alone, and write it over its row in every array of `state`."""
+    """Prefill a request as a batch of one, and write it over its row in every array of `state`."""
     slot, tokens, length, key, stop, inputs, settings = admission
     per_row = parts.sampling, parts.eos
     sampling, eos = batch_axes.take_row(per_row, slot, batch_axes.rows_first(per_row))

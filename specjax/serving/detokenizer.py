@@ -1,4 +1,4 @@
-"""Incremental detokenization: token ids to text, token by token."""
+"""Incremental detokenization of token ids, token by token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ and even the bytes of the complete characters before it."""
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
+    """The part of a tokenizer that decodes ids to text."""
 
     def decode(self, ids: list[int], /) -> str: ...
 
 
 class Detokenizer:
-    """Text of one row, token by token.
+    """A converter from the tokens of one row to text, token by token.
 
-    It holds back bytes that are not a complete character yet, and text that may be the beginning of a stop string. If
-    the text contains a stop string, it ends before it, and `stopped` is True.
+    It buffers bytes that are not a complete character yet, and text that may be the beginning of a stop string. If the
+    text contains a stop string, the returned text ends before it, and `stopped` is True.
 
-    Each call decodes only the last tokens again: those since the text last ended with a complete character, and the
-    tokens that completed it. Some tokenizers drop a space at the beginning of a decoded text. So the new text is the
-    part that follows the text of the older tokens.
+    Each call decodes only the last tokens again: the tokens since the text last ended with a complete character, and
+    the tokens that completed it. Some tokenizers drop a space at the beginning of a decoded text. So the new text is
+    the part that follows the text of the older tokens.
     """
 
     def __init__(self, tokenizer: TextDecoder, stop: Sequence[str] = ()):
@@ -33,7 +33,7 @@ class Detokenizer:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
         self._num_complete = 0  # number of leading ids whose text ends with a complete character
-        self._num_returned = 0  # number of characters of their text that were returned
+        self._num_returned = 0  # number of returned characters of the text of `_ids`
         self._tail = ""  # text that may begin a stop string
 
     def add(self, token: int) -> str:
@@ -43,7 +43,7 @@ class Detokenizer:
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         unfinished = len(text) - len(text.rstrip(UNFINISHED))
-        if len(self._ids) - self._num_complete > BYTES:  # these are not all of one character
+        if len(self._ids) - self._num_complete > BYTES:  # more tokens than one character can have bytes
             unfinished = min(unfinished, BYTES - 1)
         new = text[self._num_returned : len(text) - unfinished]
         self._num_returned += len(new)
@@ -53,7 +53,7 @@ class Detokenizer:
         return self._until_stop(new)
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the row."""
+        """Return the buffered text, at the end of the row."""
         if self.stopped:
             return ""
         text = self._tail + self._tokenizer.decode(self._ids)[self._num_returned :]
@@ -70,7 +70,7 @@ class Detokenizer:
         return text, count
 
     def _until_stop(self, new: str) -> str:
-        """Return the text up to a stop string, without an end that may begin one."""
+        """Return the text up to a stop string, without an ending that may be the beginning of a stop string."""
         text = self._tail + new
         places = [place for place in map(text.find, self._stop) if place >= 0]
         if places:

@@ -1,16 +1,16 @@
-"""`serve`: requests that come and go in the rows of one running batch (continuous batching).
+"""The loop of `serve`: requests enter and leave the rows of one running batch (continuous batching).
 
 Yu et al.: Orca: A Distributed Serving System for Transformer-Based Generative Models (OSDI 2022).
 
-Rule: The batch has `slots` rows. When a row has ended, the next request takes its place. Its prompt is prefilled as a
+Rule: the batch has `slots` rows. When a row has ended, the next request gets the row. Its prompt is prefilled as a
 batch of one, and the result is written over the row in every array of the state. Then the step of `decode` continues
 with all rows. Two programs, the step and the admission, serve every request, because all settings are arrays with one
-entry per row. The drafter keeps its learned parameters for the next request.
+entry per row. The drafter's learned parameters are passed on to the next request.
 Guarantee: the guarantee of `decode` with the same settings. A row's randomness depends on its request's key and on
 positions, so a text does not depend on its time of arrival or on its neighbours. There is one exception: rows can share
 learned state or draft lengths (`auto`, `choice`, `bass`, goodput, drafters that export). Then the draws of rejection
 rules may depend on the neighbours, as in any batch.
-Deviations: A prompt is read in one go, while the other rows wait.
+Deviation: a prompt is prefilled completely while the other rows wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def serve_requests(
 ) -> Generator[Served, PyTree, None]:
     """Serve requests as `specjax.serve` documents.
 
-    job: a job with as many rows, with the longest prompts and the most tokens that any request may have.
+    Args:
+      job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
     """
     batch = Batch(job, limits, cache)
     source, has_more = iter(requests), True

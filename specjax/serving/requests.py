@@ -19,9 +19,9 @@ from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array, Processor, PyTree, Sampling
 
 MOST_EOS = 8
-"""Number of eos ids that a request may have, unless `serve` has more. It is a shape of the compiled program."""
+"""Maximum number of eos ids of a request, unless `serve` has more. It is a shape of the compiled program."""
 AHEAD = 64
-"""Items that `arrivals` reads ahead from its source."""
+"""Maximum number of items that `arrivals` reads ahead from its source."""
 
 
 class Request(NamedTuple):
@@ -30,12 +30,12 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     key: Array | int  # PRNG key or seed; the text equals that of `decode(..., [prompt], key=key[None])`
     max_new_tokens: int | None = None  # at most the value of `serve`
-    inputs: PyTree = None  # inputs that condition the text, arrays without the batch axis, for models that read them
+    inputs: PyTree = None  # arrays without the batch axis that condition the text, for models with such inputs
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # off if it is the vocabulary size or more
     top_p: float | None = None  # 1 is off
     eos: int | Sequence[int] | None = None  # () for no eos
-    stop: Sequence[str] | None = ()  # stop strings; the text ends before them. They need a tokenizer in `serve`
+    stop: Sequence[str] | None = ()  # stop strings, which are not part of the text; `serve` needs a tokenizer
     min_p: float | None = None  # 0 is off; only if `serve` has a min_p
     processors: Sequence[Processor] | None = None  # the processors of `serve`, with other settings
 
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 
     @property
     def num_eos(self) -> int:
-        """Number of eos ids per row, E."""
+        """Return the number of eos ids per row, E."""
         return max(MOST_EOS, _ids(self.settings.eos).size)
 
 
@@ -73,11 +73,11 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
     setting = lambda name: getattr(defaults if getattr(request, name) is None else request, name)
     temperature, top_k, top_p, eos = map(setting, ("temperature", "top_k", "top_p", "eos"))
     if defaults.min_p is None and request.min_p is not None:
-        raise UsageError("its min_p needs one of serve, such as min_p=0.0; without, the program has none")
+        raise UsageError("its min_p needs a min_p of serve; pass min_p=0.0 to serve")
     min_p = setting("min_p")
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if value is not None and np.ndim(value):
-            raise UsageError(f"{name} must be one number in serve; give requests their own")
+            raise UsageError(f"{name} must be one number in serve; set it per request instead")
     Settings(temperature, top_k, top_p, eos, min_p=min_p)
     ids = _ids(eos)
     if ids.size > limits.num_eos:
@@ -103,7 +103,7 @@ def processor_settings(limits: Limits, request: Request | None = None) -> list[P
     defaults = list(limits.settings.processors)
     processors = defaults if request is None or request.processors is None else list(request.processors)
     if any(jnp.shape(x)[:1] != (1,) for x in jax.tree.leaves([processor.settings for processor in processors])):
-        raise UsageError("processors must have settings for one row in serve; give requests their own")
+        raise UsageError("processors must have settings for one row in serve; set them per request instead")
     form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
     shared = lambda processors: jax.tree.leaves([processor.params for processor in processors])
     if processors is not defaults and not (
@@ -111,7 +111,7 @@ def processor_settings(limits: Limits, request: Request | None = None) -> list[P
         and all(x is y for x, y in zip(shared(defaults), shared(processors), strict=True))
     ):
         raise UsageError(
-            "its processors must be those of serve, in the same order and with as much room, with other settings"
+            "its processors must be those of serve, in the same order and of the same sizes, with other settings"
         )
     for processor in processors:
         processor.check(processor, limits.vocab_size)
@@ -119,7 +119,7 @@ def processor_settings(limits: Limits, request: Request | None = None) -> list[P
 
 
 def check_request(request: Request, limits: Limits) -> int:
-    """Check everything but the settings of a request, and return its number of new tokens.
+    """Check everything except the settings of a request, and return its number of new tokens.
 
     Raises: UsageError if the request does not fit.
     """
@@ -133,15 +133,15 @@ def check_request(request: Request, limits: Limits) -> int:
     if unknown.size:
         raise UsageError(f"its prompt has the token {unknown[0]}, outside of the model's vocabulary of {vocab}")
     if not 1 <= count <= limits.max_new_tokens:
-        raise UsageError(f"its max_new_tokens is {count}, not 1 to that of serve ({limits.max_new_tokens})")
+        raise UsageError(f"its max_new_tokens is {count}, not from 1 to the limit of serve ({limits.max_new_tokens})")
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
-        raise UsageError("its inputs do not have the form of those that serve was given")
+        raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
     stop = request.stop or ()
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-        raise UsageError("its stop must be a list of strings, none of them empty")
+        raise UsageError("its stop must be a list of strings that are not empty")
     if stop and limits.tokenizer is None:
-        raise UsageError("it has stop strings, for which serve needs tokenizer=")
+        raise UsageError("it has stop strings, which need a tokenizer; pass tokenizer= to serve")
     return count
 
 

@@ -1,4 +1,6 @@
-"""Builders of token trees: which tokens of a drafter that gives logits to draft, and below which of them to go on."""
+"""Builders of token trees for drafters that return logits. A builder selects the tokens of each level to draft and to
+expand.
+"""
 
 from specjax.trees import stops
 from specjax.trees.builders.beam import beam

@@ -22,13 +22,13 @@ COLD = 2.0**-27
 
 
 class Parents(NamedTuple):
-    """Nodes whose children are to be drafted, as chosen by the builder in the previous level."""
+    """Nodes whose children are to be drafted, selected by the builder in the previous level."""
 
     ids: Array  # int32[B, F], node numbers; 0 is the root
-    valid: Array  # bool[B, F], nodes to draft below: they exist, lie above the limit and were not stopped
+    valid: Array  # bool[B, F], nodes to draft below: they exist, are above the depth limit and were not stopped
     log_q: Array  # float32[B, F, V], normalised and warped distribution of the children
     keys: Array | None  # [B, F], keys of the children's noise; None: no noise, draft the likeliest tokens
-    coupled: bool  # the noise is the target's: one field per position
+    coupled: bool  # True if the noise is the target's, one field per position
     is_greedy: Array | None = None  # bool[B], rows that draft the likeliest tokens despite keys; None: no rows
 
     def noise(self, race: int = 0) -> Array:
@@ -79,7 +79,7 @@ class Frontier(NamedTuple):
     def mask(self) -> Array:
         """Return bool[B, F, places + F]: the earlier tokens and the frontier nodes that each node may attend to.
 
-        Of the frontier, each node attends only to itself.
+        Within the frontier, each node attends only to itself.
         """
         self_mask = jnp.broadcast_to(
             jnp.eye(self.tokens.shape[1], dtype=bool), (*self.tokens.shape, self.tokens.shape[1])
@@ -102,23 +102,23 @@ class Fed(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """A rule that ends drafting early. The rules are in `specjax.trees.stops`.
+    """A stop condition, which ends drafting early. `specjax.trees.stops` contains the conditions.
 
-    `judge(value, fed) -> (value, go_on bool[B, F])` judges the nodes of a pass. Its `value` holds numbers float32[B, F]
-    in the structure of `start`, returned when the parents were judged; the returned ones are passed on to the children.
-    Where `go_on` is False, nothing is drafted below the children; without `keeps`, nothing below the nodes themselves.
-    A rule reads distributions and the tokens drawn above them, never the tokens drawn from them. So the existing nodes
-    still follow the drafter's distribution, and exact verification rules stay exact.
+    `judge(value, fed) -> (value, go_on bool[B, F])` judges the nodes of a pass. `value` contains arrays float32[B, F]
+    in the structure of `start`. The argument is the result of judging the parents, and the result is passed to the
+    children. Where `go_on` is False, drafting ends below the children; without `keeps`, below the nodes themselves.
+    A condition reads distributions and the tokens drawn above them, never the tokens drawn from them. So the existing
+    nodes still follow the drafter's distribution, and exact verification rules stay exact.
     """
 
     judge: Callable[[PyTree, Fed], tuple[PyTree, Array]]
-    keeps: bool = True  # tokens drawn at the stop stay in the draft
-    start: PyTree = ()  # numbers: the value of the root
+    keeps: bool = True  # True: tokens drawn at the stop stay in the draft
+    start: PyTree = ()  # numbers, the value of the root
 
 
 @dataclass(frozen=True)
 class Builder:
-    """A rule for growing a tree. Node 1 + d * width + w is slot w of level d + 1.
+    """A rule for the growth of a tree. Node 1 + d * width + w is slot w of level d + 1.
 
     `expand(state, level, parents) -> (state, Level, log_q)` drafts the children of `parents`; they were drawn from
     `log_q` float32[B, F, V]. `finish(state, parents, valid) -> int32[B, num_nodes]` returns the nodes of the tree: the
@@ -137,10 +137,10 @@ class Builder:
     widths: tuple[int, ...] = ()  # verify widths worth compiling besides N, from `verify_widths`
     warped: bool = True  # False: `log_q` is at temperature 1, for any temperature of the target
     stop: Stop | None = None
-    is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws remain elsewhere than below `feed`
+    is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws remain at nodes not in `feed`
     keep_logits: bool = False  # return `logits` of sampled trees in greedy and coupled decoding too
-    # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and leave all
-    # nodes, valid or not, where `finish` puts them.
+    # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all
+    # nodes, valid or not, in the order of `finish`.
     scored: bool = False
 
     @property
@@ -150,7 +150,7 @@ class Builder:
 
     @property
     def places(self) -> int:
-        """Return the number of tokens fed to the drafter: the root and the frontiers of all levels but the last."""
+        """Return the number of tokens fed to the drafter: the root and the frontiers of all levels except the last."""
         return 1 + (self.levels - 1) * self.frontier
 
 
@@ -158,7 +158,8 @@ class Builder:
 def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False) -> Builder:
     """Return `builder` with a stop condition.
 
-    keep_logits: return `logits` of drawn trees in greedy and coupled decoding too, for callers that read them.
+    Args:
+      keep_logits: return `logits` of drawn trees in greedy and coupled decoding too, for callers that read them.
     """
     return replace(builder, stop=stop, keep_logits=keep_logits)
 
@@ -167,12 +168,13 @@ STEPS = 1, 4, 8, 16, 32
 
 
 def verify_widths(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return verify widths worth compiling for trees that a limit or a stop condition cut short.
+    """Return verify widths worth compiling for trees that end early, because of a limit or a stop condition.
 
     Each width is a branch of the target pass. Widths start at 1, 4, 8, 16 and 32 nodes, since a pass over 4 tokens
-    hardly costs more than one over 2. No width exceeds three quarters of the whole tree.
+    hardly costs more than one over 2. No width exceeds three quarters of the complete tree.
 
-    sizes: possible node counts of such trees, increasing; the last one is the whole tree.
+    Args:
+      sizes: possible node counts of such trees, increasing; the last one is that of the complete tree.
     """
     largest = sizes[-1]
     widths = {next(size for size in sizes if size >= min(step, largest)) for step in STEPS}

@@ -1,7 +1,7 @@
-"""Growth of a token tree level by level from a drafter that returns logits: one drafter pass per level.
+"""Growth of a token tree level by level from a drafter that returns logits, with one drafter pass per level.
 
-A `Builder` decides which tokens to draft and which of them to expand. `grow` runs it against `feed`, the drafter.
-Growth ends when no row has anything left to draft: at its limit, or where the builder's `Stop` has stopped it.
+A `Builder` selects the tokens to draft and the nodes to expand. `grow` runs it with `feed`, the drafter's pass. Growth
+ends when no row has nodes to expand, because of its limit or the builder's `Stop`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class GrownTree(NamedTuple):
     """A tree and the indices of its nodes in the drafter's memory."""
 
     tree: TokenTree
-    # int32[B, N]: node i is the places[:, i]-th token that was fed, the root the 0-th; -1: not fed. The deepest node of
-    # a path may never have been fed.
+    # int32[B, N]: node i is the places[:, i]-th fed token, and the root is the 0-th; -1: not fed. The deepest node of a
+    # path may never have been fed.
     places: Array
     # float32[B, N], for scored builders: the drafter's acceptance probability of each node, given its parent's.
     chances: Array | None = None
@@ -43,7 +43,7 @@ def grow(
     """Draft a tree below `root` int32[B].
 
     Args:
-      feed: reads the frontier of each level; not called for trees of one level. memory: state of `feed`.
+      feed: runs the drafter on the frontier of each level; not called for trees of one level. memory: state of `feed`.
       output: the drafter's output at the root: logits float32[B, V], or a DraftOutput with confidence float32[B].
       keys: [B]; None: greedy. context: sampling settings of the target; `context.noise` shares the target's noise.
       limit: int32[B], deepest level.
@@ -62,7 +62,7 @@ def grow(
 
 
 class _Inputs(NamedTuple):
-    """Inputs that stay the same from level to level."""
+    """Inputs that are the same for all levels."""
 
     builder: Builder
     keys: Array | None  # [B]
@@ -81,7 +81,8 @@ class _Nodes(NamedTuple):
     place: Array  # int32[B, nodes], index among the fed tokens, or -1
     expands: Array  # bool[B, nodes], nodes to draft below, as decided so far
     go_on: Array  # bool[B, nodes], the stop condition's decision on the children
-    value: PyTree  # float32[B, nodes] each, of the stop condition: the parent's until it is fed, then the children's
+    # float32[B, nodes] each, value of the stop condition: the parent's until the node is fed, then its children's.
+    value: PyTree
     chances: Array | None  # float32[B, nodes], see `GrownTree`
 
 
@@ -89,13 +90,13 @@ class _Carry(NamedTuple):
     level: Array  # int32[], level of the nodes to draft
     nodes: Array  # int32[B, F], the frontier: nodes to draft below
     grown: _Nodes
-    state: PyTree  # of the builder
-    memory: PyTree  # of the drafter
+    state: PyTree  # state of the builder
+    memory: PyTree  # memory of the drafter
     log_q: Array | None  # float32[B, places, V], log q below the fed nodes
 
 
 def _start(inputs: _Inputs, root: Array, memory: PyTree, vocab: int) -> _Carry:
-    """Return the carry with the root alone, which is the first frontier."""
+    """Return the carry with only the root, which is the first frontier."""
     builder, context, batch = inputs.builder, inputs.context, root.shape[0]
     at_root = lambda value, dtype=jnp.int32: jnp.full((batch, builder.size), value, dtype).at[:, 0]
     number = lambda start: jnp.full((batch, builder.size), start, jnp.float32)
@@ -118,7 +119,7 @@ def _start(inputs: _Inputs, root: Array, memory: PyTree, vocab: int) -> _Carry:
 
 
 def _has_work(builder: Builder, carry: _Carry) -> Array:
-    """Return bool[]: True if any row has anything left to draft."""
+    """Return bool[]: True if any row has nodes to expand."""
     expands = take_along(carry.grown.expands, carry.nodes, 1)
     work = jnp.any(expands) if builder.is_open is None else jnp.any(expands) | jnp.any(builder.is_open(carry.state))
     return (carry.level < builder.levels) & work
@@ -140,7 +141,7 @@ def _logits(output: Array | DraftOutput) -> Array:
 
 
 def _expand(inputs: _Inputs, carry: _Carry, output: Array | DraftOutput) -> _Carry:
-    """Draft below the frontier from the drafter's output on it, and record which nodes to feed next."""
+    """Draft below the frontier from the drafter's output on it, and record the nodes to feed next."""
     builder, level, nodes = inputs.builder, carry.level, carry.nodes
     depth = take_along(carry.grown.depth, nodes, 1)
     output = output if isinstance(output, DraftOutput) else DraftOutput(output)
@@ -162,8 +163,8 @@ def _expand(inputs: _Inputs, carry: _Carry, output: Array | DraftOutput) -> _Car
 def _chances(nodes: Array, new: Level, log_q: Array, confidence: Array | None) -> Array:
     """Return float32[B, W]: acceptance probabilities of the nodes drafted below the frontier `nodes`.
 
-    The children of the frontier have `log_q` [B, F, V]. A drafter's confidence [B, F] is that of the likeliest child.
-    The other children get a share in proportion to q.
+    The children of the frontier have the distribution `log_q` [B, F, V]. A drafter's `confidence` [B, F] is the
+    acceptance probability of the likeliest child. The other children get a share in proportion to q.
     """
     slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # the parents' indices in the frontier
     log_p = gather_at(log_q, jnp.arange(len(nodes))[:, None], slot, new.tokens)
@@ -232,7 +233,7 @@ def _record(inputs: _Inputs, grown: _Nodes, level: Array, new: Level, chances: A
 
 
 def _finish(builder: Builder, carry: _Carry) -> GrownTree:
-    """Return the tree of the nodes that the builder keeps."""
+    """Return the tree of the nodes that the builder selects."""
     grown = carry.grown
     nodes = builder.finish(carry.state, grown.parents, grown.valid)  # int32[B, N]
     if not builder.scored:
@@ -248,7 +249,7 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
     tree = TokenTree(take(grown.tokens), jnp.where(first, -1, jnp.where(valid, parents, 0)).astype(jnp.int32), valid)
     place = jnp.where(nodes >= 0, take(grown.place), -1)
     if carry.log_q is not None:
-        # Whether a node without drafts below it was fed depends on the other rows, so its logits are set to 0.
+        # A node without drafts below it may have been fed because of other rows, so its logits are set to 0.
         fed = (place >= 0) & take(grown.expands)
         rows = take_along(carry.log_q, jnp.maximum(place, 0)[:, :, None], 1)
         tree = tree._replace(logits=jnp.where(fed[:, :, None], rows, 0.0))
@@ -256,7 +257,7 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
 
 
 def _valid_first(nodes: Array, valid: Array) -> Array:
-    """Return the valid ones of node numbers int32[B, N] in order, then -1, so that a target pass can be cut to them."""
+    """Move the valid node numbers of int32[B, N] to the front, then -1, so that a target pass can be cut to them."""
     keep = (nodes >= 0) & take_along(valid, jnp.maximum(nodes, 0), 1)
     order = jnp.argsort(~keep, axis=1, stable=True)
     return jnp.where(take_along(keep, order, 1), take_along(nodes, order, 1), -1)

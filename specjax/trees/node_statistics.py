@@ -1,7 +1,7 @@
 """Acceptance statistics of drafted nodes by class, counted after the text has passed each draft.
 
-A complete draft is stored, verified or not, until the text has passed it. Then it is certain which of its nodes would
-have been accepted. So plain decoding also updates the statistics, and they do not depend on which nodes were verified.
+A complete draft is stored until the text has passed it, verified or not. Then the text determines the nodes that would
+have been accepted. So plain decoding also updates the statistics, and they do not depend on the set of verified nodes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from specjax.trees.templates import Template
 from specjax.types import Array, Context, TokenTree
 
 MEMORY = 0.98
-"""Fraction of its counts that a class keeps at each new trial: about the last WINDOW trials count."""
+"""Factor on the counts of a class at each new trial, so that about the last WINDOW trials count."""
 WINDOW = 1 / (1 - MEMORY)
 PRIOR = 6.0
-"""Number of trials that the prior acceptance rate is worth."""
+"""Weight of the prior acceptance rate, as a number of trials."""
 DOUBT = 3.0
-"""Number of expected hits after which a source without any hit is trusted by half."""
+"""Number of expected hits after which the acceptance rates of a source without any hit are halved."""
 FADING = 0.95
-"""Fraction of the recent hits and expectations that is kept at each draft."""
+"""Factor on the recent hits and expectations at each draft."""
 
 
 class DraftShape(NamedTuple):
-    """Static shape of every draft: a chain of `copied` nodes below the root, and templates beside it.
+    """Static shape of every draft: a chain of `copied` nodes, and templates, below a common root.
 
-    It is kept in numpy, so that a program has no loop from parent to child. That loop took half of the drafting time on
-    a TPU.
+    Its arrays are numpy constants, so that a program has no loop from parent to child. That loop took half of the
+    drafting time on a TPU.
     """
 
     copied: int
     parents: np.ndarray  # int32[M]
     depth: np.ndarray  # int32[M]
-    above: np.ndarray  # bool[M, M], node j is node i or one of its ancestors
-    path: np.ndarray  # int32[M, D], nodes on the path to each, then the node itself; D: depth of the templates
+    above: np.ndarray  # bool[M, M], True if node j is node i or one of its ancestors
+    path: np.ndarray  # int32[M, D], nodes on the path to each node, padded with it; D: depth of the templates
     source: np.ndarray  # int32[M], 0: the chain and the first template; 1, 2, ...: later templates
 
     @property
@@ -62,47 +62,50 @@ def make_shape(copied: int, *templates: Template) -> DraftShape:
 
 
 class Drafted(NamedTuple):
-    """The nodes of a draft shape at one position of the text. Equal paths may occur in several of its parts."""
+    """The tokens of a draft shape at one position of the text. Equal paths may occur in several of its parts."""
 
     tokens: Array  # int32[B, M]
     valid: Array  # bool[B, M]
     kind: Array  # int32[B, M], class of each node
-    start: Array  # int32[B], text length when it was drafted; 0: no draft
+    start: Array  # int32[B], text length at the time of the draft; 0: no draft
 
 
 class Counts(NamedTuple):
-    """Trials (nodes whose parent was right) and hits (those that were right themselves), by class."""
+    """Numbers of trials (nodes whose parent was right) and hits (trials that were right), by class."""
 
     hits: Array  # float32[B, C]
     trials: Array  # float32[B, C]
 
 
 class NodeStatistics(NamedTuple):
-    """Statistics of past drafts and the draft that is still to be counted."""
+    """Statistics of past drafts, and the draft that is not counted yet."""
 
-    counts: Counts  # from the row's own drafts
-    pending: Drafted  # kept until the text has passed it
-    recent: Array  # float32[B, 2, S], recent right nodes by source, and the number that the classes predicted
+    counts: Counts  # counts of this row's drafts
+    pending: Drafted  # the draft that is stored until the text has passed it
+    recent: Array  # float32[B, 2, S], recent hits by source, and their number expected from the classes
 
 
 def init(classes: int, batch: int, shape: DraftShape) -> NodeStatistics:
-    """Return the statistics of rows that have drafted no tokens yet."""
+    """Return the statistics of rows without any draft."""
     none = jnp.zeros((batch, len(shape.parents)), jnp.int32)
     counts = Counts(jnp.zeros((batch, classes)), jnp.zeros((batch, classes)))
     return NodeStatistics(counts, Drafted(none, none > 0, none, none[:, 0]), jnp.zeros((batch, 2, shape.sources)))
 
 
 def add_earlier(counts: Counts, earlier: Counts) -> Counts:
-    """Add `earlier` counts [C] to the counts of rows [B, C]. They fade as the rows' own trials fill the window."""
+    """Add `earlier` counts [C] to the counts of rows [B, C].
+
+    The weight of the earlier counts decreases as the rows' trials fill the window.
+    """
     share = jnp.maximum(1 - counts.trials / WINDOW, 0)
     return jax.tree.map(lambda rows, past: rows + share * past, counts, earlier)
 
 
 def merge_counts(earlier: Counts, rows: Counts) -> Counts:
-    """Add the counts of all rows [B, C] to `earlier` ones [C], and scale the sum down to the window.
+    """Add the counts of all rows [B, C] to `earlier` counts [C], and scale the sum down to the window.
 
-    A long text counts no more than all earlier texts together. It also removes nothing that shorter texts added while
-    it ran.
+    A long text counts no more than all earlier texts together. It also does not remove the counts that shorter texts
+    added during its run.
     """
     both = Counts(earlier.hits + jnp.sum(rows.hits, 0), earlier.trials + jnp.sum(rows.trials, 0))
     return jax.tree.map(lambda x: x * WINDOW / jnp.maximum(both.trials, WINDOW), both)
@@ -111,7 +114,7 @@ def merge_counts(earlier: Counts, rows: Counts) -> Counts:
 def count_pending(
     prior: np.ndarray, shape: DraftShape, past: NodeStatistics, context: Context, earlier: Counts
 ) -> NodeStatistics:
-    """Count the nodes of the pending draft once the text has passed it. prior, earlier: as in `rank`."""
+    """Count the nodes of the pending draft once the text has passed it. `prior` and `earlier` are as in `rank`."""
     tokens, valid, kind, start = past.pending
     place = start[:, None] - 1 + shape.depth
     passed = place < context.length[:, None]
@@ -119,7 +122,7 @@ def count_pending(
     agrees = valid & passed & (text == tokens) | (shape.depth == 0)
     right = jnp.all(agrees[:, None, :] | ~shape.above, 2)  # all nodes of the path
     is_trial = valid & (shape.depth > 0) & right[:, np.maximum(shape.parents, 0)]
-    is_passed = (start > 0) & ~jnp.any(is_trial & ~passed, 1)  # no node waits for a missing token
+    is_passed = (start > 0) & ~jnp.any(is_trial & ~passed, 1)  # no trial depends on a token that is not decoded yet
     one_hot = (kind[:, :, None] == jnp.arange(len(prior))) & (is_trial & is_passed[:, None])[:, :, None]  # [B, M, C]
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
     hits = jnp.sum(one_hot & right[:, :, None], 1, dtype=jnp.float32)
@@ -142,9 +145,10 @@ def store_pending(past: NodeStatistics, drafted: Drafted) -> NodeStatistics:
 def rank(
     prior: np.ndarray, shape: DraftShape, drafted: Drafted, past: NodeStatistics, earlier: Counts
 ) -> tuple[TokenTree, Array]:
-    """Return the union of all parts, sorted by falling acceptance probability of the paths, and these probabilities.
+    """Return the union of all parts, sorted by decreasing acceptance probability of the paths, and these probabilities.
 
-    Args: prior: float32[C], acceptance rate of each class before any trial. earlier: counts [C] of other texts.
+    Args:
+      prior: float32[C], acceptance rate of each class without any trial. earlier: counts [C] of other texts.
 
     Returns: the tree, and float32[B, M]; 0 for the root and after the valid nodes.
     """
@@ -173,7 +177,7 @@ def _chance(prior: np.ndarray, counts: Counts, kind: Array) -> Array:
 def _trust(recent: Array) -> Array:
     """Return float32[B, S]: a factor of at most 1 on the acceptance rates of each source.
 
-    A text on which drafts fail does so in all classes, long before each class has enough trials to show it.
+    On a difficult text, drafts fail in all classes, long before the counts of each class show it.
     """
     hits, expected = recent[:, 0], recent[:, 1]
     return jnp.minimum((hits + DOUBT) / (expected + DOUBT), 1.0)

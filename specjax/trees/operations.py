@@ -20,13 +20,14 @@ def depths(parents: AnyArray) -> AnyArray:
 
 
 def ancestor_mask(parents: AnyArray, valid: AnyArray | None = None, max_depth: int | None = None) -> AnyArray:
-    """Return bool[B, N, N]: node j is node i or one of its ancestors. Rows of invalid nodes contain only themselves.
+    """Return bool[B, N, N]: True if node j is node i or one of its ancestors. An invalid node has only itself.
 
-    The mask is squared log2(max_depth) times, because on an accelerator the number of operations counts. Gathers up the
-    tree need six times as many (64 nodes by the TPU compiler's schedule on v5e: 9 us instead of 37). On a CPU squaring
-    is slower: 0.5 ms for 16 rows of 56 nodes instead of 0.1. Numpy input gives a numpy result.
+    The mask is squared log2(max_depth) times, because the number of operations counts on an accelerator. Gathers up the
+    tree need six times as many: 37 us instead of 9 for 64 nodes, by the TPU compiler's schedule on v5e. On a CPU
+    squaring is slower: 0.5 ms instead of 0.1 for 16 rows of 56 nodes. Numpy input gives a numpy result.
 
-    max_depth: depth of the deepest node, if it is static.
+    Args:
+      max_depth: depth of the deepest node, if it is static.
     """
     node = np.arange(parents.shape[1])
     above = parents[:, :, None] == node
@@ -51,9 +52,9 @@ def compact(tree: TokenTree) -> TokenTree:
 
 
 def sort_by_score(tree: TokenTree, score: Array) -> tuple[TokenTree, Array]:
-    """Sort the valid nodes by falling `score` float32[B, N], so that every leading part is the best tree of its size.
+    """Sort the valid nodes by decreasing `score` float32[B, N], so that every prefix is the best tree of its size.
 
-    A child's score must not exceed its parent's; of equal scores the earlier node comes first.
+    A child's score must not exceed its parent's. Among equal scores the earlier node comes first.
 
     Returns: the tree, and the scores in the new order; 0 for the root and after the valid nodes.
     """
@@ -81,13 +82,13 @@ def cut(tree: TokenTree, width: int) -> TokenTree:
 
 
 def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
-    """Append invalid nodes to a point-mass tree, up to `num_nodes` in all."""
+    """Append invalid nodes to a point-mass tree, up to a total of `num_nodes`."""
     padding = ((0, 0), (0, num_nodes - tree.tokens.shape[1]))
     return TokenTree(*(jnp.pad(x, padding) for x in (tree.tokens, tree.parents, tree.valid)))
 
 
 def root_only(root: Array, shapes: TokenTree) -> TokenTree:
-    """Return the empty draft below `root` int32[B, 1] in the shapes of another tree."""
+    """Return the draft of only `root` int32[B, 1], in the shapes of another tree."""
     tree = pad_nodes(chain(root, jnp.ones_like(root, bool)), shapes.tokens.shape[1])
     return tree._replace(logits=None if shapes.logits is None else jnp.zeros(shapes.logits.shape, shapes.logits.dtype))
 
@@ -112,7 +113,7 @@ def _first_of_path(tree: TokenTree) -> Array:
     """Return int32[B, N]: the first valid node whose path has the same tokens. Invalid nodes map to themselves.
 
     The method doubles the compared suffix length, as for suffix arrays (Karp, Miller, Rosenberg 1972). Path suffixes of
-    2 n tokens are equal if their last n tokens are equal and the n tokens before them are.
+    2 n tokens are equal if both their last n tokens and the n tokens before them are equal.
     """
     depth = depths(tree.parents)
 
@@ -132,7 +133,7 @@ def _first_of_path(tree: TokenTree) -> Array:
 
 
 def merge_equal_siblings(tree: TokenTree) -> TokenTree:
-    """Merge siblings of the same token into the first of them, which takes the children of all in their order."""
+    """Merge siblings of the same token into the first of them, which gets the children of all, in order."""
     first = _first_of_path(tree)
     parents = jnp.where(tree.parents < 0, -1, take_along(first, jnp.maximum(tree.parents, 0), 1))
     return tree._replace(
@@ -141,9 +142,9 @@ def merge_equal_siblings(tree: TokenTree) -> TokenTree:
 
 
 def join(*trees: TokenTree) -> TokenTree:
-    """Place point-mass trees side by side below one root: all nodes of the first, then the others without their roots.
+    """Join point-mass trees below one root: all nodes of the first, then the others without their roots.
 
-    Equal paths stay separate; `merge_equal_siblings` merges them, and then the tree is the union.
+    Equal paths stay separate. `merge_equal_siblings` of the result is the union of the trees.
     """
     first, *later = trees
     tokens, parents, valid = [first.tokens], [first.parents], [first.valid]
@@ -157,9 +158,9 @@ def join(*trees: TokenTree) -> TokenTree:
 
 
 def fuse(first: TokenTree, second: TokenTree) -> tuple[TokenTree, Array]:
-    """Return the union of two point-mass trees, the nodes of the first in front.
+    """Return the union of two point-mass trees, with the nodes of the first tree in front.
 
-    Returns: the union, and int32[B, N], the number of each node in `join(first, second)`.
+    Returns: the union, and int32[B, N], the index of each node in `join(first, second)`.
     """
     joined = join(first, second)
     union = merge_equal_siblings(joined)
@@ -172,5 +173,5 @@ def keep_likely(drafted: TokenTree, retrieved: TokenTree) -> TokenTree:
     child = (drafted.parents == 0) & drafted.valid  # [B, N]
     is_likely = jnp.any((retrieved.tokens[:, :, None] == drafted.tokens[:, None, :]) & child[:, None, :], 2)
     keep = (retrieved.parents != 0) | is_likely
-    ancestors = ancestor_mask(retrieved.parents)  # all nodes of a path share the fate of its first node
+    ancestors = ancestor_mask(retrieved.parents)  # a node stays only if the first node of its path stays
     return retrieved._replace(valid=retrieved.valid & jnp.all(keep[:, None, :] | ~ancestors, 2))

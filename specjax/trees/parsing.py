@@ -30,29 +30,29 @@ SHAPES = {
     "medusa:A,B,.../C,D,...:N": "the N likeliest nodes, if the token of rank 1, 2, ... is right with probability A, "
     "B, ... at depth 1, C, D, ... at depth 2, ...",
     "FILE.json": "the output of `specjax plan --json` (its choice by the schedule; FILE.json:roofline selects the "
-    "other), or rank paths such as [[0], [1], [0, 0]]",
+    "choice by the roofline), or rank paths such as [[0], [1], [0, 0]]",
 }
 """Forms of static trees, which become rank paths."""
 
 FORMS = {
     **{shape: f"{text}; drawn without replacement" for shape, text in SHAPES.items()},
     "top:SHAPE": "any of these shapes, with the likeliest tokens",
-    "mixed:SHAPE": "any of these shapes, with one sampled sibling beside the likeliest ones",
+    "mixed:SHAPE": "any of these shapes, with the likeliest tokens and one sampled sibling",
     "uniform:SHAPE": "any of these shapes, drawn without replacement, then uniformly once no likely token remains",
     "paths:KxL": "K independent chains of L tokens",
     "beam:WxL": "stochastic beam search, W nodes on each of L levels",
     "siblings:N": "a chain of N tokens, each with more siblings where the drafter is less confident",
-    "dyspec:WxL": "grown where the drafter is confident, at most W nodes on each of L levels; optionally followed by "
-    "`,threshold=P,children=C`",
+    "dyspec:WxL": "a tree that grows where the drafter is confident, at most W nodes on each of L levels; optionally "
+    "followed by `,threshold=P,children=C`",
     "dyspec:N": "the N likeliest draws, one draft pass each; optionally followed by `,children=C`",
     "eagle2:KxLxN": "the N likeliest nodes among L levels of K x K candidates",
-    "bild:N": "a chain of up to N likeliest tokens, ended where the probability is below 0.6; optionally followed by "
-    "`,fallback=P`",
+    "bild:N": "a chain of up to N likeliest tokens that ends where the probability is below 0.6; optionally followed "
+    "by `,fallback=P`",
 }
 
 MAX_NODES = 4096
-"""Maximum nodes of a tree from a text, root excluded. A tree is laid out in memory before it is drafted."""
-DIGITS = 18  # of the largest number that an error message writes out
+"""Maximum number of nodes of a tree from a text, root excluded. All nodes are allocated before drafting."""
+DIGITS = 18  # digits of the largest number that an error message prints
 
 _WAYS: dict[str, How] = {
     "": "without_replacement", "top": "point_mass", "mixed": "top_and_sampled",
@@ -61,7 +61,7 @@ _WAYS: dict[str, How] = {
 
 
 def parse(spec: str) -> Builder:
-    """Return a builder from one of `FORMS`. Raises: UsageError for any other text, or more than `MAX_NODES` nodes."""
+    """Return a builder for one of `FORMS`. Raises: UsageError for any other text, or more than `MAX_NODES` nodes."""
     kind, _, arguments = spec.partition(":")
     numbers, *options = arguments.split(",")
     sizes, named = _sizes(numbers), _parse_options(options, kind)
@@ -84,7 +84,7 @@ def parse(spec: str) -> Builder:
 
 
 def parse_paths(spec: str) -> Paths:
-    """Return rank paths from one of `SHAPES`. Raises: UsageError for any other text, or a file without a tree."""
+    """Return rank paths for one of `SHAPES`. Raises: UsageError for any other text, or a file without a tree."""
     return _paths(spec, SHAPES)
 
 
@@ -128,7 +128,7 @@ def static_paths(spec: str) -> Paths | None:
 
 
 def inline(spec: str) -> str:
-    """Return an equivalent text that refers to no file, for callers that store results by this text."""
+    """Return an equivalent text that does not refer to a file, for callers that store results by this text."""
     way, shape = _split(spec)
     return f"{way}:{json.dumps(parse_paths(shape))}".removeprefix(":") if ".json" in shape else spec
 
@@ -142,22 +142,22 @@ def _split(spec: str) -> tuple[str, str]:
 def _sizes(text: str) -> tuple[int, ...]:
     """Return the numbers of AxBxC, or () for any other text."""
     parts = text.split("x")
-    # Python does not convert numbers of thousands of digits. Their first digits already exceed the limit.
+    # Python does not convert numbers of thousands of digits. Their first digits are enough to exceed the limit.
     sizes = tuple(int(f"0{part.lstrip('0')[:DIGITS]}") for part in parts if part.isdecimal())
     return sizes if len(sizes) == len(parts) and all(sizes) else ()
 
 
 def _count_nodes(kind: str, sizes: tuple[int, ...]) -> int:
-    """Return the number of nodes that a builder lays out, root excluded.
+    """Return the number of nodes that a builder allocates, root excluded.
 
-    For eagle2 these are its candidates, for branching trees the nodes of all levels.
+    For eagle2 it is the number of candidates, and for branching trees that of the nodes of all levels.
     """
     if kind == "eagle2":
         top_k, depth, total = sizes
         candidates = top_k + (depth - 1) * top_k**2
         if total > candidates:
             raise UsageError(
-                f'"eagle2:{top_k}x{depth}x{total}" has {candidates} candidates, not {total}; ask for fewer'
+                f'"eagle2:{top_k}x{depth}x{total}" has only {candidates} candidates for {total} nodes; use fewer nodes'
             )
         return candidates
     if kind == "siblings":
@@ -174,7 +174,7 @@ def _check_size(spec: str, nodes: int) -> None:
 
 
 def _parse_options(parts: list[str], kind: str) -> dict[str, Any]:
-    """Return the options NAME=VALUE of a builder. Parts that name no option are left out."""
+    """Return the options NAME=VALUE of a builder. Parts with an unknown name are omitted."""
     option_types: dict[str, dict[str, Any]] = {
         "dyspec": {"threshold": float, "children": int},
         "bild": {"fallback": float},
@@ -213,7 +213,7 @@ def _from_file(spec: str) -> Paths:
 def _parse_json(text: str, where: str) -> Paths:
     """Return the rank paths of a JSON text.
 
-    Raises: UsageError unless every node has its parent and its elder sibling.
+    Raises: UsageError unless every node has its parent and the sibling of the previous rank.
     """
     try:
         paths = tuple(tuple(path) for path in json.loads(text))

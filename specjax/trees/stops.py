@@ -1,14 +1,14 @@
-"""Stop conditions: they judge the drafter's distributions while a tree grows, and end drafting early to save passes.
+"""Stop conditions, which judge the drafter's distributions while a tree grows, and end drafting early to save passes.
 
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
 `drafter_confidence`: DSpark (DeepSeek 2026), with the drafter's trained confidence.
 `acceptance`, `acceptance_head`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715). It shows that the best rule is a
-threshold on the probability that a candidate will be rejected. It is predicted by the largest q or by the paper's head.
+threshold on the probability that a candidate is rejected. The largest q or the paper's head predicts it.
 
-Guarantee: that of any verifier is preserved, since a rule decides whether a token is drafted before it sees the token.
-Deviations: q is the distribution that is sampled (warped; the drafter's own in greedy decoding). Drafters have no eos
-token, so no rule stops there.
+Guarantee: the guarantee of any verifier is preserved, because a condition decides to draft a token before it is drawn.
+Deviations: q is the distribution that is sampled (warped; in greedy decoding the drafter's own distribution). Drafters
+have no eos token, so no condition stops there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ FORMS = {
     "entropy:H": "stop after the first token drawn where the entropy of q is above H nats",
     "fallback:P": "stop before drawing a token where the largest q is below P (0.6: BiLD)",
     "own:P": "stop before drawing a token where the drafter's trained confidence is below P (DSpark)",
-    "acceptance:T": "stop once the probability of a rejection is above T, taking the largest q as acceptance rate",
-    "trained:T": "the same with SpecDec++'s trained head, given by --set acceptance=FOLDER (0.3: its authors)",
+    "acceptance:T": "stop once the probability of a rejection is above T, with the largest q as acceptance rate",
+    "trained:T": "stop once the rejection probability by SpecDec++'s trained head (--set acceptance=FOLDER) is above T "
+    "(0.3: its authors)",
 }
 
 
 def parse(spec: str) -> Stop:
-    """Return a rule from one of `FORMS`. Raises: UsageError for any other text."""
+    """Return a stop condition for one of `FORMS`. Raises: UsageError for any other text."""
     name, _, number = spec.partition(":")
     rules = {
         "confidence": confidence, "entropy": entropy, "fallback": fallback, "own": drafter_confidence,
@@ -54,7 +55,9 @@ def parse(spec: str) -> Stop:
 def confidence(threshold: float = 0.4) -> Stop:
     """Stop after a token drawn where the largest probability is below `threshold`; the token stays.
 
-    A threshold of 0 never stops; above 1 exactly one token is drafted. Raises: UsageError if it is negative.
+    A threshold of 0 never stops. Above 1 exactly one token is drafted.
+
+    Raises: UsageError if the threshold is negative.
     """
     _check(threshold)
     return Stop(lambda value, fed: (value, top_probability(fed) >= threshold))
@@ -67,7 +70,10 @@ def kangaroo(threshold: float = 0.6) -> Stop:
 
 @functools.cache
 def entropy(threshold: float) -> Stop:
-    """Stop after a token drawn where the entropy is above `threshold` nats; it stays. Raises: UsageError if < 0."""
+    """Stop after a token drawn where the entropy is above `threshold` nats; the token stays.
+
+    Raises: UsageError if the threshold is negative.
+    """
     _check(threshold)
     return Stop(lambda value, fed: (value, sampling.entropy(fed.log_q) <= threshold))
 
@@ -76,7 +82,9 @@ def entropy(threshold: float) -> Stop:
 def fallback(threshold: float = 0.6) -> Stop:
     """Stop before drawing a token where the largest probability is below `threshold`: the target decodes it (BiLD).
 
-    Above 1 the target decodes every token. Raises: UsageError if the threshold is negative.
+    Above 1 the target decodes every token.
+
+    Raises: UsageError if the threshold is negative.
     """
     _check(threshold)
     return confidence(threshold)._replace(keeps=False)
@@ -96,17 +104,14 @@ def read_confidence(fed: Fed) -> Array:
     """Return float32[B, F]: the acceptance of these nodes' children as predicted by the drafter's confidence head."""
     if fed.confidence is None:
         raise UsageError(
-            "this drafter has no confidence head, which own:P needs; use a drafter with one, such as "
-            "dspark, or choose another stop condition"
+            "own:P needs a drafter with a confidence head; use a drafter that has one, such as dspark, or choose "
+            "another stop condition"
         )
     return fed.confidence
 
 
 def top_probability(fed: Fed) -> Array:
-    """Return float32[B, F]: the largest q of the children.
-
-    It is their acceptance rate if the drafter is well calibrated.
-    """
+    """Return float32[B, F]: the largest q of the children. It is their acceptance rate if the drafter is calibrated."""
     return jnp.exp(jnp.max(fed.log_q, -1))
 
 
@@ -119,13 +124,13 @@ def top_unwarped(fed: Fed) -> Array:
 def acceptance(
     threshold: float = 0.3, *, min_tokens: int = 2, lag: bool = True, predict: Callable[[Fed], Array] = top_probability
 ) -> Stop:
-    """Apply SpecDec++'s policy: stop when 1 - prod_i s_i > threshold, s_i the predicted acceptance of candidate i.
+    """Apply SpecDec++'s policy: stop when 1 - prod_i s_i > threshold, for predicted acceptances s_i of candidates i.
 
     Args:
       threshold: at 1 or above it never stops, below 0 it drafts `min_tokens` tokens. The tree's depth limits the draft.
-      min_tokens: tokens drafted in any case.
-      lag: leave the newest token unjudged, as in the paper, whose head reads the state after it. False also judges the
-        newest token, which saves a pass and is possible when predictions come from q.
+      min_tokens: minimum number of drafted tokens.
+      lag: do not judge the newest token, as in the paper, whose head reads the state after it. False also judges the
+        newest token, which saves a pass. It is possible because the predictions come from q.
       predict: (Fed) -> s float32[B, F] of the children of these nodes. It must be a module-level function, since
         settings are compared by identity. The paper's head is `acceptance_head`.
 
@@ -158,8 +163,8 @@ def acceptance_head(threshold: float = 0.3, *, min_tokens: int = 2, lag: bool = 
     def judge(value, fed: Fed):
         if fed.accepted is None:
             raise UsageError(
-                "this drafter has no acceptance head, which trained:T needs; give one to two_model (--set "
-                "acceptance=FOLDER), or choose another stop condition"
+                "trained:T needs a drafter with an acceptance head; pass one to two_model (--set acceptance=FOLDER) "
+                "or choose another stop condition"
             )
         judged = value * jnp.where(fed.depth > 0, fed.accepted, 1.0)  # the root is already committed
         return judged, (1 - judged <= threshold) | (fed.depth + lag < min_tokens)

@@ -24,8 +24,9 @@ def likeliest(logits: Array, candidates: int) -> tuple[Array, Array]:
 def extend(scores: Array, log_r: Array, number: int | None = None) -> tuple[Array, Array, Array]:
     """Return the best `number` (default: k) sums of `scores` float32[B, k] and `log_r` float32[B, k, C].
 
-    Returns: the continued draft int32[B, number], its candidate int32[B, number], and the new scores float32[B,
-    number].
+    Returns: the index of the extended draft int32[B, number], that of its candidate int32[B, number], and the new
+    scores
+      float32[B, number].
     """
     total = scores[:, :, None] + log_r
     best, place = jax.lax.top_k(total.reshape(total.shape[0], -1), number or scores.shape[1])

@@ -1,4 +1,4 @@
-"""Tree search in a table of successors: the most probable paths, and Monte Carlo tree search.
+"""Search for trees in a table of successors: the most probable paths, and Monte Carlo tree search.
 
 The search is that of Liu et al.: Adaptive Draft-Verification for Efficient Large Language Model Decoding (2024), arXiv
 2407.12021. Its selection rule is that of Silver et al.: Mastering Chess and Shogi by Self-Play with a General
@@ -18,17 +18,17 @@ from specjax.numerics.sampling import draw
 from specjax.trees.operations import compact, cut
 from specjax.types import Array, TokenTree
 
-C1, C2 = 32.0, 8.0  # amount of exploration
+C1, C2 = 32.0, 8.0  # constants of the exploration term
 Reward = Literal["mean", "sum", "constant"]
 Successors = Callable[[Array], tuple[Array, Array]]
-"""Pairs of tokens -> possible next tokens and their scores; a score of 0 is no token."""
+"""(pairs of tokens) -> possible next tokens and their scores; a score of 0 marks a missing token."""
 
 
 def best_first(successors: Successors, pair: Array, limit: Array, num_nodes: int, depth: int) -> TokenTree:
     """Return the `num_nodes` paths after pairs int32[B, 2] with the largest product of normalised scores.
 
-    The search is exact, not a beam: the best paths of a length extend best paths. So no level needs more than
-    `num_nodes` of them.
+    The search is exact, not a beam search: the best paths of a length extend the best shorter paths. So no level needs
+    more than `num_nodes` of them.
 
     Args:
       successors: pairs int32[B, M, 2] -> tokens int32[B, M, C], scores float32[B, M, C].
@@ -56,7 +56,7 @@ def best_first(successors: Successors, pair: Array, limit: Array, num_nodes: int
     )
     _, levels = jax.lax.scan(level, start, jnp.arange(1, depth + 1))
     tokens, parents, values = (x.swapaxes(0, 1).reshape(batch, -1) for x in levels)
-    # Of equal products the earlier node wins, so a path is never chosen before its beginning.
+    # Among equal products the earlier node wins, so a path is never selected without its parent.
     best, place_of_best = jax.lax.top_k(values, f)
     place_of_best = jnp.where(best > -jnp.inf, place_of_best, depth * f)
     keep = jnp.zeros((batch, depth * f), bool).at[jnp.arange(batch)[:, None], place_of_best].set(True, mode="drop")
@@ -71,8 +71,8 @@ class _Search(NamedTuple):
     pairs: Array  # int32[M, 2], the last two tokens of the path
     parents: Array  # int32[M]
     depths: Array  # int32[M]
-    prior: Array  # float32[M], P; 0: no node
-    gained: Array  # float32[M], the sum of P (clipped to 1, unless summed) along the path
+    prior: Array  # float32[M], P, the score of the node; 0: no node
+    gained: Array  # float32[M], the sum of P along the path (each clipped to 1 unless the reward is "sum")
     children: Array  # int32[M], first child; 0: no children yet
     visits: Array  # float32[M]
     rewards: Array  # float32[M]
@@ -81,13 +81,13 @@ class _Search(NamedTuple):
 def monte_carlo(
     successors: Successors, pair: Array, key: Array, iterations: int, horizon: int, paths: int, reward: Reward
 ):
-    """Return the nodes that a Monte Carlo search of one row visits most, and a child of each.
+    """Return the most visited nodes of a Monte Carlo search of one row, and a child of each.
 
     Args:
       successors: pairs int32[M, 2] -> tokens int32[M, C], scores float32[M, C]. pair: int32[2], start of the search.
       horizon: maximum depth. paths: number of nodes.
-      reward: of a completed path: "sum", 1 + the sum of its scores; "mean", (1 + the sum of min(score, 1)) /
-        (horizon + 1); "constant", 1.
+      reward: reward of a completed path. "sum": 1 + the sum of its scores. "mean": (1 + the sum of min(score, 1)) /
+        (horizon + 1). "constant": 1.
 
     Returns: tokens, parents, depths int32[2 paths + 1] and valid bool[2 paths + 1]: the most visited nodes, and the
       likeliest successor of each.
@@ -122,7 +122,7 @@ def grow_search(
         return node
 
     def expand(s: _Search, node, first):
-        """Add all successors of a leaf as nodes `first`, ... Return the last of them, or `node` if none was added."""
+        """Add all successors of a leaf as nodes from `first` on. Return the last of them, or `node` without any."""
         tokens, scores = successors_of(s.pairs[node])
         is_leaf = (s.children[node] == 0) & (s.depths[node] < horizon) & jnp.any(scores > 0)
         scores = jnp.where(is_leaf, scores, 0.0)
@@ -140,7 +140,7 @@ def grow_search(
         return s, jnp.where(is_leaf, last, node)
 
     def roll_out(s: _Search, node, key):
-        """Return the sum of P along the path to `node` and on to the horizon."""
+        """Return the sum of P along the path to `node` and along a random path from there to the horizon."""
         pair, total, is_active = s.pairs[node], s.gained[node], jnp.bool_(True)
         for step in range(horizon):
             tokens, scores = successors_of(pair)
@@ -171,7 +171,7 @@ def grow_search(
 def _most_visited(successors: Successors, s: _Search, paths: int):
     size = len(s.visits)
     visits = jnp.where((jnp.arange(size) > 0) & (s.prior > 0), s.visits, -1.0)
-    # Of equal visit counts the earlier node is chosen, since parents precede children.
+    # Among equal visit counts the earlier node is selected, because parents precede children.
     best, nodes = jax.lax.top_k(jnp.pad(visits, (0, max(paths - size, 0)), constant_values=-1.0), paths)
     nodes = jnp.sort(jnp.where(best > 0, nodes, size))
     valid = nodes < size

@@ -23,7 +23,7 @@ class Template:
     """A static tree given by rank paths: `(0, 2)` is the third child of the first child of the root.
 
     The fields are numpy arrays: `parents` int[N], `ranks` int[N] (rank among the siblings; 0 for the root) and `depths`
-    int[N]. `levels` holds one (start, stop) slice of nodes per depth.
+    int[N]. `levels` is a list of (start, stop), the slice of nodes of each depth.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]):
@@ -41,7 +41,7 @@ class Template:
         self.num_nodes = len(nodes)
 
     def below_root(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield for each level from depth 1 on the parents' indices in the level above, and the ranks of the nodes."""
+        """Yield the parents' indices in the level above, and the ranks of the nodes, for each level from depth 1 on."""
         for (above, _), (start, stop) in itertools.pairwise(self.levels):
             yield self.parents[start:stop] - above, self.ranks[start:stop]
 

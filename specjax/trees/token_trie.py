@@ -1,4 +1,4 @@
-"""Trees from drafted continuations: equal prefixes become one node, and the heaviest nodes stay.
+"""Tries of drafted continuations: equal prefixes become one node, and the heaviest nodes stay.
 
 He, Zhong, Cai, Lee, He: REST: Retrieval-Based Speculative Decoding (NAACL 2024), arXiv 2311.08252, section 3.2, builds
 its trees this way. Every drafter that proposes complete continuations can use it.
@@ -19,17 +19,19 @@ from specjax.types import Array, TokenTree
 def from_paths(root: Array, paths: Array, weights: Array, num_nodes: int) -> TokenTree:
     """Return the trie of `paths` below `root`, cut to its `num_nodes - 1` heaviest prefixes.
 
-    Of equal weights the shorter prefix stays, then the one with smaller token ids, compared from the front. Nodes are
-    ordered from heavy to light after the root. So parents precede children, heavy siblings precede light ones, and
-    valid nodes precede invalid ones.
+    Among equal weights the shorter prefix stays, then the one with smaller token ids, compared from the front. After
+    the root, nodes are ordered by decreasing weight. So parents precede children, heavy siblings precede light ones,
+    and valid nodes precede invalid ones.
 
     Args:
       root: int32[B], the last committed token.
       paths: int32[B, R, D], continuations of the root; a path ends before its first negative token.
-      weights: [B, R], above 0; paths with other weights are left out. Sums are float32, exact for counts below 2**24.
+      weights: [B, R], above 0; paths with other weights are dropped. Sums are float32, exact for counts below 2**24.
       num_nodes: N, root included.
 
-    Returns: TokenTree of N nodes, point mass. Cost: a sort of R paths and R^2 D additions per row.
+    Returns: a point-mass TokenTree of N nodes.
+
+    Cost: a sort of R paths and R^2 D additions per row.
     """
     batch, count, depth = paths.shape
     weights = weights.astype(jnp.float32)
@@ -42,7 +44,7 @@ def from_paths(root: Array, paths: Array, weights: Array, num_nodes: int) -> Tok
 
     k = min(num_nodes - 1, count * depth)
     by_depth = lambda x: x.swapaxes(1, 2).reshape(batch, -1)  # [B, D * R]: shorter prefixes first
-    best, place = jax.lax.top_k(by_depth(total), k)  # of equal weights the earlier one
+    best, place = jax.lax.top_k(by_depth(total), k)  # ties go to the earlier one
     tokens = take_along(by_depth(paths), place, 1)
     parent_place = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))[:, :, :-1] + count * (jnp.arange(depth) - 1)
     parent_place = take_along(by_depth(parent_place), place, 1)

@@ -217,7 +217,7 @@ def test_serve_refuses_a_request_with_wrong_inputs_and_goes_on():
         )
     )
     assert [(n.request, n.error) for n in news if n.error] == [
-        (1, "its inputs do not have the form of those that serve was given")
+        (1, "its inputs do not have the structure, shapes and dtypes of the inputs of serve")
     ]
     assert sum(len(n.tokens) for n in news if n.request == 0) == 5
 

@@ -56,7 +56,7 @@ def test_other_parameters_are_refused(tmp_path):
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         persistence.restore(tmp_path / "nothing", {"x": np.zeros(2)})
     persistence.save(tmp_path / "model", {"x": jax.numpy.zeros(3)})
-    with pytest.raises(UsageError, match=r"\['x'\] is float32\[3\] there, not float32\[2\]"):
+    with pytest.raises(UsageError, match=r"\['x'\] is float32\[3\], not float32\[2\]"):
         persistence.restore(tmp_path / "model", {"x": jax.numpy.zeros(2)})
     with pytest.raises(UsageError, match="is of another model"):
         persistence.restore(tmp_path / "model", {"y": jax.numpy.zeros(3)})
@@ -67,7 +67,7 @@ def test_what_is_not_a_checkpoint_stays(tmp_path):
     file.write_text("mine")
     other.mkdir()
     (other / "thesis").write_text("mine")
-    with pytest.raises(UsageError, match="holds something else than a checkpoint"):
+    with pytest.raises(UsageError, match="contains other files than a checkpoint"):
         persistence.save(other, like)
     for folder in (file, file / "below"):
         with pytest.raises(UsageError, match="cannot be written"):
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
         ("random keys", {"key": jax.random.key(1)}),
         ("settings", {"max_new_tokens": 23}),
     ):
-        with pytest.raises(UsageError, match=f"is of another run, which differs in {words}; repeat that one, or give"):
+        with pytest.raises(UsageError, match=f"is of another run, which differs in {words}; repeat that run, or give"):
             run(target, prompt_lookup(2), tmp_path, **changes)
     with pytest.raises(UsageError, match="differs in drafter"):
         run(target, prompt_lookup(3), tmp_path)
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.PROMPTS", [[1], *PROMPTS[1:]])
     with pytest.raises(UsageError, match="differs in prompts"):
         run(target, prompt_lookup(2), tmp_path)
-    with pytest.raises(UsageError, match="every 1 step or more, not every 0"):
+    with pytest.raises(UsageError, match="every must be at least 1 step, not 0"):
         run(target, prompt_lookup(2), tmp_path, every=0)
 
 

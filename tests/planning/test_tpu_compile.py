@@ -255,7 +255,7 @@ def test_plan_proposes_a_tree():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_step_of_training_a_head_compiles_over_a_mesh(optimizer):
-    """What is learnt from is half of the rows; the optimizer's state lies where its parameters do."""
+    """The loss covers half of the rows, and the optimizer state has the sharding of its parameters."""
     report = training_report(
         TINY, "v5e:2x2", head="eagle3:draft_vocab_size=512", rows=4, length=128, data=2, model=2,
         recipe=recipe_of("eagle3", depths=2, optimizer=optimizer),
@@ -268,5 +268,5 @@ def test_a_step_of_training_a_head_compiles_over_a_mesh(optimizer):
     assert {entry["kind"] for entry in program.collectives} >= {"all-reduce"}
     shown = io.StringIO()
     show_training(report, Console(file=shown, width=160))
-    assert "a step of 4 rows of 128 tokens, 256 of which are learnt from, 2 drafts each" in shown.getvalue()
+    assert "a step of 4 rows of 128 tokens, with a loss on 256 of them and 2 drafts each" in shown.getvalue()
     assert report.to_json()["topology"] == "v5e:2x2"

@@ -59,4 +59,4 @@ def test_each_text_is_that_of_its_own_settings():
 
 def test_what_serve_has_not_compiled_is_refused():
     _, errors = texts([request(0, min_p=0.1), request(0, processors=OURS)])
-    assert errors[0].startswith("its min_p needs one of serve") and errors[1].startswith("its processors must be those")
+    assert errors[0].startswith("its min_p needs a min_p") and errors[1].startswith("its processors must be those")

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on():
     refused = {n.request: n.error for n in news if n.finish_reason == "refused"}
     assert sorted(refused) == [0, 1, 2, 3]
     assert refused[1] == "its prompt has 13 tokens, not 1 to longest_prompt (12)"
-    assert refused[2] == "its max_new_tokens is 15, not 1 to that of serve (14)"
+    assert refused[2] == "its max_new_tokens is 15, not from 1 to the limit of serve (14)"
     assert [token for n in news if n.request == 4 for token in n.tokens] == alone("prompt_lookup", 1)
 
 

@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
         "top_k must be a whole number of at least 1, not 0": {"top_k": 0},
         "top_p must be above 0 and at most 1, not 0": {"top_p": 0.0},
         "eos has 9 ids, more than the 8": {"eos": range(9)},
-        "it has stop strings, for which serve needs tokenizer=": {"stop": ["x"]},
+        "it has stop strings, which need a tokenizer; pass tokenizer= to serve": {"stop": ["x"]},
         "its stop must be a list of strings": {"stop": "x"},
         "its prompt has the token 64, outside of the model's vocabulary of 64": {"prompt": [1, 64]},
         "its prompt must be a list of token ids": {"prompt": "abc"},

@@ -303,7 +303,7 @@ def test_coupled_text_is_the_targets_wherever_rows_stop():
 
 def test_an_acceptance_head_that_is_missing_or_of_another_width():
     run = lambda drafter: decode(tiny_llama(), drafter, [[1, 2]], key=0, max_new_tokens=4)
-    with pytest.raises(UsageError, match="no acceptance head, which trained:T needs"):
+    with pytest.raises(UsageError, match="trained:T needs a drafter with an acceptance head"):
         run(two_model(tiny_llama(), 2, stop=stops.acceptance_head()))
     with pytest.raises(UsageError, match="reads features of width 3, but those of the draft model have width 32"):
         run(two_model(tiny_llama(), 2, acceptance=scoring([0.1, 0.2, 0.3])))

@@ -11,22 +11,23 @@ from specjax.planning.hlo.parsing import Instruction, Module
 
 @dataclass(frozen=True)
 class Loop:
-    """A while loop at its place in the control flow."""
+    """A while loop and its place in the control flow."""
 
     instruction: Instruction
-    depth: int  # loops around it
+    depth: int  # number of loops around it
     path: tuple[str, ...]  # names of the loops around it
-    index: int  # among the loops of its computation, in schedule order
-    siblings: int  # how many those are
-    trips: int | None  # None: it depends on the data
+    index: int  # index among the data-dependent loops of its computation, in schedule order; -1: not one of them
+    siblings: int  # number of data-dependent loops of its computation
+    trips: int | None  # iterations; None: the number depends on the data
 
 
 Trips = Callable[[Loop], float]
-"""Iterations of a loop whose count depends on data."""
+"""(loop) -> assumed iterations, for loops whose count depends on data."""
 
 Taken = Callable[[Instruction], float]
-"""Share, from 0 to 1, with which a conditional takes the branch that counts. Otherwise it takes the cheapest of the
-others.
+"""(conditional) -> share, from 0 to 1, of executions in which its main branch runs (see `walk`).
+
+In the others, the cheapest other branch runs.
 """
 
 
@@ -37,12 +38,11 @@ def always(conditional: Instruction) -> float:
 def walk(
     module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always
 ) -> Iterator[tuple[str, Instruction, float]]:
-    """Yield (computation, instruction, executions) of everything that control flow reaches. A fusion is one
-    instruction.
+    """Yield (computation, instruction, executions) of everything that control flow reaches.
 
-    One branch of a conditional counts with the share `taken`. It is the branch inside which the scope around the
-    conditional is named again, or else the one with most cycles (here the widest target pass). Otherwise the cheapest
-    branch runs.
+    A fusion is one instruction. The main branch of a conditional runs with the share `taken`. It is the branch in which
+    the scope around the conditional occurs again, or else the branch with the most cycles (here the widest target
+    pass). In the remaining executions the cheapest other branch runs.
     """
 
     def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
@@ -74,7 +74,7 @@ def walk(
 
 
 def _named(module: Module, conditional: Instruction, branches: list[str]) -> str | None:
-    """Return the branch inside which the scope around a conditional is named again, or None."""
+    """Return the branch in which the scope around a conditional occurs again, or None."""
     result = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
     if result is None:
         return None
@@ -96,7 +96,7 @@ def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = 
 
 
 def dynamic_loops(module: Module) -> list[Loop]:
-    """Return loops whose iteration count depends on data, outer ones first, each computation once."""
+    """Return the loops whose iteration count depends on data, outer loops first, each loop once."""
     result: list[Loop] = []
 
     def note(loop: Loop) -> float:
@@ -110,7 +110,7 @@ def dynamic_loops(module: Module) -> list[Loop]:
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Return the iterations of a loop: the compiler's note, or a counter compared with a constant, or None."""
+    """Return the iterations of a loop, from the compiler's annotation or a counter with a constant limit, or None."""
     noted = re.search(r'"?known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)', loop.attributes)
     if noted:
         return int(noted.group(1))

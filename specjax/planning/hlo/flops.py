@@ -44,8 +44,9 @@ def _dot_products(out: float, left: Array, right: Array, instruction: Instructio
 
 
 def _convolution_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:
-    """Count the products of a convolution. The TPU compiler writes dots as convolutions, and batch dimensions as
-    dilated windows.
+    """Count the products of a convolution.
+
+    The TPU compiler represents dots as convolutions, and batch dimensions as dilated windows.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
@@ -75,6 +76,6 @@ def _window(attributes: str, axes: int) -> tuple[list[int], ...]:
 
 
 def _valid_pairs(size_in, size_out, size, stride, pad, dilate_in, dilate_window) -> float:
-    """Count the (output position, window position) pairs on an element of the data, not on padding or a hole."""
+    """Count the (output position, window position) pairs on an element of the data, not on padding or a gap."""
     place = np.arange(size_out)[:, None] * stride + np.arange(size) * dilate_window - pad
     return float(np.sum((place >= 0) & (place < (size_in - 1) * dilate_in + 1) & (place % dilate_in == 0)))

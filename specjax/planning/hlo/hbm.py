@@ -18,7 +18,7 @@ def traffic(module: Module, computation: dict[str, Instruction], instruction: In
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0.0
     kernel = kernel_of(instruction)
-    if kernel is not None and kernel.bytes:  # it reads what it needs of its operands
+    if kernel is not None and kernel.bytes:  # a kernel may read only parts of its operands
         return kernel.bytes
     operands = [computation[name] for name in instruction.operands if name in computation]
     outer = [[a for a in operand.arrays if not a.in_vmem] for operand in operands]
@@ -31,7 +31,7 @@ def traffic(module: Module, computation: dict[str, Instruction], instruction: In
         return 2.0 * written
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * sum(a.bytes for a in operands[1].arrays) if len(operands) > 1 else 0.0
-    if instruction.opcode == "slice-start":  # ((source), destination, context): of the source only the slice is read
+    if instruction.opcode == "slice-start":  # ((source), destination, context); only the slice of the source is read
         part = instruction.arrays[1]
         return float(part.bytes * (not instruction.arrays[0].in_vmem) + part.bytes * (not part.in_vmem))
     if instruction.opcode in ("copy-start", "async-start"):  # (destination, source, context)

@@ -19,17 +19,17 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "copy-done", "slice-done", "while", "conditional", "call", "async-done", "async-update",
 }  # fmt: skip
-"""Opcodes without work of their own."""
+"""Opcodes that do no work themselves."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of a shape."""
+    """Dtype, dimensions and layout of an array."""
 
     dtype: str
     dims: tuple[int, ...]
-    in_vmem: bool  # the layout puts it into on-chip memory
-    order: str = ""  # of the dimensions in memory, the fastest first, such as 1,0
+    in_vmem: bool  # True if the layout is in on-chip memory
+    order: str = ""  # order of the dimensions in memory, the fastest first, such as 1,0
 
     @property
     def elements(self) -> int:
@@ -48,8 +48,8 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    inside: str  # what stands between the parentheses
-    attributes: str  # what follows them
+    inside: str  # text between the parentheses
+    attributes: str  # text after the parentheses
     is_root: bool
 
     @functools.cached_property
@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The name of the operation in the program, such as jit(_step)/while/body/dot_general."""
+        """Return the name of the operation in the program, such as jit(_step)/while/body/dot_general."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match.group(1) if match else ""
 
@@ -130,7 +130,7 @@ def _close(line: str, at: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(shape: str) -> tuple[Array, ...]:
-    """Return the arrays of a shape; those of a tuple are in order."""
+    """Return the arrays of a shape, or of a tuple of shapes, in order."""
     match = re.findall(r"(\b[a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", shape)
     return tuple(
         Array(dtype, _numbers(dims), "S(1)" in layout, layout.strip("{}").split(":")[0])

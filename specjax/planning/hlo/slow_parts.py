@@ -11,10 +11,10 @@ from specjax.planning.hlo.parsing import Array, Instruction, Module
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause of slowness, or another fact that an author should know."""
+    """A possible cause of slowness."""
 
     kind: str
-    count: float  # runs
+    count: float  # executions
     bytes: float
     sentence: str
 
@@ -29,8 +29,8 @@ def findings(
 ) -> list[Finding]:
     """Find sorts of the vocabulary, host calls, and copies of arrays whose (dtype, dims) are in `large`.
 
-    A move into or out of on-chip memory is not a copy: the compiler keeps frequently used arrays there (for Gemma 3
-    270M half of the cache, during a whole prefill). A change of the memory order always is.
+    A move into or out of on-chip memory is not counted as a copy, because the compiler stores frequently used arrays
+    there (for Gemma 3 270M half of the cache, during a complete prefill). A change of the memory order always is.
 
     Args:
       large: the cache and the parameters as one device stores them. Smaller copies are not reported.
@@ -58,7 +58,7 @@ def findings(
         results.append(Finding("host_call", host, 0.0, f"calls the host {host:g} times"))
     for (dtype, dims), (count, moved) in copies.items():
         shape = f"{dtype}[{','.join(map(str, dims))}]"
-        sentence = f"copies {shape} {count:g} times, {moved / 1e6:.0f} MB together"
+        sentence = f"copies {shape} {count:g} times, {moved / 1e6:.0f} MB in total"
         results.append(Finding("copy", count, moved, sentence))
     return results
 

@@ -56,7 +56,7 @@ def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, floa
 
 
 def _group_size(attributes: str) -> int:
-    """Parse replica_groups={{0,1},{2,3}}, [4,2]<=[8] (groups, devices of each) or mesh['x'=2,'y'=4] {'y'}."""
+    """Parse replica_groups={{0,1},{2,3}}, [4,2]<=[8] (groups, devices per group) or mesh['x'=2,'y'=4] {'y'}."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
     if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}

@@ -1,4 +1,4 @@
-"""The largest array of logits in a program: the tokens that it multiplies with the output head."""
+"""The largest array of logits in a program, from its products with the output head."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Logits(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    rows: int  # tokens that it has logits of
+    rows: int  # number of tokens with logits
     bytes: int
 
 
 def largest_logits(
     module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always, *, vocab_sizes: frozenset[int]
 ) -> Logits | None:
-    """Find the product with a dimension of one of these sizes that covers most tokens, or None.
+    """Return the product with the most tokens among those with a dimension in `vocab_sizes`, or None.
 
     Args:
-      vocab_sizes: size of the vocabulary, and of its shard on one device.
+      vocab_sizes: sizes of the vocabulary and of its shard on one device.
     """
     largest: Logits | None = None
     for _, instruction, times in walk(module, trips, taken):
@@ -40,7 +40,7 @@ def largest_logits(
 
 
 def _products(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """Yield the instruction, or those inside its fusion, that multiply matrices."""
+    """Yield the matrix products: the instruction itself, or instructions inside its fusion."""
     parts = [instruction]
     if instruction.opcode == "fusion":
         parts = list(module.computations.get((instruction.called("calls") or [""])[0], {}).values())

@@ -23,7 +23,7 @@ def check_autoregressive(target: Any, method: str | None, block: int | None) -> 
             "or a --target such as llada_8b"
         )
     if block is not None:
-        raise UsageError(f"--block is of diffusion models, and {target.name} is autoregressive; leave it out")
+        raise UsageError(f"--block applies to diffusion models, and {target.name} is autoregressive; leave it out")
 
 
 def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, drafts: Mapping[str, Any]) -> str:
@@ -31,11 +31,11 @@ def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, d
     for flag, value in drafts.items():
         if value is not None:
             raise UsageError(
-                f"{flag} is of autoregressive models, and {target.name} is a diffusion model; leave it out"
+                f"{flag} applies to autoregressive models, and {target.name} is a diffusion model; leave it out"
             )
     methods = of_kind("diffusion")
     if method is not None and method not in methods:
-        problem = f"is a {METHODS[method].kind} of autoregressive models" if method in METHODS else "is unknown"
+        problem = f"is a {METHODS[method].kind} for autoregressive models" if method in METHODS else "is unknown"
         raise UsageError(
             f"--method {method} {problem}, and {target.name} is a diffusion model; choose one of {', '.join(methods)}"
         )
@@ -45,7 +45,7 @@ def check_denoiser(target: Any, reading: DenoiserSettings, method: str | None, d
 def in_blocks(
     reading: DenoiserSettings, row: Method, options: Mapping[str, str], block: int | None
 ) -> tuple[DenoiserSettings, Mapping[str, str]]:
-    """Return settings and options with blocks of `block` columns: the model's own, or those of the method.
+    """Return settings and options with blocks of `block` columns, set for the model or, without blocks, for the method.
 
     Raises: UsageError for a method without blocks.
     """
@@ -56,7 +56,7 @@ def in_blocks(
     if reading.block is not None:
         return reading._replace(block=block), options
     if row.option("block") is None:
-        raise UsageError(f"--block: method {row.name} has no blocks of its own; leave it out, or choose llada")
+        raise UsageError(f"--block: method {row.name} has no blocks; leave it out, or choose llada")
     if "block" in options:
-        raise UsageError("--block and --set block say the same; leave one out")
+        raise UsageError("--block and --set block set the same option; leave one out")
     return reading, {**options, "block": str(block)}

@@ -44,14 +44,14 @@ ON_TPU = {"stacked": True, "cache_lanes": cache_lanes_for("tpu")}
 def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
 
-    Raises: UsageError for anything else. It names `flag`.
+    Raises: UsageError that names `flag`, for anything else.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f'--dtype must be float32 or bfloat16, not "{dtype}"')
     configs_by_name = builtin_configs()
     name = _name(source)
     path = Path(os.path.expanduser(source))
-    is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # of names that no system takes too
+    is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # False for invalid names, where pathlib may raise
     if name in configs_by_name and not os.path.exists(path):
         return dataclasses.replace(configs_by_name[name](), dtype=dtype, **ON_TPU)
     options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
@@ -64,15 +64,15 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
-        f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is no built-in config, folder with a config.json or '
-        f".gguf file; built in are {', '.join(configs_by_name)}"
+        f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is not a built-in config, a folder with a config.json or '
+        f"a .gguf file; built-in configs are {', '.join(configs_by_name)}"
     )
 
 
 def load_denoiser_settings(source: str | Path, flag: str = "--target") -> DenoiserSettings | None:
     """Return the denoiser settings of a source that `load_config` accepts, or None for an autoregressive model.
 
-    Raises: UsageError for a folder without these settings. It names `flag`.
+    Raises: UsageError that names `flag`, for a folder without these settings.
     """
     folder = os.path.expanduser(source)
     if not os.path.exists(folder):
@@ -90,7 +90,7 @@ def _from_folder(folder: Path, options: dict) -> Any:
     where = str(folder / "config.json")
     fields = read_json_object(folder / "config.json") or {}
     if fields.get("quantization_config"):
-        raise UsageError(f"{where} says the weights are quantised, which specjax does not run; give the original")
+        raise UsageError(f"{where}: quantised weights are not supported; give the original model")
     return hf.parse_config(fields, where, **options)[0]
 
 

@@ -1,4 +1,4 @@
-"""Slices of TPU chips such as `v5e:2x4`, as the compiler names them."""
+"""Slices of TPU chips such as `v5e:2x4`, in the compiler's notation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHAPES = {
     2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
 }
-"""Slices that are offered: those of the pages in `specjax.costs.chips`, and common ones of the 3-D tori.
+"""Slices that error messages list: those of the pages in `specjax.costs.chips`, and common slices of the 3-D tori.
 
 Larger multiples of 4 are valid too.
 """
@@ -43,13 +43,13 @@ def known_topologies() -> list[str]:
 
 
 def parse_topology(name: str) -> Topology:
-    """Parse a name such as `v5e:2x4`. Raises: UsageError that lists the known ones."""
+    """Parse a name such as `v5e:2x4`. Raises: UsageError that lists common names."""
     kind, _, sizes = name.partition(":")
     shape = tuple(int(n) for n in sizes.split("x")) if re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", sizes) else ()
     chip = CHIPS.get(kind)
     if chip is None or len(shape) != chip.dimensions or not _is_slice(chip, shape):
         some = [f"{c.name}:{','.join(_SHAPES[c.dimensions])}" for c in CHIPS.values() if chip in (None, c)]
-        raise UsageError(f'--topology: "{name}" is not a slice of chips; known are {"; ".join(some)}')
+        raise UsageError(f'--topology: "{name}" is not a slice of chips; choose one of {"; ".join(some)}')
     return Topology(chip, shape)
 
 
@@ -99,7 +99,7 @@ def describe_devices(topology: Topology) -> list[Any]:
         options["chip_config_name"] = topology.chip.chip_config
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
-    except Exception as error:  # of several kinds, from libtpu and from jax
+    except Exception as error:  # libtpu and jax raise several classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"--topology: libtpu does not give {topology.name} ({reason})") from error
+        raise UsageError(f"--topology: libtpu does not support {topology.name} ({reason})") from error
     return list(description.devices)

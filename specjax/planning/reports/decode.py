@@ -20,13 +20,13 @@ ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
 def compile_report(
     target: str | Any, topology: str, *, cache: bool = True, on_step: Notify | None = None, **options: Any
 ) -> PlanReport:
-    """Compile a decode for absent TPUs: does it fit, how many bytes does it move, how fast might it be.
+    """Compile a decode for absent TPUs, and report its memory, its traffic and estimates of its speed.
 
     Args:
       target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
       topology: a slice of chips such as "v5e:2x4".
-      cache: keep results on disk. on_step: called with the name of each program before it is compiled.
-      options: those of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
+      cache: store results on disk. on_step: called with the name of each program before it is compiled.
+      options: arguments of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
         max_new_tokens, dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence. Diffusion models also
         accept reading and block.
 

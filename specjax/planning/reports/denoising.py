@@ -1,4 +1,4 @@
-"""Costs of decoding with a diffusion model: its programs, and a block by the columns per pass."""
+"""Costs of decoding with a diffusion model: its programs, and a block as a function of the columns per pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOME = (1, 2, 4, 8, 16, 32)  # columns per pass
 def programs_and_blocks(
     work: Workload, cache: bool, notify: Notify
 ) -> tuple[list[ProgramReport], tuple[BlockRow, ...], dict[str, int]]:
-    """Return the reports on all programs, the rows by columns, and the sizes of window and canvas."""
+    """Return the reports on all programs, the rows by columns per pass, and the sizes of window and canvas."""
     width = denoising.window(work)
     program_reports = compile_programs(work, cache, notify)
     sizes = {"window": width, "canvas": work.context + work.max_new_tokens}
@@ -43,7 +43,8 @@ def _row(
 ) -> BlockRow:
     """Compute the cost of a block with one pass per `columns`.
 
-    A fused clean pass is part of the first one. Otherwise it is one more pass, which decides a column in seeded models.
+    A fused clean pass is part of the first pass. Otherwise it is an additional pass, which decides a column in seeded
+    models.
     """
     looks = math.ceil((width - seeded) / columns)
     fused = causal and renewing is not None

@@ -1,4 +1,4 @@
-"""Changes with which a program fits that did not fit."""
+"""Changes with which a program fits that is too large without them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ TRIES = 4  # compilations per kind of change
 
 
 def suggest(work: Workload, program_reports: list[ProgramReport], cache: bool, notify: Notify) -> list[Fit]:
-    """Return the smallest change of each kind with which the largest refused program compiles. Each change was
-    compiled.
+    """Return the smallest change of each kind with which the largest program that does not fit compiles.
 
-    The kinds are more devices for the model, a smaller batch, and a shorter context. Changes whose arguments alone are
-    too large are not compiled.
+    The kinds are more devices for the model, a smaller batch, and a shorter context. Each change is compiled, unless
+    its arguments alone are too large.
     """
     refused = [p for p in program_reports if not p.compiles and p.needed_bytes is not None]
     if not refused:
@@ -44,7 +43,7 @@ def suggest(work: Workload, program_reports: list[ProgramReport], cache: bool, n
 
 
 def _more_devices(work: Workload) -> list[tuple[str, Workload]]:
-    """Return the same slice with all devices, then larger slices, as far as the model can be split over them."""
+    """Return the same slice with all devices, then larger slices, for as long as the model can be split over them."""
     changes = []
     model, topology, other_axes = work.model, work.topology, work.devices // work.model
     fits = lambda model: fits_heads(work.target, work.layer * model)

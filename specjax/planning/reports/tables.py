@@ -32,7 +32,7 @@ def warnings(report: PlanReport) -> list[str]:
     lines = [f"{p.name} does not compile: {p.reason}" for p in report.programs if not p.compiles]
     if any(p.needed_bytes for p in report.programs):
         lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
-        lines += [] if report.fits else ["no smaller change that was tried fits either"]
+        lines += [] if report.fits else ["none of the smaller configurations that were tried fits"]
     for program in report.programs:
         largest = sorted(program.findings, key=lambda finding: -finding["bytes"])
         copies = [finding for finding in largest if finding["kind"] == "copy"]
@@ -63,7 +63,7 @@ def show_report(report: PlanReport, out) -> None:
         f"{models}; {method}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
         f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
-    # Two tables, as one of all columns is too wide for 80 characters.
+    # Two tables, because one with all columns is too wide for 80 characters.
     memory, times = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
     for table, headings in (
         (memory, ("HBM GiB", "args", "temps", "out", "alias")),
@@ -149,7 +149,7 @@ def show_training(report: TrainingReport, out) -> None:
     inputs, p = report.inputs, report.program
     write(
         f"{inputs['target']}, {inputs['method']} of {inputs['head_params'] / 1e6:,.0f} M parameters; a step of "
-        f"{inputs['rows']} rows of {inputs['length']} tokens, {report.places} of which are learnt from, "
+        f"{inputs['rows']} rows of {inputs['length']} tokens, with a loss on {report.places} of them and "
         f"{inputs['recipe']['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     if not p.compiles or p.memory is None:
@@ -169,7 +169,7 @@ def show_training(report: TrainingReport, out) -> None:
         f"{p.moved_bytes / 1e9:.3g}", f"{wire / 1e9:.3g} GB" if wire else "-", *times,
     )  # fmt: skip
     out.print(table)
-    write("two clocks, neither a measurement; tokens/s: of those that are learnt from", style="dim")
+    write("two estimates of time, no measurement; tokens/s counts the tokens with a loss", style="dim")
 
 
 def show_plan(plan_result: Plan, out) -> None:
@@ -206,14 +206,14 @@ def show_plan(plan_result: Plan, out) -> None:
             continue
         write(
             f"by the {choice.side}: {choice.num_nodes} nodes, {choice.depth} deep, {choice.tokens:.2f} tokens per "
-            f"pass, {choice.speedup:.2f} times plain decoding; of the form AxBxC --tree {choice.spec} "
+            f"pass, {choice.speedup:.2f} times plain decoding; best AxBxC tree: --tree {choice.spec} "
             f"({choice.spec_speedup:.2f} times)"
         )
     _show_clocks(plan_result.clocks, write)
 
 
 def _show_clocks(clocks: dict[str, str], write: Callable[..., None]) -> None:
-    """Print the use of each time estimate."""
-    write("two clocks, neither a measurement; where they disagree see docs/tpu.md:", style="dim")
+    """Print the meaning of each time estimate."""
+    write("two estimates of time, no measurement; see docs/tpu.md if they disagree:", style="dim")
     for name, meaning in clocks.items():
         write(f"  {name}: {meaning}", style="dim")

@@ -1,4 +1,4 @@
-"""A training step of a draft head, compiled for absent TPUs: whether it fits, and its tokens per second."""
+"""The report on a training step of a draft head, compiled for absent TPUs: its memory and its tokens per second."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from specjax.training.objectives.recipes import Recipe, recipe_of
 from specjax.training.objectives.trainables import build_head_objective
 from specjax.types import PyTree
 
-STEPS = 1000  # of the schedule, which changes nothing
+STEPS = 1000  # steps of the learning-rate schedule, without effect on the costs
 
 
 class TrainingReport(NamedTuple):
     """A training step, per device."""
 
-    inputs: dict[str, Any]  # what was asked for
+    inputs: dict[str, Any]  # options of the report
     program: ProgramReport
-    places: int  # of all rows: what is learnt from
+    places: int  # tokens with a loss, in all rows
 
     def rate(self, clock: str) -> float:
         """Return places per second by "roofline" or "schedule"."""
@@ -59,10 +59,10 @@ def training_report(
     """Compile `specjax.training.train_step`. No weights are read.
 
     Args:
-      target, topology, head: as in `compile_report`. rows, length: of a packed batch.
-      places: start positions of drafts per row; default: half of the row, as in a chat that is half responses.
-      chunk: places whose loss is computed at a time.
-      options: those of `make_workload`: dtype, data, model.
+      target, topology, head: as in `compile_report`. rows, length: shape of a packed batch.
+      places: start positions of drafts per row. The default is half of the row, as in a chat that is half responses.
+      chunk: number of places whose loss is computed together.
+      options: arguments of `make_workload`: dtype, data, model.
 
     Raises: UsageError for bad options or a missing compiler.
     """
@@ -109,7 +109,7 @@ def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:
     shapes = jax.eval_shape(lambda params: init_state(plan, params)[0], params)
     lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
 
-    def placed(path: tuple, x: Any) -> Any:  # the path of a parameter ends that of each of its moments
+    def placed(path: tuple, x: Any) -> Any:  # the path of each moment ends with the path of its parameter
         sharding = next((lies[path[i:]] for i in range(len(path)) if path[i:] in lies), everywhere)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

@@ -22,12 +22,12 @@ from specjax.trees.shape_search.best_shapes import Paths
 class Choice:
     """The best tree by one estimate of time."""
 
-    side: str  # of SIDES
+    side: str  # "schedule" or "roofline"
     num_nodes: int  # root included; 1: do not draft
     depth: int
-    tokens: float  # per target pass
+    tokens: float  # expected tokens per target pass
     seconds_per_token: float
-    speedup: float  # over plain decoding
+    speedup: float  # factor over plain decoding
     paths: tuple[tuple[int, ...], ...]  # rank paths, for trees.static
     spec: str | None  # the best tree of the form AxBxC, for --tree; None: do not draft
     spec_speedup: float
@@ -37,7 +37,7 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
     """Return the tree with the fewest seconds per token.
 
     Args:
-      acceptance: by rank. target: (nodes, seconds of a target pass), increasing, the first for one node.
+      acceptance: acceptance rates by rank. target: (nodes, seconds of a target pass), increasing, from one node on.
       draft: seconds of one pass of the draft model, which drafts one level.
     """
     sizes, seconds = [n for n, _ in target], [s for _, s in target]
@@ -51,7 +51,7 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
                 continue
             tokens, paths = sequoia(acceptance, n, depth)
             if not np.isfinite(tokens):
-                continue  # no tree of this size is so shallow with so few ranks
+                continue  # no tree of this depth has so many nodes with these ranks
             per_token = cost_of(n, depth) / tokens
             if per_token < best[0] * (1 - 1e-9):
                 best = per_token, n, tokens, paths
@@ -72,13 +72,13 @@ def _best_spec(acceptance: Sequence[float], max_nodes: int, cost_of) -> tuple[st
         next_levels = []
         for widths, width in itertools.product(levels, range(1, len(acceptance) + 1)):
             if widths and width > widths[-1]:
-                continue  # a deeper node is worth less: no reason to branch more below it
+                continue  # a deeper node is worth less, so it never pays to branch more there
             shape = (*widths, width)
             nodes = 1 + sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
             if nodes > max_nodes:
                 continue
             next_levels.append(shape)
-            mass = [sum(acceptance[:w]) for w in shape]  # a level's children share the chance of one accepted node
+            mass = [sum(acceptance[:w]) for w in shape]  # probability that one child of a node is accepted, by level
             tokens = 1 + sum(float(np.prod(mass[: i + 1])) for i in range(len(shape)))
             seconds = cost_of(nodes, len(shape)) / tokens
             if seconds < best[1]:

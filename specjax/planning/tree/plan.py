@@ -22,7 +22,7 @@ from specjax.planning.tree.rank_acceptance import read_acceptance
 from specjax.planning.workload import describe, make_workload
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-SIDES = ("schedule", "roofline")  # of CLOCKS; the first is shown first
+SIDES = ("schedule", "roofline")  # keys of CLOCKS, in the order of the report
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Plan:
 
     inputs: dict[str, Any]
     versions: dict[str, str]
-    acceptance: tuple[float, ...]  # by rank
+    acceptance: tuple[float, ...]  # acceptance rates by rank
     acceptance_source: str
-    widths: tuple[ProgramReport, ...]  # a verify pass over 1, 2, 4, ... nodes
+    widths: tuple[ProgramReport, ...]  # target passes over 1, 2, 4, ... nodes
     draft: ProgramReport | None  # one pass of the draft model
     choices: tuple[Choice, ...]
-    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # of seconds and choices
+    clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # meaning of the time estimates
 
     def to_json(self) -> dict:
         """Return plain dicts and lists."""
@@ -56,11 +56,12 @@ def plan(
     """Propose the tree for a pair of models, a chip and a measured acceptance.
 
     Args:
-      acceptance: probabilities by rank, ".6,.2,.1" or numbers. The r-th is the probability that the r-th child of an
-        accepted node is the accepted one. Or a JSON file that `specjax compare-verifiers` or `specjax bench` wrote.
-      widths: numbers of nodes to compile a target pass for. Costs are interpolated between them.
-      cache, on_step, options: those of `compile_report`, without method, tree and num_draft_tokens. Without a draft
-        model, drafting costs nothing, as with prompt lookup.
+      acceptance: probabilities by rank, as a text ".6,.2,.1" or as numbers. The r-th is the probability that the r-th
+        child of an accepted node is accepted. It can also be a JSON file of `specjax compare-verifiers` or
+        `specjax bench`.
+      widths: numbers of nodes for which a target pass is compiled. Costs are interpolated between them.
+      cache, on_step, options: arguments of `compile_report`, without method, tree and num_draft_tokens. Without a draft
+        model, drafting has no cost, as with prompt lookup.
 
     Raises: UsageError for bad options, a missing compiler, or a plain step that does not compile.
     """
@@ -73,7 +74,7 @@ def plan(
     pair = make_workload(target, topology, draft=draft, **options)
     if pair.reading is not None:
         raise UsageError(
-            f"--target: {pair.target.name} is a diffusion model, for which no tree is drafted; see specjax compile"
+            f"--target: {pair.target.name} is a diffusion model, which drafts no tree; use specjax compile"
         )
     work = dataclasses.replace(pair, method="autoregressive", draft=None)
     reports = []

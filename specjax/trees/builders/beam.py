@@ -4,8 +4,8 @@ Jeon et al.: Recursive Speculative Decoding: Accelerating LLM Inference via Samp
 arXiv 2402.14160; the search: Kool, van Hoof, Welling, Stochastic Beams and Where to Find Them (2019), arXiv 1903.06059.
 
 Rule: each beam has phi, the log-probability of its path, and psi, the perturbed phi. For its children t,
-G(t) = phi + log q(t) + Gumbel, conditioned on the largest being psi: psi(t) = -log(e^-psi - e^-max G + e^-G(t)). The W
-largest psi over all beams form the next level. Siblings are in the order of psi.
+  G(t) = phi + log q(t) + Gumbel noise, conditioned on a maximum of psi: psi(t) = -log(e^-psi - e^-max G + e^-G(t)).
+The W largest psi over all beams form the next level. Siblings are in the order of psi.
 The paths of the last level are drawn without replacement from the drafter's distribution of complete paths. Siblings
 are drawn without replacement from its distribution of tokens. In greedy decoding it is beam search.
 """
@@ -32,7 +32,7 @@ def beam(width: int, depth: int) -> Builder:
 
     def expand(state: tuple[Array, Array], level, parents: Parents):
         present = parents.ids.shape[1]
-        phi, psi = (x[:, :present, None] for x in state)  # [B, F, 1], of the parents
+        phi, psi = (x[:, :present, None] for x in state)  # [B, F, 1], values of the parents
         phi_next = phi + parents.log_q  # [B, F, V]
         drawn = None if parents.keys is None else _condition(phi_next + parents.noise(), psi)
         psi_next = parents.unless_greedy(drawn, phi_next)

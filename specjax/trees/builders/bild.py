@@ -1,10 +1,10 @@
-"""BiLD's draft: a chain of likeliest tokens, as long as the drafter is confident.
+"""BiLD's draft: a chain of likeliest tokens that ends where the drafter is not confident.
 
 Kim, Mangalam, Moon, Malik, Mahoney, Gholami, Keutzer: Speculative Decoding with Big Little Decoder (NeurIPS 2023),
 arXiv 2302.07863.
 
-Rule: draft argmax q while max q is not below the fallback threshold. `verifiers.rollback` implements the other half.
-Guarantee: point mass. Whether a token is drafted depends on the distribution, not on the drawn token.
+Rule: draft argmax q while max q is not below the fallback threshold. `verifiers.rollback` implements the acceptance.
+Guarantee: point mass. The decision to draft a token depends on the distribution, not on the drawn token.
 """
 
 from __future__ import annotations

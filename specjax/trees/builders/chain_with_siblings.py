@@ -2,8 +2,9 @@
 
 Xia et al.: SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (ICLR 2025), arXiv 2410.06916.
 
-Rule: let c be the largest probability of a level's distribution. Take this many tokens, the first of them on the chain:
-  c > 0.95, > 0.8, > 0.5, else:  3, 5, 8, 10 likeliest (greedy);  1, 3, 5, 10 drawn (sampling).
+Rule: let c be the largest probability of a level's distribution. For c > 0.95, > 0.8, > 0.5, else, a level has
+  3, 5, 8, 10 likeliest tokens (greedy), or 1, 3, 5, 10 drawn tokens (sampling).
+The chain continues below the first of them.
 Guarantee: siblings are drawn without replacement. Their number depends on the distribution, not on the drawn tokens.
 """
 

@@ -3,11 +3,11 @@
 Xiong et al.: DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure (WWW 2025), arXiv 2410.11744.
 
 Rule: the value of the next draw below a node is the product of q over its ancestors and of 1 - R over the siblings
-already drawn. R is the distribution of a draw given those before it. The value is the probability that the draw is
-tested at all, if q were the acceptance rate. The second product is the remaining mass of q. `dyspec` draws level by
-level wherever the value is at least a threshold. `dyspec_fixed` always takes the largest value, with one draw and one
-drafter pass at a time, which is optimal for its size. Of equal values it takes the draw that has been open longest.
-Guarantee: siblings are drawn without replacement. Whether a draw happens is decided before it, and no drawn token is
+already drawn. R is the distribution of a draw given the previous draws. The value is the probability that the draw is
+tested at all, if q is the acceptance rate. The second product is the remaining mass of q. `dyspec` draws level by level
+wherever the value is at least a threshold. `dyspec_fixed` always takes the draw of the largest value, with one drafter
+pass per draw, which is optimal for its size. Among equal values it takes the draw that has been open longest.
+Guarantee: siblings are drawn without replacement. The decision to draw is made before the draw, and no drawn token is
 dropped.
 Deviations: the numbers of draws per level and per node are capped, in the order of the values. The threshold is
 compared as in the paper's text.
@@ -49,7 +49,7 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
         for race in range(tokens.shape[2]):
             q, value = distributions[:, :, race], reach * remaining
             worth_drawing = (value >= threshold) & (q > 0)
-            order = jnp.argsort(jnp.where(worth_drawing, -value, jnp.inf), 1)  # of the F nodes, before their draws
+            order = jnp.argsort(jnp.where(worth_drawing, -value, jnp.inf), 1)  # order of the F nodes for this draw
             place = used + jnp.argsort(order, 1)
             drawn = worth_drawing & (place < width)
             draws = _DraftedRow(tokens[:, :, race], parents.ids, reach * q, drawn)

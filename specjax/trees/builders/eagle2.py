@@ -4,7 +4,8 @@ Li, Wei, Zhang, Zhang: EAGLE-2: Faster Inference of Language Models with Dynamic
 arXiv 2406.16858.
 
 Rule: level 1 is the top k of log q. The k nodes of a level with the best path score s (sum of log q) are expanded into
-their top k. Of all k + (depth - 1) k^2 candidates the `total` best stay. They form a tree since s falls along a path.
+their top k. The `total` best of all k + (depth - 1) k^2 candidates stay. They form a tree, because s decreases along a
+path.
 Guarantee: a point-mass tree, for verification by matching; min(1, p/q) tests would be wrong on it.
 The candidates are scored by the drafter's distribution at temperature 1, for any temperature of the target.
 """
@@ -22,7 +23,7 @@ from specjax.trees.contracts import Builder, Level, Parents, verify_widths
 
 @functools.cache
 def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
-    """Return a builder of `total` nodes out of `depth` levels of top_k x top_k candidates.
+    """Return a builder of `total` nodes, selected from `depth` levels of top_k x top_k candidates.
 
     The defaults are the authors'.
 
@@ -35,7 +36,7 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
     total = min(total, top_k + (depth - 1) * top_k**2)
 
     def expand(state, level, parents: Parents):
-        scores, frontier = state  # [B, depth * W] of all candidates; [B, k] of the parents
+        scores, frontier = state  # scores [B, depth * W] of all candidates and [B, k] of the parents
         batch, present, vocab = parents.log_q.shape
         k = min(top_k, vocab)
         tokens, log_q = parents.best(k, noisy=False)  # [B, F, k]
@@ -49,7 +50,7 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
         return state, Level(tokens, parent, score > -jnp.inf, feed), parents.log_q
 
     def finish(state, parents, valid):
-        best, nodes = jax.lax.top_k(state[0], total)  # of equal scores the earlier one, so parents precede children
+        best, nodes = jax.lax.top_k(state[0], total)  # ties go to the earlier node, so parents precede children
         nodes = jnp.sort(jnp.where(best > -jnp.inf, nodes + 1, candidates + 1), 1)
         nodes = jnp.where(nodes > candidates, -1, nodes)
         return jnp.pad(nodes, ((0, 0), (1, 0)))

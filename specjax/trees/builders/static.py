@@ -29,10 +29,11 @@ SUPPORT = 1e-35
 
 
 def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> Builder:
-    """Return the tree of `"4x2x1"` or (4, 2, 1): four children of the root, two of each of these, one of each of those.
+    """Return the tree of a spec: `"4x2x1"` or (4, 2, 1) has four nodes on level 1, each with two children, and so on.
 
-    draws: how siblings are drawn. `without_replacement` is RSD-C. `without_replacement_then_uniform` is Sequoia's rule
-    for distributions with fewer tokens than children. `point_mass` takes the likeliest tokens.
+    Args:
+      draws: the way to draw siblings. `without_replacement` is RSD-C. `without_replacement_then_uniform` is Sequoia's
+        rule for distributions with fewer tokens than children. `point_mass` takes the likeliest tokens.
 
     Raises: UsageError for a spec of any other form.
     """
@@ -46,7 +47,7 @@ def branching(spec: str | Sequence[int], draws: How = "without_replacement") -> 
 
 
 def chain(num_tokens: int, *, stop: Stop | None = None) -> Builder:
-    """Return a chain of `num_tokens` tokens, or fewer where the rule `stop` ends it."""
+    """Return a chain of `num_tokens` tokens, or fewer if the stop condition `stop` ends it."""
     return with_stop(branching((1,) * num_tokens), stop)
 
 
@@ -112,7 +113,8 @@ def make_builder(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_
 def _draw_children(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array]:
     """Draw `count` children of each parent: tokens int32[B, F, count], their existence, and their distribution.
 
-    Args: counts: int32[F], number of these that each parent uses (`top_and_sampled` depends on it).
+    Args:
+      counts: int32[F], number of these children that each parent uses (`top_and_sampled` depends on it).
     """
     count = min(count, parents.log_q.shape[-1])
     if parents.keys is None or parents.coupled:
@@ -133,7 +135,7 @@ def _draw_in_races(draws: How, parents: Parents, count: int, counts: Array) -> t
     if draws == "with_replacement":
         tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(count)], -1)
         return tokens, jnp.ones(tokens.shape, bool), log_q
-    # top_and_sampled: the counts - 1 likeliest are fixed; one token is drawn from the rest and comes first.
+    # top_and_sampled: the counts - 1 likeliest tokens are fixed; one token is drawn from the others and comes first.
     top, values = parents.best(count, noisy=False)  # [B, F, count]
     slot = jnp.where(jnp.arange(count) < counts[:, None] - 1, top, log_q.shape[-1])
     batch, f = top.shape[:2]
@@ -161,8 +163,8 @@ class _Tables(NamedTuple):
     rank: np.ndarray  # int32[levels, W], rank among the siblings
     valid: np.ndarray  # bool[levels, W]
     feed: np.ndarray  # int32[levels, F], slots of the inner nodes
-    counts: np.ndarray  # int32[levels, F], children of each parent
-    ids: np.ndarray  # int32[N], numbers of the template's nodes during growth
+    counts: np.ndarray  # int32[levels, F], number of children of each parent
+    ids: np.ndarray  # int32[N], node numbers of the template's nodes during growth
 
 
 def _is_even(template: Template) -> bool:

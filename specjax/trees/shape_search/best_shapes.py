@@ -22,13 +22,13 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
     """Return the tree of `num_nodes` nodes, root included, with the most expected tokens per pass.
 
     Rule: let T(m, l, b) be the best value of a subtree of m nodes, at most l levels, and b children of its root. Then
-    T(m, l, b) = max_y T(y, l, b - 1) + a_b max_b' T(m - y, l - 1, b').
+      T(m, l, b) = max_y T(y, l, b - 1) + a_b max_b' T(m - y, l - 1, b').
 
     Args:
       acceptance: a_b, the probability that exactly the b-th child of a reached node is accepted, b = 1, 2, ...
       max_depth: levels below the root; None: no limit.
 
-    Returns: (expected tokens per target pass, rank paths); (-inf, ()) where no tree so shallow has so many nodes.
+    Returns: (expected tokens per target pass, rank paths); (-inf, ()) if no tree of this depth has so many nodes.
 
     Raises: UsageError for values that are not probabilities, or num_nodes < 2.
     """
@@ -43,7 +43,7 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
     value[1, 1:, 0] = 1.0
     for size in range(2, m + 1):
         for level in range(2, levels + 1):
-            below = value[:, level - 1].max(1)  # of a child with this many nodes; -inf where they do not fit
+            below = value[:, level - 1].max(1)  # value of a child by its number of nodes; -inf where they do not fit
             for b in range(1, width + 1):
                 y = np.arange(1, size)
                 worth = np.where(below > 0, a[b - 1] * np.maximum(below, 0), -np.inf)  # 0 times -inf is NaN
@@ -66,7 +66,8 @@ def sequoia(acceptance: Sequence[float], num_nodes: int, max_depth: int | None =
 def medusa(accuracy: Sequence[Sequence[float]], num_tokens: int) -> tuple[float, Paths]:
     """Return the `num_tokens` likeliest rank paths.
 
-    Args: accuracy: [depth][rank], how often the token of this rank is right at this depth.
+    Args:
+      accuracy: [depth][rank], probability that the token of this rank is right at this depth.
 
     Returns: (expected accepted tokens, rank paths in the order of their selection).
 
@@ -75,7 +76,7 @@ def medusa(accuracy: Sequence[Sequence[float]], num_tokens: int) -> tuple[float,
     table = [list(row) for row in accuracy]
     if num_tokens < 1 or not table or any(not row or not all(0 <= x <= 1 for x in row) for row in table):
         raise UsageError("accuracy must be rows of probabilities between 0 and 1, and num_tokens at least 1")
-    # Values fall along ranks and depths, so the best next path is a neighbour of a selected one.
+    # Values decrease along ranks and depths, so the best next path is a neighbour of a selected one.
     queue: list[tuple[float, int, tuple[int, ...], float]] = [(-table[0][0], 0, (0,), 1.0)]
     selected: list[tuple[tuple[int, ...], float]] = []
     counter = 0

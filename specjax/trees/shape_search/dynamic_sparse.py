@@ -1,25 +1,25 @@
-"""Dynamic sparse trees: which nodes to verify and how many prompts to read below each, for each number of guesses.
+"""Dynamic sparse trees: the best nodes to verify and numbers of prompts below each, for each number of guesses.
 
 Chen, Luk, Yiu, Li, Mishchenko, Venieris, Fan: Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration
 of LLM Inference (2024), arXiv 2405.18628.
 
-A round in state s has guesses for the next s tokens, so its tree has at most s levels. If the node where the accepted
-path ends has c prompts below it, the target's outputs at these are the guesses of the next round: state c. With
-a[i, r], the probability that the guess of rank r is right at distance i,
+A round in state s has guesses for the next s tokens, so its tree has at most s levels. If the last accepted node has c
+prompts below it, the target's outputs at these prompts are the guesses of the next round, and its state is c. Let
+a[i, r] be the probability that the guess of rank r is right at distance i, and
 
     p(v) = the product of a along the path to v,   f(v) = p(v) - the sum of p over its children.
 
 A round accepts the sum of p over its nodes. The next round is in state c with probability sum of f(v) over c(v) = c.
-Candidates and prompts have the same cost, a place in the pass, so choosing them is one decision process. Howard's
-iteration (1960) finds the policy of the highest rate, tokens per cost in the long run. Given the rate g and the
+Candidates and prompts have the same cost, one place in the pass, so their choice is one decision process. Howard's
+iteration (1960) finds the policy of the highest rate, in tokens per cost in the long run. Given the rate g and the
 advantage h of each state over state 0, a state's best pass maximises
 
     1 + h(c(root)) + sum over v of p(v) (1 + h(c(v)) - h(c(parent of v))) - g cost(tokens).
 
-The maximum is exact for all numbers of tokens at once, by a dynamic programme over depth, rank and parent's prompts.
-Deviations: the authors take the likeliest nodes with all prompts each, and none at the root. They remove the prompts
-one after another where the loss is smallest, but no node's last one, and try several sizes. The best pass found here
-may be any of these or any other.
+A dynamic program over depth, rank and the parent's prompts computes the exact maximum for all numbers of tokens.
+Deviations: the authors take the likeliest nodes with all prompts each, and none at the root. They remove prompts one
+after another where the loss is smallest, but never a node's last one, and try several sizes. The search here includes
+their trees and all others.
 It runs once on the host in numpy.
 """
 
@@ -35,7 +35,7 @@ from specjax.errors import UsageError
 from specjax.trees.shape_search.best_shapes import Paths
 
 RESTART = 1e-8
-"""Probability of an extra move to state 0 in each round, so that every policy has one rate from every start."""
+"""Probability of an extra move to state 0 in each round, so that the rate of a policy does not depend on the start."""
 
 Accuracy = tuple[tuple[float, ...], ...]
 """[distance][rank], probability that the guess is right."""
@@ -45,7 +45,7 @@ class SparseTree(NamedTuple):
     """Input of one pass: candidates as rank paths, and the numbers of prompts below the root and each candidate."""
 
     paths: Paths
-    prompts: tuple[int, ...]  # of the root first
+    prompts: tuple[int, ...]  # the root's number first
 
     def size(self, copies: int = 1) -> int:
         """Return the number of tokens of the pass."""
@@ -56,9 +56,9 @@ class Rates(NamedTuple):
     """Long-run behaviour of a policy."""
 
     shares: np.ndarray  # float[S], share of the rounds in each state
-    accepted: np.ndarray  # float[S], candidates per round
-    worth: np.ndarray  # float[S], advantage over state 0 in tokens, less their cost
-    rate: float  # tokens per cost
+    accepted: np.ndarray  # float[S], accepted candidates per round
+    worth: np.ndarray  # float[S], advantage over state 0 in tokens, minus their cost
+    rate: float  # tokens per unit of cost
 
     @property
     def expected(self) -> float:
@@ -99,12 +99,14 @@ def dynamic_sparse(
     """Return the trees of the highest rate, by state: 0 guesses, 1, ... up to the number of distances.
 
     Args:
-      accuracy: by distance and rank. costs: of passes over 1, 2, ... tokens; the last is the widest pass allowed.
+      accuracy: probabilities by distance and rank.
+      costs: costs of passes over 1, 2, ... tokens; the last is that of the widest pass allowed.
       copies: vectors per prompt.
 
-    A round without guesses reads prompts even where drafting does not help. The rate of plain decoding is 1 / costs[0].
+    A round without guesses reads prompts even if drafting does not help. The rate of plain decoding is 1 / costs[0].
     Unreachable states get the tree of the next lower reachable state.
-    Raises: UsageError for values that are not probabilities, or no room for a candidate and a prompt.
+
+    Raises: UsageError for values that are not probabilities, or if a candidate and a prompt do not fit in a pass.
     """
     if not accuracy or not all(row and min(row) >= 0 and sum(row) <= 1 + 1e-9 for row in accuracy):
         raise UsageError("accuracy must be rows of probabilities that sum to at most 1, one row per distance")
@@ -131,7 +133,7 @@ def dynamic_sparse(
 def _is_better(one: Rates, other: Rates) -> bool:
     """Return True if `one` has a higher rate, or the same rate and a higher worth in some state.
 
-    At the same rate, a state that no round was in may gain worth once other states lead to it.
+    At the same rate, an unused state may gain worth once other states lead to it.
     """
     more = one.worth - other.worth > 1e-9 * np.maximum(np.abs(other.worth), 1)
     return one.rate > other.rate * (1 + 1e-12) or (one.rate > other.rate * (1 - 1e-12) and bool(more.any()))
@@ -145,11 +147,11 @@ def _reached(shapes: tuple[SparseTree, ...]) -> tuple[SparseTree, ...]:
 
 
 def _best(accuracy: Accuracy, cost: np.ndarray, rate: float, worth: np.ndarray, copies: int) -> SparseTree:
-    """Return the best pass of a state whose guesses cover as many distances as `accuracy`.
+    """Return the best pass of a state whose guesses cover the distances of `accuracy`.
 
-    In state 0 it is a pass with prompts.
+    In state 0 the pass always has prompts.
     """
-    room, prompts = len(cost), np.arange(len(worth))  # prompts: possible numbers per node
+    room, prompts = len(cost), np.arange(len(worth))  # prompts: possible numbers of prompts per node
     # below[c][k]: value of the children of a node with c prompts in k places, relative to the node's probability.
     below = np.zeros((len(worth), room))
     levels = []
@@ -178,7 +180,7 @@ def _best(accuracy: Accuracy, cost: np.ndarray, rate: float, worth: np.ndarray, 
 
 
 def _splits(chance: float, child: np.ndarray, siblings: np.ndarray) -> np.ndarray:
-    """Return float[C, K, J]: the value of k places if a child takes j of them and the later siblings the remainder."""
+    """Return float[C, K, J]: the value of k places if a child uses j of them and the later siblings use the others."""
     best = child.max(1)  # [C, J]
     rest_places = np.arange(best.shape[1])[:, None] - np.arange(best.shape[1])
     fits = (rest_places >= 0) & (best > -np.inf)[:, None, :]

@@ -112,7 +112,7 @@ def test_a_block_of_a_head_that_knows_the_target_is_right(kind, options, accepte
 
 def test_a_head_without_confidence_has_no_rule_of_its_own():
     drafter = make_drafter("dflash", target(), HEADS["dflash"](), stop=stops.drafter_confidence())
-    with pytest.raises(UsageError, match="this drafter has no confidence head, which own:P needs"):
+    with pytest.raises(UsageError, match="own:P needs a drafter with a confidence head"):
         decode(target(), drafter, [[1, 2]], key=0, max_new_tokens=2)
 
 
