@@ -44,11 +44,12 @@ from specjax.verifiers.parsing import parse_rule
 def load(source: str | Path | None = None, **options: Any) -> tuple[Target, Tokenizer]:
     """Load an autoregressive model with its weights, and its tokenizer.
 
-    source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits,
-    max_positions, mesh, over.
+    Args:
+      source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits,
+        max_positions, mesh, over.
 
-    Raises: UsageError, in one sentence, for everything that can be wrong with `source`. A diffusion model is refused;
-      `load_denoiser` loads it.
+    Raises: UsageError, in one sentence, if `source` is missing, damaged, unsupported or a diffusion model. Use
+      `load_denoiser` for diffusion models.
     """
     loaded = read_model(source, kind="autoregressive", **options)
     return loaded.target, loaded.tokenizer
@@ -57,9 +58,10 @@ def load(source: str | Path | None = None, **options: Any) -> tuple[Target, Toke
 def load_denoiser(source: str | Path | None = None, **options: Any) -> tuple[Denoiser, Tokenizer]:
     """Load a diffusion language model with the denoiser settings of its config, and its tokenizer.
 
-    source, options: as for `load`.
+    Args:
+      source, options: as for `load`.
 
-    Raises: UsageError, as `load` does, and for an autoregressive model.
+    Raises: UsageError in the cases of `load`, and for an autoregressive model.
     """
     loaded = read_model(source, kind="diffusion", **options)
     assert loaded.denoiser_settings is not None
@@ -89,25 +91,25 @@ def decode(
     processors: Sequence[Processor] = (),
     samples_per_prompt: int = 1,
 ) -> DecodeResult:
-    """Decode a batch of prompts, with prefill and the whole loop in one compiled program.
+    """Decode a batch of prompts, with prefill and the complete loop in one compiled program.
 
     The function may be called inside the caller's own `jit`, with `target`, `drafter`, `prompts` and `key` as
     arguments. A second call with the same batch size is not compiled again if its prompts and new tokens fit the same
     buffer. Buffers grow by a third or a half, so a growing chat compiles only a few programs. A caller's own
-    `shard_map` over rows needs `check_vma=False`, since JAX assumes that the constants in the initial state of the loop
-    are equal on all shards.
+    `shard_map` over rows needs `check_vma=False`. JAX assumes that the constants in the initial state of the loop are
+    equal on all shards.
 
-    Guarantee: With the default verifier, greedy text equals plain greedy decoding. Sampled text has exactly the
-    distribution of the target after temperature, top-k, top-p and min-p. A verifier with guarantee "lossy" promises
-    neither. A row's text depends on its own key and prompt only, unless rows share learned state or draft lengths.
+    Guarantee: with the default verifier, greedy text equals plain greedy decoding. Sampled text has exactly the
+    distribution of the target after temperature, top-k, top-p and min-p. A verifier with guarantee "lossy" guarantees
+    neither. A row's text depends only on its key and prompt, unless rows share learned state or draft lengths.
 
     Args:
       target: the model and its parameters.
       drafter: a drafter of `specjax.drafters`, whose parameters are its pytree leaves, or the name of a method in
         METHODS that needs only the target. A draft model, a draft head and None use the defaults of the command line
         (`specjax.catalog.defaults`). A draft model drafts with the goodput controller, and a head drafts in "auto"
-        (`ppd` alone). None is "auto" with the draft head that comes with specjax, if there is one. For targets that
-        accept chains only, None is "prompt_lookup". Inside of `jit`, None uses no head.
+        (`ppd` drafts alone). None is "auto" with the draft head that specjax provides for the target, if any. For
+        targets that accept only chains, None is "prompt_lookup". Inside of `jit`, None uses no head.
       prompts: a list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right.
       key: PRNG key or seed, from which row b derives `fold_in(key, b)`, or one key per row, key[B]. All kinds of keys
         are accepted, legacy `PRNGKey` arrays included.
@@ -130,7 +132,7 @@ def decode(
         accepts.
       debug: check that every draft is valid for its verifier (`specjax.engine.value_checks`). Inside the caller's
         `jit`, where no error can be raised, read `stats.violations`.
-      inputs: inputs that condition the texts besides their tokens, arrays [B, ...], for models that read them.
+      inputs: arrays [B, ...] that condition the texts in addition to their tokens, for models with such inputs.
       min_p: None, a number, or one number per row [B]. It removes tokens below `min_p` times the largest probability,
         after top-k and top-p.
       processors: logits processors of `specjax.processors`, applied before the temperature.
@@ -144,7 +146,7 @@ def decode(
       anything is compiled. With debug, an invalid draft raises it after the run.
     """
     if isinstance(target, Denoiser):
-        raise UsageError("decode takes an autoregressive target; a diffusion model is decoded by specjax.denoise")
+        raise UsageError("decode takes an autoregressive target; use specjax.denoise for diffusion models")
     settings = settings_of(
         temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, sampling=sampling, verifier=verifier,
         controller=controller, capacity=capacity, logprobs=logprobs, debug=debug, min_p=min_p, processors=processors,
@@ -178,7 +180,7 @@ def denoise(
       denoiser: the model with its denoiser settings, as `load_denoiser` returns it.
       method: the name of a method of kind diffusion in METHODS, or a `specjax.diffusion.Procedure`, such as
         `specjax.diffusion.methods.sdar(denoiser, tau=0.9)`. None decides one position per pass.
-      prompts, key, max_new_tokens, samples_per_prompt: as in `decode`. A row's text depends on its prompt and key only.
+      prompts, key, max_new_tokens, samples_per_prompt: as in `decode`. A row's text depends only on its prompt and key.
       settings: `temperature`, `top_k`, `top_p`, `min_p`, `eos`, `capacity` and `logprobs` of `decode`. The
         log-probability of a token belongs to the pass that decided it.
 
@@ -218,8 +220,8 @@ def job_of(
 def _check_target(target: Any) -> None:
     if not isinstance(target, Target | Denoiser):
         raise UsageError(
-            f"target must be a specjax.Target, not {type(target).__name__}; specjax.load reads one, and "
-            "specjax.as_target converts a model of yours"
+            f"target must be a specjax.Target, not {type(target).__name__}; load one with specjax.load, or convert "
+            "your own model with specjax.as_target"
         )
 
 
@@ -248,7 +250,7 @@ def _with_defaults(target: Target, drafter: Any, settings: Settings) -> tuple[Dr
     if drafter is not None and not isinstance(drafter, str | Target | DraftHead):
         if callable(drafter):
             name = getattr(drafter, "__name__", "factory")
-            raise UsageError(f"drafter is the function {name}; call it: {name}(...) makes the drafter")
+            raise UsageError(f"drafter is the function {name}; call {name}(...), which returns the drafter")
         raise UsageError(f"drafter must be one of specjax.drafters or the name of a method, not {drafter!r}")
     name, draft = (drafter, None) if isinstance(drafter, str) else (None, drafter)
     is_plain = settings.verifier is None and settings.controller is None
@@ -259,7 +261,7 @@ def _with_defaults(target: Target, drafter: Any, settings: Settings) -> tuple[Dr
 
 
 def refuse(settings: dict[str, Any], where: str, names: Sequence[str]) -> None:
-    """Raise UsageError for the first of `names` that is set. The function `where` cannot report its outcome."""
+    """Raise UsageError for the first of `names` that is set, because the function `where` cannot report its result."""
     for name in names:
         if settings.get(name):
             raise UsageError(f"{where} does not report {name}; leave it out, or use decode")
@@ -280,18 +282,18 @@ def stream(
 ) -> Generator[StreamStep, None, None]:
     """Decode or denoise like `decode` and `denoise`, and yield the tokens of each step as soon as they are available.
 
-    The arguments are those of `decode` or `denoise`, and so is the text. On several hosts, each host must run through
-    all steps, and each one receives all rows.
+    The arguments and the text are those of `decode` or `denoise`. On several hosts, each host must run all steps, and
+    each one receives all rows.
 
     Args:
       checkpoint: `specjax.persistence.Checkpoints`, to continue after a restart. A run that finds its own state in the
         folder yields the text so far as its first step, without counts of drafted tokens. Then it continues. The tokens
-        equal those of an uninterrupted run. Does not support `logprobs`.
+        equal those of an uninterrupted run. Checkpoints do not support `logprobs`.
       programs: `specjax.ProgramCache(folder)`, to load the compiled programs of an earlier process without tracing.
 
     Yields: StreamStep. In the last step, `step.drafter()` returns the drafter with the parameters that it learned.
 
-    Raises: UsageError in the cases of `decode`, and if the folder holds the checkpoint of another run.
+    Raises: UsageError in the cases of `decode`, and if the folder contains the checkpoint of another run.
     """
     refuse(settings, "stream", ("debug",))
     job = job_of(
@@ -333,8 +335,8 @@ def serve(
 ) -> Generator[Served, PyTree, None]:
     """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
 
-    Only the first request compiles programs, for any lengths and settings of later requests. The drafter keeps the
-    parameters that it learns from one text for the next ones. `Served.drafter` returns them at the end of each request.
+    Only the first request compiles programs, for any lengths and settings of later requests. The parameters that the
+    drafter learns from one text are used for the next ones. `Served.drafter` returns them at the end of each request.
 
     Args:
       target, drafter: as in `decode` or `denoise`.
@@ -345,13 +347,14 @@ def serve(
       tokenizer: an object with `decode(ids) -> str`, to return text (`Served.text`) and to support stop strings.
       inputs: example inputs of one request, for their shapes, if the model reads any (`Request.inputs`).
       programs: as in `stream`.
-      settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity hold
-        for all requests. The others are defaults, which a request can override. Requests can have a min_p or processors
-        only if `serve` has them too (min_p=0, or processors without effect), since others are not compiled.
+      settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity
+        apply to all requests. The others are defaults, which a request can override. Requests can have a min_p or
+        processors only if `serve` has them too (min_p=0, or processors without effect), because only these are
+        compiled.
 
     Yields: Served. A request that does not fit is refused (`Served.error`), and the others continue.
 
-    Sends: new parameters of the drafter, or None, with `generator.send`. They apply from the next step on. This is for
+    Sends: new parameters of the drafter, or None, with `generator.send`. They apply from the next step on. Use it for
       drafters that are trained while they serve (`specjax.training.methods.online`).
 
     On several hosts, each host must pass the same requests at the same times, and each one receives all texts.
@@ -363,7 +366,7 @@ def serve(
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
-        raise UsageError("serve reads one prompt at a time, which a mesh cannot split over data; use data=1")
+        raise UsageError("serve prefills one prompt at a time, which a mesh cannot split over data; use data=1")
     defaults = settings_of(**settings)
     limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, defaults, inputs, tokenizer)
     processor_settings(limits)

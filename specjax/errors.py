@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 
 class UsageError(ValueError):
-    """Invalid input. The message names the value and the fix. The command line prints it and exits with code 2."""
+    """Error for invalid input. Its message names the value and the fix.
+
+    The command line prints the message and exits with code 2.
+    """
 
 
 @contextlib.contextmanager
 def optional_import(extra: str, purpose: str) -> Iterator[None]:
     """Guard the imports of an optional package.
 
-    Raises: UsageError if the package is missing, with the extra that installs it, or if its import fails.
+    Raises: UsageError that names the extra to install, if the package is missing or its import fails.
     """
     try:
         yield
@@ -24,7 +27,7 @@ def optional_import(extra: str, purpose: str) -> Iterator[None]:
         ) from None
     except ImportError as error:
         raise UsageError(
-            f"{purpose} packages of which one is here and does not import ({error}); run pip install --upgrade "
+            f"{purpose} a package that is installed but cannot be imported ({error}); run pip install --upgrade "
             f"'specjax[{extra}]'"
         ) from None
 

@@ -5,7 +5,7 @@ Every part is a bundle of pure functions. One decoding step calls them in this o
 1. `Drafter.propose` drafts a `TokenTree` of fixed shape. Its node 0 is the last committed token.
 2. `Model.forward` runs the target pass and returns the logits of every node.
 3. The verifier, a `VerifyFn`, returns a `Verdict`: the accepted path and one more token.
-4. `Drafter.observe` selects the part of the pass that the drafter learns from.
+4. `Drafter.observe` selects the part of the pass that the drafter needs for its update.
 5. `Model.commit` adds the accepted path to the cache.
 6. `Drafter.update` and `Controller.update` compute the next states.
 
@@ -39,7 +39,7 @@ Draws = Literal[
     "top_and_sampled",
     "without_replacement_then_uniform",
 ]
-"""How a drafter draws the siblings of a tree. This static fact decides which verifiers are exact.
+"""The way in which a drafter draws the siblings of a tree. It determines the verifiers that are exact.
 
 `point_mass`: siblings are a deterministic function of the past (n-grams, retrieval, top-k). All other values mean that
 siblings are drawn from the row of `TokenTree.logits` of their parent:
@@ -86,7 +86,7 @@ class Output(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Weighted mixtures of tokens, as an input of a model in place of tokens. Each stands for a sum of embeddings."""
+    """Weighted mixtures of tokens, as an input of a model in place of tokens. The model reads sums of embeddings."""
 
     ids: Array  # int32[B, T, K]
     weights: Array  # float32[B, T, K]
@@ -108,7 +108,7 @@ class Appended(NamedTuple):
 class SoftPrompts(NamedTuple):
     """Vectors that the target reads below the nodes of a tree, in the same pass.
 
-    They are not nodes: no verifier sees them, no node attends to them, and they are never committed.
+    They are not nodes: no verifier reads them, no node attends to them, and they are never committed.
     """
 
     vectors: Array  # [B, P, D]
@@ -141,15 +141,15 @@ class Capabilities(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A language model made of pure functions. Hashable; equal hyperparameters give the same object.
+    """A language model made of pure functions. It is hashable; equal hyperparameters give the same object.
 
     `init_cache(params, inputs, batch, capacity) -> cache` returns an empty cache with room for `capacity` tokens.
-    `inputs` condition the text besides its tokens, such as the input of an encoder: arrays [B, ...], or None.
+    `inputs` condition the text in addition to its tokens, such as the input of an encoder: arrays [B, ...], or None.
 
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
     group=1) -> (Output, pending)` runs the model on new tokens. It reads the cache and does not change it. `pending`
-    holds the cache entries of the new tokens. `mask` covers the new tokens only: it marks each token's ancestors and
-    the token itself. Every new token attends to the whole cache. Callers pass the other arguments only if
+    contains the cache entries of the new tokens. `mask` covers the new tokens only: it marks each token's ancestors and
+    the token itself. Every new token attends to the complete cache. Callers pass the other arguments only if
     `capabilities` allows them:
       earlier: pending entries of P earlier tokens, for trees that grow level by level; the mask is then [B, T, P + T].
       taps: layers whose residual streams `Output.taps` returns.
@@ -161,8 +161,8 @@ class Model(NamedTuple):
     path down the tree. All other pending entries are dropped. Prefill, plain decoding, chains and trees all consist of
     `forward` and `commit`.
 
-    `rewind(cache, length[B]) -> cache` removes everything but the first `length` tokens. None: the model cannot rewind,
-    as is the case for recurrent states. Callers then commit only tokens that stay in the text.
+    `rewind(cache, length[B]) -> cache` removes all tokens except the first `length`. None: the model cannot rewind, as
+    with recurrent states. Callers then commit only tokens that stay in the text.
 
     `mark_prompt(cache, length[B]) -> cache` stores the prompt lengths before the prompts are read. None: the model does
     not need them.
@@ -196,12 +196,12 @@ class Model(NamedTuple):
     unembed: Callable[[PyTree, Array], Array] | None = None
     head: Callable[[PyTree, Array], Array] | None = None
     capabilities: Capabilities = Capabilities()
-    config: Any = None  # configuration that `specjax.models` built the model from
-    mesh: jax.sharding.Mesh | None = None  # mesh that the parameters are sharded over
-    over: tuple[str, ...] | None = None  # mesh axes besides "data" that split the parameters; None: all
+    config: Any = None  # configuration from which `specjax.models` built the model
+    mesh: jax.sharding.Mesh | None = None  # mesh over which the parameters are sharded
+    over: tuple[str, ...] | None = None  # mesh axes except "data" that split the parameters; None: all
 
     def select_inputs(self, inputs: PyTree) -> PyTree:
-        """Return `inputs` if the model reads any, else None. A draft model may not read the inputs of its target."""
+        """Return `inputs` if the model reads inputs, else None. A draft model may not read the inputs of its target."""
         return inputs if self.capabilities.inputs else None
 
     def start_cache(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
@@ -225,8 +225,10 @@ class Target:
 
 
 class Sampling(NamedTuple):
-    """Sampling options that turn logits into a distribution. Each field is None (off, not compiled) or a traced array:
-    a scalar, or one value per row [B]."""
+    """Options of the sampling distribution.
+
+    Each field is None (off, not compiled) or a traced array: a scalar, or one value per row [B].
+    """
 
     temperature: Array | None = None  # None: greedy
     top_k: Array | None = None
@@ -235,7 +237,7 @@ class Sampling(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Everything that a drafter may read besides its own state: the committed text, the target and the sampling."""
+    """All inputs of a drafter except its state: the committed text, the target and the sampling options."""
 
     tokens: Array  # int32[B, L], committed tokens, then unspecified values
     length: Array  # int32[B], number of committed tokens
@@ -244,11 +246,11 @@ class Context(NamedTuple):
     cache: PyTree = None  # cache of the target, with the first length - 1 tokens; None in `init`
     target: Target | None = None  # for drafters that use its layers or its output head
     inputs: PyTree = None  # inputs that condition the text (`Model.init_cache`); set in `init` only
-    remaining: Array | None = None  # int32[B], tokens still to generate if rows wait for the last one; None otherwise
+    remaining: Array | None = None  # int32[B], tokens still to generate, if finished rows are not replaced; else None
 
     @property
     def root(self) -> Array:
-        """Last committed token of each row, int32[B, 1]: node 0 of every tree."""
+        """Return the last committed token of each row, int32[B, 1]: node 0 of every tree."""
         return take_along(self.tokens, self.length[:, None] - 1, 1)
 
 
@@ -278,15 +280,14 @@ STATIC = {"static": True}  # metadata of a dataclass field that belongs to the p
 
 
 class TreeSize(NamedTuple):
-    """Size of every tree that a drafter proposes. Both numbers count the whole tree, so a chain of k tokens has k + 1
-    nodes and depth k."""
+    """Size of every tree that a drafter proposes. A chain of k tokens has k + 1 nodes and depth k."""
 
     num_nodes: int  # N, the root included
-    max_depth: int  # edges from the root to the deepest node
+    max_depth: int  # number of edges from the root to the deepest node
 
 
 class Traits(NamedTuple):
-    """Static facts about a drafter. They decide which verifiers are exact for it and which programs are compiled."""
+    """Static properties of a drafter. They determine the verifiers that are exact for it and the compiled programs."""
 
     draws: Draws = "point_mass"
     # Widths of the target pass that are worth compiling, besides N. A width above 1 needs trees whose valid nodes come
@@ -305,22 +306,22 @@ class Hooks(NamedTuple):
     `prefill(params, state, context, tokens[B, T], count[B], output) -> state` receives the target's outputs for the
     prompt, chunk by chunk. In row b, the first `count[b]` of the T tokens are the next tokens of the prompt.
 
-    `export(params, state) -> params` returns parameters that a later call can start from (`DecodeResult.drafter`). In
-    `serve`, rows end at different times. So the state should hold only the things that its own rows learned, and
+    `export(params, state) -> params` returns parameters from which a later call can start (`DecodeResult.drafter`). In
+    `serve`, rows end at different times. So the state should contain only values learned from its own rows, and
     `export` should add them to the parameters. Then no row overwrites the contribution of another row.
 
     `soft_prompts(params, state, context, tree) -> SoftPrompts` adds vectors below nodes of the tree to the target
     pass. The tree is cut to the width of the pass, and P may depend on that width. In `observe`, the outputs for these
     vectors follow those of the tree's nodes.
 
-    `resume(params, state, length[B]) -> state` removes everything but the first `length` tokens of the text from a
-    state between two steps. Another writer then continues the text, and `propose` reads it. None: the state is
-    initialised again.
+    `resume(params, state, length[B]) -> state` removes all tokens of the text except the first `length` from a state
+    between two steps. Another decoder then continues the text, and `propose` reads it. None: the state is initialised
+    again.
 
     `axes(state)` returns the position of the batch axis in each array of the state, or `batch_axes.SHARED` for an array
     that all rows share. Default: 0 for every array.
 
-    `explain(before, after) -> str` returns one sentence on why the tree was drafted. It compares the states of one row
+    `explain(before, after) -> str` returns one sentence with the reason for the tree. It compares the states of one row
     before and after a step, and runs on the host (`specjax.explain`).
     """
 
@@ -347,7 +348,7 @@ class Drafter:
     The drafter learns from a target pass in two functions. `observe(params, state, context, tree, verdict, output) ->
     observed` selects the part of the pass that the drafter needs. `tree` and `output` are cut to the width of the pass,
     which covers all valid nodes. `observed` must be small, and its shape must not depend on the width: each width is a
-    branch of the program, and a branch copies its results. `output.taps` holds the layers listed in `traits.taps`.
+    branch of the program, and a branch copies its results. `output.taps` contains the layers listed in `traits.taps`.
 
     `update(params, state, observed, verdict) -> state` runs after these branches, where caches and tables are written
     in place. In rows that have ended, the verdict accepts 0 nodes.
@@ -369,17 +370,17 @@ class Drafter:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of every tree (N), the root included."""
+        """Return the number of nodes of every tree (N), the root included."""
         return self.size.num_nodes
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest possible node."""
+        """Return the depth of the deepest possible node."""
         return self.size.max_depth
 
     @property
     def drafts_chains(self) -> bool:
-        """True if the parent of every node is the node before it."""
+        """Return True if the parent of every node is the previous node."""
         return self.traits.chains or self.traits.draws == "chain" or self.num_nodes <= 2
 
 
@@ -398,13 +399,13 @@ def _accept_any(processor: Processor, vocab_size: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Processor:
-    """Changes the target's logits depending on the text, with pure functions: penalties, biases, constraints.
+    """A bundle of pure functions that change the target's logits depending on the text: penalty, bias, constraint.
 
     `process(params, state, tree, ancestors, logits[B, N, V]) -> logits` changes the logits of every node. Row i must
     equal the result of plain decoding after the committed text and the path to node i. `ancestors` bool[B, N, N] marks
     the nodes on that path, node i and the root included. The root is already committed and part of the state. Row i
-    must depend only on nodes that are ancestors of node i. Rows of invalid nodes may hold any value, and their tokens
-    may lie outside of the vocabulary.
+    must depend only on nodes that are ancestors of node i. Rows of invalid nodes may have any value, and their tokens
+    may be outside of the vocabulary.
 
     `init(params, settings, tokens[B, L], length[B], vocab_size) -> state` reads the prompts. All arrays of the state
     are [B, ...]. Default: the settings.
@@ -439,7 +440,7 @@ the target's token with this key returns the same token for any draft. The keys 
 
 
 class Controller(NamedTuple):
-    """Chooses the draft length. It reads only the past, so a lossless method stays lossless under any controller."""
+    """A rule for the draft length. It reads only the past, so a lossless method stays lossless under any controller."""
 
     init: Callable[[int], PyTree]  # (batch) -> state
     limit: Callable[[PyTree], Array]  # (state) -> int32[B], maximum depth of the next tree
@@ -453,12 +454,11 @@ class Signals(NamedTuple):
 
     confidence: Array  # float32[B, N], largest probability
     entropy: Array  # float32[B, N], nats
-    judged: Array  # bool[B, N], entries in use: those of the accepted tokens and of the first rejected one
+    judged: Array  # bool[B, N], entries in use: those of the accepted tokens and of the first rejected token
 
 
 class Scored(NamedTuple):
-    """A tree with the results of the target pass, as a verifier receives it. Nodes beyond the width of the pass have
-    zeros."""
+    """A tree with the results of the target pass, as a verifier receives it. Nodes outside of the pass have zeros."""
 
     tree: TokenTree
     logits: Array  # float32[B, N, V], warped
@@ -475,13 +475,13 @@ class Info(NamedTuple):
     drafted_depth: Array  # int32[B], depth of the deepest valid node
     active: Array  # bool[B], rows that had not ended before the step
     hit_eos: Array  # bool[B], rows that ended with an eos token in this step
-    logits: Array | None = None  # float32[B, N, V], warped logits that the added tokens were drawn from; on request
+    logits: Array | None = None  # float32[B, N, V], warped logits of the draws of the added tokens; on request
     logprobs: Array | None = None  # float32[B, N], log-probabilities of the added tokens; on request
     violations: Array | None = None  # int32[B], bits of `value_checks.VIOLATIONS`; under debug=True
     scored: Scored | None = None  # input of the verifier; on request
     signals: Signals | None = None  # set if the controller reads them
     finite: Array | None = None  # bool[B], `DecodeState.finite` after the step
-    done: Array | None = None  # bool[B], `DecodeState.done`; only of loops whose rows can end early without eos
+    done: Array | None = None  # bool[B], `DecodeState.done`; only from loops whose rows can end early without eos
 
 
 class Stats(NamedTuple):
@@ -497,7 +497,7 @@ class Stats(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """State of a decoding loop: everything that the next step needs, and no more."""
+    """State of a decoding loop, with exactly the inputs of the next step."""
 
     tokens: Array  # int32[B, L]
     length: Array  # int32[B], number of committed tokens

@@ -17,7 +17,7 @@ SUBLAYER = "sublayer"
 CATCH_UP = "catch_up"
 """A draft model's passes over tokens that were decoded without drafts. It has no iterations if every step drafts."""
 RENEWAL = "renewal"
-"""A branch that recomputes part of a canvas before or beside a window, such as a finished block.
+"""A branch that recomputes part of a canvas before or together with a window, such as a finished block.
 
 If the recomputation is not always the most expensive branch, the code inside that branch has the same name.
 """

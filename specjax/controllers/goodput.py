@@ -85,7 +85,7 @@ def goodput(
         row_rate = state.row_rate + step * (accepted - state.row_rate)
         count = jnp.sum(reached, 0)
         mean = jnp.sum(accepted & reached, 0) / jnp.maximum(count, 1)
-        # Several rows at once are several observations.
+        # Each row that reached a position counts as one observation.
         rate = state.rate + (1 - (1 - smoothing) ** count) * (mean - state.rate)
         visits = state.visits + reached
         acceptance = jnp.where(visits >= own_after, row_rate, rate)

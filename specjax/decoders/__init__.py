@@ -1,4 +1,4 @@
-"""Decoding loops other than draft, verify and commit with a drafter, one published method per file."""
+"""Decoding loops that do not draft, verify and commit with a drafter, one published method per file."""
 
 from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
 from specjax.decoders.ceed_vla import ceed_vla

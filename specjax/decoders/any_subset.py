@@ -5,15 +5,16 @@ arXiv 2504.20456.
 
 Rule: order the tokens, first the given ones, then the missing ones by position. Let n tokens be known.
   1. One call draws the next k tokens in parallel and independently, x_j ~ q_j = p(x_j | known).
-  2. One call with the drafts filled in gives p_j = p(x_j | known, x_<j).
-  3. Accept x_j with min(1, p_j(x_j) / q_j(x_j)) up to the first rejection. Redraw that one from norm([p_j - q_j]+).
-As p_1 = q_1, the first token is always accepted, and the second one is accepted or redrawn. There are thus never more
-calls than tokens. A single draft needs no second call. There is no bonus token.
-Guarantee: distribution: the model's own joint distribution of the missing tokens in this order.
+  2. One call with the drafts filled in returns p_j = p(x_j | known, x_<j).
+  3. Accept x_j with probability min(1, p_j(x_j) / q_j(x_j)) up to the first rejection. Redraw the rejected token from
+     norm([p_j - q_j]+).
+Because p_1 = q_1, the first token is always accepted, and the second one is accepted or redrawn. So the number of calls
+never exceeds the number of tokens. A single draft needs no second call. The rule has no bonus token.
+Guarantee: distribution, which is the model's joint distribution of the missing tokens in this order.
 Deviations: the first draft is accepted without a test, because two calls may round differently. With k = 1 the second
-call is skipped, so a token costs one call. Temperature, top-k and top-p apply to p and q alike, and the mask token has
-no mass in either. Drafts from a table of bigrams and slack in the ratio are missing. There is no cache: each call reads
-the whole sequence.
+call is skipped, so a token costs one call. Temperature, top-k and top-p apply to both p and q, and the mask token has
+no mass in either. Drafts from a table of bigrams and slack in the ratio are not implemented. Each call reads the
+complete sequence, without a cache.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AnySubsetModel:
     `apply(params, tokens int32[B, S], content bool[B, S, S], positions int32[B, Q], query bool[B, Q, S]) -> logits
     float32[B, Q, V]` returns the distributions of the tokens at `positions`. A query stream has the position
     `positions[b, i]`, but not its token. It attends to the tokens j with `query[b, i, j]`, possibly none, in the
-    content stream. There token j attends to the tokens l with `content[b, j, l]`, itself included.
+    content stream. In the content stream, token j attends to the tokens l with `content[b, j, l]`, itself included.
     """
 
     apply: Callable[..., Array] = field(metadata={"static": True})
@@ -70,7 +71,7 @@ class AnySubsetResult(DecodeResult):
     """Result of `any_subset`.
 
     `tokens` int32[B, S] are the missing tokens by position. `stats.target_passes` counts the calls of the model that a
-    row needed; a depth is a position in the draft.
+    row needed. In `stats`, a depth is a position in the draft.
     """
 
     filled: Array  # int32[B, S], the complete sequences
@@ -82,7 +83,7 @@ class TokenOrder(NamedTuple):
     position: Array  # int32[B, S], position of the token of each rank
     rank: Array  # int32[B, S], rank of the token at each position
     num_given: Array  # int32[B], number of given tokens
-    stop: Array  # int32[B], number of tokens in the end; later ranks are padding
+    stop: Array  # int32[B], number of tokens of the complete sequence; later ranks are padding
 
 
 def any_subset(
@@ -106,7 +107,7 @@ def any_subset(
       window: number of drafted tokens per step, k in the rule.
       temperature, top_k, top_p: see `specjax.decode`; a Python 0 compiles the greedy program.
 
-    Raises: UsageError for a window below 1 or shapes that do not agree.
+    Raises: UsageError for a window below 1 or shapes that do not match.
     """
     tokens, missing = jnp.asarray(tokens, jnp.int32), jnp.asarray(missing, bool)
     if window < 1:
@@ -135,7 +136,7 @@ def token_order(missing: Array, lengths: Array) -> TokenOrder:
 def content_mask(order: TokenOrder) -> Array:
     """Return the attention mask bool[B, S, S] of the content stream.
 
-    A token attends to tokens of its own and lower ranks; given tokens attend to each other. Both calls use this mask,
+    A token attends to itself and to tokens of lower ranks; given tokens attend to each other. Both calls use this mask,
     so that they compute the same states for known tokens.
     """
     reach = jnp.maximum(order.rank, order.num_given[:, None] - 1)
@@ -201,12 +202,13 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
 
 
 def _verify(keys: Array, drafted: Array, valid: Array, p: Array, q: Array) -> tuple[Array, Array]:
-    """Verify drafted int32[B, k]; return the number of accepted tokens int32[B] and the redrawn token int32[B].
+    """Verify `drafted` int32[B, k]. Return the number of accepted tokens int32[B] and the redrawn token int32[B].
 
-    It is the standard rule on a chain below a root that represents the known tokens. The first draft always passes.
+    The rule is the standard one on a chain below a root that represents the known tokens. The first draft always
+    passes.
     """
     root = lambda x, value: jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
-    leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # a bonus token's distribution, which is never drawn from
+    leaf = lambda x: jnp.pad(x, ((0, 0), (0, 1), (0, 0)))  # the distribution of a bonus token, which is never drawn
     tree = chain(root(drafted, 0), root(valid, True), leaf(q))
     split = jax.vmap(jax.random.split)(keys)
     u = uniform(split[:, 0], drafted.shape[1] + 1)

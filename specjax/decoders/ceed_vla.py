@@ -5,17 +5,18 @@ Parallel Decoding (ACL 2023), arXiv 2305.10427.
 Song, Chen, Ding, Huang, Zhao, Wang, Li: CEED-VLA: Consistency Vision-Language-Action Model with Early-Exit Decoding
 (2025), arXiv 2506.13725.
 
-Rule: a block of n tokens starts as a guess y^0, drawn from the tokens of the prompt. One causal pass over it gives
-  y^{j+1}_i = argmax p(. | text, y^j_{<i})  for all i at once,
+Rule: a block of n tokens starts as a guess y^0, drawn from the tokens of the prompt. One causal pass over it computes
+  y^{j+1}_i = argmax p(. | text, y^j_{<i})  for all i in parallel,
 so every pass makes at least one more token final. The block ends at the fixed point y^{j+1} = y^j, which is the greedy
-text, or after `iterations` passes. The next block follows it.
+text, or after `iterations` passes. Then the next block starts.
 Guarantee: lossy; greedy without a limit of iterations, or with a limit of at least n.
 
 A target that was distilled to jump to the fixed point from any guess (Kou et al. 2024, CLLM, arXiv 2403.00835) needs
-few passes; see `specjax.training.methods.consistency`. For other targets a pass gives little more than one token.
+few passes; see `specjax.training.methods.consistency`. For other targets a pass decides little more than one token.
 
 Deviations: keys and values of a block that ended early belong to its second to last guess. They are computed again,
-together with the first pass of the next block. `stale_keys=True` keeps them, which is cheaper and less exact.
+together with the first pass of the next block. `stale_keys=True` does not recompute them, which is cheaper and less
+exact.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ def ceed_vla(
 
     Args:
       iterations: maximum number of passes per block; None: iterate to the fixed point, the greedy text.
-      stale_keys: keep the cache entries of blocks that ended before the fixed point.
+      stale_keys: do not recompute the cache entries of blocks that ended before the fixed point.
       key: PRNG key of the first guesses.
       prompts, eos, capacity, inputs: see `decode`.
 
-    `stats.target_passes` counts the passes. Raises: UsageError for a setting out of range.
+    Returns: DecodeResult, in which `stats.target_passes` counts the passes.
+
+    Raises: UsageError for a setting out of range.
     """
     if block < 1:
         raise UsageError(f"block must be at least 1, not {block}")
@@ -119,7 +122,7 @@ def _run(
         return take_along(prompt, jnp.minimum(drawn.astype(jnp.int32), prompts[:, None] - 1), 1)
 
     def run_pass(state: State, width: int) -> tuple[PyTree, Array]:
-        """Run a pass over `width` tokens: those that the cache lacks, then the guess.
+        """Run a pass over `width` tokens: the tokens that are not cached yet, then the guess.
 
         Returns: the pending cache entries, and the next guess.
         """
@@ -140,7 +143,8 @@ def _run(
         ends = jnp.any(guess[:, :, None] == eos, 2)
         count = jnp.minimum(jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1) + 1, n), stop - state.length)
         count = jnp.where(is_finished, count, 0)
-        # Commit the text that was read, without its last token. A finished block adds that token and its exact tokens.
+        # Commit the text that was read, without its last token. If the block is finished, also commit this token and
+        # the exact tokens of the block.
         unread = state.length - state.num_cached
         block_tokens = n if stale else 1 + jnp.sum(agrees[:, : n - 1], 1)
         committed = jnp.where(state.done, 0, unread - 1 + jnp.where(is_finished, block_tokens, 0))

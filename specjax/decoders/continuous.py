@@ -4,12 +4,12 @@ Wang, Zhang, Ding, Yang, Li, Xiang: Continuous Speculative Decoding for Autoregr
 2411.11925.
 
 A token is the end x_0 of a chain x_{t-1} = mean_t(x_t) + std_t eps_t from x_T ~ N(0, 1). The chain is conditioned on
-the previous tokens. The density of a token is unknown; only that of the whole path is known.
+the previous tokens. The density of a token is unknown; only that of the complete path is known.
 
-Rule: the draft model writes `window` tokens, and one pass of the target's backbone conditions the target's head on
-them. Accept with min(1, R) up to the first rejection. There the target's head draws candidates and accepts each with
-max(0, 1 - 1 / R), in which the normalisation of [p - q]+ cancels. After a fully accepted window it draws one more
-token.
+Rule: the draft model drafts `window` tokens, and one pass of the target's backbone conditions the target's head on
+them. Accept with probability min(1, R) up to the first rejection. For the rejected token, the target's head draws
+candidates and accepts each with probability max(0, 1 - 1 / R). The normalisation of [p - q]+ cancels in it. After a
+fully accepted window it draws one more token.
   ratio="path": R = p(path) / q(path), the target's transitions on the draft's own states. A candidate is a new path.
   ratio="aligned": the paper's ratio. Both chains run on the same noise, and only their last Gaussian exponents count:
     R = prod_{t=2..T} std^q_t / std^p_t x N(x_0; target's last step) / N(x_0; draft's last step).
@@ -19,15 +19,15 @@ Guarantee:
   path: distribution, on paths and therefore on x_0.
   coupled: distribution. Given the shared noise of the other steps, x_0 is Gaussian under either model. The standard
     rule on these two Gaussians gives x_0 the target's distribution.
-  aligned: LOSSY. The product of stds belongs to a change of variables that shared noise does not make. It is exact only
-    if the stds of the steps T ... 2 agree.
+  aligned: LOSSY. The product of stds belongs to a change of variables that does not occur with shared noise. The rule
+    is exact only if the stds of the steps T ... 2 agree.
 The cap on candidates is an exception. A token with `max_tries` rejected candidates takes the last one. This shifts its
 distribution by at most 1 / (e max_tries) in total variation; `exhausted` counts these tokens.
 Deviations: "path" and "coupled" are not in the paper. "path" accepts hardly any token if chains are long and far apart.
-A bonus token follows a fully accepted window. After the last try the last candidate is kept, never zeros. The ratio is
-compared in log space and not clipped. There is no cache: each pass may read the whole text. Two features of the
-released code are missing: densities flattened by an inner temperature, and tokens replaced in place without dropping
-later ones.
+A bonus token follows a fully accepted window. After the last try the last candidate is used, never zeros. The ratio is
+compared in log space and not clipped. Each pass may read the complete text, without a cache. Two features of the
+released code are not implemented: densities flattened by an inner temperature, and tokens replaced in place without
+dropping later ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ METHOD = Method(
         Option("window", "int", 8, "drafted tokens per step"),
         Option("ratio", ("path", "coupled", "aligned"), "path", "acceptance ratio"),
         Option(
-            "prefill_ratio", "float", 0.15, "fraction of the new tokens that the target writes without a draft first"
+            "prefill_ratio", "float", 0.15, "fraction of the new tokens that the target first decodes without a draft"
         ),
         Option("max_tries", "int", 1000, "maximum number of tries to resample a rejected token"),
     ),
@@ -99,7 +99,8 @@ class ContinuousModel:
 class ContinuousResult(DecodeResult):
     """Result of `continuous`.
 
-    `tokens` are float32[B, max_new_tokens, d]; passes are those of the backbone; a depth is a position in the window.
+    `tokens` are float32[B, max_new_tokens, d]. In `stats`, passes are those of the backbone, and a depth is a position
+    in the window.
     """
 
     exhausted: Array  # int32[B], number of tokens without an accepted candidate
@@ -128,7 +129,7 @@ def continuous(
       condition: an argument of both backbones, a pytree of arrays [B, ...] such as a class.
       window: number of drafted tokens per step.
       ratio: "path" or "coupled", which are exact, or "aligned", the paper's, which is LOSSY; see `GUARANTEES`.
-      prefill_ratio: fraction of the new tokens that the target writes alone first; early tokens disagree most.
+      prefill_ratio: fraction of the new tokens that the target first decodes alone; early tokens disagree most.
       max_tries: maximum number of candidates for a rejected token.
 
     Raises: UsageError for a setting out of range, or models that do not match.
@@ -159,7 +160,7 @@ def continuous(
 
 
 def sample_path(model: ContinuousModel, noise: Array, z: Array) -> Array:
-    """Run the chain x_T, ..., x_0 float32[T + 1, ..., d] on noise of this shape, where noise[0] is x_T; z [..., D]."""
+    """Return the chain x_T, ..., x_0 float32[T + 1, ..., d] for noise of this shape, x_T = noise[0], and z [..., D]."""
 
     def body(x, step):
         t, eps = step
@@ -255,7 +256,7 @@ def _decode(
 
 
 def _target_step(models: ModelPair, keys: Array, s: State) -> State:
-    """Write one token of the target."""
+    """Decode one token with the target."""
     target, positions = models.target, s.length[:, None]
     z = target.features(target.params, models.condition, s.tokens, positions)
     token = sample_path(target, _noise(target, _purpose(keys, s.length, DRAFT), 1), z)[-1]
@@ -348,9 +349,7 @@ RULES: dict[Ratio, Callable] = {
 def _first_accepted(candidate, keys: Array, free: Array, max_tries: int) -> tuple[Array, Array]:
     """Return the first accepted candidate of each row float32[B, d], else the last one.
 
-    The second result is bool[B], true if no candidate passed.
-
-    Rows that are `free` accept their first candidate.
+    The second result is bool[B], True if no candidate passed. Rows that are `free` accept their first candidate.
     """
 
     def body(carry):

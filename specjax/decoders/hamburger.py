@@ -9,7 +9,7 @@ segment is full (`specjax.models.heads.hamburger`). The prompt is read token by 
 Guarantee: lossy. If `confidence` is above 1, all segments have one token, and the text is the base model's own at any
 temperature. The lossless version is `drafters.hamburger`.
 
-Only a base model that was trained for it can read segments; `specjax.training.train_hamburger` trains all parts.
+Only a base model that was trained with segments can read them; `specjax.training.train_hamburger` trains all parts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHOD = Method(
     paper="Liu, Zhang 2025, arXiv 2505.20438",
     needs=frozenset({"head"}),
     options=(
-        Option("confidence", "float", 0.9, "probability at which a segment continues; above 1: never"),
+        Option("confidence", "float", 0.9, "minimum probability at which a segment continues; above 1: never"),
         Option("temperature", "float", 0.0, "sampling temperature"),
     ),
     factory="hamburger",
@@ -68,39 +68,40 @@ def hamburger(
     """Decode with a base model `target` and the other parts `head`, trained together, in one compiled program.
 
     Args:
-      confidence: a segment continues while 1 - p_stop is at least this; 0.5: while continuing is more likely.
+      confidence: a segment continues while 1 - p_stop is at least this value. With 0.5 it continues while that is more
+        likely than stopping.
       The other arguments are those of `decode`.
 
-    `stats.target_passes` counts the macro steps; each takes one slot of the cache.
+    Returns: DecodeResult, in which `stats.target_passes` counts the macro steps. Each takes one slot of the cache.
 
     Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model.
     """
     check(target, head)
     settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
-    write_segment = head.head.config.segment
+    segment_size = head.head.config.segment
     loop_inputs = init_loop(
-        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=write_segment, inputs=inputs
+        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=segment_size, inputs=inputs
     )  # fmt: skip
     return _run(target, head, loop_inputs, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
 
 
 def check(target: Target, head: DraftHead) -> None:
-    """Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model."""
+    """Raise UsageError for a head that is not a HAMburger head, or does not fit the base model."""
     model = target.model
     if head.head.kind != "hamburger":
-        raise UsageError(f"hamburger needs a head of its own kind, and this is one of {head.head.kind}")
+        raise UsageError(f"hamburger needs a head of kind hamburger, not {head.head.kind}")
     capabilities, config = model.capabilities, head.head.config
     if not (capabilities.streams and capabilities.taps) or getattr(model.config, "window", None) is not None:
         raise UsageError(
-            f"{model.name} cannot read segments: it has windows, or takes token ids only; choose another model"
+            f"{model.name} cannot read segments: it has windows or accepts only token ids; choose another model"
         )
     if max(config.taps) > capabilities.num_layers:
         raise UsageError(
-            f"the head reads layer {max(config.taps)}, and {model.name} has {capabilities.num_layers} layers"
+            f"the head reads layer {max(config.taps)}, but {model.name} has {capabilities.num_layers} layers"
         )
     if model.config is not None and model.config.width != config.layer.width:
         raise UsageError(
-            f"the head reads hidden states of width {config.layer.width}, and {model.name} has {model.config.width}; "
+            f"the head reads hidden states of width {config.layer.width}, but {model.name} has {model.config.width}; "
             "use the base model that the head was trained with"
         )
 
@@ -109,7 +110,7 @@ class State(NamedTuple):
     cache: PyTree
     tokens: Array  # int32[B, L]
     length: Array  # int32[B]
-    size: Array  # int32[B], tokens of the last segment, which the base model has not read
+    size: Array  # int32[B], number of tokens of the last segment, which the base model has not read
     ended: Array  # bool[B], true after an eos
     passes: Array  # int32[B]
 
@@ -135,7 +136,7 @@ def _run(
     merge = bind(Hamburger, config)(head.params).merge
 
     def write_token(segment_state: SegmentState, logits: Array) -> SegmentState:
-        """Write one more token in running rows."""
+        """Add one token to the running rows."""
         keys = node_keys(loop_inputs.keys, segment_state.length, zero)[:, 0]
         token = draw(keys, warp(logits, loop_inputs.sampling))
         tokens = segment_state.tokens.at[rows, jnp.where(segment_state.is_running, segment_state.length, room)].set(
@@ -154,7 +155,7 @@ def _run(
         )
 
     def write_segment(segment_state: SegmentState, last: Array) -> SegmentState:
-        """Write the other tokens of a segment, given the base model's hidden states [B, F] of the last segment."""
+        """Add the other tokens of a segment, from the base model's hidden states [B, F] of the last segment."""
         context = Context(segment_state.tokens, segment_state.length, target=target)
         scratch, output = head.head.start(head.params, last.astype(config.layer.dtype), context, max_size)
         assert isinstance(output, DraftOutput)

@@ -1,4 +1,4 @@
-"""Inputs and results of loops over one model that writes several tokens per pass."""
+"""Inputs and results of loops over one model that decodes several tokens per pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.types import Array, PyTree, Sampling, Target
 class LoopInputs(NamedTuple):
     """Prompts and settings of a loop."""
 
-    tokens: Array  # int32[B, L], prompts with room for new tokens
+    tokens: Array  # int32[B, L], prompts, then slots for new tokens
     prompts: Array  # int32[B], lengths of the prompts
     stop: Array  # int32[B], maximum lengths of the texts
     keys: Array  # key[B]

@@ -3,11 +3,11 @@
 Sun, Zhang, Lin, Zhang, Zhang, Wang, Chen, Song, Zhang, Gai, Xiong: Decoding at the Speed of Thought: Harnessing
 Parallel Decoding of Lexical Units for LLMs (LREC-COLING 2024), arXiv 2405.15208.
 
-Rule: k tokens [PAD] follow the text in every pass, which gives k + 1 predictions. The first prediction is accepted. The
-others are accepted in turn while two conditions hold: the most likely token has a probability of `threshold` or more,
-and a token repeats at most `repeats` times in a row. Keys and values of [PAD] are dropped; the next pass reads the
-accepted tokens.
-Guarantee: lossy. With k = 0, or a threshold above 1, the text is the model's own, at any temperature. The lossless
+Rule: k tokens [PAD] follow the text in every pass, so it has k + 1 predictions. The first prediction is accepted. The
+others are accepted in turn while two conditions are true: the most likely token has a probability of `threshold` or
+more, and a token repeats at most `repeats` times in a row. Keys and values of [PAD] are dropped. The next pass reads
+the accepted tokens.
+Guarantee: lossy. With k = 0, or a threshold above 1, the text equals plain decoding, at any temperature. The lossless
 version is `drafters.ppd` with `specjax.models.heads.ppd.prompts_of_token(target, pad_token, k)`.
 
 `specjax.training.methods.lexical_units` builds training examples from texts, and trains a model.
@@ -77,7 +77,9 @@ def lud(
       repeats: maximum number of repetitions of one token in a row.
       The other arguments are those of `decode`.
 
-    `stats.target_passes` counts the passes. Raises: UsageError for a setting out of range.
+    Returns: DecodeResult, in which `stats.target_passes` counts the passes.
+
+    Raises: UsageError for a setting out of range.
     """
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")

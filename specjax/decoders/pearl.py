@@ -4,9 +4,9 @@ Liu, Li, Lv, Liu, Zhu, Hu: PEARL: Parallel Speculative Decoding with Adaptive Dr
 
 Rule: in each step the draft model appends gamma tokens d_1 ... d_gamma to the text. At the same time the target reads
 the end of the same text. Then both results are joined.
-  PRE (the whole text is verified): the target's distribution at the next position tests d_1 alone. If d_1 passes, all
-    gamma drafts are appended, of which only the first is verified, and the row changes to POST. Otherwise the target's
-    token is appended.
+  PRE (the complete text is verified): the target's distribution at the next position tests only d_1. If d_1 passes, all
+    gamma drafts are appended, with only the first verified, and the row changes to POST. Otherwise the target's token
+    is appended.
   POST (the last gamma - 1 tokens are unverified): these tokens and then d_1 are tested in order. If all pass, the gamma
     drafts are appended. At the first failure the text is cut, the target's token is appended, and the row changes to
     PRE.
@@ -14,13 +14,13 @@ A step takes as long as the slower of the two models. It verifies one token in P
 length adapts to the acceptance rate. A test passes if the draft equals the target's own draw,
 argmax_v (log p(v) + G(row key, position, v)) with Gumbel noise G. The draft model draws with the same noise, which
 increases their agreement.
-Guarantee: distribution. Moreover, the text for a key equals that of plain decoding with any draft model.
-Deviations: sample and match replaces the ratio test, so that only token ids move between the models. Each row has its
-own mode. A target pass has gamma tokens in PRE too. As in the paper there is no bonus token, because the next draft
-replaces it.
+Guarantee: distribution. In addition, the text for a key equals that of plain decoding, for any draft model.
+Deviations: sample and match replaces the ratio test, so that only token ids are exchanged between the models. Each row
+has its own mode. A target pass has gamma tokens in PRE too. As in the paper, no bonus token is decoded, because the
+next draft replaces it.
 
-There are two programs instead of the single one of `decode`. Both are dispatched before either result is read, and the
-host joins the results once per step.
+The loop has two programs instead of the single one of `decode`. Both are dispatched before either result is read, and
+the host joins the results once per step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LONGEST = 32
 class Trace(NamedTuple):
     """State of the rows after each step; finished rows do not change."""
 
-    post: np.ndarray  # bool[steps, B], true in mode POST
+    post: np.ndarray  # bool[steps, B], True in mode POST
     lengths: np.ndarray  # int32[steps, B], number of new tokens, unverified ones included
     verified: np.ndarray  # int32[steps, B], number of verified new tokens
 
@@ -101,21 +101,21 @@ def pearl(
 ) -> PearlResult:
     """Decode a batch, in which each row proceeds at its own speed.
 
-    It cannot run within the caller's own `jit`; see `pearl_in_one_program`. A second call with the same shapes compiles
-    no program if `num_tokens` is set.
+    It cannot run within the caller's own `jit`; use `pearl_in_one_program` there. A second call with the same shapes
+    compiles no program if `num_tokens` is set.
 
     Args:
       target, draft: models with the same tokenizer on disjoint devices. Place them with `jax.device_put`, or with
         `specjax.shard` over meshes of some `devices` each. On several hosts each mesh needs devices of every host.
       num_tokens: gamma, the number of drafted tokens per step. Default: the time of a target pass divided by that of a
-        draft pass, rounded, measured before the first step. It must be set on several hosts, as clocks differ.
+        draft pass, rounded, measured before the first step. It must be set on several hosts, because clocks differ.
       The other arguments are those of `specjax.decode`.
 
     Raises: UsageError for models that share a device or cannot rewind, or a setting out of range. It is also raised for
       a text that is too long for one of the models.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
-        raise UsageError("pearl runs two programs and cannot be part of your own jit; pearl_in_one_program can")
+        raise UsageError("pearl runs two programs and cannot be part of your own jit; use pearl_in_one_program")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     settings = Settings(temperature, top_k, top_p, eos)
     max_new_tokens = check_new_tokens(max_new_tokens)
@@ -132,13 +132,13 @@ def pearl(
 
 
 def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
-    """Raises: UsageError for an empty draft, or a model that cannot rewind."""
+    """Raise UsageError for an empty draft, or a model that cannot rewind."""
     if num_tokens is not None and num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     for model in (draft.model, target.model):
         if model.rewind is None:
             raise UsageError(
-                f"PEARL removes rejected drafts from the cache, and the model {model.name} cannot rewind; decode with "
+                f"PEARL removes rejected drafts from the cache, but the model {model.name} cannot rewind; decode with "
                 "specjax.drafters.two_model, which commits accepted tokens only"
             )
 
@@ -156,8 +156,8 @@ def _check_apart(target: set[jax.Device], draft: set[jax.Device]) -> None:
     if target & draft:
         shared_device = min(target & draft, key=lambda device: device.id)
         raise UsageError(
-            f"target and draft share {shared_device}, and would wait for each other; place them on devices of their "
-            f"own, {place}"
+            f"target and draft share {shared_device} and would wait for each other; place them on different devices "
+            f"{place}"
         )
 
 
@@ -180,7 +180,7 @@ def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, i
 
 
 class Text(NamedTuple):
-    """Texts of the rows: NumPy arrays if the host joins the two sides, device arrays if a program does."""
+    """Texts of the rows: NumPy arrays if the host joins the two sides, device arrays if a program joins them."""
 
     tokens: AnyArray  # int32[B, S]
     verified: AnyArray  # int32[B], number of verified tokens
@@ -191,7 +191,7 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, tokens: AnyArray, lengths: AnyArray, max_new_tokens: int, gamma: int) -> Text:
-        """Return the texts before the first step, with room for the drafts of two steps or a prefill chunk."""
+        """Return the texts before the first step, with slots for the drafts of two steps or a prefill chunk."""
         slack = max(2 * gamma, CHUNK)
         false = lengths < 0
         padded = _array_module(tokens).pad(tokens, ((0, 0), (0, slack)))
@@ -251,13 +251,13 @@ def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens
 def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[Text, AnyArray]:
     """Join the two sides of a step.
 
-    Every verified token is one of the picks: those that equal the drafts, and the first one that differs.
+    The verified tokens are picks: the leading picks that equal the drafts, and the first one that differs.
 
     Args:
       drafts: int32[B, gamma], drafted tokens after the text.
       picks: int32[B, gamma], the target's own draws for the positions from `text.verified` on.
 
-    Returns: the text, and accepted bool[B, gamma], true for the positions of a draft that were verified.
+    Returns: the text, and accepted bool[B, gamma], True for the positions of a draft that were verified.
     """
     xp, gamma = _array_module(drafts), drafts.shape[1]
     slots = np.arange(gamma)
@@ -313,7 +313,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
         picks, cache = _next(role, cache, token, length + depth)
         return (cache, picks), picks[:, 0]
 
-    # Rewind to the tokens on which both sides agree. The text has never grown by more tokens than were fed.
+    # Rewind to the tokens on which both sides agree. The text never grows by more tokens than were fed.
     cache = role.target.model.rewind_cache(cache, length - 1)
     (cache, _), drafts = jax.lax.scan(draft_token, (cache, last), jnp.arange(gamma))
     return _replicate(role, drafts.T), cache
@@ -332,7 +332,7 @@ def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[
 
 
 def _next(role: Role, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
-    """Draw int32[B, T] tokens after each of tokens int32[B, T], and commit the latter.
+    """Draw int32[B, T], one token after each of `tokens` int32[B, T], and commit `tokens`.
 
     Args:
       length: int32[B], length of the text including the first token.
@@ -350,7 +350,7 @@ def triangle(tokens: Array) -> Array:
 def draws(
     role: Role, cache: PyTree, tokens: Array, length: Array, mask: Array, earlier: PyTree = None
 ) -> tuple[Array, PyTree]:
-    """Draw int32[B, T] tokens after each of tokens int32[B, T]; return them and the pending entries of the latter.
+    """Draw int32[B, T], one token after each of `tokens` int32[B, T]. Also return the pending entries of `tokens`.
 
     Args:
       length: int32[B], length of the text including the first token.
@@ -379,7 +379,7 @@ def _replicate(role: Role, ids: Array) -> Array:
 
 
 def _measure(roles, caches, text: Text) -> tuple[int, list]:
-    """Measure how many tokens the draft model writes during a target pass; return it and the caches.
+    """Measure the number of tokens that the draft model drafts during a target pass. Also return the caches.
 
     The number of tokens in the caches does not change.
     """

@@ -1,8 +1,9 @@
 """PEARL in one program: both roles run under one `shard_map`, each on its own device.
 
-Method, rule and guarantee are those of `specjax.decoders.pearl`. No host joins the two sides here: the whole loop is
-compiled, and can be part of the caller's own `jit`. In every step device 0 of the axis "role" drafts while device 1
-verifies the end of the text. The branches have no collectives. Then the devices exchange token ids, and both join them.
+Method, rule and guarantee are those of `specjax.decoders.pearl`. The host does not join the two sides here. The
+complete loop is compiled, and can be part of the caller's own `jit`. In every step device 0 of the axis "role" drafts
+while device 1 verifies the end of the text. The branches have no collectives. Then the devices exchange token ids, and
+both join them.
 The cost is memory: an array has the same shape on all devices of a program. Both devices therefore store both models
 and both caches, although each uses only its own. The version with two programs avoids this.
 """
@@ -33,7 +34,7 @@ METHOD = Method(
     name="pearl_in_one_program",
     kind="decoder",
     guarantee="distribution",
-    summary="runs PEARL as one compiled program on two devices, which a larger program can contain",
+    summary="runs PEARL as one compiled program on two devices, which can be part of a larger program",
     paper="Liu et al. 2024, arXiv 2408.11850",
     needs=frozenset({"draft", "devices"}),
     options=(Option("num_tokens", "int", REQUIRED, "drafted tokens per step"),),
@@ -65,12 +66,13 @@ def pearl_in_one_program(
       The other arguments are those of `specjax.decode`.
 
     Returns: DecodeResult; a depth in its `stats` is a position in the draft, and every step drafts gamma tokens.
+
     Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a setting out of range.
     """
     check_pair(target, draft, num_tokens)
     devices = jax.devices()[:2] if devices is None else devices
     if len(set(devices)) != 2:
-        raise UsageError(f"pearl_in_one_program runs on two devices, but there are {len(set(devices))}")
+        raise UsageError(f"pearl_in_one_program needs two devices, not {len(set(devices))}; pass them as devices=")
     for model in (target.model, draft.model):
         if model.mesh is not None:
             raise UsageError(f"{model.name} is sharded, but each role has one device; use pearl for meshes")
@@ -92,8 +94,8 @@ def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, 
     start = Text.of(tokens, lengths, max_new_tokens, gamma)
     loop = functools.partial(_loop, gamma=gamma)
     # The results are equal on all devices, which the compiler cannot infer.
-    spread = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text, stats = spread(roles, start, eos)
+    sharded_loop = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    text, stats = sharded_loop(roles, start, eos)
     count = text.verified - lengths
     new = jnp.where(np.arange(max_new_tokens) < count[:, None], text.window(lengths, max_new_tokens), -1)
     return DecodeResult(new, count, text.hit_eos, stats._replace(hit_eos=text.hit_eos))
@@ -139,7 +141,7 @@ def _read(role: Role, text: Text) -> PyTree:
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) -> tuple[Array, PyTree]:
     """Draft int32[B, gamma] tokens after a text of `length` int32[B] tokens that ends with `last` int32[B, 1].
 
-    The second result is the pending cache entries of that token and of all drafts but the last.
+    The second result is the pending cache entries of that token and of all drafts except the last.
     """
     batch = last.shape[0]
     wide = jnp.zeros((batch, gamma), jnp.int32)

@@ -1,19 +1,20 @@
-"""Superposed decoding: several completions of a prompt for one pass of the model per token.
+"""Superposed decoding: several completions of a prompt with one pass of the model per token.
 
 Shen, Fan, Pratt, Park, Wallingford, Kakade, Holtzman, Krishna, Farhadi, Kusupati: Superposed Decoding: Multiple
 Generations from a Single Autoregressive Inference Pass (NeurIPS 2024), arXiv 2405.18400.
 
-Rule: there are k drafts with scores s_i, and one cache of superposed inputs. The next input is
+Rule: k drafts have scores s_i, and share one cache of superposed inputs. The next input is
 sum_i softmax(s)_i E[last token of draft i]. Its distribution p has a low temperature, is cut to the `candidates` most
 likely tokens, and is normalised. For each draft it is mixed with n-gram models of a corpus:
   f_i(v) = sum over n of weight_n P_n(v | the last n - 1 tokens of draft i).
   log r_i(v) = (1 - alpha) log p(v) + alpha log f_i(v).
 If the corpus has no continuation of a draft, log r_i(v) = (1 - alpha) log p(v) - 200. The k best of all
-s_i + log r_i(v) are the drafts of the next step. The first step takes the k most likely tokens. Those of the 2 k best
-that end with an eos are finished completions.
+s_i + log r_i(v) are the drafts of the next step. The first step takes the k most likely tokens. Drafts among the 2 k
+best that end with an eos are finished completions.
 Guarantee: lossy. With one draft and no corpus it is greedy decoding.
-Deviations: a datastore counts P_n, exactly and for any context; the authors store tables of n-grams. A context is the
-end of the prompt and the draft. Without a corpus alpha is 0, and all drafts share one distribution.
+Deviations: P_n is computed from exact counts of a datastore, for any context, while the authors store tables of
+n-grams. A context is the end of the prompt and the draft. Without a corpus alpha is 0, and all drafts share one
+distribution.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ def superposed(
       eos: ids that end a draft.
       prompts, capacity, inputs: see `decode`.
 
-    Raises: UsageError for a setting out of range, or a model that takes no mixtures of tokens.
+    Raises: UsageError for a setting out of range, or a model that does not accept mixtures of tokens.
     """
     if not target.model.capabilities.mixtures:
-        raise UsageError(f"the model {target.model.name} takes no mixtures of tokens, which superposed decoding needs")
+        raise UsageError(f"the model {target.model.name} accepts no mixtures of tokens; superposed decoding needs them")
     if drafts < 1:
         raise UsageError(f"drafts must be at least 1, not {drafts}")
     if not drafts <= candidates <= target.model.vocab_size:
@@ -128,14 +129,14 @@ def superposed(
 
 
 def mix_ngrams(log_p: Array, f: Array, alpha: Array | float) -> Array:
-    """Mix the candidates' log p float32[B, C] and n-gram probabilities f float32[B, k, C]; return log r [B, k, C]."""
+    """Return log r float32[B, k, C], from the candidates' log p float32[B, C] and n-gram probabilities f [B, k, C]."""
     in_corpus = jnp.any(f > 0, -1, keepdims=True)
     model_score = (1 - alpha) * log_p[:, None]
     return jnp.where(in_corpus, model_score + alpha * jnp.log(f), model_score + UNKNOWN)
 
 
 def ngram_probability(corpus: Index, text: Array, length: Array, tokens: Array) -> Array:
-    """Return f float32[R, C] of `tokens` int32[R, C] after texts, from the counts of a corpus.
+    """Return f float32[R, C], the n-gram probabilities of `tokens` int32[R, C] after texts, from counts of a corpus.
 
     Args:
       text: int32[R, 5], the last tokens of each text, the newest last.
@@ -185,7 +186,7 @@ def _run(
     cache = prefill(model, params, model.start_cache(params, inputs, length, prompt.shape[1]), prompt, length - 1)
 
     def feed_mixture(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
-        """Feed one more input; return the cache, the candidates int32[B, C], best first, and their log p."""
+        """Run a pass over one input. Return the cache, the candidates int32[B, C], best first, and their log p."""
         output, pending = model.forward(
             params, mixture, cache, positions=(length - 1 + step)[:, None], mask=jnp.ones((batch, 1, 1), bool)
         )
@@ -220,7 +221,7 @@ def _run(
         )
 
     def is_running(state: State) -> Array:
-        """Return bool[B], true if a running draft of the row can still be among the k best."""
+        """Return bool[B], True if a running draft of the row can still be among the k best."""
         return jnp.any(state.scores > state.ended.scores[:, -1:], 1)
 
     def sort_out(

@@ -1,1 +1,1 @@
-"""The decoding loop: prepare a job, prefill its prompts, and run it step by step or in one program."""
+"""The decoding loop: preparation of a job, prefill of its prompts, and its steps in one program or from Python."""

@@ -1,6 +1,6 @@
 """Checks of the arrays that drafters, models, verifiers and controllers return.
 
-They look at types, shapes and dtypes while a step is traced, so they have no cost at run time.
+They check types, shapes and dtypes while a step is traced, so they have no cost at run time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_tree(drafter: Drafter, tree: TokenTree, batch: int, vocab: int) -> Non
     """Check that a draft is a `TokenTree` of the drafter's size. Raises: UsageError."""
     item, n = f"the drafter's propose ({name_of(drafter.propose)})", drafter.num_nodes
     if not isinstance(tree, TokenTree):
-        raise UsageError(f"{item} must return (TokenTree, state), not a {type(tree).__name__} first")
+        raise UsageError(f"{item} must return (TokenTree, state), but its first result is a {type(tree).__name__}")
     for field, kind in (("tokens", "i"), ("parents", "i"), ("valid", "b")):
         _check_array(item, f"tree.{field}", getattr(tree, field), kind, (batch, n))
     if tree.logits is not None:
@@ -52,4 +52,4 @@ def check_limit(limit: Array, batch: int) -> None:
 def _check_array(item: str, field: str, value: Any, kind: str, shape: tuple[int, ...]) -> None:
     if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, _KINDS[kind]) or value.shape != shape:
         form = form_of(value) if hasattr(value, "dtype") else type(value).__name__
-        raise UsageError(f"{item} must give {field} as {_WORDS[kind]} {list(shape)}, not {form}")
+        raise UsageError(f"{item} must return {field} as {_WORDS[kind]} {list(shape)}, not {form}")

@@ -1,4 +1,4 @@
-"""Arguments of a decoding loop: the parts that stay the same from step to step, and a job, which adds the prompts."""
+"""Arguments of a decoding loop: the parts that are the same in all steps, and a job, which adds the prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.verifiers import Verifier
 
 
 class Keep(NamedTuple):
-    """Flags for the fields of `Info` that cost time or memory. A step fills only the requested ones."""
+    """Flags for the fields of `Info` that cost time or memory. A step computes only the requested ones."""
 
     logits: bool = False
     logprobs: bool = False
@@ -59,9 +59,9 @@ class LoopParts(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step of the draft-verify-commit loop needs besides its state.
+    """All inputs of a step of the draft-verify-commit loop except its state.
 
-    A pytree: its arrays are arguments of the compiled step, never constants.
+    It is a pytree, so its arrays are arguments of the compiled step, never constants.
     """
 
     target: Target
@@ -71,9 +71,9 @@ class Parts:
     sampling: Sampling
     eos: Array  # int32[E], ids that end a row, or int32[B, E], per row
     coupled: bool = field(default=False, metadata=STATIC)  # draft with the noise of the target's own draws
-    serving: bool = field(default=False, metadata=STATIC)  # rows come and go, each with its own settings
+    serving: bool = field(default=False, metadata=STATIC)  # requests enter and leave rows, each with its own settings
     keep: Keep = field(default=Keep(), metadata=STATIC)
-    plain: bool = field(default=False, metadata=STATIC)  # steps draft nothing, but the state has the drafter's fields
+    plain: bool = field(default=False, metadata=STATIC)  # steps draft no tokens, but the state has the drafter's fields
     processors: tuple[Processor, ...] = ()  # in the order in which they change the target's logits
     loop: DecodeLoop = field(kw_only=True, metadata=STATIC)
 
@@ -87,7 +87,7 @@ class Job:
     """
 
     parts: Any  # `LoopParts` of B rows: `Parts`, or the parts of another loop
-    tokens: Array  # int32[R, L], prompts with room for the text that follows
+    tokens: Array  # int32[R, L], prompts, then slots for the text that follows
     lengths: Array  # int32[R], lengths of the prompts
     keys: Array  # key[B]
     stop: Array  # int32[B], length of the text at which the row is full
@@ -96,5 +96,5 @@ class Job:
 
     @property
     def starts(self) -> Array:
-        """Length of each row's prompt, int32[B]."""
+        """Return the length of each row's prompt, int32[B]."""
         return self.lengths if self.samples == 1 else jnp.repeat(self.lengths, self.samples)

@@ -1,4 +1,4 @@
-"""Pack prompts into one token buffer with room for the text that follows."""
+"""Packing of prompts into one token buffer with slots for the text that follows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray
 def pack(
     prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int, vocab_size: int | None = None
 ) -> tuple[Array, Array]:
-    """Return (tokens int32[B, L], lengths int32[B]) with room for the new tokens and a tree.
+    """Return (tokens int32[B, L], lengths int32[B]) with slots for the new tokens and a tree.
 
-    Raises: UsageError if the prompts are not token ids. If values are known, also for a prompt that is empty or exceeds
-      `capacity`, and for ids outside of the vocabulary.
+    Raises: UsageError if the prompts are not token ids. If values are not traced, also for a prompt that is empty or
+      exceeds `capacity`, and for ids outside of the vocabulary.
     """
     if isinstance(prompts, tuple) and len(prompts) == 2 and hasattr(prompts[0], "ndim"):
         array: Any = prompts[0]
@@ -47,9 +47,9 @@ def pack(
 
 
 def check_new_tokens(count) -> int:
-    """Return `max_new_tokens` as an int. Raises: UsageError unless it is a known integer of at least 1."""
+    """Return `max_new_tokens` as an int. Raises: UsageError unless it is a concrete integer of at least 1."""
     if isinstance(count, jax.core.Tracer):
-        raise UsageError("max_new_tokens sizes arrays, so it must be a Python int where `jit` traces; make it static")
+        raise UsageError("max_new_tokens is an array size, so it cannot be traced; make it a static argument of jit")
     try:
         number = operator.index(count)
     except TypeError:
@@ -70,7 +70,7 @@ def _to_rows(prompts: Prompts) -> list[np.ndarray]:
     try:
         is_flat = any(np.ndim(prompt) != 1 for prompt in prompts)
     except ValueError:
-        raise UsageError("prompts must be a list of token lists, and these are lists of lists") from None
+        raise UsageError("prompts must be a list of token lists, not lists of lists") from None
     if is_flat:
         raise UsageError("prompts must be a list of token lists; put a single prompt into a list: [prompt]")
     return [_check_integers(np.asarray(prompt)) if len(prompt) else np.zeros(0, np.int32) for prompt in prompts]
@@ -93,7 +93,7 @@ def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: i
             raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
         if length + max_new_tokens > capacity:
             raise UsageError(
-                f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, over the capacity of "
+                f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, more than the capacity of "
                 f"{capacity} positions; shorten the prompt, lower max_new_tokens or raise capacity"
             )
 

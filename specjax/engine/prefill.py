@@ -1,4 +1,4 @@
-"""Prefill: read prompts into a cache, in chunks of fixed size."""
+"""Prefill of prompts into a cache, in chunks of fixed size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prefill_and_read(
 ) -> tuple[PyTree, PyTree]:
     """Prefill, and pass every chunk to `read(state, tokens[B, T], count[B], output) -> state`.
 
-    Within a chunk, `count` is the number of the T tokens that belong to the row. `output` holds the `taps`. The loop
+    Within a chunk, `count` is the number of the T tokens that belong to the row. `output` includes the `taps`. The loop
     runs only the chunks that the longest row needs, so padding of the buffer has no cost.
 
     Returns: the cache and the final state.
@@ -68,9 +68,9 @@ def catch_up(
     model: Model, params: PyTree, cache: PyTree, tokens: Array, cached: Array, target_length: Array, dropped: Array,
     chunk: int,
 ) -> PyTree:  # fmt: skip
-    """Extend a cache that holds `cached` int32[B] tokens to `target_length` int32[B] tokens of `tokens` int32[B, L].
+    """Extend a cache of `cached` int32[B] tokens to `target_length` int32[B] tokens of `tokens` int32[B, L].
 
-    Runs passes of `chunk` tokens, and none if the cache holds all of them already.
+    The loop runs passes of `chunk` tokens, and none if the cache already contains all tokens.
 
     Args:
       dropped: int32[B], number of tokens at the start of the text that this model does not read.

@@ -1,4 +1,4 @@
-"""Turn the arguments of `decode` into a checked `Job`. All usage errors are raised here, before anything compiles."""
+"""Conversion of the arguments of `decode` to a checked `Job`. Usage errors are raised here, before any compilation."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Settings:
         if self.sampling not in ("speculative", "coupled"):
             raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
         if self.sampling == "coupled" and self.verifier is not None:
-            raise UsageError('sampling="coupled" brings its own verifier, sample_and_match; leave verifier out')
+            raise UsageError('sampling="coupled" always uses the verifier sample_and_match; leave verifier out')
 
     @property
     def is_greedy(self) -> bool:
-        """True if the temperature is a Python 0, which compiles the greedy program. A traced 0 does not."""
+        """Return True if the temperature is a Python 0, which compiles the greedy program. A traced 0 does not."""
         return isinstance(self.temperature, int | float) and self.temperature == 0
 
     @property
     def is_coupled(self) -> bool:
-        """True if the draft uses the noise of the target's draws."""
+        """Return True if the draft uses the noise of the target's draws."""
         return self.sampling == "coupled" and not self.is_greedy
 
     def to_sampling(self) -> Sampling:
-        """Return the options that turn logits into a distribution, as traced arrays."""
+        """Return the options of the sampling distribution as traced arrays."""
         if self.is_greedy:
             return Sampling()
         values = self.temperature, self.top_k, self.top_p, self.min_p
@@ -127,12 +127,12 @@ def prepare(
     inputs: PyTree = None,
     samples: int = 1,
 ) -> Job:
-    """Check the arguments of `decode` against each other, and pack the prompts.
+    """Check that the arguments of `decode` fit each other, and pack the prompts.
 
     Args:
-      samples: number of texts per prompt. Each prompt is read once.
+      samples: number of texts per prompt. Each prompt is prefilled once.
 
-    Raises: UsageError if there is no prompt, or a prompt is empty or exceeds the capacity. The same is raised if the
+    Raises: UsageError without a prompt, or if a prompt is empty or exceeds the capacity. The same is raised if the
       verifier, the drafter or a processor does not fit.
     """
     check_pair(target, drafter)
@@ -167,14 +167,14 @@ def check_samples(samples: int) -> int:
 
 
 def repeat_per_sample(tree: PyTree, samples: int) -> PyTree:
-    """Repeat arrays with one entry per prompt for each of its samples. Scalars stay."""
+    """Repeat arrays with one entry per prompt for each of its samples. Scalars are returned unchanged."""
     return jax.tree.map(lambda x: x if samples == 1 or not x.ndim else jnp.repeat(x, samples, 0), tree)
 
 
 def sample_keys(key: Array | int, prompts: int, samples: int) -> Array:
     """Return one key per row, key[prompts * samples].
 
-    A single sample has the key of its prompt. Of several samples, each has that key folded with its number.
+    A single sample has the key of its prompt. With several samples, each has that key folded with its number.
     """
     keys = row_keys(key, prompts)
     return keys if samples == 1 else fold_in(keys[:, None], jnp.arange(samples)).reshape(-1)
@@ -189,13 +189,13 @@ def check_pair(target: Target, drafter: Drafter) -> None:
     capabilities, name = target.model.capabilities, target.model.name
     if not ((drafter.drafts_chains and drafter.hooks.soft_prompts is None) or capabilities.trees):
         raise UsageError(
-            f"the model {name} takes chains only, and this drafter may draft trees; choose one of chains, such as "
-            "prompt_lookup, or set Traits(chains=True) if all its trees are chains"
+            f"the model {name} accepts only chains, but this drafter may draft trees; choose a drafter of chains, such "
+            "as prompt_lookup, or set Traits(chains=True) if all its trees are chains"
         )
     if drafter.hooks.soft_prompts is not None and not capabilities.vectors:
         raise UsageError(
-            f"the drafter's soft prompts are vectors, and the model {name} reads tokens only; choose a drafter "
-            "without, such as token_recycling, or set Capabilities(vectors=True) for a model that takes `Appended`"
+            f"the drafter's soft prompts are vectors, but the model {name} reads only tokens; choose a drafter without "
+            "them, such as token_recycling, or set Capabilities(vectors=True) for a model that accepts `Appended`"
         )
     if drafter.traits.taps and not capabilities.taps:
         raise UsageError(
@@ -208,7 +208,7 @@ def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
     """Check that the inputs of the model are present, with one entry per prompt. Raises: UsageError."""
     name = target.model.name
     if target.model.capabilities.inputs and inputs is None:
-        raise UsageError(f"the model {name} reads inputs besides tokens; give inputs=, one per prompt")
+        raise UsageError(f"the model {name} needs inputs in addition to tokens; pass inputs=, one per prompt")
     for leaf in jax.tree.leaves(inputs):
         if jnp.ndim(leaf) < 1 or len(leaf) != batch:
             raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")

@@ -1,4 +1,4 @@
-"""Results of a decoding loop, and the statistics that it sums over its steps."""
+"""Results of a decoding loop, and the sums of statistics over its steps."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from specjax.types import Array, Drafter, Info, Stats
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeResult:
-    """Result of every decoding loop. A pytree, so the caller's own `jit` can return it. Some loops add fields."""
+    """Result of every decoding loop. It is a pytree, so the caller's own `jit` can return it. Some loops add fields."""
 
     tokens: Array  # int32[B, max_new_tokens], new tokens without the prompts, then -1
     lengths: Array  # int32[B], number of new tokens
     hit_eos: Array  # bool[B]
     stats: Stats
-    drafter: Drafter | None = None  # drafter with the parameters it learned, for the next call; None if it learns none
+    drafter: Drafter | None = None  # drafter with its learned parameters, for the next call; None if it learns none
     logprobs: Array | None = None  # float32[B, max_new_tokens], then 0; on request
     # bool[B], False if the target returned NaN or Inf, so that the text is meaningless (`value_checks.explain_failure`
-    # finds the reason). None: the loop does not check this.
+    # returns the reason). None: the loop does not check this.
     finite: Array | None = None
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Reason why each row ended: "eos" or "length"."""
+        """Return the reason for the end of each row: "eos" or "length"."""
         return ["eos" if eos else "length" for eos in _to_host(self.hit_eos)]
 
     @property
     def block_efficiency(self) -> Array:
-        """Tokens per target pass, the bonus token included, float32[B]."""
+        """Return the tokens per target pass, the bonus token included, float32[B]."""
         return self.lengths / jnp.maximum(self.stats.target_passes, 1)
 
     @property
     def mean_accepted(self) -> Array:
-        """Accepted draft tokens per target pass, the bonus token excluded, float32[B]."""
+        """Return the accepted draft tokens per target pass, the bonus token excluded, float32[B]."""
         return self.stats.accepted / jnp.maximum(self.stats.target_passes, 1)
 
     @property
     def acceptance_by_depth(self) -> Array:
-        """Acceptance rate at depth d + 1 among the steps that drafted so deep, float32[B, D]; nan if there are none."""
+        """Return the acceptance rate at depth d + 1, float32[B, D], among the steps that drafted this depth, or nan."""
         return self.stats.accepted_by_depth / self.stats.drafted_by_depth
 
     def to_lists(self) -> list[list[int]]:
@@ -68,14 +68,14 @@ def _to_host(x) -> np.ndarray:
 
 
 class StreamStep(NamedTuple):
-    """Tokens that one step added, as numpy arrays."""
+    """The tokens that one step added, on the host."""
 
     tokens: list[list[int]]  # added tokens of each row
     accepted: np.ndarray | Array  # int32[B], number of leading tokens that were drafted
     info: Info
-    earlier: Stats | None = None  # sums before a restart; set in its first step, which holds the text up to then
-    # Returns the value of `DecodeResult.drafter`. Set in the last step only, if the drafter learns, and not for a run
-    # that had ended before a restart.
+    earlier: Stats | None = None  # sums before a restart; set in the first step after it, which has the text so far
+    # Function that returns the value of `DecodeResult.drafter`. It is set in the last step only, if the drafter learns,
+    # and not for a run that had ended before a restart.
     drafter: Callable[[], Drafter] | None = None
 
 
@@ -101,7 +101,7 @@ def add_stats(stats: Stats, info: Info) -> Stats:
 
 
 def add_round(stats: Stats, passes: Any, drafted: Any, accepted: Any) -> Stats:
-    """Add one round of a loop without `Info`. Works on arrays of numpy and of JAX.
+    """Add one round of a loop without `Info`. NumPy and JAX arrays are supported.
 
     Args:
       passes: int32[B] or bool[B], target passes.

@@ -1,8 +1,8 @@
-"""Compiled programs of a job: `start` reads the prompts, `step` is one step, `run` is the whole loop.
+"""Compiled programs of a job: `start` prefills the prompts, `step` is one step, and `run` is the complete loop.
 
-This file also carries learned drafter parameters from one call, or one request, to the next. A program copies every
-array that it passes through, such as a corpus or a draft model. So programs return a marker for each parameter that did
-not change, and the host puts the original array back in its place.
+This file also passes learned drafter parameters from one call, or one request, to the next. A program copies every
+array that it returns unchanged, such as a corpus or a draft model. So programs return a marker for each parameter that
+did not change, and the host replaces the marker by the original array.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specjax.types import STATIC, Array, Context, DecodeState, Drafter, Info, Py
 
 
 def _prefill_rows(job: Job) -> DecodeState:
-    """Read each prompt once, and copy its row for each of its samples."""
+    """Prefill each prompt once, and copy its row for each of its samples."""
     parts, samples = job.parts, job.samples
     if samples == 1:
         return parts.loop.init(parts, job.tokens, job.lengths, job.keys, job.stop, job.inputs)
@@ -45,7 +45,7 @@ def start(job: Job) -> DecodeState:
 @functools.partial(jax.jit, donate_argnames=("state",))
 @without_x64
 def step(parts: LoopParts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
-    """Run one step and return the next state, its diagnostics, and bool[], whether all rows have ended.
+    """Run one step and return the next state, its diagnostics, and bool[], True if all rows have ended.
 
     `state` is donated: its arrays are reused for the next state.
     """
@@ -116,7 +116,7 @@ class _Unchanged:
 def export_params(drafter: Drafter, draft: PyTree) -> Drafter:
     """Return the drafter with the parameters that its state `draft` exports, within a program.
 
-    Unchanged parameters are replaced by markers. `restore_params` puts them back on the host.
+    Unchanged parameters are replaced by markers. `restore_params` reverses this on the host.
     """
     params = drafter.params if drafter.hooks.export is None else drafter.hooks.export(drafter.params, draft)
     number = {id(x): n for n, x in enumerate(jax.tree.leaves(drafter.params))}

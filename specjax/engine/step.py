@@ -24,12 +24,14 @@ BUCKET = 128
 
 
 def buffer_size(longest: int, max_new_tokens: int, num_nodes: int, capacity: int | None = None) -> int:
-    """Return the slots of the token buffer and the cache, for prompts of at most `longest` tokens and trees of
-    `num_nodes`.
+    """Return the number of slots of the token buffer and the cache.
 
-    The buffer has room for a whole tree and a whole prefill chunk behind the text. `dynamic_update_slice` clamps its
-    start silently near the end of a buffer, and this slack keeps writes away from there. Sizes are 1 or 1.5 times a
-    power of two, so texts of all lengths share a few programs. No size exceeds the needs of `capacity` tokens.
+    The buffer has slots for a complete tree and a complete prefill chunk after the text. `dynamic_update_slice`
+    silently clamps its start near the end of a buffer, and these slots prevent that. Sizes are 1 or 1.5 times a power
+    of two, so texts of all lengths share a few programs. No size exceeds the needs of `capacity` tokens.
+
+    Args:
+      longest: length of the longest prompt. num_nodes: nodes of a tree. capacity: maximum length of a text.
     """
     needed = longest + max(max_new_tokens + num_nodes, CHUNK) + 1
     if capacity is not None:
@@ -66,7 +68,7 @@ def init(
 
     Args:
       tokens: int32[B, L], with `buffer_size` slots. length, keys, stop, inputs: as in `Job`.
-      beside: state of a running batch that the new rows will join. Arrays that all its rows share are taken from it.
+      beside: state of a running batch that the new rows will join. Arrays shared by all rows are taken from it.
     """
     batch, size = tokens.shape
     target, drafter = parts.target, parts.drafter
@@ -103,10 +105,9 @@ def init(
 def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     """Draft a tree, score it with one target pass, and commit the part that the verifier accepts.
 
-    Randomness is a function of the row's key and of positions only. The target's draws at a position use (key,
-    position). So verifiers that sample the target directly return the same text for any draft. The draft of a step
-    uses (key, length of the text). It is drawn afresh in each step, since the drafter may have learned from a discarded
-    draft.
+    Randomness depends only on the row's key and on positions. The target's draws at a position use (key, position). So
+    verifiers that sample the target directly return the same text for any draft. The draft of a step uses (key, length
+    of the text). It uses new random numbers in each step, because the drafter may have learned from a discarded draft.
     """
     drafter, controller = parts.drafter, parts.controller
     noise = state.keys if parts.coupled else None
@@ -165,7 +166,7 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     limit = parts.controller.limit(state.control)
     contract_checks.check_limit(limit, batch)
     limit = jnp.clip(limit, 0, 0 if parts.plain else drafter.max_depth)
-    # Nodes deeper than the number of tokens still to emit are wasted, and rows that have ended need no draft loop.
+    # Nodes deeper than the number of remaining tokens are wasted, and rows that have ended need no draft loop.
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
@@ -173,7 +174,7 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     violations = None
     if parts.keep.violations:
         violations = value_checks.find_draft_violations(tree, drafter.traits.draws, context.root, limit, vocab_size)
-    # Force the root, and parents before their children, for any draft. So every walk along the tree ends.
+    # Enforce the root and the order of parents and children for any draft, so that every walk along the tree ends.
     node = jnp.arange(drafter.num_nodes, dtype=jnp.int32)
     is_drafting = ~state.done if violations is None else ~state.done & (violations == 0)
     if parts.plain:
@@ -196,7 +197,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
     """
     if tree.logits is None:
         raise UsageError(
-            "the controller reads the drafter's distributions, which this drafter does not hand on; "
+            "the controller reads the drafter's distributions, which this drafter does not return; "
             "use two_model(..., keep_logits=True) or another controller"
         )
     node = jnp.arange(tree.tokens.shape[1])

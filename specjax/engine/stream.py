@@ -1,4 +1,4 @@
-"""Run a job step by step from Python, and yield the tokens of each step."""
+"""Execution of a job step by step from Python, which yields the tokens of each step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from specjax.types import DecodeState, Drafter, Info, Stats
 
 
 class Recorder(Protocol):
-    """Saves a run so that it can continue after a restart: `specjax.persistence.resume.RunCheckpoint`."""
+    """A recorder that saves a run for a restart, such as `specjax.persistence.resume.RunCheckpoint`."""
 
     def resume(self, state: DecodeState) -> tuple[DecodeState, Info | None, Stats | None]:
-        """Return the state to continue from. If an earlier run was found, also return its text, in the form of one
-        step, and its statistics."""
+        """Return the state from which to continue.
+
+        If an earlier run was found, its text, in the form of one step, and its statistics are returned too.
+        """
         ...
 
     def add(self, state: DecodeState, info: Info) -> None:
@@ -49,10 +51,10 @@ def steps(
     dispatched = None if bool(jnp.all(state.done)) else step(job.parts, state)
     while dispatched is not None:
         state, info, is_last = dispatched
-        info, is_last = replicate((info, is_last))  # dispatched first; behind the next step it would wait for that
+        info, is_last = replicate((info, is_last))  # dispatched before the next step, so that it need not wait for it
         if recorder is not None:
             recorder.add(state, info)
-        following = step(job.parts, state)  # speculative: if all rows have ended, this step changes nothing
+        following = step(job.parts, state)  # speculative: if all rows have ended, this step has no effect
         info, is_last = jax.device_get((info, is_last))
         if recorder is not None and is_last:
             recorder.finish(following[0])
@@ -62,7 +64,7 @@ def steps(
 
 
 def _learned_drafter(job: Job, state: DecodeState) -> Callable[[], Drafter] | None:
-    """Return a function that computes the drafter to continue with, from the final state."""
+    """Return a function that computes the drafter with its learned parameters from the final state, or None."""
     drafter = job.parts.drafter
     return functools.partial(learned, drafter, state.draft) if drafter.hooks.export else None
 

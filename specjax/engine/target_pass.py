@@ -37,12 +37,12 @@ class Diagnostics(NamedTuple):
 
     logits: Array | None
     logprobs: Array | None
-    violations: Array | None  # violations by the target's logits alone
+    violations: Array | None  # violations that need only the target's logits
     scored: Scored | None
 
 
 class Judged(NamedTuple):
-    """Result of `judge_at`: a pass of a given width, before anything is committed."""
+    """Result of `judge_at`: a pass of a given width, before the commit."""
 
     verdict: Verdict
     depth: Array  # int32[B], depth of the deepest valid node
@@ -53,7 +53,7 @@ class Judged(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Result of `pass_over`, besides the cache."""
+    """Result of `pass_over`, without the cache."""
 
     verdict: Verdict
     emitted: Emitted
@@ -66,7 +66,7 @@ class Passed(NamedTuple):
 def pass_over(
     parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, prompt: PromptFn | None = None
 ) -> tuple[PyTree, Passed]:
-    """Run the target on `tree`, and return the cache with the accepted nodes and the outcome.
+    """Run the target on `tree`, and return the cache with the accepted nodes and the result of the pass.
 
     The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`. So an
     empty draft costs one plain step. The width changes rounding, but never the distribution.
@@ -96,8 +96,8 @@ def pass_over(
         return pass_at_one_of([1], state.cache)
     if widths[0] > 1 or len(widths) == 1:
         return pass_at_one_of(widths, state.cache)
-    # A plain step has a program of its own, without anything that only wider passes need, such as keys and values with
-    # room for 16 nodes.
+    # A plain step has a separate branch, without the arrays that only wider passes need, such as keys and values of 16
+    # nodes.
     plain, wider = (functools.partial(pass_at_one_of, some) for some in ([1], widths[1:]))
     return narrow_or_wide(needed == 1, plain, wider, state.cache)
 
@@ -112,7 +112,7 @@ def _judge_narrowest(
 ) -> Judged:
     """Run `judge(width)` at the first of the increasing `widths` that is at least `needed` int32[].
 
-    `slots` holds the number of pending tokens at each width. All branches return pending entries of the largest size.
+    `slots` is the number of pending tokens at each width. All branches return pending entries of the largest size.
     """
     if len(widths) == 1:
         return judge(widths[0])
@@ -129,7 +129,7 @@ def judge_at(
     parts: Parts, state: DecodeState, tree: TokenTree, observe: ObserveFn, prompt: PromptFn | None, cache: PyTree,
     width: int,
 ) -> Judged:  # fmt: skip
-    """Run the target and the verifier on the first `width` nodes of `tree`. Does not change the cache."""
+    """Run the target and the verifier on the first `width` nodes of `tree`, without a change of the cache."""
     drafter, model, n = parts.drafter, parts.target.model, parts.drafter.num_nodes
     part = operations.cut(tree, width)
     tokens: Array | Appended = part.tokens
@@ -137,7 +137,7 @@ def judge_at(
         mask = operations.ancestor_mask(part.parents, part.valid, drafter.max_depth)
     else:
         tokens, mask = _append_prompts(part, prompt(part))
-    depth = jnp.sum(mask, 2) - 1  # 0 of invalid nodes
+    depth = jnp.sum(mask, 2) - 1  # 0 for invalid nodes
     positions = state.length[:, None] - 1 + depth
     taps = {"taps": drafter.traits.taps} if drafter.traits.taps else {}
     with_prompts, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
@@ -162,7 +162,7 @@ def judge_at(
     )
     finite = value_checks.has_finite_root(raw)
     if parts.processors:
-        finite &= jnp.any(output.logits[:, 0] > -jnp.inf, 1)  # the processors left a token
+        finite &= jnp.any(output.logits[:, 0] > -jnp.inf, 1)  # the processors allow at least one token
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
     return Judged(verdict._replace(path=path), jnp.max(depth, 1), observed, finite, diagnostics, pending)
 
@@ -183,8 +183,8 @@ def _verify(parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, outp
     verify = lambda logits: verifier(keys, tree, logits, output.hidden)
     if verifier.guarantee == "lossy" or parts.sampling.temperature is None:
         return verify(logits), logits
-    # Rejection rules assume sampled drafts, and drafts of greedy rows are not sampled. But at temperature 0 every exact
-    # rule equals the greedy one.
+    # Rejection rules assume sampled drafts, but drafts of greedy rows are not sampled. At temperature 0 every exact
+    # rule equals the greedy one, so greedy rows use that.
     row_is_greedy = is_greedy(parts.sampling, len(state.done))
     greedy_verdict = greedy(keys, tree, output.logits)
 
@@ -207,9 +207,9 @@ def _reject_ended(verdict: Verdict, done: Array) -> Verdict:
 
 
 def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
-    """Return log p of each token of the verdict under the distributions [B, N, V] it was drawn from, then zeros.
+    """Return log p float32[B, N] of each token of the verdict under the distribution of its draw, then zeros.
 
-    Shape: float32[B, N].
+    `logits` [B, N, V] are the logits of these distributions.
     """
     n = tree.tokens.shape[1]
     index = jnp.arange(n)

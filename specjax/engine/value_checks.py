@@ -19,12 +19,12 @@ from specjax.types import Array, Draws, Output, Processor, Target, TokenTree
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
     "tree.tokens does not start with the last token of the text, context.root",
-    "tree.valid has nodes deeper than the limit that propose was given",
+    "tree.valid has nodes deeper than the argument limit of propose",
     "tree.tokens repeats a token among siblings, which {draws} never draws",
-    "tree.logits gives a drafted token no mass (q = 0): it was not drawn from its parent's row",
-    "tree.logits holds NaN",
-    "tree.tokens holds a drafted token outside of the vocabulary; mask the node with tree.valid",
-    "target_logits holds NaN: check the target's parameters",
+    "tree.logits has no mass (q = 0) on a drafted token: it was not drawn from its parent's row",
+    "tree.logits contains NaN",
+    "tree.tokens contains a drafted token outside of the vocabulary; mask the node with tree.valid",
+    "target_logits contains NaN: check the target's parameters",
 )
 """One sentence for each bit of `find_draft_violations` and `find_target_violations`."""
 
@@ -47,13 +47,13 @@ def find_draft_violations(
     orphan = drafted & ~((tree.parents >= 0) & (tree.parents < node) & take_along(tree.valid, parent, 1))
     misplaced = jnp.any(orphan, 1) | (tree.parents[:, 0] != -1) | ~tree.valid[:, 0]
     other_root = no_row if root is None else tree.tokens[:, 0] != root[:, 0]
-    # Depths mean nothing if the parents are no tree. The minimum keeps the computation finite.
+    # Depths are meaningless if the parents do not form a tree. The minimum keeps the computation finite.
     depth = jnp.where(tree.valid, operations.depths(jnp.minimum(tree.parents, node - 1)), 0)
     too_deep = no_row if limit is None else jnp.max(depth, 1) > limit
 
     pairs = drafted[:, :, None] & drafted[:, None, :] & (node[:, None] < node)
     siblings = pairs & (tree.parents[:, :, None] == tree.parents[:, None, :])
-    if draws == "point_mass" or draws.startswith("with_replacement"):  # a repeated child is wasted there, not wrong
+    if draws == "point_mass" or draws.startswith("with_replacement"):  # a repeated child is wasted, but valid
         repeated = no_row
     elif draws == "chain":
         repeated = jnp.any(siblings, (1, 2))
@@ -64,9 +64,9 @@ def find_draft_violations(
     if vocab_size is not None:
         outside = jnp.any(drafted & ((tree.tokens < 0) | (tree.tokens >= vocab_size)), 1)
     if tree.logits is not None:
-        # A gather clamps ids outside of the vocabulary; `outside` finds these.
+        # A gather clamps ids outside of the vocabulary, which `outside` marks.
         q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], parent, tree.tokens]
-        if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # some siblings there have no mass
+        if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # their siblings may have no mass
             no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
         nan = jnp.any(drafted & jnp.isnan(q), 1)
     return _pack_bits(misplaced, other_root, too_deep, repeated, no_mass, nan, outside, no_row)
@@ -83,7 +83,7 @@ def _pack_bits(*flags: Array) -> Array:
 
 
 def raise_violation(bits: Array | np.ndarray, draws: Draws) -> None:
-    """Raise UsageError for the first violation in `bits` int32[B], with its row. Return if there is none."""
+    """Raise UsageError for the first violation in `bits` int32[B], with its row, if there is a violation."""
     for row, value in enumerate(np.asarray(bits)):
         for bit, sentence in enumerate(VIOLATIONS):
             if value >> bit & 1:
@@ -93,13 +93,14 @@ def raise_violation(bits: Array | np.ndarray, draws: Draws) -> None:
 def has_finite_root(output: Output) -> Array:
     """Return True for rows with finite outputs at the first token, bool[B]. Logits of -inf are allowed.
 
-    A NaN in the weights, or an impossible constant in the config, affects all tokens alike.
+    A NaN in the weights, or an impossible constant in the config, affects all tokens.
     """
-    return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)  # not so NaN
+    # A comparison with NaN is False.
+    return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)
 
 
 def find_bad_parameter(target: Target) -> str | None:
-    """Return the name of the first parameter that holds NaN or Inf, or None."""
+    """Return the name of the first parameter that contains NaN or Inf, or None."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
             return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -107,22 +108,19 @@ def find_bad_parameter(target: Target) -> str | None:
 
 
 def explain_failure(target: Target, processors: Sequence[Processor] = ()) -> str:
-    """Return a sentence on why no token can be drawn: a parameter with NaN or Inf, the processors, or the config."""
+    """Return the reason why no token can be drawn: a parameter with NaN or Inf, the processors, or the config."""
     name = find_bad_parameter(target)
     if name is not None:
-        return f"the model {target.model.name} gives NaN or Inf, since its parameter {name} holds some"
+        return f"the model {target.model.name} returns NaN or Inf, because its parameter {name} contains NaN or Inf"
     if processors:
-        return "the processors leave no token to draw; leave one of them out"
+        return "the processors allow no token; leave one of them out"
     return (
-        f"the model {target.model.name} gives NaN or Inf, though its parameters hold none; look at the constants of "
+        f"the model {target.model.name} returns NaN or Inf, although its parameters are finite; check the constants of "
         "its config, such as the norms' eps and the base of its rotary positions"
     )
 
 
 def check_draft(tree: TokenTree, draws: Draws, target_logits: Array) -> None:
-    """Check one draft outside of `jit`.
-
-    Raises: UsageError for the first violation.
-    """
+    """Check one draft outside of `jit`. Raises: UsageError for the first violation."""
     draft = find_draft_violations(tree, draws, vocab_size=target_logits.shape[-1])
     raise_violation(draft | find_target_violations(tree.valid, target_logits), draws)

@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def apply_umask(path: Path) -> None:
-    """Make a file that was created for this user alone readable as the umask allows. Raises: OSError."""
+    """Set the permissions of a file that only this user can read to those of the umask. Raises: OSError."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -50,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, st
 
 @contextlib.contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` once it is complete, also under concurrent writers. Raises: OSError."""
+    """Open a file that replaces `path` once it is complete, even with concurrent writers. Raises: OSError."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

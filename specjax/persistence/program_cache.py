@@ -116,7 +116,7 @@ class ProgramCache:
         Args:
           gib: size limit in GiB. The least recently used programs are deleted first.
           plain_first: `stream` starts with plain steps, whose program is ready early, and drafts once the wider passes
-            are compiled or loaded. `finish` waits for them, and so does the exit of the process.
+            are compiled or loaded. `finish` and the exit of the process wait for them.
         """
         self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
         self.compiling: Future | None = None  # full step that is being compiled, if any

@@ -80,9 +80,9 @@ def share_of_layers(work: Workload) -> float:
 def tokens_of(work: Workload) -> Callable[[float], float]:
     """Return a function from acceptance rate to expected tokens per pass of the workload's drafter.
 
-    It is exact for chains, branching specs, independent paths and static trees. Trees that grow by confidence get the
-    value of the best static tree of their size and depth (Sequoia's dynamic program), which is close to theirs. Trees
-    with soft prompts use the probability of each state, with the same rate at every distance.
+    It is exact for chains, branching specs, independent paths and static trees. For trees that grow by confidence, it
+    is the value of the best static tree of their size and depth (Sequoia's dynamic program). Trees with soft prompts
+    use the probability of each state, with the same rate at every distance.
     """
     if work.method == "ppd":
         shapes = plan_trees(ppd_head(work.head), **_options(work))[1]

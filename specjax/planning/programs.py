@@ -101,10 +101,10 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
             return refusal
 
     def compiled() -> Any:
-        program_list = outcome()
-        if isinstance(program_list, Exception):
-            raise program_list
-        return program_list
+        compiled_or_error = outcome()
+        if isinstance(compiled_or_error, Exception):
+            raise compiled_or_error
+        return compiled_or_error
 
     return compiled
 
@@ -123,8 +123,8 @@ def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
     name = re.compile(rf'op_name="[^"]*/({"|".join(named_trips)})/while"')
 
     def trips(loop: hlo.Loop) -> float:
-        program_list = name.search(loop.instruction.attributes)
-        return float(named_trips[program_list.group(1)]) if program_list else default_trips(loop)
+        match = name.search(loop.instruction.attributes)
+        return float(named_trips[match.group(1)]) if match else default_trips(loop)
 
     return trips
 

@@ -70,8 +70,8 @@ def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
     small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
 
     def of_leaf(leaf, less, more) -> float:
-        grown = [axis for axis, (a, b) in enumerate(zip(less.shape, more.shape, strict=True)) if a != b]
-        return shard_bytes(leaf) / leaf.shape[grown[0]] if grown else 0.0
+        growing_axes = [axis for axis, (a, b) in enumerate(zip(less.shape, more.shape, strict=True)) if a != b]
+        return shard_bytes(leaf) / leaf.shape[growing_axes[0]] if growing_axes else 0.0
 
     return sum(jax.tree.leaves(jax.tree.map(of_leaf, cache, small, large)))
 

@@ -196,8 +196,8 @@ def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
     """Return the text of a tree without files, because reports are cached by it. Raises: UsageError."""
     option = row.option("tree")
     if option is None or num_draft_tokens is not None:
-        grown = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
-        raise UsageError(f"--tree applies to {grown}, and without --num-draft-tokens, which sets the size too")
+        methods = " and ".join(name for name, other in of_kind("drafter").items() if other.option("tree"))
+        raise UsageError(f"--tree applies only to {methods}, without --num-draft-tokens, which also sets the size")
     option.parse(text, "--tree")
     return trees.inline(text)
 

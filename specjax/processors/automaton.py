@@ -1,4 +1,4 @@
-"""Deterministic automata over tokens: the tokens that each state allows, and the state after each of them.
+"""Deterministic automata over tokens: the allowed tokens of each state, and the next state after each of them.
 
 outlines-core compiles regular expressions and JSON schemas: `pip install 'specjax[constraints]'`. The result is
 converted to arrays without the states from which no text can end. Decoding therefore never reaches a state without
@@ -18,7 +18,7 @@ from specjax.files.untrusted import first_line
 
 MAX_STATES = 1 << 16
 END, AT_END = "\U0010ffff", (1 << 32) - 1
-"""A character after the end of every text, which is not part of it, and its token.
+"""A character that marks the end of every text without being part of it, and its token.
 
 outlines-core 0.2.14 loses transitions from states where a text may end to states where it may not. For `(ab)*` it
 rejects a and b as two tokens. So a text ends only after END, and a state is accepting if END may follow.
@@ -44,14 +44,15 @@ class Automaton(NamedTuple):
 
     accepting: np.ndarray  # bool[S]
     offsets: np.ndarray  # int32[S + 1]
-    tokens: np.ndarray  # int32[T], rising within a state
-    following: np.ndarray  # int32[T], the state after each
+    tokens: np.ndarray  # int32[T], increasing within a state
+    following: np.ndarray  # int32[T], the state after each token
     eos: tuple[int, ...]  # tokens that end a text, in accepting states
 
 
 def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
-    """Compile a regular expression that the complete text must match. Look-around and back-references are not
-    supported.
+    """Compile a regular expression that the complete text must match.
+
+    Look-around and back-references are not supported.
 
     Raises: UsageError for an invalid expression, or one that no text of these tokens matches.
     """
@@ -59,7 +60,7 @@ def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) 
 
 
 def json_schema(schema: str | Mapping[str, Any], tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
-    """Compile a JSON schema. Properties come in the given order, with at most one space between two parts.
+    """Compile a JSON schema. Properties must have the order of the schema, with at most one space between two parts.
 
     Raises: UsageError for an invalid schema, one that outlines-core does not support, or one that no text satisfies.
     """
@@ -67,8 +68,8 @@ def json_schema(schema: str | Mapping[str, Any], tokenizer: Spells, *, eos: Sequ
     try:
         pattern = _library().json_schema.build_regex_from_schema(text)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{subject} cannot be followed: {first_line(error)}") from None
-    return _compiled(pattern, tokenizer, eos, subject, empty=False)  # the empty text is no JSON
+        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
+    return _compiled(pattern, tokenizer, eos, subject, empty=False)  # the empty text is not JSON
 
 
 def _library() -> Any:
@@ -83,21 +84,23 @@ def _compiled(
     """Compile a pattern. `empty` allows the empty text, and `subject` names the constraint in errors."""
     library, ends = _library(), tuple(tokenizer.eos if eos is None else eos)
     if not ends:
-        raise UsageError(f"{subject} ends texts by an eos, and the tokenizer has none; give eos=")
+        raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")
     ids: dict[bytes, list[int]] = {}
     for token, spelling in enumerate(tokenizer.spellings()):
         if spelling and token not in ends:
             ids.setdefault(spelling, []).append(token)
     try:
-        # Compile the bare pattern over all bytes first. The wrapping below must not make an invalid expression valid.
+        # Compile the pattern itself over all bytes first. The wrapping below could make an invalid expression valid.
         library.Index(pattern, library.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
         index = library.Index(f"(?:{pattern}){END}", library.Vocabulary(ends[0], ids | {END.encode(): [AT_END]}))
     except (ValueError, TypeError, OverflowError) as error:
-        if "incompatible" in str(error):  # the error of the library for a state without any token
+        if "incompatible" in str(error):  # the library's error for a state without any token
             raise UsageError(f"no text of the model's tokens satisfies {subject}") from None
-        raise UsageError(f"{subject} cannot be followed: {first_line(error)}") from None
+        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
     start, rows = index.get_initial_state(), index.get_transitions()
-    final = {state for state, row in rows.items() if AT_END in row} - (set() if empty else {start})
+    # END is also read as content, by `.` and by negated classes. Only where it completes a text does it lead to an end.
+    complete = set(index.get_final_states())
+    final = {state for state, row in rows.items() if row.get(AT_END) in complete} - (set() if empty else {start})
     rows = {
         s: {token: target for token, target in row.items() if token not in (AT_END, *ends)} for s, row in rows.items()
     }
@@ -111,6 +114,7 @@ def automaton(
 
     Args:
       transitions: for each state, the next state after each token.
+
     Raises: UsageError if no text is accepted.
     """
     predecessors: dict[int, set[int]] = {}
@@ -126,7 +130,7 @@ def automaton(
         raise UsageError(f"no text of the model's tokens satisfies {subject}")
     place = {state: number for number, state in enumerate([start, *sorted(alive - {start})])}
     if len(place) > MAX_STATES:
-        raise UsageError(f"{subject} has {len(place)} states, more than {MAX_STATES}; bound its lengths by less")
+        raise UsageError(f"{subject} has {len(place)} states, more than {MAX_STATES}; limit its lengths")
     counts, tokens, following = [0], [], []
     for state in place:
         edges = sorted(

@@ -1,4 +1,4 @@
-"""Logit bias and banned tokens: numbers that are added to the logits of some tokens.
+"""Logit bias and banned tokens: constants that are added to the logits of some tokens.
 
 Rule: x + b[token], with b = -inf for a banned token.
 """
@@ -23,17 +23,18 @@ def bias(entries: Mapping[int, float] | Sequence[Mapping[int, float]], *, room: 
 
     Args:
       entries: bias by token id, or a list with one such mapping per row.
-      room: minimum number of entries. With equal room, other entries compile nothing, and `serve` accepts them.
+      room: minimum number of entries. With equal room, other entries need no compilation, and `serve` accepts them.
+
     Raises: UsageError for an invalid id or number.
     """
     rows = [entries] if isinstance(entries, Mapping) else list(entries)
     size = -(-max(room, 1, *map(len, rows)) // ROOM) * ROOM
     ids = np.full((len(rows), size), -1, np.int32)  # int32[1 or B, K]
     values = np.zeros((len(rows), size), np.float32)
-    for row, of_row in enumerate(rows):
-        for place, (token, value) in enumerate(of_row.items()):
+    for row, entries_of_row in enumerate(rows):
+        for place, (token, value) in enumerate(entries_of_row.items()):
             if not 0 <= token < 1 << 31 or token != int(token):
-                raise UsageError(f"a logit bias is for a token id, which {token!r} is not")
+                raise UsageError(f"a logit bias needs a token id, not {token!r}")
             if not value < np.inf:  # also rejects NaN
                 raise UsageError(f"the logit bias of token {token} must be a number or -inf, not {value!r}")
             ids[row, place], values[row, place] = token, value
@@ -50,9 +51,9 @@ def _check(processor: Processor, vocab_size: int) -> None:
     if isinstance(ids, jax.core.Tracer):
         return
     if np.any(ids >= vocab_size):
-        raise UsageError(f"a logit bias is for token {ids.max()}, outside of the model's vocabulary of {vocab_size}")
+        raise UsageError(f"a logit bias has token {ids.max()}, outside of the model's vocabulary of {vocab_size}")
     if np.any(np.sum(values == -np.inf, 1) >= vocab_size):
-        raise UsageError(f"all {vocab_size} tokens of the vocabulary are banned; leave some")
+        raise UsageError(f"all {vocab_size} tokens of the vocabulary are banned; ban fewer")
 
 
 def _init(params, settings, tokens: Array, length: Array, vocab_size: int) -> Array:

@@ -1,10 +1,10 @@
-"""Constraints: only texts that an automaton accepts, such as those of a regular expression or a JSON schema.
+"""Constraints: texts are restricted to those of an automaton, such as a regular expression or a JSON schema.
 
 Willard, Louf: Efficient Guided Generation for Large Language Models (2023), arXiv 2307.09702.
 
 Rule: x = -inf for every token without a transition from the current state. An eos token is allowed only in accepting
 states. The states of tree nodes are computed level by level from parent to child. After an eos, only eos is allowed.
-The same holds after a token without a transition, which only a lossy rule accepts.
+The same is true after a token without a transition, which only a lossy rule accepts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from specjax.types import Array, Processor, TokenTree
 FREE = -1
 """State of an unconstrained row."""
 WORD = 32
-"""Tokens whose bits share one integer."""
+"""Number of tokens whose bits share one integer."""
 
 
 class Tables(NamedTuple):
-    """Several automata concatenated: their states in order, and last the state after the end."""
+    """Several concatenated automata: their states in order, and then one state after the end of a text."""
 
-    starts: Array  # int32[A]
-    allowed: Array  # uint32[S, ceil(V / 32)], a bit per token
-    offsets: Array  # int32[S + 1], where the transitions of each state begin in the next two
-    tokens: Array  # int32[T], rising within a state
-    following: Array  # int32[T], the state after each
+    starts: Array  # int32[A], start state of each automaton
+    allowed: Array  # uint32[S, ceil(V / 32)], one bit per token
+    offsets: Array  # int32[S + 1], index of each state's first transition in `tokens` and `following`
+    tokens: Array  # int32[T], increasing within a state
+    following: Array  # int32[T], the state after each token
 
 
 def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None = 0) -> Processor:
     """Restrict texts to those that one of the `automata` accepts.
 
     Args:
-      follow: number of the automaton, or one number per row. None leaves the rows unconstrained. `following` changes it
-        later for a request: `serve` receives `constraint(a, b, follow=None)`.
+      follow: number of the automaton, or one number per row. None does not constrain the rows. `following` changes it
+        for a request, if `serve` has `constraint(a, b, follow=None)`.
+
     Raises: UsageError for a number without an automaton.
     """
     if not automata:
@@ -72,7 +73,7 @@ def following(processor: Processor, follow: int | Sequence[int | None] | None) -
     count = len(processor.params.starts)
     for number in rows:
         if number is not None and not 0 <= number < count:
-            raise UsageError(f"a row is to follow automaton {number} of the constraint, which has {count}, from 0 on")
+            raise UsageError(f"follow must number an automaton, not {number}; the constraint has {count}, from 0 on")
     return processor.replace(settings=np.array([FREE if number is None else number for number in rows], np.int32))
 
 
@@ -82,7 +83,7 @@ def _bits(automaton: Automaton, state: int, highest: int) -> np.ndarray:
 
 
 def _packed(tokens: Sequence[int] | np.ndarray, highest: int) -> np.ndarray:
-    """Pack the bits of some tokens into uint32[ceil(V / 32)]."""
+    """Pack a set of tokens into bits, uint32[ceil(V / 32)]."""
     bits = np.zeros((highest // WORD + 1) * WORD, bool)
     bits[np.asarray(tokens, np.int64)] = True
     return np.packbits(bits, bitorder="little").view("<u4")
@@ -96,7 +97,7 @@ def _check(processor: Processor, vocab_size: int) -> None:
     highest = int(np.max(gather(tokens)))
     if highest >= vocab_size:
         raise UsageError(
-            f"the constraint has tokens up to {highest}, and the model's vocabulary is {vocab_size}; compile it for "
+            f"the constraint has tokens up to {highest}, but the model's vocabulary has {vocab_size}; compile it for "
             "the model's own tokenizer"
         )
 

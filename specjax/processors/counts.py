@@ -1,8 +1,8 @@
 """Penalties that depend only on the number of occurrences of each token in the text.
 
 The counts of a node are those of the committed text plus those of the path to the node. They are never stored as
-[B, N, V]. First all rows of the logits are changed by the counts of the committed text. A node's own counts differ only
-at the tokens on its path, so at most N x N logits are then recomputed.
+[B, N, V]. First all rows of the logits are changed with the counts of the committed text. The counts of a node differ
+only at the tokens on its path, so at most N x N logits are then recomputed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Apply several processors in a row: their states for a text, and the target's logits that they change."""
+"""Application of several processors in order: their states for a text, and the processed logits of the target."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ FREE = -2
 class Table(NamedTuple):
     """N-gram tables, one per row of the batch. Memory: 4 H A (n + 1) bytes and the values, per row.
 
-    The n-grams of a bucket share one array row, because a TPU pads the last two axes of an array to tiles of 8 x 128.
+    The n-grams of a bucket share one array row, because a TPU pads the last two axes to tiles of 8 x 128.
     Otherwise a pool of 7 places for 5 tokens would take 29 times its size.
     """
 

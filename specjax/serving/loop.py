@@ -7,7 +7,7 @@ batch of one, and the result is written over the row in every array of the state
 with all rows. Two programs, the step and the admission, serve every request, because all settings are arrays with one
 entry per row. The drafter's learned parameters are passed on to the next request.
 Guarantee: the guarantee of `decode` with the same settings. A row's randomness depends on its request's key and on
-positions, so a text does not depend on its time of arrival or on its neighbours. There is one exception: rows can share
+positions. So a text does not depend on its time of arrival or on its neighbours, with one exception. Rows can share
 learned state or draft lengths (`auto`, `choice`, `bass`, goodput, drafters that export). Then the draws of rejection
 rules may depend on the neighbours, as in any batch.
 Deviation: a prompt is prefilled completely while the other rows wait.

@@ -73,7 +73,7 @@ VERIFIERS: dict[str, Verifier] = {
         replace(rapid(), distance=0.719, setting="eta 10, alpha 0.1"),
     )
 }
-"""Rules by name, a table written by hand. Rules that need arrays belong to a vocabulary; see `rules_with_arrays`."""
+"""Rules by name. Rules with arrays are specific to a vocabulary; see `rules_with_arrays`."""
 
 
 def rules_with_arrays() -> dict[str, Verifier]:

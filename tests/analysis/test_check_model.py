@@ -168,7 +168,7 @@ BROKEN = {
     ),
     "logits of another vocabulary": (
         saying(lambda x, cache: x[..., 1:]), "form",
-        f"must give logits as floats [3, 6, {VOCAB}], not float32[3, 6, 15]",
+        f"must return logits as floats [3, 6, {VOCAB}], not float32[3, 6, 15]",
     ),
     "no numbers": (saying(lambda x, cache: x * jnp.nan), "finite", "its logits are NaN or infinite"),
     "a memory of another dtype": (GOOD._replace(commit=in_half), "form", "commit of the model bag must return"),

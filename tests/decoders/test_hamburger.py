@@ -167,11 +167,11 @@ def test_sampled_text_of_the_verified_form_has_the_joint_law_of_the_target(rule)
 def test_what_does_not_fit():
     head = tiny_head("hamburger", tiny_llama())
     run = lambda target, head: decoders.hamburger(target, head, [[1, 2]], max_new_tokens=2)
-    with pytest.raises(UsageError, match="hamburger needs a head of its own kind, and this is one of medusa"):
+    with pytest.raises(UsageError, match="hamburger needs a head of kind hamburger, not medusa"):
         run(tiny_llama(), tiny_head("medusa", tiny_llama()))
     with pytest.raises(UsageError, match="llama cannot read segments: it has windows"):
         run(tiny_llama(window=8), head)
-    with pytest.raises(UsageError, match="the head reads layer 3, and markov has 2 layers"):
+    with pytest.raises(UsageError, match="the head reads layer 3, but markov has 2 layers"):
         run(markov(), DraftHead(hamburger_head(HamburgerConfig(layer_of(markov()), (1, 3))), {}))
     with pytest.raises(UsageError, match="the head reads hidden states of width 32, and narrow has 16"):
         run(tiny_llama(width=16, num_heads=2, name="narrow"), head)

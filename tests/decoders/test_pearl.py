@@ -207,7 +207,7 @@ def test_both_are_dispatched_before_either_is_read(monkeypatch):
     ("change", "message"),
     [
         ({"num_tokens": 0}, "num_tokens must be at least 1, not 0"),
-        ({"draft": on(tiny_llama(seed=1), 1)}, "target and draft share .*:1, .*devices of their own"),
+        ({"draft": on(tiny_llama(seed=1), 1)}, "target and draft share .*:1, .*different devices"),
         ({"draft": jax.device_get(tiny_llama(seed=1))}, "the draft is on no device; place its parameters"),
         ({"draft": on(recurrent(64), 2)}, "the model recurrent cannot rewind; decode with specjax.drafters.two_model"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
@@ -271,12 +271,12 @@ def test_what_it_cannot_do_is_named():
     target = on(tiny_llama(), 1)
     with pytest.raises(UsageError, match="cannot be part of your own jit"):
         jax.jit(lambda draft: pearl(target, draft, PROMPTS, num_tokens=2, **OPTIONS))(tiny_llama(seed=1))
-    with pytest.raises(UsageError, match="runs on two devices, but there are 1"):
+    with pytest.raises(UsageError, match="needs two devices, not 1"):
         pearl_in_one_program(tiny_llama(), tiny_llama(), PROMPTS, num_tokens=2, devices=jax.devices()[:1], **OPTIONS)
     with pytest.raises(UsageError, match="is sharded, but each role has one device"):
         sharded = specjax.shard(tiny_llama(), specjax.mesh(1, 2))
         pearl_in_one_program(sharded, tiny_llama(), PROMPTS, num_tokens=2, **OPTIONS)
-    with pytest.raises(UsageError, match="over the capacity of 8"):
+    with pytest.raises(UsageError, match="more than the capacity of 8"):
         pearl(target, on(tiny_llama(seed=1, max_positions=8), 2), PROMPTS, num_tokens=2, **OPTIONS)
 
 

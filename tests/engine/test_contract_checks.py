@@ -29,7 +29,7 @@ def proposing(drafter, change):
         (lambda tree, state: (tree._replace(tokens=tree.tokens + 0.5), state), "tokens as integers .* not float32"),
         (lambda tree, state: (tree._replace(valid=tree.tokens), state), "tree.valid as booleans .* not int32"),
         (lambda tree, state: (tree._replace(parents=[-1, 0, 1]), state), "tree.parents as integers .* not list"),
-        (lambda tree, state: (tuple(tree), state), r"must return \(TokenTree, state\), not a tuple first"),
+        (lambda tree, state: (tuple(tree), state), r"must return \(TokenTree, state\), but its first result is"),
         (lambda tree, state: (tree, jnp.zeros(3)), "the drafter's update .* must return its state in the same form"),
     ],
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_model():
         return output._replace(logits=output.logits[..., :-1]), pending
 
     wrong = type(target)(model._replace(forward=forward, name="mine"), target.params)
-    with pytest.raises(UsageError, match=r"forward of the model mine must give logits as floats \[1, 1, 3\]"):
+    with pytest.raises(UsageError, match=r"forward of the model mine must return logits as floats \[1, 1, 3\]"):
         run(wrong)
     grows = model._replace(commit=lambda cache, *_: (cache, 0), name="mine")
     with pytest.raises(UsageError, match="commit of the model mine must return its state in the same form"):
@@ -73,7 +73,7 @@ def test_a_rule():
 
 def test_a_controller():
     fixed = lambda limit: Controller(lambda batch: (), lambda state: limit, lambda state, info: state)
-    with pytest.raises(UsageError, match=r"the controller must give limit as integers \[1\], not int"):
+    with pytest.raises(UsageError, match=r"the controller must return limit as integers \[1\], not int"):
         run(controller=fixed(2))
     counting = Controller(
         lambda batch: jnp.zeros(batch, jnp.int32), lambda state: state, lambda state, info: state + 0.5

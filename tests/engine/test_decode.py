@@ -162,8 +162,8 @@ def test_long_prompts_up_to_the_capacity():
     [
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[1] * 505]}, "prompt 0 has 505 tokens and max_new_tokens is 8, over the capacity of 512"),
-        ({"prompts": [[1] * 30], "capacity": 32}, "over the capacity of 32"),
+        ({"prompts": [[1] * 505]}, "prompt 0 has 505 tokens and max_new_tokens is 8, more than the capacity of 512"),
+        ({"prompts": [[1] * 30], "capacity": 32}, "more than the capacity of 32"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1"),
@@ -234,7 +234,7 @@ def test_what_a_user_would_give_is_taken():
 
 def test_a_traced_number_of_new_tokens_is_named():
     run = lambda count: decode(tiny_llama(), "prompt_lookup", [[1]], key=jax.random.key(0), max_new_tokens=count)
-    with pytest.raises(UsageError, match="max_new_tokens sizes arrays"):
+    with pytest.raises(UsageError, match="max_new_tokens is an array size"):
         jax.jit(run)(3)
 
 

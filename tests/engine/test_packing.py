@@ -59,6 +59,6 @@ def test_prompts_change_no_node_and_none_is_accepted():
 def test_a_model_that_reads_tokens_alone_is_refused():
     prompted = prompt_lookup(2).replace(hooks=Hooks(soft_prompts=lambda *arguments: None))
     with pytest.raises(
-        UsageError, match="the drafter's soft prompts are vectors, and the model scripted reads tokens only"
+        UsageError, match="the drafter's soft prompts are vectors, but the model scripted reads only tokens"
     ):
         decode(scripted([[1] * 64], 4), prompted, [[1]], key=0, max_new_tokens=2)

@@ -29,8 +29,8 @@ def tree(tokens=(0, 1, 2), parents=(-1, 0, 0), valid=(True, True, True), logits=
         (tree(tokens=(0, 1, 1)), "without_replacement", LOGITS, "tree.tokens repeats a token among siblings"),
         (tree(), "chain", LOGITS, "repeats"),
         (tree(logits=LOGITS[None].at[0, 0, 1].set(-jnp.inf)), "with_replacement", LOGITS, r"q = 0"),
-        (tree(logits=LOGITS[None].at[0, 0, 1].set(jnp.nan)), "with_replacement", LOGITS, "tree.logits holds NaN"),
-        (tree(), "without_replacement", LOGITS.at[2, 2].set(jnp.nan), "target_logits holds NaN"),
+        (tree(logits=LOGITS[None].at[0, 0, 1].set(jnp.nan)), "with_replacement", LOGITS, "tree.logits contains NaN"),
+        (tree(), "without_replacement", LOGITS.at[2, 2].set(jnp.nan), "target_logits contains NaN"),
         (tree(tokens=(0, 1, len(DRAFT_ROWS))), "point_mass", LOGITS, "outside of the vocabulary"),
         (tree(tokens=(0, -1, 1)), "point_mass", LOGITS, "outside of the vocabulary"),
     ],
@@ -81,7 +81,7 @@ def wrong(change, draws="point_mass"):
         (lambda tree, _: tree._replace(parents=jnp.zeros_like(tree.parents)), "tree.parents is not topological"),
         (lambda tree, _: tree._replace(parents=tree.parents + 1), "tree.parents is not topological"),
         (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 0].add(1)), "does not start with the last token"),
-        (lambda tree, _: tree._replace(valid=jnp.ones_like(tree.valid)), "deeper than the limit"),
+        (lambda tree, _: tree._replace(valid=jnp.ones_like(tree.valid)), "deeper than the argument limit"),
         (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 1].set(len(DRAFT_ROWS))), "outside of the vocabulary"),
         (lambda tree, _: tree._replace(tokens=tree.tokens.at[:, 1].set(-1)), "outside of the vocabulary"),
     ],
@@ -116,7 +116,7 @@ def test_a_rule_for_other_drafts_is_refused_when_building():
             decode(markov(), drafter, [[0]], key=jax.random.key(0), max_new_tokens=4, temperature=1.0, verifier=rule)
     with pytest.raises(UsageError, match="sampling must be"):
         decode(markov(), drafter, [[0]], key=jax.random.key(0), max_new_tokens=4, sampling="nucleus")
-    with pytest.raises(UsageError, match="brings its own verifier"):
+    with pytest.raises(UsageError, match="always uses the verifier sample_and_match"):
         decode(
             markov(), drafter, [[0]], key=jax.random.key(0), max_new_tokens=4, sampling="coupled",
             verifier=verifiers.recursive_rejection,

@@ -180,9 +180,9 @@ def test_a_model_that_takes_chains_only_is_given_no_trees():
     assert specjax.decode(target, None, PROMPTS, **OPTIONS).to_lists() == expected  # by default prompt lookup
     assert specjax.decode(target, suffix(5), PROMPTS, **OPTIONS).to_lists() == expected
     for drafter in (auto(VOCAB, costs=(1.0,) * 4), suffix(15, fallback=token_recycling(VOCAB, num_nodes=7))):
-        with pytest.raises(UsageError, match="takes chains only"):
+        with pytest.raises(UsageError, match="accepts only chains"):
             specjax.decode(target, drafter, PROMPTS, **OPTIONS)
-    with pytest.raises(UsageError, match="takes chains only"):
+    with pytest.raises(UsageError, match="accepts only chains"):
         hierarchical(chains_only(), token_recycling(VOCAB, num_nodes=7))
 
 
@@ -200,7 +200,7 @@ def test_a_middle_model_without_inputs_drafts_for_a_target_with_some():
 
 
 def test_inputs_are_one_per_prompt_and_neither_missing_nor_too_many():
-    with pytest.raises(UsageError, match="reads inputs besides tokens"):
+    with pytest.raises(UsageError, match="needs inputs in addition to tokens"):
         specjax.decode(encoding(), None, PROMPTS, **OPTIONS)
     with pytest.raises(UsageError, match="one entry per prompt, 3"):
         specjax.decode(encoding(), None, PROMPTS, **OPTIONS, inputs=inputs_of(1))

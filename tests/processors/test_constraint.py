@@ -47,11 +47,11 @@ def test_what_no_text_satisfies_and_what_does_not_fit():
         automaton(0, {0: {1: 2}, 2: {1: 0}}, {3}, [EOS])
     with pytest.raises(UsageError, match="follow automaton 1 of the constraint, which has 1"):
         processors.constraint(counting(VOCAB), follow=1)
-    with pytest.raises(UsageError, match="has tokens up to 13, and the model's vocabulary is 3"):
+    with pytest.raises(UsageError, match="has tokens up to 13, but the model's vocabulary has 3"):
         decode(markov(), None, [[1]], key=0, max_new_tokens=2, processors=[processors.constraint(counting(VOCAB))])
 
 
-@pytest.mark.parametrize("pattern", ["(ab|c)*1?", "[ab]{2}é+", "", "a"])
+@pytest.mark.parametrize("pattern", ["(ab|c)*1?", "[ab]{2}é+", "", "a", ".b", "[^a]b", r"\S\Wa?", ".*é", r"\P{L}+", "a[^b]{2}|"])
 def test_a_regular_expression_accepts_what_python_matches(pattern):
     """All texts of up to 3 tokens, in every spelling."""
     pytest.importorskip("outlines_core")
@@ -89,11 +89,11 @@ def test_json_of_a_schema():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda letters: processors.regex("[", letters), "the regular expression cannot be followed: Failed to build"),
+        (lambda letters: processors.regex("[", letters), "regular expression is invalid or not supported: Failed to"),
         (lambda letters: processors.regex("xyz", letters), "no text of the model's tokens satisfies the regular"),
-        (lambda letters: processors.json_schema("nothing", letters), "the JSON schema cannot be followed: Expected a"),
+        (lambda letters: processors.json_schema("nothing", letters), "JSON schema is invalid or not supported: Exp"),
         (lambda letters: processors.json_schema({"enum": []}, letters), "tokens satisfies the JSON schema"),
-        (lambda letters: processors.regex("a", letters, eos=()), "ends texts by an eos, and the tokenizer has none"),
+        (lambda letters: processors.regex("a", letters, eos=()), "needs an eos to end texts, but the tokenizer"),
     ],
 )
 def test_what_cannot_be_followed(make, sentence):

@@ -56,7 +56,7 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.repetition(0.0), "the repetition penalty must be above 0, not 0.0"),
         (lambda: processors.presence(np.nan), "the presence penalty must be a number"),
         (lambda: processors.frequency([1.0, np.inf]), "the frequency penalty must be a number"),
-        (lambda: processors.bias({-1: 2.0}), "a logit bias is for a token id, which -1 is not"),
+        (lambda: processors.bias({-1: 2.0}), "a logit bias needs a token id, not -1"),
         (lambda: processors.bias({1: np.inf}), "the logit bias of token 1 must be a number or -inf, not inf"),
     ],
 )
@@ -68,8 +68,8 @@ def test_bad_settings(make, sentence):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([processors.bias({3: 1.0})], "a logit bias is for token 3, outside of the model's vocabulary of 3"),
-        ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; leave some"),
+        ([processors.bias({3: 1.0})], "a logit bias has token 3, outside of the model's vocabulary of 3"),
+        ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; ban fewer"),
         ([processors.presence([1.0, 2.0, 3.0])], r"one per prompt, 2; some have the shape \(3,\)"),
         ([processors.repetition], "processors must be a list of specjax.processors"),
         (processors.repetition(1.1), "processors must be a list of specjax.processors"),

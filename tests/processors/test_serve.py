@@ -54,7 +54,7 @@ def test_each_text_is_that_of_its_own_settings():
     assert found[1] == wanted[0] and set(errors) == {0, 2, 3, 4}
     for number in (0, 2, 4):
         assert errors[number].startswith("its processors must be those of serve")
-    assert errors[3].startswith("a logit bias is for token 12, outside of the model's vocabulary")
+    assert errors[3].startswith("a logit bias has token 12, outside of the model's vocabulary")
 
 
 def test_what_serve_has_not_compiled_is_refused():

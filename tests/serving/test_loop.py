@@ -202,7 +202,7 @@ def test_bad_settings():
         serve(tiny_llama(), None, [], **LIMITS | {"slots": 0})
     with pytest.raises(UsageError, match=r"must be a specjax\.Target, not Model; specjax\.load reads one"):
         serve(tiny_llama().model, None, [], **LIMITS)
-    with pytest.raises(UsageError, match="over the capacity"):
+    with pytest.raises(UsageError, match="more than the capacity"):
         serve(tiny_llama(), None, [], **LIMITS, capacity=20)
     with pytest.raises(UsageError, match="use data=1"):
         serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS)

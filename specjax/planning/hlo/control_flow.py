@@ -40,9 +40,9 @@ def walk(
 ) -> Iterator[tuple[str, Instruction, float]]:
     """Yield (computation, instruction, executions) of everything that control flow reaches.
 
-    A fusion is one instruction. The main branch of a conditional runs with the share `taken`. It is the branch in which
-    the scope around the conditional occurs again, or else the branch with the most cycles (here the widest target
-    pass). In the remaining executions the cheapest other branch runs.
+    A fusion is one instruction. The main branch of a conditional runs with the share `taken`. The main branch is the
+    one in which the scope around the conditional occurs again. Without such a branch, it is the one with the most
+    cycles (here the widest target pass). In the remaining executions the cheapest other branch runs.
     """
 
     def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
@@ -75,23 +75,23 @@ def walk(
 
 def _named(module: Module, conditional: Instruction, branches: list[str]) -> str | None:
     """Return the branch in which the scope around a conditional occurs again, or None."""
-    result = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
-    if result is None:
+    match = re.search(r"(?:^|/)([^/]+)/cond$", conditional.source)
+    if match is None:
         return None
-    again = re.compile(rf"/{re.escape(result.group(1))}/cond/branch_\d+_fun/{re.escape(result.group(1))}(/|$)")
+    again = re.compile(rf"/{re.escape(match.group(1))}/cond/branch_\d+_fun/{re.escape(match.group(1))}(/|$)")
     inside = lambda branch: any(again.search(i.source) for i in module.computations.get(branch, {}).values())
     return next(filter(inside, branches), None)
 
 
 def loops_of(module: Module, name: str, depth: int = 0, path: tuple[str, ...] = ()) -> dict[str, Loop]:
     """Return the while loops of one computation, by name, in schedule order."""
-    result = [i for i in module.computations.get(name, {}).values() if i.opcode == "while"]
-    counts = [trip_count(module, name, i) for i in result]
-    dynamic = [i.name for i, count in zip(result, counts, strict=True) if count is None]
+    loops = [i for i in module.computations.get(name, {}).values() if i.opcode == "while"]
+    counts = [trip_count(module, name, i) for i in loops]
+    dynamic = [i.name for i, count in zip(loops, counts, strict=True) if count is None]
     place = {name: index for index, name in enumerate(dynamic)}
     return {
         i.name: Loop(i, depth, path, place.get(i.name, -1), len(dynamic), count)
-        for i, count in zip(result, counts, strict=True)
+        for i, count in zip(loops, counts, strict=True)
     }
 
 
@@ -145,8 +145,8 @@ def _counter(computation: dict[str, Instruction], instruction: Instruction | Non
     instruction = _behind_copies(computation, instruction)
     if instruction is None or instruction.opcode != "get-tuple-element":
         return None
-    result = re.search(r"index=(\d+)", instruction.attributes)
-    return int(result.group(1)) if result else None
+    match = re.search(r"index=(\d+)", instruction.attributes)
+    return int(match.group(1)) if match else None
 
 
 def _constant(computation: dict[str, Instruction], instruction: Instruction | None) -> int | None:

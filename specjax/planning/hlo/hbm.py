@@ -56,7 +56,7 @@ def _read(module: Module, inner: dict[str, Instruction], index: int, outer: list
         if user.opcode in _VIEWS or "output_to_operand_aliasing" in user.attributes:
             if user.is_root:
                 return operand_bytes
-            names.add(user.name)  # computed where it is read
+            names.add(user.name)  # computed at its use, without a copy
         elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] in names:
             total += sum(a.bytes for a in user.arrays)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] in names:

@@ -30,7 +30,8 @@ def findings(
     """Find sorts of the vocabulary, host calls, and copies of arrays whose (dtype, dims) are in `large`.
 
     A move into or out of on-chip memory is not counted as a copy, because the compiler stores frequently used arrays
-    there (for Gemma 3 270M half of the cache, during a complete prefill). A change of the memory order always is.
+    there. (For Gemma 3 270M it stores half of the cache during a complete prefill.) A change of the memory order is
+    always counted.
 
     Args:
       large: the cache and the parameters as one device stores them. Smaller copies are not reported.

@@ -90,7 +90,7 @@ def show_report(report: PlanReport, out) -> None:
     if times.row_count:
         out.print(times)
     page = DOCS + report.chip["name"]
-    write(f"of {gib(report.chip['hbm_bytes'])}; figures of the chip: {page} and others, see --json", style="dim")
+    write(f"of {gib(report.chip['hbm_bytes'])}; chip data from {page} and others, see --json", style="dim")
     for line in warnings(report):
         write(line, style="yellow" if "not" in line.split(":")[0] else "")
     if report.speedups:

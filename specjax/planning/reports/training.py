@@ -107,10 +107,10 @@ def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:
     everywhere = NamedSharding(mesh, PartitionSpec())
     trained, frozen = split_params(params, plan.recipe.frozen)
     shapes = jax.eval_shape(lambda params: init_state(plan, params)[0], params)
-    lies = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
+    shardings = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(trained)}
 
     def placed(path: tuple, x: Any) -> Any:  # the path of each moment ends with the path of its parameter
-        sharding = next((lies[path[i:]] for i in range(len(path)) if path[i:] in lies), everywhere)
+        sharding = next((shardings[path[i:]] for i in range(len(path)) if path[i:] in shardings), everywhere)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(placed, shapes), frozen

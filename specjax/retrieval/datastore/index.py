@@ -91,7 +91,7 @@ def search(index: Index, text: Array, length: Array, min_span: int = 2) -> Match
     spans = np.arange(max_span, min_span - 1, -1)
     queries = jnp.stack(
         [jnp.roll(text, span, 1) for span in spans], 1
-    )  # [B, K, M], of which the first `span` tokens are compared
+    )  # [B, K, M]; only the first `span` tokens are compared
 
     def bound(tokens, suffixes, size, query, span, past):
         """Return the first rank whose suffix is not below the query and, with `past`, does not begin with it."""
@@ -136,8 +136,8 @@ def continuations(index: Index, matches: Matches, num_paths: int, length: int) -
     total = jnp.sum(matches.counts, 1)[:, None]
     earlier = jnp.cumsum(matches.counts, 1) - matches.counts  # [B, S], occurrences in earlier shards
     path = jnp.arange(num_paths)
-    spread = path * (total // num_paths) + path * (total % num_paths) // num_paths  # j * total // num_paths overflows
-    rank = jnp.where(total <= num_paths, path, spread)  # [B, R]
+    spaced = path * (total // num_paths) + path * (total % num_paths) // num_paths  # j * total // num_paths overflows
+    rank = jnp.where(total <= num_paths, path, spaced)  # [B, R]
 
     def gather_shard(tokens, suffixes, first, earlier, count):
         local = rank - earlier[:, None]

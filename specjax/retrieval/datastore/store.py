@@ -113,7 +113,7 @@ class Datastore:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest dtype that holds every id and END."""
+    """Return the smallest dtype that can represent every id and END."""
     return np.dtype(np.uint16 if vocab_size < 1 << 16 else np.uint32)
 
 

@@ -31,8 +31,8 @@ def beam(width: int, depth: int) -> Builder:
         raise UsageError(f"width and depth must be at least 1, not {width} and {depth}")
 
     def expand(state: tuple[Array, Array], level, parents: Parents):
-        present = parents.ids.shape[1]
-        phi, psi = (x[:, :present, None] for x in state)  # [B, F, 1], values of the parents
+        num_parents = parents.ids.shape[1]
+        phi, psi = (x[:, :num_parents, None] for x in state)  # [B, F, 1], values of the parents
         phi_next = phi + parents.log_q  # [B, F, V]
         drawn = None if parents.keys is None else _condition(phi_next + parents.noise(), psi)
         psi_next = parents.unless_greedy(drawn, phi_next)

@@ -3,7 +3,7 @@
 Xiong et al.: DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure (WWW 2025), arXiv 2410.11744.
 
 Rule: the value of the next draw below a node is the product of q over its ancestors and of 1 - R over the siblings
-already drawn. R is the distribution of a draw given the previous draws. The value is the probability that the draw is
+drawn already. R is the distribution of a draw given the previous draws. The value is the probability that the draw is
 tested at all, if q is the acceptance rate. The second product is the remaining mass of q. `dyspec` draws level by level
 wherever the value is at least a threshold. `dyspec_fixed` always takes the draw of the largest value, with one drafter
 pass per draw, which is optimal for its size. Among equal values it takes the draw that has been open longest.
@@ -39,12 +39,12 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
         raise UsageError(f"width, depth and children must be at least 1, not {width}, {depth} and {children}")
 
     def expand(reach: Array, level, parents: Parents):
-        batch, present = parents.ids.shape
-        reach = jnp.where(parents.valid, reach[:, :present], 0.0)  # product of q down to each node
+        batch, num_parents = parents.ids.shape
+        reach = jnp.where(parents.valid, reach[:, :num_parents], 0.0)  # product of q down to each node
         tokens, distributions = _race(parents, children)  # [B, F, C]
         nodes_out = _DraftedRow(*(jnp.zeros((batch, width), t) for t in (jnp.int32, jnp.int32, jnp.float32, bool)))
         used = jnp.zeros((batch, 1), jnp.int32)
-        remaining = jnp.ones((batch, present))  # remaining mass of q; 0 where drawing has stopped
+        remaining = jnp.ones((batch, num_parents))  # remaining mass of q; 0 where drawing has stopped
         rows = jnp.arange(batch)[:, None]
         for race in range(tokens.shape[2]):
             q, value = distributions[:, :, race], reach * remaining

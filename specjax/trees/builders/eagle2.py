@@ -37,13 +37,13 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
 
     def expand(state, level, parents: Parents):
         scores, frontier = state  # scores [B, depth * W] of all candidates and [B, k] of the parents
-        batch, present, vocab = parents.log_q.shape
+        batch, count, vocab = parents.log_q.shape
         k = min(top_k, vocab)
         tokens, log_q = parents.best(k, noisy=False)  # [B, F, k]
-        score = frontier[:, :present, None] + jnp.where(parents.valid[:, :, None], log_q, -jnp.inf)
-        fill = lambda x, value: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, width - present * k)), constant_values=value)
+        score = frontier[:, :count, None] + jnp.where(parents.valid[:, :, None], log_q, -jnp.inf)
+        fill = lambda x, value: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, width - count * k)), constant_values=value)
         score, tokens = fill(score, -jnp.inf), fill(tokens, 0)
-        parent = fill(jnp.broadcast_to(parents.ids[:, :, None], (batch, present, k)), 0)
+        parent = fill(jnp.broadcast_to(parents.ids[:, :, None], (batch, count, k)), 0)
         best, feed = jax.lax.top_k(score, top_k if depth > 1 else 1)
         scores = jax.lax.dynamic_update_slice_in_dim(scores, score, level * width, 1)
         state = scores, jnp.zeros_like(frontier).at[:, : best.shape[1]].set(best)

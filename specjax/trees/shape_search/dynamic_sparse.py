@@ -3,8 +3,8 @@
 Chen, Luk, Yiu, Li, Mishchenko, Venieris, Fan: Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration
 of LLM Inference (2024), arXiv 2405.18628.
 
-A round in state s has guesses for the next s tokens, so its tree has at most s levels. If the last accepted node has c
-prompts below it, the target's outputs at these prompts are the guesses of the next round, and its state is c. Let
+A round in state s has guesses for the next s tokens, so its tree has at most s levels. Let the last accepted node have
+c prompts below it. The target's outputs at these prompts are the guesses of the next round, and its state is c. Let
 a[i, r] be the probability that the guess of rank r is right at distance i, and
 
     p(v) = the product of a along the path to v,   f(v) = p(v) - the sum of p over its children.

@@ -3,9 +3,10 @@
 Sun, Suresh, Ro, Beirami, Jain, Yu: SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023),
 arXiv 2310.15141.
 
-Rule at a node with k children, beta(rho) = sum_x min(q(x), p(x) / rho), rho the root in [1, k] of
-1 - (1 - beta)^k = rho beta: accept the first child with u_j rho q(x_j) < p(x_j). If there is none, the next token is
-drawn from norm(p - min(q, p / rho) p_acc / beta) with p_acc = 1 - (1 - beta)^k.
+Rule at a node with k children: let beta(rho) = sum_x min(q(x), p(x) / rho), and rho the root in [1, k] of
+  1 - (1 - beta)^k = rho beta.
+Accept the first child with u_j rho q(x_j) < p(x_j). If no child passes, the next token is drawn from
+  norm(p - min(q, p / rho) p_acc / beta) with p_acc = 1 - (1 - beta)^k.
 Guarantee: distribution. It accepts at least 1 - (1 - 1/k)^k of the best possible rate.
 rho is found by bisection, from above, because the rule is exact for any larger rho too.
 """

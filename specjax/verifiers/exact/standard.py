@@ -5,7 +5,7 @@ Chen et al.: Accelerating Large Language Model Decoding with Speculative Samplin
 
 Rule: accept x_i while u_i q_i(x_i) < p_i(x_i). After the first rejection the next token is drawn from
 norm([p_i - q_i]+), after the last acceptance from p.
-Guarantee: distribution. All positions are tested at once; only two rows of V are read in full.
+Guarantee: distribution. All positions are tested in parallel; only two rows of V are read in full.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Acceleration for Seq2seq Generation with Aggressive Decoding (2022), arXiv 2205.
 Rule: node x below c passes if fewer than beta tokens are likelier than x under p(. | c), and
 max log p - log p(x) <= tau. Accept the longest path from the root whose nodes all pass; ties: the larger sum of log p,
 then the first node. The next token is the argmax of p.
-Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties), so the text is the greedy one for any
-draft and temperature. beta = V with tau = inf accepts the complete draft.
+Guarantee: lossy. With beta = 1 or tau = 0 only the argmax passes (and its ties). Then the text is the greedy one for
+any draft and temperature. beta = V with tau = inf accepts the complete draft.
 Typical acceptance uses a probability threshold that depends on the entropy. This rule uses a rank, and a threshold that
 depends on the best token's probability.
 p is the warped distribution. At temperature 0 it is one-hot, and the rule is greedy verification. For the relaxed rule

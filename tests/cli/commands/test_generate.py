@@ -64,7 +64,7 @@ def test_weights_that_are_no_numbers_are_named(refused, monkeypatch, command):
 
     monkeypatch.setattr(specjax, "load", spoiled, raising=False)
     words = refused(*command, *SHORT)
-    assert "--target: the model" in words and "its parameter layers.0.mlp.up.weight holds some" in words
+    assert "--target: the model" in words and "its parameter layers.0.mlp.up.weight contains NaN" in words
 
 
 def test_json_is_all_of_stdout(cli):
