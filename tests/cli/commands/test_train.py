@@ -154,7 +154,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--method", "two"), '--method must be two_model or one of .*not "two"'),
         (("--out", out, "--prompts", prompts, "--freeze", "heads"), 'no parameter or module is named "heads"'),
         (("--out", out, "--prompts", prompts, "--learning-rate", "inf"), "learning rate must be a number above 0"),
-        (("--out", out, "--prompts", prompts, "--loss", "mse"), 'no loss "mse"; there are ce, soft_ce'),
+        (("--out", out, "--prompts", prompts, "--loss", "mse"), 'unknown loss "mse"; choose from ce, soft_ce'),
         (("--out", out, "--prompts", prompts, "--loss", "ce=-1"), 'has no share above 0; write ce=0.1,tv=0.9'),
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),
         (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps must be rising streams of the target"),

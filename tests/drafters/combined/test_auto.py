@@ -185,5 +185,5 @@ def test_bad_settings():
         auto(9, num_recycled=0)
     with pytest.raises(UsageError, match="one positive number per width"):
         auto(9, costs=(1.0, 2.0))
-    with pytest.raises(UsageError, match="over the model's"):
+    with pytest.raises(UsageError, match="exceeds the model's"):
         costs.measured(tiny_llama(), (1, 4), context=1 << 20)

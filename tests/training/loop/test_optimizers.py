@@ -55,7 +55,7 @@ def test_another_optimizer_has_its_own_learning_rate():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": ()}, "losses with shares above 0"), ({"losses": (("ce", -1.0),)}, "losses with shares above 0"),
+        ({"losses": ()}, "losses with weights above 0"), ({"losses": (("ce", -1.0),)}, "losses with weights above 0"),
         ({"decay": float("nan")}, "decay must be from 0 to 1"), ({"warmup": 2.0}, "warmup must be from 0 to 1"),
         ({"betas": (2, 0.9)}, "beta_1 must be at least 0 and below 1"),
         ({"betas": (0.9, 1.0)}, "beta_2 must be at least 0 and below 1"), ({"clip": -1.0}, "clip must be above 0"),

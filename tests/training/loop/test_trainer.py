@@ -213,5 +213,5 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
 def test_texts_without_answers_are_refused():
     with pytest.raises(UsageError, match="no text has a response within 64 tokens"):
         train(target(), head_of("eagle3"), [TrainingText((1, 2, 3), 3)], recipe=recipe(), rows=2, length=64)
-    with pytest.raises(UsageError, match='no loss "mse"'):
+    with pytest.raises(UsageError, match='unknown loss "mse"'):
         recipe(losses=(("mse", 1.0),))

@@ -112,7 +112,7 @@ def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
     assert report.tokens == 2 * NEW and float(whole) == pytest.approx(float(without), rel=1e-5)
     with pytest.raises(UsageError, match="only the loss ce needs no target"):
         compute_loss(recipe_of("direct_alignment"), draft().model, draft().params, None, packed, places)
-    with pytest.raises(UsageError, match="24 positions of a row, and 7 does not"):
+    with pytest.raises(UsageError, match="24 positions of a row, but 7 does not"):
         compute_loss(recipe, draft().model, draft().params, target(), packed, places, 7)
 
 
