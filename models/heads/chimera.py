@@ -50,7 +50,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="chimera",
-    summary="a decoder layer over the target's features, with trigrams for the features that are not computed yet",
+    summary="drafts with one decoder layer; a code of three tokens replaces each hidden state not computed yet",
     paper="Zeng et al. 2024, arXiv 2402.15758",
     options=shared.head_options(),
     cpu_options={"num_tokens": 7},

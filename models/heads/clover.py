@@ -39,7 +39,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="clover",
-    summary="decoder layers that have read the root, then a gated recurrence over the drafted tokens",
+    summary="drafts with a recurrent network that starts from decoder layers over the target's hidden states",
     paper="Xiao et al. 2024, arXiv 2405.00263 and 2408.00264",
     options=shared.head_options(length=5),
     cpu_options={"num_tokens": 7},

@@ -69,7 +69,7 @@ from specjax.types import Array, Context, DraftOutput
 METHODS = (
     Method(
         name="dflash",
-        summary="one pass over a block of mask tokens that attends to the target's streams drafts all tokens",
+        summary="drafts a block of mask tokens in one pass of layers that attend to the target's hidden states",
         paper="arXiv 2602.06036 (2026)",
         options=shared.head_options(),
         cpu_options={"num_tokens": 7},
@@ -77,7 +77,7 @@ METHODS = (
     ),
     Method(
         name="dflash2",
-        summary="dflash with convolutions, and a selector that joins the candidates of the slots to a path",
+        summary="extends dflash by convolutions and a selector that joins the candidates per position to a path",
         paper="z-lab 2026, github.com/z-lab/dflash",
         options=shared.head_options(),
         cpu_options={"num_tokens": 7},
@@ -85,7 +85,7 @@ METHODS = (
     ),
     Method(
         name="domino",
-        summary="dflash corrected by a recurrence over the tokens drafted so far",
+        summary="extends dflash by a recurrent network that corrects the logits for the tokens drafted so far",
         paper="arXiv 2605.29707 (2026)",
         options=shared.head_options(),
         cpu_options={"num_tokens": 7},
@@ -93,7 +93,7 @@ METHODS = (
     ),
     Method(
         name="dspark",
-        summary="dflash corrected by the previous token, with a trained confidence",
+        summary="extends dflash by a correction of the logits for the previous token, and a trained confidence",
         paper="DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
         options=shared.head_options(),
         cpu_options={"num_tokens": 7},

@@ -36,7 +36,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="eagle",
-    summary="one decoder layer continues the target's last feature",
+    summary="drafts with a decoder layer that predicts the target's next hidden state from the last and a token",
     paper="Li et al. 2024, arXiv 2401.15077 and 2406.16858; FSPAD: Gui et al. 2024, arXiv 2408.15562",
     options=shared.head_options(length=5),
     cpu_options={"num_tokens": 3},

@@ -34,7 +34,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="eagle3",
-    summary="a decoder layer with its own output layer continues three of the target's streams",
+    summary="drafts with a decoder layer over hidden states of several target layers, and its own output layer",
     paper="Li et al. 2025, arXiv 2503.01840",
     options=shared.head_options(length=5),
     cpu_options={"num_tokens": 3},

@@ -53,7 +53,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="falcon",
-    summary="a decoder layer over blocks of k tokens continues the target's last features",
+    summary="drafts k tokens per pass with a decoder layer that predicts the target's next k hidden states",
     paper="Gao et al. 2024, arXiv 2412.12639",
     options=shared.head_options(length=4),
     cpu_options={"num_tokens": 4},

@@ -48,7 +48,7 @@ from specjax.types import Array, Context, DraftOutput
 
 METHOD = Method(
     name="hamburger",
-    summary="a small decoder continues four of the target's streams until it predicts the end of a segment",
+    summary="drafts with a small decoder over four of the target's hidden states, to the end of a segment",
     paper="Liu, Zhang 2025, arXiv 2505.20438",
     options=shared.head_options(stop="own:0.9"),
     cpu_options={"num_tokens": 7},

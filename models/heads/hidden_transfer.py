@@ -37,7 +37,7 @@ from specjax.types import Array, Context, Stream, Sublayers
 
 METHOD = Method(
     name="hidden_transfer",
-    summary="the target's upper layers finish states that are transferred from its last token",
+    summary="drafts in one pass of the target's upper layers over predicted hidden states of later positions",
     paper="Wu et al. 2024, arXiv 2404.12022",
     options=shared.head_options(),
     cpu_options={"num_tokens": 3},

@@ -30,7 +30,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="hydra",
-    summary="Medusa's heads that also read the tokens drafted so far",
+    summary="drafts with one head per depth that reads the target's last hidden state and the tokens drafted so far",
     paper="Ankner et al. 2024, arXiv 2402.05109",
     options=shared.head_options(),
     cpu_options={"num_tokens": 7},

@@ -46,7 +46,7 @@ from specjax.types import Array, Context, PyTree, Sublayers
 
 METHOD = Method(
     name="kangaroo",
-    summary="the target's first layers and an adapter draft until the confidence of a token is low",
+    summary="drafts with the target's first layers and a trained adapter until the probability of a token is low",
     paper="Liu et al. 2024, arXiv 2404.18911",
     options=shared.head_options(length=6, stop="confidence:0.6"),
     cpu_options={"num_tokens": 7},

@@ -38,7 +38,7 @@ from specjax.types import Array, Context, DraftOutput, PyTree, Sublayers
 
 METHOD = Method(
     name="m2r2",
-    summary="a second, faster stream through the target's first layers drafts until its router's confidence is low",
+    summary="drafts with a faster residual stream through the target's first layers until a router is not confident",
     paper="Bhendawade et al. 2025, arXiv 2502.02040",
     options=shared.head_options(length=6, stop="own:0.5"),
     cpu_options={"num_tokens": 7},

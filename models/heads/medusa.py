@@ -27,7 +27,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="medusa",
-    summary="several output layers on the target's last feature predict several tokens ahead at once",
+    summary="drafts several tokens at once, with one output head per depth on the target's last hidden state",
     paper="Cai et al. 2024, arXiv 2401.10774",
     options=shared.head_options(),
     cpu_options={"num_tokens": 3},

@@ -28,7 +28,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="mlp_speculator",
-    summary="an MLP per depth updates the target's last feature with each drafted token",
+    summary="drafts with one MLP per depth that updates the target's last hidden state with each drafted token",
     paper="Wertheimer et al. 2024, arXiv 2404.19124",
     options=shared.head_options(),
     cpu_options={"num_tokens": 7},

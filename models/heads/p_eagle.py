@@ -37,7 +37,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="p_eagle",
-    summary="an EAGLE-3 head drafts all tokens in one pass",
+    summary="drafts all tokens in one pass of an EAGLE-3 head that reads mask tokens in place of drafted ones",
     paper="arXiv 2602.01469 (2026)",
     options=shared.head_options(),
     cpu_options={"num_tokens": 7},

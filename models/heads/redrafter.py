@@ -28,7 +28,7 @@ from specjax.types import Array, Context
 
 METHOD = Method(
     name="redrafter",
-    summary="a recurrent network over the drafted tokens, next to the target's last feature",
+    summary="drafts with a recurrent network over the drafted tokens that also reads the target's last hidden state",
     paper="Cheng et al. 2024, arXiv 2403.09919",
     options=shared.head_options(length=5),
     cpu_options={"num_tokens": 7},

@@ -73,7 +73,7 @@ def following(processor: Processor, follow: int | Sequence[int | None] | None) -
     count = len(processor.params.starts)
     for number in rows:
         if number is not None and not 0 <= number < count:
-            raise UsageError(f"follow must number an automaton, not {number}; the constraint has {count}, from 0 on")
+            raise UsageError(f"follow is {number}, but the constraint has {count} automata, numbered from 0")
     return processor.replace(settings=np.array([FREE if number is None else number for number in rows], np.int32))
 
 

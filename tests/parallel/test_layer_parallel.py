@@ -155,7 +155,7 @@ def test_bad_settings():
         layer_parallel.place_layer_parallel(
             tiny_llama(layers=4, num_heads=6, num_kv_heads=3), specjax.mesh(1, 4, layer=2)
         )
-    with pytest.raises(UsageError, match="not from specjax.models"):
+    with pytest.raises(UsageError, match=r"not from specjax\.models"):
         layer_parallel.place_layer_parallel(markov(), mesh)
     with pytest.raises(UsageError, match="llama is already sharded"):
         layer_parallel.place_layer_parallel(specjax.shard(draft, specjax.mesh(1, 2)), mesh)

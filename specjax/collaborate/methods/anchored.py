@@ -41,7 +41,7 @@ METHOD = Method(
     name="anchored",
     kind="collaboration",
     guarantee="lossy",
-    summary="decodes a risky model within a divergence budget from a safe model: KL(text || safe) <= k T",
+    summary="decodes a risky model within a budget of k nats per token of KL divergence from a safe model",
     paper="He et al. 2026, arXiv 2602.07120",
     needs=frozenset({"safe"}),
     options=(

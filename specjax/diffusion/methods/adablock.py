@@ -31,7 +31,7 @@ METHOD = Method(
     name="adablock",
     kind="diffusion",
     guarantee="lossy",
-    summary="ends blocks at predicted line breaks, and decides their columns by the threshold rule",
+    summary="decides all confident columns of blocks that end at predicted line breaks",
     paper="Lu et al. 2025, arXiv 2509.26432",
     options=(
         shared.BLOCK,

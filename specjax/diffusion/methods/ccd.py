@@ -33,7 +33,7 @@ METHOD = Method(
     name="ccd",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides columns that were candidates in the previous pass too, with the same token",
+    summary="decides columns that were candidates with the same token in the previous pass too",
     paper="Chen et al. 2025, arXiv 2512.02044",
     options=(
         shared.BLOCK,

@@ -36,7 +36,7 @@ METHOD = Method(
     name="credit_decoding",
     kind="diffusion",
     guarantee="lossy",
-    summary="raises the confidence of tokens that were most likely in earlier passes",
+    summary="decides all confident columns; tokens that were most likely in earlier passes gain confidence",
     paper="Wang et al. 2025, arXiv 2510.06133",
     options=(
         shared.BLOCK,

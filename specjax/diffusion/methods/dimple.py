@@ -48,7 +48,7 @@ METHOD = Method(
     name="dimple",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides all confident columns, at least as many as a time grid requires, and caches the prompt",
+    summary="decides all confident columns, or as many as a schedule requires if none is, and caches the prompt",
     paper="Yu et al. 2025, arXiv 2505.16990",
     options=(
         Option("gamma", "float", 0.95, "confidence above which a column is decided"),

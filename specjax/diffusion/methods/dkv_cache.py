@@ -21,7 +21,7 @@ METHOD = Method(
     name="dkv_cache",
     kind="diffusion",
     guarantee="lossy",
-    summary="follows llada, and caches a decided column after one more pass",
+    summary="decides columns like llada, and caches each column one pass after its decision",
     paper="Ma et al. 2025, arXiv 2505.15781",
     options=(
         shared.BLOCK,

@@ -36,7 +36,7 @@ METHOD = Method(
     name="dream",
     kind="diffusion",
     guarantee="definition",
-    summary="decides columns without blocks: a time grid sets their number, and one of four scores ranks them",
+    summary="decides columns without blocks: a schedule sets their number, and one of four scores ranks them",
     paper="Ye et al. 2025, arXiv 2508.15487",
     options=(
         Option("alg", ("origin", "maskgit_plus", "topk_margin", "entropy"), "origin", "score that ranks the columns"),

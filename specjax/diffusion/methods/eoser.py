@@ -38,7 +38,7 @@ METHOD = Method(
     name="eoser",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides end-of-text tokens late; with ascending, 1, 2, 4, ... columns per pass",
+    summary="decides columns like llada, but end-of-text tokens late; optionally 1, 2, 4, ... columns per pass",
     paper="Yang et al. 2025, arXiv 2509.23924",
     options=(
         Option("block", "int", None, "columns per block, for models with full attention; default: all new columns"),

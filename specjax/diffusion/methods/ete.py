@@ -64,7 +64,7 @@ METHOD = Method(
     name="ete",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides all confident columns; if these are few, explores tokens of an uncertain column",
+    summary="decides all confident columns; if these are few, tries several tokens for one uncertain column",
     paper="arXiv 2511.21103",
     options=(
         Option("block", "int", 32, "columns per block"),

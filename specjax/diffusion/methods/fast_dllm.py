@@ -33,7 +33,7 @@ METHOD = Method(
     name="fast_dllm",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides all confident columns in parallel, by a threshold or by a factor of their joint confidence",
+    summary="decides all columns above a confidence threshold, or as many as are jointly confident",
     paper="Wu et al. 2025, arXiv 2505.22618",
     options=(
         shared.BLOCK,

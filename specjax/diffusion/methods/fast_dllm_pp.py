@@ -27,7 +27,7 @@ METHOD = Method(
     name="fast_dllm_pp",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides as many columns as are jointly most likely under any dependence between them",
+    summary="decides as many columns as their confidences alone prove to be jointly most likely",
     paper="Kasa et al. 2026, arXiv 2606.02955",
     options=(
         shared.BLOCK,

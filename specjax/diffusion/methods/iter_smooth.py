@@ -43,7 +43,7 @@ METHOD = Method(
     name="iter_smooth",
     kind="diffusion",
     guarantee="lossy",
-    summary="feeds masked columns as mixtures of the mask and the tokens predicted in the previous pass",
+    summary="reads masked columns as mixtures of the mask and the tokens predicted in the previous pass",
     paper="Ma et al. 2025, arXiv 2510.08666",
     options=(
         shared.BLOCK,

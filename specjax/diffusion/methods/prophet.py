@@ -30,7 +30,7 @@ METHOD = Method(
     name="prophet",
     kind="diffusion",
     guarantee="lossy",
-    summary="follows llada, and decides the whole canvas at once when the model is confident of the answer",
+    summary="decides columns like llada, and all remaining ones at once when the model is confident of the answer",
     paper="Li et al. 2025, arXiv 2508.19982",
     options=(
         shared.BLOCK,

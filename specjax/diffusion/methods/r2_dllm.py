@@ -36,7 +36,7 @@ METHOD = Method(
     name="r2_dllm",
     kind="diffusion",
     guarantee="lossy",
-    summary="decides all confident columns, and those that are redundant in space or in time",
+    summary="decides all confident columns, and those that agree with their neighbours or with earlier passes",
     paper="Du et al. 2026, arXiv 2604.18995",
     options=(
         shared.BLOCK,

@@ -53,7 +53,7 @@ METHOD = Method(
     name="s2d2_routed",
     kind="diffusion",
     guarantee="lossy",
-    summary="follows sdar, and verifies drafts at block size 1 where a router expects a gain",
+    summary="decides columns like sdar, and verifies drafts at block size 1 where a router expects a gain",
     paper="Han et al. 2026, arXiv 2603.25702",
     options=(
         Option(

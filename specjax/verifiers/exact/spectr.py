@@ -77,6 +77,6 @@ spectr = Verifier(
     with_keys(core),
     draws=("chain", "with_replacement", "with_replacement_uneven"),
     guarantee="distribution",
-    summary="k-SEQ: tests k independent siblings against q enlarged by one factor",
+    summary="tests k independent siblings in turn against q enlarged by one factor (k-SEQ)",
     paper="Sun et al. 2023, arXiv 2310.15141",
 )

@@ -115,7 +115,7 @@ def lantern(
         _rule(sample),
         draws=("point_mass", "chain", "without_replacement"),
         guarantee="lossy",
-        summary="a drafted token borrows the probability of its nearest neighbours, for image tokens",
+        summary="adds the probability of its nearest neighbours to that of a drafted token, for image tokens",
         paper="Jang et al. 2025, arXiv 2410.03355",
         params=(
             jnp.asarray(neighbours, jnp.int32),

@@ -107,7 +107,7 @@ def test_the_words_of_authors_who_pickle(tmp_path):
 
 def test_what_no_layout_has_words_for_is_refused(tmp_path):
     for kind, changes, message in (
-        ("mlp_speculator", {"centred": True}, "subtract the mean and have the epsilon 1e-06, which the layout ibm does not"),
+        ("mlp_speculator", {"centred": True}, "subtract the mean and have the epsilon 1e-06, which the layout ibm"),
         ("mlp_speculator", {"taps": (6,)}, "stream before the final norm, which the layout ibm does not"),
         ("dflash", {"causal": "all"}, "the layout speculators has no causal blocks"),
         ("clover", {"version": 1}, r"without 2\) has no published layout"),
