@@ -173,7 +173,7 @@ def test_what_does_not_fit():
         run(tiny_llama(window=8), head)
     with pytest.raises(UsageError, match="the head reads layer 3, but markov has 2 layers"):
         run(markov(), DraftHead(hamburger_head(HamburgerConfig(layer_of(markov()), (1, 3))), {}))
-    with pytest.raises(UsageError, match="the head reads hidden states of width 32, and narrow has 16"):
+    with pytest.raises(UsageError, match="the head reads hidden states of width 32, but narrow has 16"):
         run(tiny_llama(width=16, num_heads=2, name="narrow"), head)
 
 

@@ -205,7 +205,7 @@ def test_bad_arguments_are_named_before_anything_compiles(run, change, message):
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (drafters.prompt_lookup, r"drafter is the function prompt_lookup; call it"),
+        (drafters.prompt_lookup, r"drafter is the function prompt_lookup; call prompt_lookup"),
         (3, "drafter must be one of specjax.drafters or the name of a method, not 3"),
         (drafters.autoregressive().replace(traits=Traits(draws="greedily")), "draws must be one of point_mass, chain"),
     ],

@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on():
 def test_bad_settings():
     with pytest.raises(UsageError, match="slots and longest_prompt must be at least 1"):
         serve(tiny_llama(), None, [], **LIMITS | {"slots": 0})
-    with pytest.raises(UsageError, match=r"must be a specjax\.Target, not Model; specjax\.load reads one"):
+    with pytest.raises(UsageError, match=r"must be a specjax\.Target, not Model; load one with specjax\.load"):
         serve(tiny_llama().model, None, [], **LIMITS)
     with pytest.raises(UsageError, match="more than the capacity"):
         serve(tiny_llama(), None, [], **LIMITS, capacity=20)
