@@ -15,13 +15,14 @@ from specjax.errors import require
 HELP = """Chat with a model.
 
 On a colour terminal, drafted and accepted text is green. The drafter reuses
-results of earlier turns. Ctrl-D ends the chat. On a terminal the keys of a shell
-work, with arrows for earlier lines.
+results of earlier turns. Ctrl-D ends the chat. On a terminal, lines can be
+edited as in a shell, and the arrow keys recall earlier lines.
 
 Lines that begin with / are commands; /help lists them: /stats, /system TEXT,
 /undo, /clear, /help, /exit.
 
-Turns that no longer fit are forgotten, the oldest first.
+If the chat exceeds its maximum length (--context), the oldest turns are
+dropped.
 """
 
 MIN_CONTEXT = 64

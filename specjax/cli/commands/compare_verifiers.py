@@ -18,22 +18,24 @@ if TYPE_CHECKING:
 
 HELP = """Compare acceptance rules on the distributions of a target and a draft model.
 
-The target samples a text after each prompt of PROMPTS (same format as for bench),
-and the distributions of both models are recorded at every new position. With
---record they come from a file of --save-record, and no models are loaded. For each
-rule and number of drafted tokens per node, the table has the mean acceptance
-probability over all positions. Next to it is the best value that any rule can reach
-for drafts that are drawn in the same way: independently, without replacement
-(distinct), the most likely ones (top), or all but one of these. The last two have
-an optimal rule, so their gap is 0. The standard rule takes one draft. +- is the
-standard error over positions, as if they were independent.
+The target samples a text after each prompt of PROMPTS (in the format of
+bench), and the distributions of both models are recorded at every new
+position. With --record they come from a file of --save-record, and no models
+are loaded. For each rule and number of drafted tokens per node, the table has
+the mean acceptance probability over all positions. Next to it is the best
+value that any rule can reach for drafts that are drawn in the same way:
+independently, without replacement (distinct), the most likely tokens (top),
+or these and one sampled token. For the last two, the rule is optimal, so its
+value is the best one. The standard rule verifies one draft. The number after
++- is the standard error, as if positions were independent.
 
-guarantee: distribution keeps the target's distribution, greedy only its greedy
-text, lossy neither. "coupled" draws target and draft with the same noise.
+The column guarantee is explained by `specjax methods --help`. With "coupled",
+target and draft are sampled with the same noise.
 
 The values are exact, except for recursive_rejection and coupled, which are
-simulated unless a short sum exists. A record has the 1024 most likely tokens of
-each model; the probability of the other tokens is printed as dropped.
+simulated where no short formula exists. A record has the 1024 most likely
+tokens of each model; the probability of the other tokens is printed as
+dropped.
 """
 
 

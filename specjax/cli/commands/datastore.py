@@ -10,18 +10,22 @@ import typer
 from specjax.cli.options import common as o
 from specjax.errors import UsageError, require
 
-app = typer.Typer(no_args_is_help=True, help="Build, describe and search corpora for methods that retrieve (rest).")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Build, describe and search corpora for methods that retrieve (rest, suffix, rasd, aded).",
+)
 
 BUILD_HELP = """Build a datastore from text.
 
-A file *.jsonl has one document per line. Its field text is used, else turns, else
-prompt, or the fields of --field. Any other file is one document of UTF-8 text.
+A file *.jsonl has one document per line. Its field text is used, else turns,
+else prompt, or the fields of --field. Any other file is one document of UTF-8
+text.
 
-The folder appears when it is complete. The same command continues an interrupted
-build after it has checked the finished shards. If the files or options changed,
-it starts again and prints that. One shard is in memory at a time, 20 to 50 bytes
-per token. A token takes 6 bytes on disk and on the device (8 for vocabularies
-above 65,535).
+The folder appears when it is complete. The same command continues an
+interrupted build after it has checked the finished shards. If the files or
+options changed, it starts again and prints that. One shard is in memory at a
+time, 20 to 50 bytes per token. A token takes 6 bytes on disk and on the
+device (8 for vocabularies above 65,535).
 """
 
 FolderArgument = Annotated[Path, typer.Argument(help="The folder of a datastore.", show_default=False)]

@@ -26,8 +26,8 @@ HELP = """Show a run step by step: the drafted tokens, the accepted ones, and th
 
 Each step is one target pass. Green tokens were drafted and accepted, the blue
 token is the target's own, and grey tokens were rejected. The number after a
-token is its probability under the target. The cost of a pass is in passes of one
-token: a rule of thumb, or the costs of --costs. It excludes drafting.
+token is its probability under the target. The cost of a pass is in passes of
+one token: a rule of thumb, or the costs of --costs. It excludes drafting.
 
 --out draws all steps, and the tree of one of them.
 """

@@ -26,25 +26,25 @@ from specjax.errors import require
 
 HELP = """Generate text from one prompt or many, and report the speed.
 
-On a colour terminal, drafted and accepted text is green. Tokens that the target
-wrote are plain.
+On a colour terminal, drafted and accepted text is green. Tokens that the
+target wrote are plain.
 
 Programs are compiled first, by a call of the same shapes (compile_seconds).
 The time for tokens/s includes prefill and all steps, and no compilation.
-Tokens per target pass include the bonus token. The first run in float32 starts
-without drafts while wider passes compile, so it is slower than later runs;
---compare compiles everything first.
+Tokens per target pass include the bonus token. The first run in float32
+starts without drafts while wider passes compile, so it is slower than later
+runs; --compare compiles everything first.
 
-Prompts are text: control tokens such as <|im_end|> that are written out in them
-count as tokens with --raw only. Control characters of texts are shown escaped
+A control token such as <|im_end|> in a prompt is read as plain text; with
+--raw it is read as the token. Control characters of texts are shown escaped
 (\\x1b), also in pipes; --json escapes them as JSON does. An interrupted run
 prints the finished prompts ("left" counts the others).
 
---compare also runs plain decoding (method autoregressive) with the same random
-keys. At temperature 0, and at any temperature for drafts without randomness, the
-texts must be equal. If they differ, the report has the position and the gap of
-the two largest logits there. Sampled drafts keep the target's distribution, not
-its text for a given seed.
+--compare also runs plain decoding (method autoregressive) with the same
+random keys. At temperature 0, and at any temperature for drafts without
+randomness, the texts must be equal. If they differ, the report has the
+position and the gap of the two largest logits there. Sampled drafts keep the
+target's distribution, not its text for a given seed.
 
 With a method of kind collaboration (`specjax methods`), several models or
 samples write one text: the target, and the model of --draft. Colours show the
@@ -52,13 +52,13 @@ author; --compare also runs the target alone.
 
 The checkpoint of a diffusion model is recognised. --method is then one of the
 diffusion methods of `specjax methods` (default: llada, one column per pass).
-Text is printed when it is final. --show order draws the canvas while it fills,
-on a terminal. --compare also runs one column per pass.
+Text is printed when it is final. --show order draws the canvas while it
+fills, on a terminal. --compare also runs one column per pass.
 
-With --distributed the same command runs on every host: --data devices share the
-batch, --model devices share the weights. The texts equal those of one host.
-With --checkpoint the same command continues an ended run and prints its whole
-text. Collaborations store finished batches.
+With --distributed the same command runs on every host: --data devices share
+the batch, --model devices share the weights. The texts equal those of one
+host. With --checkpoint the same command continues an interrupted run and
+prints its whole text. Collaborations store finished batches.
 """
 
 

@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 
 HELP = """List the methods, the guarantee of each, and its paper.
 
-distribution: the exact distribution of the target at any temperature, hence
-equal text at temperature 0. greedy: equal text at temperature 0 only. lossy:
-neither. TV is the total variation distance between the target's distribution of
-three tokens and the rule's, on a toy pair of models; keeping every draft gives 0.33.
+With the guarantee "distribution", the text has the exact distribution of the
+target at any temperature. At temperature 0 it is the target's greedy text.
+"greedy" guarantees only the latter, and "lossy" neither.
 
-For diffusion models - definition: the published decoding procedure of the model.
-identical: the same text as the definition, in fewer passes. valid: every
-finished text belongs to the given language.
+Three guarantees exist for diffusion models only. A "definition" is the
+decoding procedure that was published with a model. An "identical" method
+writes the text of such a procedure in fewer passes. The text of a "valid"
+method always belongs to a given language. A column is a position of the text,
+and a method decides its token.
 
-With a METHOD: list its options, for --set.
+--rules lists the acceptance rules. For a lossy rule, TV is the total
+variation distance between its distribution of three tokens and the target's.
+It was computed for two toy models, where a rule that accepts every draft has
+0.33.
+
+With a METHOD, the command lists the options of this method, for --set.
 """
 
 

@@ -23,11 +23,11 @@ RECIPES = ("distillspec", "direct_alignment", "fastdraft", PRETRAINING)
 
 HELP = """Train a drafter for a target, on responses of the target itself.
 
-specjax first generates responses to the prompts, at the temperature that will
-be served. They are stored in OUT/answers, and later runs reuse them. Some
-prompts are held out. Every few steps the head is measured on them, in tokens
-per target pass of a greedy chain, as `specjax generate` counts them. The best
-head is kept.
+specjax first generates responses to the prompts, at --temperature. It should
+be the temperature of later decoding. The responses are stored in OUT/answers,
+and later runs reuse them. Some prompts are held out. Every few steps the head
+is measured on them, in tokens per target pass of a greedy chain, as `specjax
+generate` counts them. The best head is kept.
 
 OUT gets the head (`specjax generate --draft OUT`), history.jsonl, and a plot
 of the run. Repeat an interrupted command to resume it from its last
@@ -35,9 +35,10 @@ measurement, bit for bit. Ctrl-C keeps the best head so far.
 
 Responses of chat models follow their template. Only responses are trained on.
 
---draft HEAD continues from a trained head, on your own texts.
---method two_model trains a draft model: that of --draft, or the target with
-some of its layers. OUT is then a model folder in the Hugging Face layout.
+--draft HEAD continues from a trained head, on your own texts. --method
+two_model trains a draft model. It starts from the model of --draft, or from
+some of the target's layers (--layers). OUT is then a model folder in the
+Hugging Face layout.
 """
 
 
@@ -65,7 +66,7 @@ class StartOptions:
         str | None,
         typer.Option(
             "--layers",
-            help="Layers of the target that a draft model starts with instead, such as 0,1,28,29.",
+            help="Layers of the target from which a draft model is initialized, such as 0,1,28,29.",
             show_default=False,
         ),
     ] = None
@@ -91,7 +92,7 @@ class StartOptions:
         typer.Option(
             "--start",
             help="Initial parameters of a new head: target (default), random, or another head of any kind. They are "
-            "copied where they fit.",
+            "copied where the shapes match.",
             show_default=False,
         ),
     ] = None
@@ -99,8 +100,8 @@ class StartOptions:
         list[str] | None,
         typer.Option(
             "--shape",
-            help="Change of the head's config: NAME=NUMBER, embeds=no, or taps=2+15+27 (streams of the target). "
-            "Repeatable.",
+            help="Change of the head's config: NAME=NUMBER, embeds=no, or taps=2+15+27 (layers of the target "
+            "whose hidden states the head reads). Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -149,7 +150,9 @@ class TextOptions:
     held_out: Annotated[
         int, typer.Option("--held-out", help="Number of prompts that are measured and not trained on.")
     ] = 16
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are answered together.")] = 16
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Number of prompts whose responses are generated together.")
+    ] = 16
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class LoopOptions:
         float | None,
         typer.Option(
             "--learning-rate",
-            help="Default: that of the method and the optimizer. Muon's is ten times AdamW's.",
+            help="Learning rate. Default: that of the method and the optimizer. Muon's is ten times AdamW's.",
             show_default=False,
         ),
     ] = None
@@ -194,7 +197,7 @@ class LoopOptions:
         int | None,
         typer.Option(
             "--chunk",
-            help="Positions of a row whose logits are computed at a time: less memory, more work.",
+            help="Positions of a row whose logits are computed at a time. Small values need less memory and more time.",
             show_default=False,
         ),
     ] = None
@@ -211,8 +214,8 @@ class LoopOptions:
         Path | None,
         typer.Option(
             "--states",
-            help="Folder of the cached activations; default: OUT/states. Runs with more responses, or with other heads "
-            "of the same taps, share it.",
+            help="Folder of the cached activations; default: OUT/states. Several runs can share it, also with more "
+            "responses, if their heads read the same layers of the target.",
             show_default=False,
         ),
     ] = None
@@ -220,7 +223,7 @@ class LoopOptions:
     patience: Annotated[
         int | None,
         typer.Option(
-            "--patience", help="Measurements in a row without improvement before it stops.", show_default=False
+            "--patience", help="Training stops after this many measurements without improvement.", show_default=False
         ),
     ] = None
     budgets: Annotated[

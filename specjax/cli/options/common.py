@@ -36,7 +36,7 @@ DatastoreOption = Annotated[
     Path | None,
     typer.Option(
         "--datastore",
-        help="Corpus of methods that retrieve; `specjax datastore build` makes one.",
+        help="Corpus for rest, suffix, rasd and aded; `specjax datastore build` creates one.",
         show_default=False,
     ),
 ]
@@ -87,7 +87,7 @@ ExitOption = Annotated[
     int | None,
     typer.Option(
         "--exit-layer",
-        help="Number of layers that draft, for early_exit and superposed. Default: a quarter.",
+        help="Number of the target's first layers that draft, for early_exit and superposed. Default: a quarter.",
         show_default=False,
     ),
 ]
@@ -115,7 +115,7 @@ SamplingOption = Annotated[
     str,
     typer.Option(
         "--sampling",
-        help="speculative, or coupled: any drafter then gives the text of plain sampling.",
+        help="speculative or coupled; with coupled, every drafter produces the text of plain sampling for the seed.",
         autocompletion=completion.words("sampling"),
     ),
 ]
@@ -155,7 +155,7 @@ RawOption = Annotated[
     bool,
     typer.Option(
         "--raw",
-        help="Use the prompt without the chat template. Control tokens in its text then count as tokens.",
+        help="Use the prompt without the chat template. Control tokens in its text are then read as tokens.",
     ),
 ]
 SystemOption = Annotated[
@@ -174,7 +174,7 @@ PositionsOption = Annotated[
     typer.Option(
         "--max-positions",
         help="Maximum length of prompt and answer, in tokens. Default: the model's limit. It also selects the "
-        "frequencies of longrope models.",
+        "RoPE frequencies of longrope models.",
         show_default=False,
     ),
 ]
@@ -182,8 +182,8 @@ SameBitsOption = Annotated[
     bool,
     typer.Option(
         "--same-bits",
-        help="bfloat16 in which a token's logits do not depend on its pass, so that texts are equal to the bit. Passes "
-        "are slower. `specjax check-bits` checks this device.",
+        help="Compute in bfloat16 so that a token's logits have the same bits in every pass. Texts are then those of "
+        "plain decoding. Passes are slower. `specjax check-bits` checks this device.",
     ),
 ]
 AdaptOption = Annotated[

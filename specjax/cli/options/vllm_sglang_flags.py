@@ -22,7 +22,8 @@ ConfigOption = Annotated[
     str | None,
     typer.Option(
         "--speculative-config",
-        help='vLLM\'s JSON: {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}; counts drafted tokens.',
+        help='vLLM\'s JSON: {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}. The number is that of '
+        "drafted tokens.",
         rich_help_panel=PANEL,
         show_default=False,
     ),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 HELP = """Check whether the logits of a token depend on its pass, on this device.
 
 Plain decoding is compared, bit by bit, with passes over several tokens, with
-trees, batches, larger caches and prompts. If no bit differs, speculative text is
-exactly that of plain decoding. The exit code is 1 if a bit differs.
+trees, batches, larger caches and prompts. If no bit differs, speculative text
+is exactly that of plain decoding. The exit code is 1 if a bit differs.
 """
 
 TEXT = (

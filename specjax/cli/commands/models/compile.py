@@ -14,27 +14,28 @@ from specjax.cli.options.groups import with_groups
 
 HELP = """Compile a decode for TPUs without a TPU: memory, and estimates of the speed.
 
-It needs the TPU compiler (pip install 'specjax\\[tpu-compile]'), but no TPU and no
-weights. --target and --draft are shapes only: a built-in config (llama3_8b,
-smollm2_135m, ...), a folder with a config.json, or a GGUF file.
+It needs the TPU compiler (pip install 'specjax\\[tpu-compile]'), but no TPU
+and no weights. --target and --draft are shapes only: a built-in config
+(llama3_8b, smollm2_135m, ...), a folder with a config.json, or a GGUF file.
 
-The report covers prefill, one step and the whole loop, per device: memory in the
-compiler's layout (args + temps + out - alias), the minimum and the actual memory
-traffic, FLOPs, collectives, and the time by two estimates. Roofline is bytes over
-the published HBM bandwidth, FLOPs over the peak, and collectives; it is a lower
-bound without waiting. Schedule is the compiler's own cycle count, an upper bound
-for programs of many small pieces. Neither is a measurement; docs/tpu.md explains
-their use.
+The report covers prefill, one step and the whole loop, per device: memory in
+the compiler's layout (args + temps + out - alias), the minimum and the actual
+memory traffic, FLOPs, collectives, and the time by two estimates. Roofline is
+bytes over the published HBM bandwidth, FLOPs over the peak, and collectives;
+it is a lower bound that ignores latency. Schedule is the compiler's own cycle
+count, an upper bound for programs of many small operations. Neither is a
+measurement; docs/tpu.md explains their use.
 
-For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) there are three programs:
-a pass, a pass that also updates the cache, and the whole loop. A cache update can
-read a finished block together with the first pass over the next one. The table is
-by the columns that a pass decides. The report names the largest array of logits,
-which should have the columns of a window, not of the canvas.
+For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) there are three
+programs: a pass, a pass that also updates the cache, and the whole loop. A
+cache update can read a finished block together with the first pass over the
+next one. The table has one row per number of columns that a pass decides. The
+report names the largest array of logits, which should have the columns of a
+window, not of the canvas.
 
 A program that does not compile is a result (exit code 0), with the smallest
-changes that compile. The table by acceptance assumes that the siblings in a tree
-have equal chances, one after another.
+changes that compile. The table by acceptance rate assumes that each sibling
+is accepted with this rate if the siblings before it were rejected.
 """
 
 

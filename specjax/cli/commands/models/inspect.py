@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 HELP = """Show the kind and format of a draft head, and its agreement with the target.
 
-A head that is read wrongly drafts slowly, but the text stays right, because every
-draft is verified. Only the agreement shows the error. Below 20 % the report names
-the most likely cause.
+A head that is read wrongly drafts slowly, but the text stays right, because
+every draft is verified. Only the agreement shows the error. Below 20 % the
+report names the most likely cause.
 """
 
 

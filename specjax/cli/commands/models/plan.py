@@ -13,16 +13,16 @@ from specjax.errors import UsageError
 
 HELP = """Propose the token tree for a pair of models on TPUs, without a TPU.
 
-It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft model
-(see `specjax compile`). Then it minimises seconds per token over all sizes and
-depths: (depth x draft + verify(nodes)) / expected tokens of the best tree
-(Sequoia, arXiv 2402.12374), by each of the two estimates of `specjax compile`.
-Without --draft, drafting costs nothing.
+It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft
+model (see `specjax compile`). Then it minimises seconds per token over all
+sizes and depths: (depth x draft + verify(nodes)) / expected tokens of the
+best tree (Sequoia, arXiv 2402.12374), by each of the two estimates of
+`specjax compile`. Without --draft, drafting costs nothing.
 
---acceptance has the probability that the first, second, ... child of an accepted
-node is the accepted one, joined by commas. It can also be the JSON of `specjax
-compare-verifiers` (ranks from its --drafts), or of `specjax bench` (the first
-rank only, so a chain is proposed).
+--acceptance has the probability that the first, second, ... child of an
+accepted node is the accepted one, joined by commas. It can also be the JSON
+of `specjax compare-verifiers` (ranks from its --drafts), or of `specjax
+bench` (the first rank only, so a chain is proposed).
 """
 
 
