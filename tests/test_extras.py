@@ -48,7 +48,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):
 
 def test_what_is_broken_is_not_called_missing():
     with (
-        pytest.raises(specjax.UsageError, match=r"cannot be imported \(libx.so: cannot open\); run pip install --upgrade"),
+        pytest.raises(specjax.UsageError, match=r"cannot be imported \(libx.so: cannot open\); run pip install"),
         optional_import("gguf", "a GGUF file needs"),
     ):
         raise ImportError("libx.so: cannot open")  # without a name, as extensions do
