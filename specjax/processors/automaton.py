@@ -1,6 +1,6 @@
 """Deterministic automata over tokens: the allowed tokens of each state, and the next state after each of them.
 
-outlines-core compiles regular expressions and JSON schemas: `pip install 'specjax[constraints]'`. The result is
+outlines-core compiles regular expressions: `pip install 'specjax[constraints]'`. The result is
 converted to arrays without the states from which no text can end. Decoding therefore never reaches a state without
 allowed tokens.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import first_line
+from specjax.processors import patterns, schemas
 
 MAX_STATES = 1 << 16
 END, AT_END = "\U0010ffff", (1 << 32) - 1
@@ -52,24 +53,37 @@ class Automaton(NamedTuple):
 def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
     """Compile a regular expression that the complete text must match.
 
-    Look-around and back-references are not supported.
+    The syntax is that of Rust's regex crate, without look-around and back-references. Anchors at the beginning and at
+    the end restrict nothing.
 
-    Raises: UsageError for an invalid expression, or one that no text of these tokens matches.
+    Raises: UsageError for an invalid expression, an anchor inside, or an expression that no text of these tokens
+      matches.
     """
-    return _compiled(pattern, tokenizer, eos, "the regular expression")
-
-
-def json_schema(schema: str | Mapping[str, Any], tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
-    """Compile a JSON schema. Properties must have the order of the schema, with at most one space between two parts.
-
-    Raises: UsageError for an invalid schema, one that outlines-core does not support, or one that no text satisfies.
-    """
-    subject, text = "the JSON schema", schema if isinstance(schema, str) else json.dumps(schema)
+    subject = "the regular expression"
     try:
-        pattern = _library().json_schema.build_regex_from_schema(text)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
-    return _compiled(pattern, tokenizer, eos, subject, empty=False)  # the empty text is not JSON
+        return _compiled(patterns.without_anchors(pattern), tokenizer, eos, subject)
+    except patterns.AnchorError as error:
+        raise UsageError(f"{subject} has {error}") from None
+
+
+def json_schema(
+    schema: str | bool | Mapping[str, Any], tokenizer: Spells, *, eos: Sequence[int] | None = None
+) -> Automaton:
+    """Compile a JSON schema. Every text that ends is JSON and satisfies the schema.
+
+    Properties must have the order of the schema, with at most one space between two parts. `schemas` has the supported
+    keywords.
+
+    Raises: UsageError for an invalid schema, an unsupported keyword, or a schema that no text of these tokens
+      satisfies.
+    """
+    subject = "the JSON schema"
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise UsageError(f"{subject} is not JSON: {first_line(error)}") from None
+    return _compiled(schemas.to_regex(schema), tokenizer, eos, subject)
 
 
 def _library() -> Any:
@@ -78,10 +92,8 @@ def _library() -> Any:
     return outlines_core
 
 
-def _compiled(
-    pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str, empty: bool = True
-) -> Automaton:
-    """Compile a pattern. `empty` allows the empty text, and `subject` names the constraint in errors."""
+def _compiled(pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str) -> Automaton:
+    """Compile a pattern. `subject` names the constraint in errors."""
     library, ends = _library(), tuple(tokenizer.eos if eos is None else eos)
     if not ends:
         raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")
@@ -100,7 +112,7 @@ def _compiled(
     start, rows = index.get_initial_state(), index.get_transitions()
     # END is also read as content, by `.` and by negated classes. Only where it completes a text does it lead to an end.
     complete = set(index.get_final_states())
-    final = {state for state, row in rows.items() if row.get(AT_END) in complete} - (set() if empty else {start})
+    final = {state for state, row in rows.items() if row.get(AT_END) in complete}
     rows = {
         s: {token: target for token, target in row.items() if token not in (AT_END, *ends)} for s, row in rows.items()
     }

@@ -71,6 +71,24 @@ def test_a_regular_expression_accepts_what_python_matches(pattern):
         assert accepted == bool(re.fullmatch(pattern, letters.decode(ids))), ids
 
 
+@pytest.mark.parametrize(
+    ("pattern", "bare"),
+    [
+        ("^ab$", "ab"),
+        ("^a|b$", "a|b"),
+        ("(?:^a|^b)c$", "(?:a|b)c"),
+        (r"\Aab\z", "ab"),
+        ("^(ab|c$)", "(ab|c)"),
+        ("(?i)^AB$", "(?i)AB"),
+        (r"a[^$]\$?$", r"a[^$]\$?"),
+    ],
+)
+def test_anchors_at_the_ends_restrict_nothing(pattern, bare):
+    pytest.importorskip("outlines_core")
+    for ours, theirs in zip(processors.regex(pattern, Letters()), processors.regex(bare, Letters()), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_json_of_a_schema():
     """Whatever the target would like to write: sampled from a uniform one, drafted by it too."""
     pytest.importorskip("outlines_core")
@@ -93,8 +111,10 @@ def test_json_of_a_schema():
     [
         (lambda letters: processors.regex("[", letters), "regular expression is invalid or not supported: Failed to"),
         (lambda letters: processors.regex("xyz", letters), "no text of the model's tokens satisfies the regular"),
-        (lambda letters: processors.json_schema("nothing", letters), "JSON schema is invalid or not supported: Exp"),
-        (lambda letters: processors.json_schema({"enum": []}, letters), "tokens satisfies the JSON schema"),
+        (lambda letters: processors.json_schema("nothing", letters), "JSON schema is not JSON: Expecting value"),
+        (lambda letters: processors.json_schema({"enum": []}, letters), "no text satisfies the JSON schema"),
+        (lambda letters: processors.json_schema({"const": "z"}, letters), "tokens satisfies the JSON schema"),
+        (lambda letters: processors.regex("a^b", letters), r"expression has the anchor \^ inside; only"),
         (lambda letters: processors.regex("a", letters, eos=()), "needs an eos to end texts, but the tokenizer"),
     ],
 )
