@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.pallas_kernels.gumbel_topk.reference import gumbel, mask_invalid
 from specjax.pallas_kernels.tuning import tuned_sizes
 
@@ -54,7 +54,7 @@ def unsupported_reason(keys, logits, k: int) -> str | None:
     return None
 
 
-@without_x64  # Mosaic's indices are 32 bits
+@with_standard_modes  # Mosaic's indices are 32 bits
 def gumbel_topk(
     keys, logits, k, *, temperature=None, valid=None, first_id=0, block=None, width=None, slots=None, device_kind=None,
     interpret=False,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
@@ -109,7 +109,7 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 
 # `jit` makes equal layers share one trace: 0.6 ms instead of 27 ms.
 @functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total"))
-@without_x64  # Mosaic's indices are 32 bits
+@with_standard_modes  # Mosaic's indices are 32 bits
 def _run_tpu(
     q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static
 ):  # fmt: skip

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
@@ -150,7 +150,7 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
-@without_x64
+@with_standard_modes
 def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
     order, row, slots = token_order(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)

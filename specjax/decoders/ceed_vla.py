@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import build_result
 from specjax.engine.packing import Prompts, check_new_tokens, pack
@@ -107,7 +107,7 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("block", "stale", "max_new_tokens"))
-@without_x64
+@with_standard_modes
 def _run(
     target: Target, inputs: PyTree, prompt: Array, prompts: Array, keys: Array, eos: Array, limit: Array, *, block: int,
     stale: bool, max_new_tokens: int,

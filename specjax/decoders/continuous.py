@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.catalog.method import Guarantee
 from specjax.engine.results import DecodeResult, add_round, zero_stats
@@ -241,7 +241,7 @@ class DraftWindow(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
-@without_x64
+@with_standard_modes
 def _decode(
     models: ModelPair, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import LoopInputs, build_result, init_loop
 from specjax.engine.packing import Prompts
@@ -126,7 +126,7 @@ class SegmentState(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")
-@without_x64
+@with_standard_modes
 def _run(
     target: Target, head: DraftHead, loop_inputs: LoopInputs, confidence: Array, *, max_new_tokens: int
 ) -> DecodeResult:

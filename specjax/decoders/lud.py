@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.loop_setup import LoopInputs, build_result, init_loop
 from specjax.engine.packing import Prompts
@@ -103,7 +103,7 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "max_new_tokens"))
-@without_x64
+@with_standard_modes
 def _run(
     target: Target,
     loop_inputs: LoopInputs,

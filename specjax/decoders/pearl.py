@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.arrays.indexing import first_largest
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
@@ -172,7 +172,7 @@ class Role:
     inputs: PyTree = None  # inputs of its model, if any
 
 
-@without_x64
+@with_standard_modes
 def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
     """Return the roles of the draft model and of the target."""
     make_role = lambda side: Role(side, settings.to_sampling(), keys, side.model.select_inputs(inputs))
@@ -295,7 +295,7 @@ def _place(role: Role) -> Role:
 
 @jax.jit
 @on_mesh
-@without_x64
+@with_standard_modes
 def _read(role: Role, tokens: Array, count: Array) -> PyTree:
     """Return the cache of the first `count` int32[B] of tokens int32[B, S]."""
     model, params = role.target.model, role.target.params
@@ -304,7 +304,7 @@ def _read(role: Role, tokens: Array, count: Array) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("gamma",), donate_argnames=("cache",))
 @on_mesh
-@without_x64
+@with_standard_modes
 def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int) -> tuple[Array, PyTree]:
     """Draft int32[B, gamma] tokens after a text of `length` int32[B] tokens that ends with `last` int32[B, 1]."""
 
@@ -321,7 +321,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 @on_mesh
-@without_x64
+@with_standard_modes
 def _verify(role: Role, cache: PyTree, window: Array, verified: Array) -> tuple[Array, PyTree]:
     """Return the target's draws int32[B, gamma] after each token of `window` int32[B, gamma].
 

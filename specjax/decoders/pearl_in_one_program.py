@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.packing import Prompts, check_new_tokens, pack
@@ -89,7 +89,7 @@ def pearl_in_one_program(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))
-@without_x64
+@with_standard_modes
 def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
     start = Text.of(tokens, lengths, max_new_tokens, gamma)
     loop = functools.partial(_loop, gamma=gamma)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
@@ -166,7 +166,7 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
-@without_x64
+@with_standard_modes
 def _run(
     target: Target,
     inputs: PyTree,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.diffusion.caches import WHOLE, append
 from specjax.diffusion.loop import LOOP, DenoisingParts
 from specjax.diffusion.types import CanvasCache, Denoiser, Procedure
@@ -18,7 +18,7 @@ UNIT = 32
 """The sizes of a fully computed canvas and of a window over all its new columns are multiples of this number."""
 
 
-@without_x64
+@with_standard_modes
 def prepare(
     denoiser: Denoiser,
     procedure: Procedure,

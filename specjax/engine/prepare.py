@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import Job, Keep, Parts
 from specjax.engine.packing import Prompts, check_new_tokens, pack
@@ -115,7 +115,7 @@ class Settings:
         return verifier
 
 
-@without_x64
+@with_standard_modes
 def prepare(
     target: Target,
     drafter: Drafter,

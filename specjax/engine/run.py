@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.engine.job import Job, LoopParts
 from specjax.engine.results import DecodeResult, add_stats, zero_stats
 from specjax.types import STATIC, Array, Context, DecodeState, Drafter, Info, PyTree, Target
@@ -36,14 +36,14 @@ def _prefill_rows(job: Job) -> DecodeState:
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def start(job: Job) -> DecodeState:
     """Prefill the prompts. Return the state before the first step."""
     return _prefill_rows(job)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@without_x64
+@with_standard_modes
 def step(parts: LoopParts, state: DecodeState) -> tuple[DecodeState, Info, Array]:
     """Run one step and return the next state, its diagnostics, and bool[], True if all rows have ended.
 
@@ -54,7 +54,7 @@ def step(parts: LoopParts, state: DecodeState) -> tuple[DecodeState, Info, Array
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def run(job: Job) -> DecodeResult:
     """Run `start`, then `step` until all rows have ended, in one program.
 
@@ -144,11 +144,11 @@ def canonical(target: Target, drafter: Drafter) -> Drafter:
     return restore_params(drafter, _export_blank(target, drafter))
 
 
-_export_params = jax.jit(without_x64(export_params))
+_export_params = jax.jit(with_standard_modes(export_params))
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def _export_blank(target: Target, drafter: Drafter) -> Drafter:
     context = Context(jnp.zeros((1, 1), jnp.int32), jnp.ones((1,), jnp.int32), target=target)
     return export_params(drafter, drafter.init(drafter.params, context))

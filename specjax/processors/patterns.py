@@ -170,7 +170,7 @@ def _sequence(items: Iterable, first: bool = False, last: bool = False) -> str:
     if last and not (items and items[-1][0] in _GROUPS):
         suffix, last = _ANY_TEXT, False
     end = len(items) - 1
-    parts = [_item(*item, first and i == 0, last and i == end) for i, item in enumerate(items)]
+    parts = [_item(code, argument, first and i == 0, last and i == end) for i, (code, argument) in enumerate(items)]
     return "".join([prefix, *parts, suffix])
 
 

@@ -399,7 +399,8 @@ def _has_type(value: Any, kind: str) -> bool:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
         return kind == "number" or (kind == "integer" and float(value).is_integer())
-    return kind == {str: "string", list: "array", dict: "object"}.get(type(value))
+    kinds = {"string": str, "array": list, "object": dict}
+    return kind in kinds and isinstance(value, kinds[kind])
 
 
 def _check_keywords(schema: Mapping, allowed: set[str], path: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays import batch_axes
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import export_params, restore_params, step
 from specjax.errors import UsageError
@@ -244,7 +244,7 @@ def pack_request(
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def _empty(job: Job) -> tuple[PyTree, DecodeState]:
     """Return the drafter's exported parameters, and a batch in which all rows have ended."""
     ones = jnp.ones_like(job.lengths)
@@ -253,7 +253,7 @@ def _empty(job: Job) -> tuple[PyTree, DecodeState]:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@without_x64
+@with_standard_modes
 def _admit(parts: Parts, state: DecodeState, admission: Admission) -> DecodeState:
     """Prefill a request as a batch of one, and write it over its row in every array of `state`."""
     slot, tokens, length, key, stop, inputs, settings = admission
@@ -266,7 +266,7 @@ def _admit(parts: Parts, state: DecodeState, admission: Admission) -> DecodeStat
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-@without_x64
+@with_standard_modes
 def _end(drafter: Drafter, state: DecodeState, slot) -> tuple[PyTree, DecodeState]:
     """Mark a row as ended. Return the drafter's exported parameters and the state."""
     return _export_row(drafter, state, slot), state._replace(done=state.done.at[slot].set(True))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog.method import Guarantee
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
@@ -43,7 +43,7 @@ class Verifier:
     # For a lossy rule: True if its text is the greedy text at temperature 0, where p is one-hot.
     greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
-    @without_x64
+    @with_standard_modes
     def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
         """Apply the rule. `hidden` [B, N, D] are the target's hidden states, for rules that read them."""
         tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))

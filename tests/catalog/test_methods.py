@@ -24,6 +24,7 @@ from toy import (
     tiny_datastore,
     tiny_llama,
 )
+from unusual_modes import unusual_modes
 
 from specjax import Target, UsageError, decode, drafters, make_drafter, stream, trees
 from specjax.catalog import of_kind
@@ -364,9 +365,9 @@ def test_drafts_that_share_the_noise_of_their_verification_are_caught(monkeypatc
 
 
 @pytest.mark.parametrize("name", those({"two_model", "auto"}, NAMES))
-def test_the_same_text_under_x64(name):
-    """Decode in a process with 64-bit computations elsewhere."""
-    with jax.enable_x64(True):
+def test_the_same_text_in_unusual_modes(name):
+    """Decode in a process with 64-bit computations, and with strict promotion."""
+    with unusual_modes():
         assert jnp.arange(2).dtype == jnp.int64
         for temperature in (0.0, 0.8):
             result = decode(

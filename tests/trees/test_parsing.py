@@ -74,7 +74,7 @@ def test_a_file_by_what_it_says(tmp_path):
         (f"siblings:{'0' * 5000}", "is not a tree"),
         ("top:64x65", "has 4224 nodes; a tree may have at most 4096"),
         ("siblings:20000", "a tree may have at most 4096"),
-        ("eagle2:2x2x100", "has 6 candidates, not 100"),
+        ("eagle2:2x2x100", "has only 6 candidates for 100 nodes"),
         ("beam:5000x1", "a tree may have at most 4096"),
         ("sequoia:.5,.2:100000", "a tree may have at most 4096"),
         ("sequoia:nan:4", "acceptance must be probabilities"),

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
@@ -156,7 +156,7 @@ def distinct(tokens: Array, length: Array, start: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("reward", "k", "frontier"))
-@without_x64
+@with_standard_modes
 def _run(
     job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, *, reward: Reward, k: int, frontier: int
 ) -> TextResult:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -168,7 +168,7 @@ def prompt_logprobs(writer: Parts, tokens: Array, length: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("debt", "tokens"))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, budget: Array, *, debt: bool, tokens: int) -> TextResult:
     writers, text = job.writers, job.begin()
     owed = jnp.zeros(text.length.shape)

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
@@ -107,7 +107,7 @@ def arbitrage(
 
 
 @functools.partial(jax.jit, static_argnames=("form", "reward", "max_step_tokens"))
-@without_x64
+@with_standard_modes
 def _run(
     job: TextJob, segmenter: Segmenter, tau: Array, head: tuple[Array, Array] | None, *, form: str,
     reward: Reward | None, max_step_tokens: int,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
@@ -110,7 +110,7 @@ def best_trial(nll: Array, count: Array, tried: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("n_max",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, punctuation: Segmenter, n_min: Array, max_trial_tokens: Array, *, n_max: int) -> TextResult:
     writers, n, batch = job.writers, n_max, len(job.lengths)
     many = texts.forked(writers, n)

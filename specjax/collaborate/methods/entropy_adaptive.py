@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -115,7 +115,7 @@ def route(router: Router, bits: Array, unfinished: Array, tau: Array, min_tokens
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, tau: Array, min_tokens: Array, large: Array, *, window: int) -> TextResult:
     def choose(text: TextState, router: Router, unfinished: Array):
         text, small_logits, _ = texts.look(job.writers, text, SMALL, unfinished & ~router.large)

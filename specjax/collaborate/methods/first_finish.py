@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
@@ -89,7 +89,7 @@ def winners(lengths: Array, ended: Array, mean_logprob: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("samples",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, *, samples: int) -> TextResult:
     n, batch = samples, len(job.lengths)
     writers = texts.forked(job.writers, n)

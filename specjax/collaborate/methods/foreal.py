@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -90,7 +90,7 @@ def foreal(
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, segmenter: Segmenter, lead: Array, p: Array) -> TextResult:
     writers = job.writers
 

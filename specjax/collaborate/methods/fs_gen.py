@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -122,7 +122,7 @@ def is_unsure(small: Array, form: str, threshold: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("form",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, strength: Array, alpha: Array, *, form: str) -> TextResult:
     writers = job.writers
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -101,7 +101,7 @@ def choose_candidate(p: Array, depth: Array, alpha: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("k",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, alpha: Array, *, k: int) -> TextResult:
     def choose(text: TextState, state: tuple, unfinished: Array):
         text, logits, _ = texts.look(job.writers, text, 0, unfinished)

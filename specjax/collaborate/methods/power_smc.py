@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
@@ -120,7 +120,7 @@ def add_tokens(power: Power, logits: Array, tokens: Array, count: Array, alpha: 
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
-@without_x64
+@with_standard_modes
 def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *, n: int) -> TextResult:
     writers = texts.forked(job.writers, n)
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
@@ -158,7 +158,7 @@ def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, 
 
 
 @functools.partial(jax.jit, static_argnames=("reward", "n", "lookahead", "move"))
-@without_x64
+@with_standard_modes
 def _run(
     job: TextJob, block: Array, kappa: Array, *, reward: Reward, n: int, lookahead: int, move: bool
 ) -> TextResult:  # fmt: skip

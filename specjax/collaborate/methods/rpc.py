@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, prepare_texts, whole
@@ -166,7 +166,7 @@ def _log_densities(mixture: AnswerMixture, p: Array) -> Array:
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def fit(p: Array) -> AnswerMixture:
     """Fit a mixture to probabilities float32[K], starting from w = .5, (1, 1) and (1.5, 2), with w within .2 and .8."""
 
@@ -186,7 +186,7 @@ def fit(p: Array) -> AnswerMixture:
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
-@without_x64
+@with_standard_modes
 def _samples(job: TextJob, *, n: int) -> tuple[TextResult, Array]:
     """Return all texts, and their log-probabilities float32[B n]."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -118,7 +118,7 @@ def judge_by_digit(writers: Writers, text: TextState, step: Step, *, judging: Ar
 
 
 @functools.partial(jax.jit, static_argnames=("average", "max_step_tokens"))
-@without_x64
+@with_standard_modes
 def _run(
     job: TextJob, segmenter: Segmenter, judging: Array, digits: Array, threshold: Array, first: Array,
     answer: Array | None, *, average: bool, max_step_tokens: int,

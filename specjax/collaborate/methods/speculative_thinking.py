@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays.x64 import without_x64
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
@@ -142,7 +142,7 @@ def grow(x: Array, increment: int, limit: int) -> Array:
 
 
 @jax.jit
-@without_x64
+@with_standard_modes
 def _run(
     job: TextJob, segmenter: Segmenter, cues: Cues, check: Array, numbers: Array, reasons: Array
 ) -> TextResult:  # fmt: skip

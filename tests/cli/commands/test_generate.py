@@ -128,7 +128,7 @@ def test_costs_are_measured_or_those_of_a_plan(cli, refused, tmp_path):
     assert "specjax plan --json" in refused(*run, "--costs", plan)
     assert "--costs must be measured" in refused(*run, "--costs", tmp_path / "none.json")
     assert "--costs does not apply to method suffix" in refused(*run, "--method", "suffix", "--costs", "measured")
-    assert "host to host" in refused(*run, "--distributed", "--costs", "measured")
+    assert "differs between hosts" in refused(*run, "--distributed", "--costs", "measured")
 
 
 @pytest.mark.parametrize("folder", ["", " ", "\udc80"])

@@ -317,7 +317,7 @@ def test_how_many_tokens_a_block_drafts():
         ({"selector_rank": 4, "own_head": True}, "needs the target's 64 tokens, not a draft vocabulary of 16"),
         ({"confidence": "markov"}, 'confidence="markov" needs a Markov head'),
         ({"conv_taps": 2, "conv_group": 5}, "conv_group must divide the width 32, and 5 does not"),
-        ({"selector_rank": 4, "candidates": 65}, "candidates must be between 1 and the 64"),
+        ({"selector_rank": 4, "candidates": 65}, "candidates must be between 1 and the vocabulary size, 64"),
         ({"windows": (3,)}, "windows has 1 entries for 2 layers"),
         ({"block_size": 1}, "block_size must be at least 2"),
     ],

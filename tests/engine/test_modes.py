@@ -1,4 +1,4 @@
-"""Under `jax_enable_x64` every tree, rule and loop gives the texts that it gives without."""
+"""Under 64-bit types and strict promotion every tree, rule and loop gives the texts that it gives without."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from tiers import exhaustive
 from toy import markov, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
+from unusual_modes import unusual_modes
 
 from specjax import Request, decode, decoders, drafters, serve, stream, trees, verifiers
 from specjax.persistence import Checkpoints
@@ -35,7 +36,7 @@ RULES = [
 def same(run):
     """What `run()` gives is the same with and without."""
     narrow = run()
-    with jax.enable_x64(True):
+    with unusual_modes():
         assert jnp.zeros(1).dtype == jnp.float64
         wide = run()
     jax.tree.map(np.testing.assert_array_equal, wide, narrow)
