@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import is_remote
 from specjax.types import Array, Drafter, Info, Stats
@@ -85,17 +86,17 @@ def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:
     return Stats(row, row, row, by_depth, by_depth, jnp.zeros((batch,), bool), row if debug else None)
 
 
+@with_standard_modes  # `resume` and `bench` call it outside of the loop
 def add_stats(stats: Stats, info: Info) -> Stats:
-    """Add one step to the statistics. It also runs outside of `with_standard_modes`, so all dtypes and ranks match."""
-    depth = jnp.arange(stats.drafted_by_depth.shape[1], dtype=jnp.int32)[None]
-    reaches = lambda length: (depth < length[:, None]).astype(jnp.int32)
+    """Add one step to the statistics."""
+    depth = jnp.arange(stats.drafted_by_depth.shape[1])
     violations = [bits for bits in (stats.violations, info.violations) if bits is not None]
     return Stats(
-        target_passes=stats.target_passes + info.active.astype(jnp.int32),
+        target_passes=stats.target_passes + info.active,
         drafted=stats.drafted + info.drafted,
         accepted=stats.accepted + info.accepted,
-        drafted_by_depth=stats.drafted_by_depth + reaches(jnp.where(info.active, info.drafted_depth, 0)),
-        accepted_by_depth=stats.accepted_by_depth + reaches(info.accepted),
+        drafted_by_depth=stats.drafted_by_depth + (depth < jnp.where(info.active, info.drafted_depth, 0)[:, None]),
+        accepted_by_depth=stats.accepted_by_depth + (depth < info.accepted[:, None]),
         hit_eos=stats.hit_eos | info.hit_eos,
         violations=functools.reduce(jnp.bitwise_or, violations) if violations else None,
     )

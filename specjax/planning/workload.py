@@ -159,10 +159,8 @@ def make_workload(
     head_config = None if head is None else _read_head(head, target_config)
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     if context + max_new_tokens > max_positions:
-        raise UsageError(
-            f"--context plus --max-new-tokens is {context + max_new_tokens}, more than the models' {max_positions} "
-            "positions; lower one"
-        )
+        total = context + max_new_tokens
+        raise UsageError(f"--context plus --max-new-tokens is {total}, above the models' {max_positions}; lower one")
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)

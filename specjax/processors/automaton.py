@@ -1,8 +1,7 @@
 """Deterministic automata over tokens: the allowed tokens of each state, and the next state after each of them.
 
-outlines-core compiles regular expressions: `pip install 'specjax[constraints]'`. The result is
-converted to arrays without the states from which no text can end. Decoding therefore never reaches a state without
-allowed tokens.
+outlines-core compiles regular expressions: `pip install 'specjax[constraints]'`. The result is converted to arrays
+without the states from which no text can end. Decoding therefore never reaches a state without allowed tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import numpy as np
 
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import first_line
-from specjax.processors import patterns, schemas
+from specjax.processors import schemas
+from specjax.processors.expressions import PatternError, without_anchors
 
 MAX_STATES = 1 << 16
 END, AT_END = "\U0010ffff", (1 << 32) - 1
@@ -61,8 +61,8 @@ def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) 
     """
     subject = "the regular expression"
     try:
-        return _compiled(patterns.without_anchors(pattern), tokenizer, eos, subject)
-    except patterns.AnchorError as error:
+        return _compiled(without_anchors(pattern), tokenizer, eos, subject)
+    except PatternError as error:
         raise UsageError(f"{subject} has {error}") from None
 
 

@@ -29,6 +29,18 @@ class Letters:
         return "".join(self.pieces[i - 2] for i in ids if i > 1)
 
 
+def accepts(automaton: Automaton, tokens) -> bool:
+    """Whether a text of these tokens may end."""
+    state = 0
+    for token in tokens:
+        row = slice(automaton.offsets[state], automaton.offsets[state + 1])
+        place = np.flatnonzero(automaton.tokens[row] == token)
+        if not len(place):
+            return False
+        state = int(automaton.following[row][place[0]])
+    return bool(automaton.accepting[state])
+
+
 @functools.cache
 def counting(vocab: int) -> Automaton:
     """Texts of an even number of even tokens, no odd token twice in a row, that end by EOS."""

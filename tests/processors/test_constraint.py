@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processed import EOS, Letters, begun, counting, in_a_tree
+from processed import EOS, Letters, accepts, begun, counting, in_a_tree
 from toy import markov
 
 from specjax import UsageError, decode, drafters, processors
@@ -60,15 +60,7 @@ def test_a_regular_expression_accepts_what_python_matches(pattern):
     letters, found = Letters(), processors.regex(pattern, Letters())
     tokens = [i for i, spelled in enumerate(letters.spellings()) if spelled and i != EOS]
     for ids in itertools.chain.from_iterable(itertools.product(tokens, repeat=n) for n in range(4)):
-        state = 0
-        for token in ids:
-            part = slice(found.offsets[state], found.offsets[state + 1])
-            place = np.flatnonzero(found.tokens[part] == token)
-            state = int(found.following[part][place[0]]) if len(place) else -1
-            if state < 0:
-                break
-        accepted = state >= 0 and bool(found.accepting[state])
-        assert accepted == bool(re.fullmatch(pattern, letters.decode(ids))), ids
+        assert accepts(found, ids) == bool(re.fullmatch(pattern, letters.decode(ids))), ids
 
 
 @pytest.mark.parametrize(

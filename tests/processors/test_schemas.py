@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from processed import accepts
 
 from specjax import UsageError, processors
 from specjax.processors import schemas
@@ -51,17 +52,6 @@ def texts_of(found, count=40, longest=60):
             state = target
         texts.append(text.decode())
     return texts
-
-
-def accepts(found, text):
-    state = 0
-    for byte in text.encode():
-        row = slice(found.offsets[state], found.offsets[state + 1])
-        place = np.flatnonzero(found.tokens[row] == byte)
-        if not len(place):
-            return False
-        state = int(found.following[row][place[0]])
-    return bool(found.accepting[state])
 
 
 def thing(**properties):
@@ -141,8 +131,9 @@ def test_texts_are_json_that_satisfies_the_schema(name):
 def test_texts_of_json_dumps_are_accepted(schema, values):
     found = processors.json_schema(schema, Bytes())
     for value in values:
-        assert accepts(found, json.dumps(value, ensure_ascii=False)), value
-        assert not accepts(found, json.dumps(value, ensure_ascii=False)[:-1] + "!")
+        text = json.dumps(value, ensure_ascii=False)
+        assert accepts(found, text.encode()), value
+        assert not accepts(found, f"{text[:-1]}!".encode())
 
 
 REFUSED = [
@@ -172,6 +163,12 @@ REFUSED = [
     ("unknown type", {"type": "text"}),
     ("whole number", {"type": "string", "minLength": "2"}),
     ("must be a list", {"enum": "ab"}),
+    *(("not of the right form", {name: value}) for name, value in (
+        ("properties", []), ("required", "a"), ("required", [1]), ("type", 3), ("type", [{}]), ("format", []),
+        ("prefixItems", {}),
+    )),
+    ("not of the right form", {"allOf": [{"minLength": 1}, {"properties": []}]}),
+    ("not of the right form", {"oneOf": [{"type": "null"}, {"type": {}}]}),
     ("a schema must stand", {"type": "array", "items": 3}),
 ]  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from specjax.processors.expressions import any_of
+
 ANY_INTEGER = "-?(?:0|[1-9][0-9]*)"
 
 
@@ -18,14 +20,14 @@ def integer_range(low: int | None, high: int | None) -> str | None:
     if high is None or high >= 0:
         smallest = 0 if low is None or low < 0 else low
         parts.append(_at_least(smallest) if high is None else _between(smallest, high))
-    return _any_of(parts)
+    return any_of(parts)
 
 
 def _at_least(low: int) -> str:
     """Return an expression of the integers from `low` >= 0 on: those with as many digits, and those with more."""
     digits = len(str(low))
     longer = f"[1-9][0-9]{{{digits},}}"
-    return _any_of([_between(low, 10**digits - 1), longer])
+    return any_of([_between(low, 10**digits - 1), longer])
 
 
 def _between(low: int, high: int) -> str:
@@ -34,7 +36,7 @@ def _between(low: int, high: int) -> str:
     for digits in range(len(str(low)), len(str(high)) + 1):
         smallest, largest = 10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1
         parts.append(_same_length(str(max(low, smallest)), str(min(high, largest))))
-    return _any_of(parts)
+    return any_of(parts)
 
 
 def _same_length(low: str, high: str) -> str:
@@ -55,8 +57,4 @@ def _same_length(low: str, high: str) -> str:
         last -= 1
     if first <= last:
         parts.append(f"{first if first == last else f'[{first}-{last}]'}[0-9]{{{further}}}")
-    return _any_of(parts)
-
-
-def _any_of(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+    return any_of(parts)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from specjax.errors import UsageError
-from specjax.processors import patterns
-from specjax.processors.integer_ranges import ANY_INTEGER, integer_range
+from specjax.processors.expressions import PatternError, any_of, repeat
+from specjax.processors.schemas.integers import ANY_INTEGER, integer_range
+from specjax.processors.schemas.strings import in_json_string
 
 SPACE = "[ ]?"
 CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
@@ -64,6 +65,11 @@ DEPENDENT = {
 }  # fmt: skip
 """Keywords that apply to what a neighbouring keyword does not list."""
 
+FORMS: dict[str, type | tuple[type, ...]] = {
+    "properties": Mapping, "required": list, "prefixItems": list, "type": (str, list), "format": str,
+}  # fmt: skip
+"""The Python types of keywords that are read before their values are checked."""
+
 TYPES = ("object", "array", "string", "number", "boolean", "null")  # an integer is a number
 
 Schema = Any  # a mapping or a boolean
@@ -94,14 +100,14 @@ class _Compiler:
             return _anything(DEPTH)
         if not isinstance(schema, Mapping):
             _refuse(path, f"has {json.dumps(schema)} where a schema must stand")
+        _check_forms(schema, path)
         schema = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
         if "allOf" in schema:
             schema = self.merge(schema, path)
         if "$ref" in schema:
             return self.reference(schema, path, trail)
-        for name in ("enum", "const"):
-            if name in schema:
-                return self.values(schema, name, path)
+        if "enum" in schema or "const" in schema:
+            return _values(schema, path)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 return self.branches(schema, name, path, trail)
@@ -109,16 +115,22 @@ class _Compiler:
             return _anything(DEPTH)
         types = _types(schema, path)
         _check_keywords(schema, {"type"} | {name for kind in types for name in KEYWORDS[kind]}, path)
-        writers: dict[str, Callable[[Mapping, str, tuple[str, ...]], str | None]] = {
-            "string": self.string, "array": self.array, "object": self.object,
-            "integer": self.number, "number": self.number,
-        }  # fmt: skip
-        constants = {"boolean": "(?:true|false)", "null": "null"}
-        parts = [
-            constants[kind] if kind in constants else writers[kind]({**schema, "type": kind}, path, trail)
-            for kind in types
-        ]
-        return _any_of(parts)
+        return _any_of([self.of_type(kind, schema, path, trail) for kind in types])
+
+    def of_type(self, kind: str, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
+        """Return the expression of the values of one type."""
+        match kind:
+            case "object":
+                return self.object(schema, path, trail)
+            case "array":
+                return self.array(schema, path, trail)
+            case "string":
+                return _string(schema, path)
+            case "boolean":
+                return "(?:true|false)"
+            case "null":
+                return "null"
+        return _number(schema, kind == "integer", path)
 
     def reference(self, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
         _check_keywords(schema, {"$ref"}, path)
@@ -156,6 +168,7 @@ class _Compiler:
                 continue
             if not isinstance(part, Mapping):
                 _refuse(path, f"has an allOf whose part {number} is not a mapping")
+            _check_forms(part, path)
             parts.append(self.merge(part, path) if "allOf" in part else part)
         merged: dict[str, Any] = {}
         for part in parts:
@@ -175,16 +188,6 @@ class _Compiler:
                 if keyword in part and any(part.get(name) != merged.get(name) for name in neighbours):
                     _refuse(path, f"has an allOf with {keyword} beside {neighbours[0]} of another part")
         return merged
-
-    def values(self, schema: Mapping, name: str, path: str) -> str | None:
-        """Return the expression of the values of `enum` or `const`."""
-        _check_keywords(schema, {"enum", "const", "type"}, path)
-        values = _list_of(schema["enum"], "enum", path) if "enum" in schema else [schema["const"]]
-        if "const" in schema:
-            values = [value for value in values if _same(value, schema["const"])]
-        types = _types(schema, path)
-        allowed = [value for value in values if any(_has_type(value, kind) for kind in types)]
-        return _any_of([_literal(value) for value in allowed])
 
     def branches(self, schema: Mapping, name: str, path: str, trail: tuple[str, ...]) -> str | None:
         """Return the expression of `anyOf` or `oneOf`, each branch with the other keywords of the schema."""
@@ -214,6 +217,7 @@ class _Compiler:
         branch = self.follow(branch, path)
         if not isinstance(branch, Mapping):
             return set(TYPES), None, {}
+        _check_forms(branch, path)
         types = {"number" if kind == "integer" else kind for kind in _types(branch, path)}
         values = _listed(branch)
         if values is not None:
@@ -223,39 +227,6 @@ class _Compiler:
         if types != {"object"}:
             tags = {}
         return types, values, {name: listed for name, listed in tags.items() if listed is not None}
-
-    def string(self, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
-        lengths = [name for name in ("minLength", "maxLength") if name in schema]
-        forms = [name for name in ("pattern", "format") if name in schema]
-        if len(forms) + bool(lengths) > 1:
-            _refuse(path, f"combines {' and '.join([*forms, *lengths])}, which is not supported; keep one of them")
-        if "pattern" in schema:
-            try:
-                return f'"{patterns.in_json_string(schema["pattern"])}"'
-            except UsageError as error:
-                _refuse(path, f"has the pattern {json.dumps(schema['pattern'])}: {error}")
-        if "format" in schema:
-            if schema["format"] not in FORMATS:
-                _refuse(
-                    path, f"has the format {json.dumps(schema['format'])}; supported are {', '.join(sorted(FORMATS))}"
-                )
-            return f'"{FORMATS[schema["format"]]}"'
-        counts = _counts(schema, "minLength", "maxLength", path)
-        return None if counts is None else f'"{CHARACTER}{_repeat(*counts)}"'
-
-    def number(self, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
-        is_integer = schema["type"] == "integer"
-        step = schema.get("multipleOf", 1 if is_integer else None)
-        if step is not None and not (is_integer and step == 1):
-            _refuse(path, "uses multipleOf, which is not supported")
-        low, high = _bounds(schema, is_integer, path)
-        if is_integer:
-            return integer_range(low, high)
-        if high is None and low is None:
-            return ANY_INTEGER + FRACTION
-        if high is None and low == 0:
-            return ANY_INTEGER.removeprefix("-?") + FRACTION
-        return _refuse(path, "restricts numbers by minimum or maximum; supported are integers, and minimum: 0")
 
     def array(self, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
         prefix, items = schema.get("prefixItems", []), schema.get("items", True)
@@ -276,8 +247,8 @@ class _Compiler:
             return _brackets(first)
         low, high = max(low - len(first), 0), None if high is None else high - len(first)
         if first:
-            return _brackets([*first[:-1], f"{first[-1]}(?:,{SPACE}{further}){_repeat(low, high)}"])
-        more = f"{further}(?:,{SPACE}{further}){_repeat(max(low - 1, 0), None if high is None else high - 1)}"
+            return _brackets([*first[:-1], f"{first[-1]}(?:,{SPACE}{further}){repeat(low, high)}"])
+        more = f"{further}(?:,{SPACE}{further}){repeat(max(low - 1, 0), None if high is None else high - 1)}"
         return rf"\[{SPACE}(?:{more}){'?' if low == 0 else ''}{SPACE}\]"
 
     def object(self, schema: Mapping, path: str, trail: tuple[str, ...]) -> str | None:
@@ -290,6 +261,8 @@ class _Compiler:
         for name in required:
             properties.setdefault(name, more)
         if not properties:
+            if low > 1:  # names could repeat, and an object counts each name once
+                _refuse(path, "has minProperties above 1 for properties of any name, which is not supported")
             value = self.compile(more, f"{path}/additionalProperties", trail)
             return _map_of(value, low, high)
         if low > len(properties):
@@ -312,6 +285,51 @@ class _Compiler:
         return rf"\{{{_members(parts)}{SPACE}\}}"
 
 
+def _values(schema: Mapping, path: str) -> str | None:
+    """Return the expression of the values of `enum` or `const`."""
+    _check_keywords(schema, {"enum", "const", "type"}, path)
+    values = _list_of(schema["enum"], "enum", path) if "enum" in schema else [schema["const"]]
+    if "const" in schema:
+        values = [value for value in values if _same(value, schema["const"])]
+    types = _types(schema, path)
+    allowed = [value for value in values if any(_has_type(value, kind) for kind in types)]
+    return _any_of([_literal(value) for value in allowed])
+
+
+def _string(schema: Mapping, path: str) -> str | None:
+    """Return the expression of the strings of a schema."""
+    lengths = [name for name in ("minLength", "maxLength") if name in schema]
+    forms = [name for name in ("pattern", "format") if name in schema]
+    if len(forms) + bool(lengths) > 1:
+        _refuse(path, f"combines {' and '.join([*forms, *lengths])}, which is not supported; keep one of them")
+    if "pattern" in schema:
+        try:
+            return f'"{in_json_string(schema["pattern"])}"'
+        except PatternError as error:
+            _refuse(path, f"has the pattern {json.dumps(schema['pattern'])}: {error}")
+    if "format" in schema:
+        if schema["format"] not in FORMATS:
+            _refuse(path, f"has the format {json.dumps(schema['format'])}; supported are {', '.join(sorted(FORMATS))}")
+        return f'"{FORMATS[schema["format"]]}"'
+    counts = _counts(schema, "minLength", "maxLength", path)
+    return None if counts is None else f'"{CHARACTER}{repeat(*counts)}"'
+
+
+def _number(schema: Mapping, is_integer: bool, path: str) -> str | None:
+    """Return the expression of the numbers or integers of a schema."""
+    step = schema.get("multipleOf", 1 if is_integer else None)
+    if step is not None and not (is_integer and step == 1):
+        _refuse(path, "uses multipleOf, which is not supported")
+    low, high = _bounds(schema, is_integer, path)
+    if is_integer:
+        return integer_range(low, high)
+    if high is None and low is None:
+        return ANY_INTEGER + FRACTION
+    if high is None and low == 0:
+        return ANY_INTEGER.removeprefix("-?") + FRACTION
+    return _refuse(path, "restricts numbers by minimum or maximum; supported are integers, and minimum: 0")
+
+
 def _members(parts: Sequence[tuple[str, bool]]) -> str:
     """Return the expression of properties in order, of which only the required ones must occur.
 
@@ -331,17 +349,14 @@ def _members(parts: Sequence[tuple[str, bool]]) -> str:
 
 
 def _map_of(value: str | None, low: int, high: int | None) -> str | None:
-    """Return the expression of an object with `low` to `high` properties of any name."""
+    """Return the expression of an object with `low` to `high` properties of any name. `low` is 0 or 1."""
     if value is None or high == 0:
         return rf"\{{{SPACE}\}}" if low == 0 else None
-    if low > 1:
-        raise UsageError("the JSON schema has minProperties above 1 for properties of any name, which is not supported")
     member = f'"{CHARACTER}*"{SPACE}:{SPACE}{value}'
-    if low == 1 or high == 1:  # names could repeat, and an object counts each name once
-        return rf"\{{{SPACE}{member}{SPACE}\}}" if low == 1 else rf"\{{{SPACE}(?:{member})?{SPACE}\}}"
-    return (
-        rf"\{{{SPACE}(?:{member}(?:{SPACE},{SPACE}{member}){_repeat(0, None if high is None else high - 1)})?{SPACE}\}}"
-    )
+    if low == 0:
+        further = repeat(0, None if high is None else high - 1)
+        member = f"(?:{member}(?:{SPACE},{SPACE}{member}){further})?"
+    return rf"\{{{SPACE}{member}{SPACE}\}}"
 
 
 def _brackets(items: Sequence[str | None]) -> str:
@@ -358,10 +373,8 @@ def _anything(depth: int) -> str:
 
 
 def _any_of(parts: Sequence[str | None]) -> str | None:
-    possible = list(dict.fromkeys(part for part in parts if part is not None))
-    if not possible:
-        return None
-    return possible[0] if len(possible) == 1 else f"(?:{'|'.join(possible)})"
+    possible = [part for part in parts if part is not None]
+    return any_of(possible) if possible else None
 
 
 def _literal(value: Any) -> str:
@@ -403,6 +416,14 @@ def _has_type(value: Any, kind: str) -> bool:
     return kind in kinds and isinstance(value, kinds[kind])
 
 
+def _check_forms(schema: Mapping, path: str) -> None:
+    for name, form in FORMS.items():
+        value = schema.get(name)
+        names = value if name in ("required", "type") and isinstance(value, list) else ()
+        if name in schema and not (isinstance(value, form) and all(isinstance(one, str) for one in names)):
+            _refuse(path, f"has {name} {json.dumps(value)}, which is not of the right form")
+
+
 def _check_keywords(schema: Mapping, allowed: set[str], path: str) -> None:
     unknown = [name for name in schema if name not in allowed]
     if unknown:
@@ -439,10 +460,6 @@ def _bounds(schema: Mapping, is_integer: bool, path: str) -> tuple[int | None, i
             limits.append(rounded + sign if step and rounded == limit else rounded)
         ends.append(None if not limits else max(limits) if sign == 1 else min(limits))
     return ends[0], ends[1]
-
-
-def _repeat(low: int, high: int | None) -> str:
-    return f"{{{low},{'' if high is None else high}}}"
 
 
 def _list_of(value: Any, name: str, path: str) -> list:
