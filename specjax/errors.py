@@ -13,6 +13,13 @@ class UsageError(ValueError):
     """
 
 
+class CheckpointWarning(UserWarning):
+    """Warning about the files of a model: fields that are not read, and assumptions where the files state nothing.
+
+    The command line prints it as a note.
+    """
+
+
 @contextlib.contextmanager
 def optional_import(extra: str, purpose: str) -> Iterator[None]:
     """Guard the imports of an optional package.

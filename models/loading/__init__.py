@@ -24,6 +24,7 @@ from specjax.models.cache import cache_lanes_for
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf, llama2c
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
@@ -103,6 +104,8 @@ def read_model(
         several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
         rows of a MaxText checkpoint.
 
+    Warns: CheckpointWarning that names the fields of its config that are not read and can change its results.
+
     Raises: UsageError, in one sentence, for a `source` that cannot be loaded, and for a model of another kind.
     """
     with contextlib.suppress(TypeError):  # jnp.bfloat16 is accepted too
@@ -118,13 +121,16 @@ def read_model(
         stacked = jax.default_backend() != "cpu"
     path, backend = resolve(source), jax.default_backend()
     with guarded_read(path):
+        fields = hf.read_config(path) if path.is_dir() else None
         checkpoint, tokenizer = _read(
-            path, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=cache_lanes_for(backend),
+            path, fields, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=cache_lanes_for(backend),
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check_tensors(checkpoint)
-        denoiser_settings = denoisers.read_denoiser_settings(_config(path), tokenizer) if path.is_dir() else None
+        denoiser_settings = None if fields is None else denoisers.read_denoiser_settings(fields, tokenizer)
     _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
+    if fields is not None:
+        warn_of_unread(fields, stacklevel=4)
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     if max_positions is not None:
         max_length = config.max_positions
@@ -206,10 +212,10 @@ def _name(source: str | Path | None, path: Path) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _read(path: Path, **options) -> tuple[Checkpoint, Tokenizer]:
+def _read(path: Path, fields: ConfigFields | None, **options) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
         check_folder(path)
-        return hf.read(path, **options), hf_tokenizer.from_folder(path)
+        return hf.read(path, fields, **options), hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":
         checkpoint = llama2c.read(path, **options)
         return checkpoint, llama2c.read_tokenizer(path, checkpoint.config.vocab_size)

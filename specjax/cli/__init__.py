@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 
@@ -81,7 +82,7 @@ def _check_packages() -> None:
 
 def _prepare() -> None:
     """Prepare the streams, the traceback and the environment of libtpu."""
-    from specjax.cli.output.console import show_traceback
+    from specjax.cli.output.console import show_traceback, show_warning
     from specjax.files.libtpu import prepare_environment
 
     # A stream that the shell has closed, as with >&-, is None; the next opened file would get its number.
@@ -91,7 +92,7 @@ def _prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    sys.excepthook = show_traceback
+    sys.excepthook, warnings.showwarning = show_traceback, show_warning
     prepare_environment()  # libtpu, installed as a compiler, would warn about a missing TPU
 
 

@@ -38,7 +38,7 @@ def guarded_read(name: object) -> Iterator[None]:
         raise UsageError(shorten(str(error), SENTENCE)) from error.__cause__
     except OSError as error:
         raise UsageError(f"{name} cannot be read ({error.strerror or first_line(error)})") from error
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Warning):  # Warning: filtered to be an error
         raise
     except BaseException as error:  # a panic of a Rust library is not an `Exception`
         raise UsageError(f"{name} is damaged or not of the format of its name ({first_line(error)})") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from specjax.errors import UsageError
@@ -20,21 +20,51 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """Fields of a configuration file, with its path for errors.
+    """Fields of a configuration file, with its path for errors and a record of the fields that were read.
 
-    Methods take names without `prefix`. A null value counts as absent.
+    Methods take names without `prefix`. A null value counts as absent. `subfields` and copies with other values share
+    the record, so `unread` of the first object covers the whole file.
     """
 
     values: Mapping[str, Any]
     where: str
     prefix: str = ""
+    record: set[str] = field(default_factory=set, repr=False, compare=False)  # full names; objects end with a dot
 
     def has(self, name: str) -> bool:
+        """Return True if the field has a value. It does not count as read."""
         return self.values.get(self.prefix + name) is not None
 
     def is_stated(self, name: str) -> bool:
         """Return True if the field is present, even as null. A family's default then does not apply."""
         return self.prefix + name in self.values
+
+    def value(self, name: str) -> Any:
+        """Return the value of a field, of any type; None if it is absent."""
+        self.skip(name)
+        return self.values.get(self.prefix + name)
+
+    def skip(self, *names: str) -> None:
+        """Record fields as read that change nothing beside the others."""
+        self.record.update(self.prefix + name for name in names)
+
+    def unread(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each field that was not read: its name with the prefix, without the prefix, and its value.
+
+        An object is yielded as a whole, unless `subfields` has returned it.
+        """
+        for full_name, value in self.values.items():
+            name = full_name.removeprefix(self.prefix)
+            if value is None or not full_name.startswith(self.prefix):
+                continue
+            if isinstance(value, dict) and full_name + "." in self.record:
+                yield from self._nested(name, value).unread()
+            elif isinstance(value, dict) or full_name not in self.record:
+                yield full_name, name, value
+
+    def unrecorded(self) -> ConfigFields:
+        """Return the same fields with an empty record."""
+        return replace(self, record=set())
 
     def size(self, name: str, default: T = _REQUIRED, *, minimum: int = 1, maximum: int = POSITIONS) -> int | T:
         """Read a whole number."""
@@ -64,12 +94,15 @@ class ConfigFields:
     def subfields(self, name: str) -> ConfigFields:
         """Return the fields of a nested object; none if it is absent."""
         values = self._checked(name, {}, "an object", lambda x: isinstance(x, dict))
+        self.skip(name + ".")
+        return self._nested(name, values)
+
+    def _nested(self, name: str, values: dict) -> ConfigFields:
         prefix = f"{self.prefix}{name}."
-        return ConfigFields({prefix + str(key): value for key, value in values.items()}, self.where, prefix)
+        return replace(self, values={prefix + str(key): value for key, value in values.items()}, prefix=prefix)
 
     def _checked(self, name: str, default: Any, description: str, is_valid) -> Any:
-        name = self.prefix + name
-        value = self.values.get(name)
+        value, name = self.value(name), self.prefix + name
         if value is None:
             if default is _REQUIRED:
                 raise UsageError(f"{self.where} lacks the field {name}, so the shape of the model is unknown; add it")

@@ -33,7 +33,8 @@ NAMES = {
 SUPPORTED_FIELDS = {
     "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True, "alibi": False,
     "attention_layer_norm": False, "include_bias": False, "include_qkv_bias": False, "input_emb_norm": False,
-    "scale_logits": False, "bias_for_layer_norm": False, "block_group_size": 1,
+    "scale_logits": False, "bias_for_layer_norm": False, "block_group_size": 1, "layer_norm_with_affine": True,
+    "multi_query_attention": False, "rope_full_precision": True,
 }  # fmt: skip
 """Fields of the modelling code that change its results, with the one value that specjax supports; they may be absent.
 """
@@ -47,11 +48,12 @@ def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     """Build a config from config.json. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
     for field, supported_value in SUPPORTED_FIELDS.items():
-        if hf.has(field) and hf.values[field] != supported_value:
+        value = hf.value(field)
+        if value is not None and value != supported_value:
             raise UsageError(
-                f"{hf.where} has {field} {quote(hf.values[field])}; for LLaDA specjax supports "
-                f"{quote(supported_value)} only"
+                f"{hf.where} has {field} {quote(value)}; for LLaDA specjax supports {quote(supported_value)} only"
             )
+    hf.skip("alibi_bias_max", "attention_layer_norm_with_affine", "mlp_ratio")  # of parts that the model does not have
     width, heads = hf.size("d_model", maximum=WIDTH), hf.size("n_heads", maximum=HEADS)
     kv_heads = hf.size("n_kv_heads", heads, maximum=HEADS)
     if width % heads:

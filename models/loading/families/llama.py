@@ -16,12 +16,15 @@ from specjax.models.loading.families import rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
+_ALL_GLOBAL = lambda hf, layers: (True,) * layers
+_ALL_WINDOWED = lambda hf, layers: (False,) * layers
+
 
 class LlamaDefaults(NamedTuple):
     """Properties of an architecture that its config omits, or may omit."""
 
     shape: Mapping[str, Any] = MappingProxyType({})  # fields of LlamaConfig
-    layers: Callable[[ConfigFields, int], tuple[bool, ...]] = lambda hf, layers: (True,) * layers  # True: global
+    layers: Callable[[ConfigFields, int], tuple[bool, ...]] = _ALL_GLOBAL  # True: global
     window: int | None = 4096  # of windowed layers
     head_dim: int | None = None  # None: width / heads
     rope_base: float = 10_000.0
@@ -30,14 +33,13 @@ class LlamaDefaults(NamedTuple):
     joined: bool = False  # q, k and v are one matrix, and so are gate and up
 
 
-_ALL_WINDOWED = lambda hf, layers: (False,) * layers
 _POST_NORM = {"norms": "after", "qk_norm": True, "qk_norm_scope": "projection"}
 
 
 def _qwen_global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Return the global layers of Qwen: with `use_sliding_window`, layers from `max_window_layers` on are windowed."""
-    first = hf.size("max_window_layers", 28, minimum=0) if hf.flag("use_sliding_window") else layers
-    return tuple(i < first for i in range(layers))
+    first, is_windowed = hf.size("max_window_layers", 28, minimum=0), hf.flag("use_sliding_window")
+    return tuple(i < first or not is_windowed for i in range(layers))
 
 
 ROWS_OF_HF = {
@@ -202,7 +204,7 @@ def text_config(hf: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
             f"{hf.where} lacks the field text_config, so the shape of the model is unknown; download the file again"
         )
     default_fields = {fields.prefix + name: value for name, value in defaults.items()}
-    tie_field = {fields.prefix + name: hf.values[name] for name in ("tie_word_embeddings",) if hf.has(name)}
+    tie_field = {fields.prefix + name: hf.value(name) for name in ("tie_word_embeddings",) if hf.has(name)}
     return dataclasses.replace(fields, values={**default_fields, **tie_field, **fields.values})
 
 
@@ -211,7 +213,10 @@ def _windows(hf: ConfigFields, row: LlamaDefaults, layers: int) -> tuple[int | N
 
     The layers are None if every layer is windowed with the same rotary settings.
     """
-    is_global = global_layers(hf, layers) or row.layers(hf, layers)
+    default = row.layers(hf, layers)
+    is_global = global_layers(hf, layers) or default
+    if row.layers is _ALL_GLOBAL and all(is_global):  # a model without windows; a field that names one stays unread
+        return None, None
     # Files of Mistral 0.1 and OLMo 3 may omit the window that the models have; null means no window.
     window = hf.size("sliding_window", None if hf.is_stated("sliding_window") else row.window)
     if window is None or all(is_global):
@@ -273,7 +278,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         **extra,
         "sliding_window": c.window,
-        "use_sliding_window": c.window is not None,
+        **({"use_sliding_window": c.window is not None} if kind in ("qwen2", "qwen3") else {}),
         "layer_types": layer_types(c),
         "attention_bias": False,
         "mlp_bias": False,
@@ -350,7 +355,7 @@ def gguf_global_layers(meta: ConfigFields, layers: int, pattern: int) -> tuple[b
     pattern: the period of a file without the field.
     """
     name = "attention.sliding_window_pattern"
-    if isinstance(meta.values.get(meta.prefix + name), list):
+    if isinstance(meta.value(name), list):
         return tuple(not windowed for windowed in meta.array(name, int, layers))
     return every_nth_layer(meta.size(name, pattern), layers)
 

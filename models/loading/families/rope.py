@@ -69,6 +69,7 @@ def local_base_from_hf(hf: ConfigFields, head_dim: int, base: float) -> float:
 def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     kind = rope.text("rope_type", None) or rope.text("type", "default")
     if kind == "default":
+        hf.skip("original_max_position_embeddings")  # the length before scaling
         return None
     if kind == "linear":
         return RopeScaling("linear", rope.number("factor", **FACTOR))
@@ -179,6 +180,7 @@ def scaling_from_divisors(
 ) -> RopeScaling | None:
     """Return the scaling for the frequency divisors of a file, by names in GGUF_DIVISORS; None without any."""
     llama3_name, *sets = GGUF_DIVISORS
+    meta.skip("rope.scaling.original_context_length")  # the tables of divisors and llama3 state the rest
     if llama3_name in factors:
         return llama3_from_factors(factors[llama3_name], rotary_dim, base, meta.where)
     if not factors:

@@ -18,6 +18,7 @@ from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import check_regular, quote
 from specjax.models.loading.families import registry, rope
 from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.tensors.assembly import Checkpoint
 from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, read_rows
 
@@ -40,8 +41,10 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     family = registry.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.GGUF_DIVISORS if name in tensors}
-    config = family.config_from_gguf(ConfigFields(meta, where, f"{arch}."), shapes, factors, **options)
-    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), rope.GGUF_DIVISORS.__contains__), meta
+    fields, ignored = ConfigFields(meta, where, f"{arch}."), rope.GGUF_DIVISORS.__contains__
+    config = family.config_from_gguf(fields, shapes, factors, **options)
+    warn_of_unread(fields)
+    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), ignored), meta
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:

@@ -47,8 +47,8 @@ def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
         ) from error
 
 
-def read(folder: Path, **options) -> Checkpoint:
-    """Parse a folder. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+def read_config(folder: Path) -> ConfigFields:
+    """Read the fields of config.json. Raises: UsageError for a folder without it, or for quantised weights."""
     where = str(folder / "config.json")
     config = read_json_object(folder / "config.json")
     if config is None:
@@ -56,12 +56,23 @@ def read(folder: Path, **options) -> Checkpoint:
         raise UsageError(maxtext.explain_missing_config(folder) or message)
     if config.get("quantization_config"):
         raise UsageError(f"{where} describes quantised weights; use the original checkpoint or a GGUF of it")
-    parsed, stored = parse_config(config, where, **options)
+    return ConfigFields(config, where)
+
+
+def read(folder: Path, fields: ConfigFields | None = None, **options) -> Checkpoint:
+    """Parse a folder.
+
+    Args:
+      fields: its config, which records what is read; None: it is read from the folder.
+      options: dtype, stacked, cache_dtype, cache_lanes, name.
+    """
+    fields = fields or read_config(folder)
+    parsed, stored = parse_config(fields, **options)
     items = maxtext.find_orbax_folder(folder)
     if items is not None:
         if any(folder.glob(f"*{SAFETENSORS_SUFFIX}")):
             raise UsageError(f"{folder} has both safetensors and a MaxText checkpoint; remove one of them")
-        arrays, stored = maxtext.read(items, parsed, ConfigFields(config, where).text("model_type", "unnamed"))
+        arrays, stored = maxtext.read(items, parsed, fields.text("model_type", "unnamed"))
         return Checkpoint(folder, parsed, arrays, stored)
     tensors: dict[str, TensorLocation] = {}
     for file in weight_files(folder):
@@ -81,14 +92,14 @@ def read(folder: Path, **options) -> Checkpoint:
     return Checkpoint(folder, parsed, tensors, stored, ignored)
 
 
-def parse_config(config: dict, where: str, **options) -> tuple[Config, dict[str, StoredTensor]]:
-    """Return the config, and the stored tensors by parameter path, for the contents of a config.json.
+def parse_config(fields: ConfigFields, **options) -> tuple[Config, dict[str, StoredTensor]]:
+    """Return the config, and the stored tensors by parameter path, for the fields of a config.json.
 
     `options`: those of `read`.
     """
-    fields = denoisers.to_base_family(ConfigFields(config, where))
+    fields = denoisers.to_base_family(fields)
     kind = fields.text("model_type", "unnamed")
-    family = registry.by_hf(kind, where)
+    family = registry.by_hf(kind, fields.where)
     parsed = family.config_from_hf(fields, **options)
     return parsed, family.stored_hf(parsed, kind)
 

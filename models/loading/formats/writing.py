@@ -16,6 +16,7 @@ from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import hf
 from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
 from specjax.models.loading.tokenizers import writing
@@ -76,7 +77,7 @@ def check_model_writable(target: Target) -> dict[str, Any]:
             f"{target.model.name} is sharded over a mesh that repeats some of its heads; save it from one device"
         )
     fields = registry.by_config(config).config_to_hf(config)
-    parsed = hf.parse_config(fields, config.name, dtype=config.dtype)[0]
+    parsed = hf.parse_config(ConfigFields(fields, config.name), dtype=config.dtype)[0]
     differing = [name for name, value in _stored_fields(config).items() if getattr(parsed, name) != value]
     if differing:
         raise UsageError(

@@ -8,6 +8,7 @@ text, since verification is exact; it is only slow. So errors list every tensor 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,13 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.loading.families.unread_fields import describe_unread
 from specjax.models.loading.formats import hf, maxtext
 from specjax.models.loading.heads import registry, shipped, vocabulary
 from specjax.models.loading.heads.checkpoint_contents import HeadPlan, config_file, read_contents
+from specjax.models.loading.heads.format import NEUTRAL
 from specjax.models.loading.heads.target_fit import check_family, target_spec, trained_target
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.models.loading.tensors.assembly import Parameter, StoredTensor, fill, insert, refuse_tensors
@@ -39,6 +42,7 @@ class LoadedHead(NamedTuple):
     dialect: str
     flags: Mapping[str, Any]  # detected properties
     notes: tuple[str, ...]  # assumptions that were necessary
+    unread: tuple[str, ...]  # a sentence with the fields of its config that are not read, if there are any
     tensors: int  # number of tensors in the files
     unused: tuple[str, ...]  # tensors that are not used
     trained_for: str | None  # the target, if its files name one
@@ -63,9 +67,14 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
       token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all ids: a .pt file, or
         "org/name/file.pt" on the hub.
 
+    Warns: CheckpointWarning that names the fields of its config that are not read and can change its drafts.
+
     Raises: UsageError for files that are missing, broken or do not fit the target.
     """
-    return read_head(source, target, token_map=token_map).head
+    loaded = read_head(source, target, token_map=token_map)
+    for note in loaded.unread:
+        warnings.warn(note, CheckpointWarning, stacklevel=2)
+    return loaded.head
 
 
 def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.ndarray | None = None) -> LoadedHead:
@@ -76,6 +85,8 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.
         match = registry.find_format(contents)
         if match is None:
             raise UsageError(f"{path} is not a draft head of a known kind; load a whole draft model with load()")
+        # What the search for the format looked at is not read yet.
+        contents = contents._replace(config=contents.config.unrecorded())
         check_family(contents, spec)
         head_format, dialect = match
         if token_map is not None and not head_format.takes_token_map:
@@ -84,9 +95,10 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.
         plan = head_format.plan(contents._replace(token_map=ids), dialect, spec)
         leaves, unused = _leaves(plan, path)
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))
-    layer = getattr(plan.config, "layer", None)
+    layer, trained_for = getattr(plan.config, "layer", None), trained_target(contents)
+    unread = describe_unread(contents.config, {**NEUTRAL, **head_format.neutral})
     return LoadedHead(
-        head, dialect, plan.flags, plan.notes, len(contents.tensors), unused, trained_target(contents),
+        head, dialect, plan.flags, plan.notes, unread, len(contents.tensors), unused, trained_for,
         layer and layer.max_positions,
     )  # fmt: skip
 

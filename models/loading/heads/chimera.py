@@ -19,7 +19,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     rename_tensors,
 )
 from specjax.models.loading.heads.describing import describe_layers
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, target_layer_config
 
 TABLE = {
@@ -88,4 +88,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"authors": ()},
     describe=describe,
+    neutral=shown("chimera_num_layers"),
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.clover import CloverConfig
-from specjax.models.loading.families.config_fields import HEADS, ConfigFields
+from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
     HeadPlan,
@@ -20,7 +20,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     split_fused,
 )
 from specjax.models.loading.heads.describing import describe_layers
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import (
     TargetSpec,
     check_fits_target,
@@ -68,7 +68,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     tensors = rename_tensors(contents, RULES)
     count = count_indices(tensors, r"layers\.(\d+)\.")
     # The config has the target's number of layers.
-    counted = ConfigFields({**c.values, "num_hidden_layers": count}, where)
+    counted = dataclasses.replace(c, values={**c.values, "num_hidden_layers": count})
     layer = layer_config(counted, tensors, "layers.0.self_attn", count, spec)
     split_fused(tensors, layer)
     check_fits_target(where, layer.width, layer.vocab_size, spec)
@@ -121,4 +121,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"authors": ((r"^embed_tokens\.", "clover_embed_tokens."),)},
     describe=describe,
+    neutral=shown(f"clover.{OWN_EMBEDDING}"),
 )

@@ -29,7 +29,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     split_fused,
 )
 from specjax.models.loading.heads.describing import describe_layers, describe_verifier
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, resolve_taps, take_embedding
 from specjax.types import Array
 
@@ -289,6 +289,11 @@ def _described_corrections(config: DFlashConfig, info: SaveInfo) -> dict[str, An
     return described
 
 
+SHOWN = shown(
+    "conv_group_size", "conv_kernel_size", "confidence_head_with_markov", "draft_vocab_size", "emb_dim",
+    "enable_confidence_head", "gru_hidden_dim", "markov_rank", "projector_type", "selector_rank",
+)  # fmt: skip
+
 FORMAT = HeadFormat(
     kinds=("dflash", "dflash2", "dspark", "domino"),
     table=TABLE,
@@ -298,4 +303,5 @@ FORMAT = HeadFormat(
     describe=describe,
     kind_of=kind_of,
     variants=variants,
+    neutral=SHOWN,
 )

@@ -66,6 +66,15 @@ TABLE = {
 UNUSED = (r"verifier_", r".*rotary_emb\.inv_freq$", r"parallel_draft_heads\.")
 """The last pattern matches Medusa heads of Model-Optimizer. Without them the layer drafts like any EAGLE-3 head."""
 
+EAGLE_CONFIG = {
+    f"eagle_config.{name}": value
+    for name, value in {
+        "next_layer_regular": True, "parallel_draft_step": 1, "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+    }.items()
+}  # fmt: skip
+"""Settings of Model-Optimizer and SpecForge that describe the layer that this module reads."""
+
 MIDLAYER = (r"^midlayer\.", "layers.0.")
 
 
@@ -150,13 +159,14 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
         own_head, arrays["head.weight"] = True, rows
     if ids is not None:
         arrays["vocabulary.place"] = vocabulary.place_table(ids, spec.vocab_size)
+    norms_each, norms_joined = c.flag("fc_norm"), c.flag("norm_before_fc")
     config = Eagle3Config(
         layer=dataclasses.replace(layer, vocab_size=size),
         taps=taps,
         target_width=spec.width,
         vocab_size=spec.vocab_size,
-        norm_taps="each" if c.flag("fc_norm") or "fc_norm.0.weight" in tensors
-        else "joined" if c.flag("norm_before_fc") or "input_norm.weight" in tensors else "no",
+        norm_taps="each" if norms_each or "fc_norm.0.weight" in tensors
+        else "joined" if norms_joined or "input_norm.weight" in tensors else "no",
         norm_before_residual=_norm_before_residual(c, dialect, notes),
         norm_output=_norm_output(c, dialect, tensors, notes),
         embeds=embeds,
@@ -269,4 +279,5 @@ FORMAT = HeadFormat(
     describe=describe,
     variants=variants,
     takes_token_map=True,
+    neutral=EAGLE_CONFIG,
 )

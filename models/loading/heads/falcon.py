@@ -18,7 +18,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     split_fused,
 )
 from specjax.models.loading.heads.describing import describe_layers
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config, take_embedding
 
 TABLE = {
@@ -100,4 +100,5 @@ FORMAT = HeadFormat(
     layouts={"authors": ()},
     describe=describe,
     variants=variants,
+    neutral=shown("qkv_bias"),
 )

@@ -7,9 +7,25 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax.models.heads.contract import DraftHead
+from specjax.models.loading.families.unread_fields import ANY
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules
 from specjax.models.loading.heads.target_fit import TargetSpec
 from specjax.types import PyTree
+
+NEUTRAL = MappingProxyType(
+    {
+        "embed_requires_grad": ANY, "has_no_defaults_at_init": ANY, "num_target_layers": ANY,
+        "speculators_model_type": ANY, "speculators_version": ANY,
+        "speculators_config.algorithm": ANY, "speculators_config.default_proposal_method": ANY,
+        "speculators_config.proposal_methods": ANY, "transformer_layer_architecture": "LlamaDecoderLayer",
+    }
+)  # fmt: skip
+"""Fields of all kinds of heads that change nothing with this value, although no format reads them."""
+
+
+def shown(*names: str) -> dict[str, Any]:
+    """Return fields whose values the tensors show, or that only training or another program needs."""
+    return dict.fromkeys(names, ANY)
 
 
 class SaveInfo(NamedTuple):
@@ -52,3 +68,4 @@ class HeadFormat(NamedTuple):
     variants: Callable[[DraftHead, int], dict[str, DraftHead]] = _no_variants
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # shapes in files that differ from the parameter's
     takes_token_map: bool = False  # True: a list of ids can restrict the vocabulary that the head drafts
+    neutral: Mapping[str, Any] = MappingProxyType({})  # fields that need no reader with this value, see `shown`

@@ -10,7 +10,7 @@ from specjax.files.untrusted import quote
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, count_indices, rename_tensors
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 TABLE = {"transfers.*.weight": "transfers.*.weight"}
@@ -60,4 +60,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"specjax": ()},
     describe=describe,
+    neutral=shown("hidden_size"),
 )

@@ -16,7 +16,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
     rename_tensors,
 )
 from specjax.models.loading.heads.describing import describe_layers
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, target_layer_config
 
 PREFIX = "prefix_embeding_layer"  # sic
@@ -113,4 +113,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"authors": rules_of},
     describe=describe,
+    neutral=shown("hydra_num_heads", "hydra_num_layers"),
 )

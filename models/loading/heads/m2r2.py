@@ -8,7 +8,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.m2r2 import M2R2Config
 from specjax.models.loading.families.config_fields import LAYERS
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, rename_tensors
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 TABLE = {
@@ -72,4 +72,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"specjax": ()},
     describe=describe,
+    neutral=shown("hidden_size"),
 )

@@ -15,7 +15,7 @@ from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 from specjax.models.loading.tensors.tensors import INTEGERS, read_integers
 
@@ -103,6 +103,11 @@ def describe(config: MedusaConfig, layout: str, info: SaveInfo) -> dict[str, Any
     }
 
 
+SHOWN = shown(
+    "hidden_size", "medusa_fc_bias", "medusa_num_layers", "num_hidden_layers", "original_lm_head",
+    "truncated_vocab_size", "version",
+)  # fmt: skip
+
 FORMAT = HeadFormat(
     kinds=("medusa",),
     table=TABLE,
@@ -110,4 +115,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"vllm": ()},
     describe=describe,
+    neutral=SHOWN,
 )

@@ -9,7 +9,7 @@ from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
 from specjax.models.loading.heads.describing import describe_verifier
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 TABLE = {
@@ -125,4 +125,5 @@ FORMAT = HeadFormat(
         "speculators": ((r"^emb\.", "emb_layers."), (r"^proj\.", "proj_layers."), (r"^ln\.", "layernorms.")),
     },
     describe=describe,
+    neutral=shown("n_candidates", "top_k_tokens_per_head"),
 )

@@ -53,4 +53,5 @@ FORMAT = HeadFormat(
     variants=eagle3.variants,
     shapes={"mask_hidden": (1, 1, -1)},  # the parameter is flat
     takes_token_map=True,
+    neutral=eagle3.EAGLE_CONFIG,
 )

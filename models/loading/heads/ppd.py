@@ -12,7 +12,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.ppd import PpdConfig
 from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, rename_tensors
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 TABLE = {"prompts.weight": "prompt_embeddings"}
@@ -98,6 +98,12 @@ def describe(config: PpdConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
     }
 
 
+SHOWN = shown(
+    "inference_mode", "num_attention_heads", "num_layers", "num_transformer_submodules", "num_virtual_tokens",
+    "peft_type", "prompt_tuning_init", "prompt_tuning_init_text", "revision", "task_type", "token_dim",
+    "tokenizer_name_or_path",
+)  # fmt: skip
+
 FORMAT = HeadFormat(
     kinds=("ppd",),
     table=TABLE,
@@ -106,4 +112,5 @@ FORMAT = HeadFormat(
     layouts={"peft": ()},
     describe=describe,
     variants=variants,
+    neutral=SHOWN,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, count_indices, rename_tensors
-from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 MODEL_TYPE = "recurrent_drafting_drafter"
@@ -72,4 +72,5 @@ FORMAT = HeadFormat(
     plan=plan,
     layouts={"apple": rules_of},
     describe=describe,
+    neutral=shown("num_draft_layers", "rnn"),
 )

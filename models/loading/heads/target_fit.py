@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def layer_config(
     if not windows:
         changes |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
     values = {**fields.values, **{fields.prefix + name: value for name, value in changes.items()}}
-    fields = ConfigFields(values, fields.where, fields.prefix)
+    fields = dataclasses.replace(fields, values=values)
     num_layers = fields.size("num_hidden_layers", count, maximum=LAYERS)
     if num_layers != count:
         raise UsageError(

@@ -34,7 +34,7 @@ def from_folder(folder: Path) -> Tokenizer:
     end_tokens: list[int] = [by_piece[names["eos_token"]]] if names.get("eos_token") in by_piece else []
     for file in ("generation_config.json", "config.json"):
         config = ConfigFields(read_json_object(folder / file) or {}, str(folder / file))
-        end_tokens += _eos_ids(config if "eos_token_id" in config.values else config.subfields("text_config"))
+        end_tokens += _eos_ids(config if config.is_stated("eos_token_id") else config.subfields("text_config"))
     control = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
     return Tokenizer(
         LibraryCodec(backend),
@@ -47,7 +47,7 @@ def from_folder(folder: Path) -> Tokenizer:
 
 def _eos_ids(config: ConfigFields) -> list[int]:
     """Read one id, several or none."""
-    several = isinstance(config.values.get(f"{config.prefix}eos_token_id"), list)
+    several = isinstance(config.value("eos_token_id"), list)
     eos = config.array("eos_token_id", int) if several else [config.size("eos_token_id", None, minimum=0)]
     ids = [i for i in eos if i is not None]
     if not all(0 <= i <= POSITIONS for i in ids):

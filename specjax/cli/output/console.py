@@ -13,14 +13,15 @@ import re
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import rich.console
 from rich.segment import Segment
 from rich.text import Text
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.files.untrusted import SENTENCE, shorten
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -85,6 +86,17 @@ def drop_library_messages() -> Iterator[None]:
             messages.seek(0)
             if not drop:
                 os.write(2, messages.read())
+
+
+def show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    """Print a warning about a checkpoint as a note, without the line of the library that gives it."""
+    if issubclass(category, CheckpointWarning):
+        print_error(f"note: {message}")
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
 def show_traceback(kind, error, trace) -> None:

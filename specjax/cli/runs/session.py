@@ -312,7 +312,8 @@ def describe_head(head: LoadedHead, check: SelfCheck) -> list[str]:
     """Return the format of a draft head, assumptions of its loading, and its agreement with the target, in words."""
     flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
     dialect = "its authors" if head.dialect == "authors" else head.dialect
-    lines = [f"head: {head.kind} in the format of {dialect} ({flags})", *(f"note: {note}" for note in head.notes)]
+    notes = [f"note: {note}" for note in (*head.notes, *head.unread)]
+    lines = [f"head: {head.kind} in the format of {dialect} ({flags})", *notes]
     if head.unused:
         lines.append(f"note: not used: {', '.join(head.unused)}")
     agreement = f"its first draft equals the target's token at {check.agreement:.0%} of {check.places} positions"

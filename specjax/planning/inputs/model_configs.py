@@ -18,6 +18,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
 from specjax.models import abstract_params, cache_lanes_for, loading
 from specjax.models.heads.kinds import abstract_head
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.formats import gguf, hf
 
@@ -91,7 +92,7 @@ def _from_folder(folder: Path, options: dict) -> Any:
     fields = read_json_object(folder / "config.json") or {}
     if fields.get("quantization_config"):
         raise UsageError(f"{where}: quantised weights are not supported; give the original model")
-    return hf.parse_config(fields, where, **options)[0]
+    return hf.parse_config(ConfigFields(fields, where), **options)[0]
 
 
 def num_params(config: Any) -> int:

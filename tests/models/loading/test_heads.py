@@ -30,6 +30,7 @@ from safetensors.numpy import load_file
 from toy import markov
 
 from specjax import Target, UsageError
+from specjax.errors import CheckpointWarning
 from specjax.models import LlamaConfig
 from specjax.models.heads.blocks import abstract_params
 from specjax.models.heads.contract import DraftHead
@@ -458,7 +459,7 @@ def knowing(move: np.ndarray, **changes) -> LoadedHead:
     params["head"]["weight"] = np.eye(vocab, dtype=np.float32)[:size]
     if config.is_trimmed:
         params["vocabulary"]["place"] = np.minimum(np.arange(vocab, dtype=np.int32), size)
-    return LoadedHead(DraftHead(eagle3_head(config), params), "speculators", {}, (), 0, (), None, None)
+    return LoadedHead(DraftHead(eagle3_head(config), params), "speculators", {}, (), (), 0, (), None, None)
 
 
 TEXT = [(3 * i) % 7 for i in range(15)]  # its own
@@ -665,3 +666,25 @@ def test_fspad(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, head.params)
     with pytest.raises(UsageError, match="the head has a sampler, which the layout safeailab does not fit"):
         save_head(tmp_path, head, layout="safeailab")
+
+
+@pytest.mark.parametrize(
+    "kind, layout, inner", [("dflash", "zlab", "dflash_config"), ("eagle3", "specforge", "eagle_config")]
+)
+def test_fields_that_no_format_reads_are_named(kind, layout, inner, tmp_path):
+    """They are named once, also in nested objects and if the search for a format looked at them."""
+    if kind == "dflash":
+        save_head(tmp_path, tiny_head("dflash", target()), layout=layout)
+        config, weights = json.loads((tmp_path / "config.json").read_text()), None
+    else:
+        config, weights = d.eagle3_dialects(d.eagle3())[layout]
+        d.write(tmp_path, config, weights)
+    assert read_head(tmp_path, target()).unread == ()
+    config |= {"input_embedding_scale": 2.0, "rope_scaling": {"rope_type": "default", "beta_fast": 32.0}}
+    config[inner] = config[inner] | {"attention_sinks": True, "use_cache": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(CheckpointWarning, match="3 fields that are not read") as caught:
+        load_head(tmp_path, target())
+    (message,) = {str(warning.message) for warning in caught}
+    names = message.rpartition(": ")[2].split(", ")
+    assert sorted(names) == [f"{inner}.attention_sinks", "input_embedding_scale", "rope_scaling.beta_fast"]

@@ -40,7 +40,7 @@ def test_every_kind_is_read_back_bit_by_bit(kind, tmp_path):
     kind_of, dialect = recognise(tmp_path)
     assert kind_of == kind and dialect in format_of(kind).layouts
     actual = read_head(tmp_path, target())
-    assert not actual.notes and not actual.unused
+    assert not actual.notes and not actual.unused and not actual.unread
     same(actual.head, head)
 
 
@@ -68,7 +68,9 @@ def test_what_kinds_can_be_is_in_their_files(name, tmp_path):
     kind, changes, layout = VARIANTS[name]
     head = numbered_head(kind, target(), **changes)
     save_head(tmp_path, head, layout=layout, target=target())
-    same(load_head(tmp_path, target()), head)
+    actual = read_head(tmp_path, target())
+    assert not actual.unread
+    same(actual.head, head)
 
 
 WITHOUT_LAYERS = ("hidden_transfer", "m2r2", "medusa", "mlp_speculator", "ppd", "redrafter")
