@@ -56,10 +56,12 @@ def load(source: str | Path | None = None, **options: Any) -> tuple[Target, Toke
 
 
 def load_denoiser(source: str | Path | None = None, **options: Any) -> tuple[Denoiser, Tokenizer]:
-    """Load a diffusion language model with the denoiser settings of its config, and its tokenizer.
+    """Load a diffusion language model with the denoiser settings of its files, and its tokenizer.
 
     Args:
-      source, options: as for `load`.
+      source, options: as for `load`. Also `block`, the columns of a block of block-causal attention, and `mask_token`,
+        the id of the mask token, for files that do not state them. Without them the values of the model's release
+        apply, with a `CheckpointWarning`.
 
     Raises: UsageError in the cases of `load`, and for an autoregressive model.
     """

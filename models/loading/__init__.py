@@ -80,6 +80,8 @@ def read_model(
     cache_dtype: str | None = None,
     same_bits: bool = False,
     max_positions: int | None = None,
+    block: int | None = None,
+    mask_token: int | None = None,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
 ) -> LoadedModel:
@@ -100,11 +102,14 @@ def read_model(
       max_positions: length of the longest text, prompt and answer; None: the model's limit. For longrope models (Phi-3,
         Phi-4-mini) it also selects the set of frequencies: the short set up to the original length of 4,096, else the
         long one, for all texts (`layers.rope_frequencies`).
+      block, mask_token: the block size of the attention and the mask token of a diffusion model, for files that do not
+        state them; None: those of the files, or of the model's release, which is noted.
       mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. Each of
         several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
         rows of a MaxText checkpoint.
 
-    Warns: CheckpointWarning that names the fields of its config that are not read and can change its results.
+    Warns: CheckpointWarning that names the fields of its config that are not read and can change its results, or a
+      value of the release that its files do not state.
 
     Raises: UsageError, in one sentence, for a `source` that cannot be loaded, and for a model of another kind.
     """
@@ -127,7 +132,9 @@ def read_model(
             cache_bits=backend == "cpu", name=_name(source, path),
         )  # fmt: skip
         check_tensors(checkpoint)
-        denoiser_settings = None if fields is None else denoisers.read_denoiser_settings(fields, tokenizer)
+        denoiser_settings = denoisers.read_denoiser_settings(
+            ConfigFields({}, str(path)) if fields is None else fields, tokenizer, block=block, mask_token=mask_token
+        )
     _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
     if fields is not None:
         warn_of_unread(fields, stacklevel=4)

@@ -1,17 +1,21 @@
 """Checkpoints of diffusion language models: their architecture, and their settings as denoisers.
 
-Every `model_type` here names a family with the same weights and fields, and its own differences. Settings that the
-config lacks are taken from the tokenizer and never guessed, because a wrong mask or alignment gives meaningless text.
+Every row names a family with the same weights and fields, and its own differences. Settings that the config lacks are
+those of the caller, of the tokenizer or, with a note, of the release. They are never guessed, because a wrong mask or
+alignment gives meaningless text.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import POSITIONS, ROWS, ConfigFields
+from specjax.models.loading.families.model_classes import check_class, check_own_code, diffusion_model, named_classes
 
 
 class DenoiserSettings(NamedTuple):
@@ -25,26 +29,37 @@ class DenoiserSettings(NamedTuple):
 
 
 class DenoiserKind(NamedTuple):
-    """Properties of a `model_type`."""
+    """Properties of the diffusion models of a `model_type` or class."""
 
     base: str  # the `model_type` with the same weights and fields
     alignment: str = "same"
     seeding: str = "all_masked"
     block: str | None = None  # the field with the block size of block-causal attention; None: full attention
-    optional: bool = False  # without that field the attention is full
+    released_block: int | None = None  # the block size of the release; None: without that field the attention is full
     mask: str | None = None  # the mask token of its tokenizer, used if the config has no mask token id
+    released_mask: int | None = None  # the mask token id of the release, used if the tokenizer has none
 
 
 KINDS = {
-    "sdar": DenoiserKind("qwen3", block="block_size", mask="<|MASK|>"),  # and TraDo
+    # SDAR and TraDo. Their samplers take block and mask from the command line.
+    "sdar": DenoiserKind("qwen3", block="block_size", released_block=4, mask="<|MASK|>", released_mask=151669),
     "Dream": DenoiserKind("qwen2", "shifted"),  # and DiffuCoder
-    "Fast_dLLM_Qwen": DenoiserKind("qwen2", "shifted", "seed_and_mask", block="bd_size", mask="|<MASK>|"),
+    "Fast_dLLM_Qwen": DenoiserKind(
+        "qwen2", "shifted", "seed_and_mask", block="bd_size", released_block=32, mask="|<MASK>|"
+    ),
     # Tiny-A2D of dLLM: its masked models have full attention. Only the name identifies its block models.
-    "a2d-qwen2": DenoiserKind("qwen2", block="block_size", optional=True, mask="<|mask|>"),
-    "a2d-qwen3": DenoiserKind("qwen3", block="block_size", optional=True, mask="<|mask|>"),
-    "a2d-llama": DenoiserKind("llama", block="block_size", optional=True, mask="<|mask|>"),
+    "a2d-qwen2": DenoiserKind("qwen2", block="block_size", mask="<|mask|>"),
+    "a2d-qwen3": DenoiserKind("qwen3", block="block_size", mask="<|mask|>"),
+    "a2d-llama": DenoiserKind("llama", block="block_size", mask="<|mask|>"),
     "llada": DenoiserKind("llada"),
 }
+
+CLASSES = {
+    "StableDiffcoderForCausalLM": DenoiserKind(
+        "llama", block="block_size", released_block=4, mask="<[MASK_TOKEN]>", released_mask=5
+    ),
+}
+"""Kinds with the `model_type` of an autoregressive family, by the class in `architectures` or `auto_map`."""
 
 OPEN_DCODER = DenoiserKind("qwen2", "shifted")
 """Open-dCoder, with the model type qwen2 of autoregressive models, which have no mask token."""
@@ -70,19 +85,40 @@ class SpecialTokens(Protocol):
     def eos(self) -> Any: ...  # collection of the ids that end a text
 
 
+def find_kind(hf: ConfigFields, names: Mapping[str, str] | None = None) -> DenoiserKind | None:
+    """Return the kind of the diffusion model of a config.json; None for an autoregressive or unsupported model.
+
+    names: the special tokens of its tokenizer, if they are read already.
+    """
+    for entry in named_classes(hf):
+        if entry.name in CLASSES:
+            return CLASSES[entry.name]
+    if diffusion_model(hf, KINDS) is not None:
+        return None
+    name = hf.text("model_type", "unnamed")
+    if name == "qwen2" and (hf.has("mask_token_id") or bool((names or {}).get("mask_token"))):
+        return OPEN_DCODER
+    return KINDS.get(name)
+
+
 def to_base_family(hf: ConfigFields) -> ConfigFields:
     """Return the fields of a config.json with the `model_type` of the family that reads it.
 
-    Raises: UsageError for diffusion models that no family supports.
+    Raises: UsageError for diffusion models that no family supports, and for a class that its family does not have.
     """
     name = hf.text("model_type", "unnamed")
-    kind = KINDS.get(name)
     experts = "LLaDA-MoE" if name == "llada" and hf.has("num_experts") else MIXTURES_OF_EXPERTS.get(name)
     if experts is not None:
         raise UsageError(
             f"{hf.where} is a {experts} model, a mixture of experts, which specjax does not support; use a dense model"
         )
+    kind, title = find_kind(hf), diffusion_model(hf, KINDS)
+    if kind is None and title is not None:
+        raise UsageError(
+            f"{hf.where} is {title}, a diffusion model, which specjax does not support; use one of docs/diffusion.md"
+        )
     if kind is None:
+        check_class(hf)
         return hf
     if name == "Dream" and (hf.has("block_size") or hf.flag("use_mrope")):
         field = "use_mrope" if hf.flag("use_mrope") else "block_size"
@@ -92,25 +128,28 @@ def to_base_family(hf: ConfigFields) -> ConfigFields:
     return dataclasses.replace(hf, values={**hf.values, "model_type": kind.base})
 
 
-def read_denoiser_settings(hf: ConfigFields, tokenizer: SpecialTokens) -> DenoiserSettings | None:
+def read_denoiser_settings(
+    hf: ConfigFields, tokenizer: SpecialTokens, *, block: int | None = None, mask_token: int | None = None
+) -> DenoiserSettings | None:
     """Return the denoiser settings of the model of a config.json; None if the model is autoregressive.
 
-    Raises: UsageError if neither config nor tokenizer define the mask token, or the config lacks the block size.
+    block, mask_token: values that replace those of the files; None: the files' values, or those of the release.
+
+    Warns: CheckpointWarning that names a value of the release.
+
+    Raises: UsageError for a value that does not fit the model, or one that nothing defines. It is also raised for an
+      autoregressive model with code of its own, or with fields of a diffusion model.
     """
-    name = hf.text("model_type", "unnamed")
-    kind = OPEN_DCODER if is_open_dcoder(hf, tokenizer.names) else KINDS.get(name)
+    kind = find_kind(hf, tokenizer.names)
     if kind is None:
+        check_own_code(hf)
+        if (block, mask_token) != (None, None):
+            option = "block" if block is not None else "mask_token"
+            raise UsageError(f"{option} applies to diffusion models, and {hf.where} is not of one; leave it out")
         return None
-    block = None
-    if kind.block is not None and (hf.has(kind.block) or not kind.optional):
-        if not hf.has(kind.block):
-            raise UsageError(
-                f"{hf.where} lacks the block size of its attention; add the field {kind.block}, such as "
-                f'"{kind.block}": {4 if name == "sdar" else 32}'
-            )
-        block = hf.size(kind.block, maximum=POSITIONS)
+    block = _find_block(hf, kind, block)
     return DenoiserSettings(
-        mask_token=_find_mask_token(hf, kind, tokenizer),
+        mask_token=_find_mask_token(hf, kind, tokenizer, mask_token),
         attention="full" if block is None else "block_causal",
         block=block,
         alignment=kind.alignment,
@@ -118,34 +157,58 @@ def read_denoiser_settings(hf: ConfigFields, tokenizer: SpecialTokens) -> Denois
     )
 
 
-def is_open_dcoder(hf: ConfigFields, names: Any) -> bool:
-    """Return True if a config of type qwen2 is that of a denoiser. `names` are the special tokens of the tokenizer."""
-    return hf.text("model_type", None) == "qwen2" and (hf.has("mask_token_id") or bool(names.get("mask_token")))
-
-
-def is_denoiser(hf: ConfigFields, names: Any) -> bool:
+def is_denoiser(hf: ConfigFields, names: Mapping[str, str]) -> bool:
     """Return True if the model of a config.json is a denoiser. Only small files are read."""
-    return hf.text("model_type", None) in KINDS or is_open_dcoder(hf, names)
+    return find_kind(hf, names) is not None
 
 
-def _find_mask_token(hf: ConfigFields, kind: DenoiserKind, tokenizer: SpecialTokens) -> int:
-    """Return the mask token of the config, or else of the tokenizer."""
+def _find_block(hf: ConfigFields, kind: DenoiserKind, block: int | None) -> int | None:
+    """Return the block size of the caller, of the config or, with a note, of the release; None for full attention."""
+    if block is not None:
+        if type(block) is not int or not 1 <= block <= POSITIONS:
+            raise UsageError(f"block must be a whole number of at least 1, not {quote(block)}")
+        if kind.block is None:
+            raise UsageError(f"block applies to block-causal models, and {hf.where} has full attention; leave it out")
+        hf.skip(kind.block)
+        return block
+    if kind.block is None:
+        return None
+    if not hf.has(kind.block) and kind.released_block is not None:
+        _note(f"{hf.where} lacks the block size; assumed {kind.released_block}, as released. Other models need block=")
+    return hf.size(kind.block, kind.released_block, maximum=POSITIONS)
+
+
+def _find_mask_token(hf: ConfigFields, kind: DenoiserKind, tokenizer: SpecialTokens, mask_token: int | None) -> int:
+    """Return the mask token of the caller, of the config, of the tokenizer or, with a note, of the release."""
     rows = hf.size("embedding_size", hf.size("vocab_size", maximum=ROWS), maximum=ROWS)
-    for field in ("mask_token_id", "mask_id"):
-        if hf.has(field):
-            mask_token = hf.size(field, minimum=0, maximum=ROWS)
-            break
-    else:
-        piece = tokenizer.names.get("mask_token", kind.mask)
-        if piece not in tokenizer.vocab:
-            raise UsageError(
-                f"neither {hf.where} nor its tokenizer defines the mask token; add mask_token_id to the config"
-            )
+    field = next((name for name in ("mask_token_id", "mask_id") if hf.has(name)), None)
+    listed = None if field is None else hf.size(field, minimum=0, maximum=ROWS)
+    piece = tokenizer.names.get("mask_token", kind.mask)
+    where = f"{hf.where} has"
+    if mask_token is not None:
+        if type(mask_token) is not int or mask_token < 0:
+            raise UsageError(f"mask_token must be a token id, not {quote(mask_token)}")
+        where, field = "", "mask_token"
+    elif listed is not None:
+        mask_token = listed
+    elif piece in tokenizer.vocab:
         field, mask_token = f"the mask token {quote(piece)}", tokenizer.vocab.index(piece)
+    elif kind.released_mask is not None and kind.released_mask < rows:
+        field, mask_token = "the mask token of the release", kind.released_mask
+        _note(f"neither {hf.where} nor its tokenizer defines the mask token; assumed {mask_token}, as released")
+    else:
+        raise UsageError(
+            f"neither {hf.where} nor its tokenizer defines the mask token; add mask_token_id to the config, or pass "
+            "mask_token"
+        )
     if mask_token >= rows:
-        raise UsageError(f"{hf.where} has {field} {mask_token}, which must be below its vocabulary size, {rows}")
+        raise UsageError(f"{where} {field} {mask_token}, which must be below the vocabulary size, {rows}".strip())
     if mask_token in tokenizer.eos:
         raise UsageError(
-            f"{hf.where} has {field} {mask_token}, which is also an end token; the mask must be a separate token"
+            f"{where} {field} {mask_token}, which is also an end token; the mask must be a separate token".strip()
         )
     return mask_token
+
+
+def _note(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=6)

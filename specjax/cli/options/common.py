@@ -178,6 +178,22 @@ PositionsOption = Annotated[
         show_default=False,
     ),
 ]
+BlockOption = Annotated[
+    int | None,
+    typer.Option(
+        "--block",
+        help="Columns of a block of a block-causal diffusion model. Default: that of its files or its release.",
+        show_default=False,
+    ),
+]
+MaskTokenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mask-token",
+        help="Id of the mask token of a diffusion model. Default: that of its files or its release.",
+        show_default=False,
+    ),
+]
 SameBitsOption = Annotated[
     bool,
     typer.Option(

@@ -74,6 +74,8 @@ class ModelOptions:
     cache_dtype: o.CacheDtypeOption = None
     max_positions: o.PositionsOption = None
     same_bits: o.SameBitsOption = False
+    block: o.BlockOption = None
+    mask_token: o.MaskTokenOption = None
 
     def __post_init__(self):
         require(

@@ -10,7 +10,8 @@ PANELS: Mapping[str, str] = MappingProxyType(
     {
         "Text": "--max-new-tokens --stop-string --batch-file --raw --system --own-prompts --texts --prompts --limit "
         "--offset --answers",
-        "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --same-bits --adapt",
+        "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
+        "--same-bits --adapt",
         "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller --costs "
         "--recipe --on-policy --layers",
         "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",

@@ -163,6 +163,8 @@ def open_session(
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
     same_bits = models.same_bits
+    for name, value in (("--block", models.block), ("--mask-token", models.mask_token)):
+        require(value is None, f"{name} applies to diffusion models, and the target is not one; remove it")
     axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None
     require(axis is None, f"--same-bits does not hold on a mesh that splits rows or slots; remove it or --{axis}")
     use_compilation_cache(not models.no_cache)
@@ -204,8 +206,9 @@ def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser
     with stage(log, f"loading {source}", loaded) as clock:
         try:
             denoiser, tokenizer = specjax.load_denoiser(
-                models.target, dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions
-            )
+                models.target, dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions,
+                block=models.block, mask_token=models.mask_token,
+            )  # fmt: skip
         except ModelKindError:
             raise UsageError(
                 f"--target: {source} is an autoregressive model, but --method is for diffusion models; choose a "
@@ -240,10 +243,10 @@ def _load_head(flag: str, source: str | None, target: Target, token_map: Path | 
 
 def _name_flag(flag: str, error: UsageError) -> UsageError:
     """Return an error of loading with the flag that it is about."""
-    message = str(error)
-    if message.startswith("max_positions "):
-        return UsageError(f"--max-positions {message.removeprefix('max_positions ')}")
-    return UsageError(f"{flag}: {message}")
+    option, _, message = str(error).partition(" ")
+    if option in ("max_positions", "block", "mask_token"):
+        return UsageError(f"--{option.replace('_', '-')} {message}")
+    return UsageError(f"{flag}: {error}")
 
 
 def _check_vocabularies(tokenizer: Any, other: Any) -> None:

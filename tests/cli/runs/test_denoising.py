@@ -22,11 +22,14 @@ def denoisers(monkeypatch):
             raise loading.ModelKindError(f"{source} is a diffusion model")
         return plain(source, **options)
 
-    def load_denoiser(source=None, **options):
+    def load_denoiser(source=None, *, block=None, mask_token=None, **options):
         if source not in ("full", "blocks"):
             raise loading.ModelKindError(f"{source} is an autoregressive model")
+        if source == "full" and block is not None:
+            raise specjax.UsageError("block applies to block-causal models, and full is none; leave it out")
         target, tokenizer = plain(**options)
-        return specjax.Denoiser(target.model, target.params, 0, **(BLOCKS if source == "blocks" else {})), tokenizer
+        settings = BLOCKS | {"block": block or 4} if source == "blocks" else {}
+        return specjax.Denoiser(target.model, target.params, mask_token or 0, **settings), tokenizer
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
     monkeypatch.setattr(specjax, "load_denoiser", load_denoiser, raising=False)
@@ -89,10 +92,26 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
         (("--target", "full", "--method", "constraint"), "the command line cannot load the inputs of constraint"),
         (("--target", "full", "--set", "tau=1"), 'method llada has no option "tau"'),
         (("--target", "full", "--set", "steps=some"), "--set steps"),
+        (("--target", "full", "--block", 4), "--block applies to block-causal models"),
+        (("--target", "target", "--block", 4), "--block applies to diffusion models"),
+        (("--mask-token", 4), "--mask-token applies to diffusion models"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(arguments, words, refused):
     assert words in refused("generate", "hello", *arguments)
+
+
+def test_block_and_mask_of_the_command_line_reach_the_model(cli, monkeypatch):
+    plain, passed = specjax.load_denoiser, {}
+
+    def load_denoiser(source, **options):
+        passed.update(options)
+        return plain(source, **options)
+
+    monkeypatch.setattr(specjax, "load_denoiser", load_denoiser)
+    flags = ("--target", "blocks", "--method", "sdar", "--block", 2, "--mask-token", 3, "--max-new-tokens", 4)
+    assert cli("generate", "hello", *flags).code == 0
+    assert (passed["block"], passed["mask_token"]) == (2, 3)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Folders of diffusion language models in the published layouts: their settings and their logits."""
 
 import json
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import specjax
 from specjax import Denoiser, Target, UsageError
+from specjax.errors import CheckpointWarning
 from specjax.models.loading import is_diffusion, read_model
 from specjax.models.loading.families import denoisers
 from specjax.planning import make_workload
@@ -16,6 +18,7 @@ MASK = 95
 FULL = {"attention": "full", "block": None, "alignment": "same", "seeding": "all_masked"}
 SHIFTED = FULL | {"alignment": "shifted"}
 BLOCKS = FULL | {"attention": "block_causal", "block": 4}
+OWN_CODE = {"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"}
 PUBLISHED = {
     "sdar": ("qwen3", {"block_size": 4}, BLOCKS, "<|MASK|>"),
     "Dream": ("qwen2", {"mask_token_id": MASK, "use_mrope": False}, SHIFTED, None),
@@ -24,7 +27,8 @@ PUBLISHED = {
         "seeding": "seed_and_mask"}, "|<MASK>|",
     ),
     "a2d-qwen3": ("qwen3", {}, FULL, "<|mask|>"),
-    "qwen2": ("qwen2", {"mask_token_id": MASK}, SHIFTED, None),  # Open-dCoder
+    "qwen2": ("qwen2", {"mask_token_id": MASK, "auto_map": OWN_CODE}, SHIFTED, None),  # Open-dCoder
+    "llama": ("llama", {"architectures": ["StableDiffcoderForCausalLM"], "block_size": 4}, BLOCKS, "<[MASK_TOKEN]>"),
 }  # fmt: skip
 
 
@@ -155,15 +159,14 @@ def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("sdar", {"block_size": None}, r'lacks the block size of its attention; add the field block_size, such as "bl'),
         ("Dream", {"mask_token_id": None}, "defines the mask token; add mask_token_id"),
-        ("Dream", {"mask_token_id": 96}, "mask_token_id 96, which must be below its vocabulary size, 96"),
+        ("Dream", {"mask_token_id": 96}, "mask_token_id 96, which must be below the vocabulary size, 96"),
         ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which is also an end token"),
         ("Dream", {"block_size": 32}, "a Dream model with block_size, which specjax does not support"),
         ("sdar", {"model_type": "sdar_moe"}, "is a SDAR-MoE model, a mixture of experts"),
         ("sdar", {"model_type": "llada2_moe"}, "is a LLaDA2 model, a mixture of experts"),
         ("sdar", {"model_type": "llada", "num_experts": 64}, "is a LLaDA-MoE model, a mixture of experts"),
-        ("sdar", {"model_type": "sdar2"}, r"sdar2.*, which specjax does not support \(only llama, .*sdar"),
+        ("sdar", {"model_type": "sdar2"}, r'is "sdar2", a diffusion model, which specjax does not support'),
     ],
 )
 def test_what_is_not_known_is_refused_in_a_sentence(kind, changes, words, tiny, tmp_path):
@@ -185,8 +188,9 @@ def test_a_folder_is_planned_as_the_denoiser_that_it_is(tiny, tmp_path):
     work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8, block=2)
     assert (work.method, work.reading) == ("sdar", (MASK, *(BLOCKS | {"block": 2}).values()))
     rewrite(tmp_path / "config.json", {"block_size": None})
-    with pytest.raises(UsageError, match=r"--target: .* lacks the block size of its attention"):
-        make_workload(str(tmp_path), "v5e:1x1")
+    with pytest.warns(CheckpointWarning, match="lacks the block size; assumed 4, as released"):
+        work = make_workload(str(tmp_path), "v5e:1x1", context=8, max_new_tokens=8)
+    assert work.reading == (MASK, *BLOCKS.values())
 
 
 def test_autoregressive_folders_stay_targets(tiny, tmp_path):
@@ -199,4 +203,57 @@ def test_autoregressive_folders_stay_targets(tiny, tmp_path):
 
 
 def test_every_kind_is_tried():
-    assert set(denoisers.KINDS) - {"a2d-qwen2", "a2d-llama", "llada"} == set(PUBLISHED) - {"qwen2"}
+    assert set(denoisers.KINDS) - {"a2d-qwen2", "a2d-llama", "llada"} == set(PUBLISHED) - {"qwen2", "llama"}
+
+
+@pytest.mark.parametrize(("kind", "piece"), [("sdar", "<|MASK|>"), ("llama", "<[MASK_TOKEN]>")])
+def test_the_block_of_the_release_is_used_with_a_note(kind, piece, tiny, tmp_path):
+    """The published configs of SDAR and Stable-DiffCoder state neither block nor mask."""
+    publish(tiny, tmp_path, kind, block_size=None)
+    with pytest.warns(CheckpointWarning, match="lacks the block size; assumed 4, as released") as caught:
+        denoiser, _ = specjax.load_denoiser(tmp_path)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert (denoiser.block, denoiser.mask_token, denoiser.attention) == (4, MASK, "block_causal")
+
+
+def test_the_caller_names_block_and_mask(tiny, tmp_path):
+    publish(tiny, tmp_path, "sdar", block_size=None)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    del tokenizer["model"]["vocab"]["<|MASK|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        denoiser, _ = specjax.load_denoiser(tmp_path, block=8, mask_token=90)
+    assert (denoiser.block, denoiser.mask_token) == (8, 90)
+    with pytest.raises(UsageError, match="defines the mask token; add mask_token_id to the config, or pass mask_token"):
+        specjax.load_denoiser(tmp_path, block=8)
+    for options, words in (
+        ({"block": 0}, "block must be a whole number of at least 1, not 0"),
+        ({"block": True}, "block must be"),
+        ({"mask_token": -1}, "mask_token must be a token id, not -1"),
+        ({"mask_token": 96}, "^mask_token 96, which must be below the vocabulary size, 96"),
+        ({"mask_token": 2}, "^mask_token 2, which is also an end token"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            specjax.load_denoiser(tmp_path, **({"block": 4, "mask_token": 90} | options))
+
+
+def test_the_mask_of_the_release_is_used_with_a_note(tiny, tmp_path):
+    publish(tiny, tmp_path, "llama")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    del tokenizer["model"]["vocab"]["<[MASK_TOKEN]>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.warns(CheckpointWarning, match="defines the mask token; assumed 5, as released"):
+        assert specjax.load_denoiser(tmp_path)[0].mask_token == 5
+
+
+def test_a_block_needs_a_model_with_blocks(tiny, tmp_path):
+    publish(tiny, tmp_path / "dream", "Dream")
+    with pytest.raises(UsageError, match=r"block applies to block-causal models, and .* has full"):
+        specjax.load_denoiser(tmp_path / "dream", block=4)
+    publish(tiny, tmp_path / "a2d", "a2d-qwen3")
+    assert specjax.load_denoiser(tmp_path / "a2d", block=4)[0].block == 4
+    tiny.save(tiny.model("qwen2"), tmp_path / "qwen2")
+    for option in ("block", "mask_token"):
+        with pytest.raises(UsageError, match=f"^{option} applies to diffusion models"):
+            specjax.load(tmp_path / "qwen2", **{option: 4})

@@ -116,7 +116,7 @@ def test_configs_that_specjax_writes_are_read_without_a_word(name):
 CHANGES = {
     "attention_multiplier": 0.5, "attn_logit_softcapping": 30.0, "clip_qkv": 8.0, "embedding_multiplier": 12.0,
     "final_logit_softcapping": 30.0, "is_causal": False, "logit_scale": 0.0625, "logits_scaling": 8.0,
-    "mask_token_id": 5, "no_rope_layers": [1, 0], "num_experts": 8, "num_nextn_predict_layers": 1,
+    "no_rope_layers": [1, 0], "num_experts": 8, "num_nextn_predict_layers": 1,
     "rope_fraction": 0.5, "qk_layernorm": True, "query_pre_attn_scalar": 144, "residual_multiplier": 0.22,
     "rope_interleaved": True, "rope_percentage": 0.25, "scale_emb": 12, "sliding_window": 16, "use_mup": True,
     "use_qk_norm": True, "use_sliding_window": True, "rope_dim": 32, "layer_norm_eps": 1e-3,
