@@ -89,6 +89,13 @@ class Method(NamedTuple):
 
         return make
 
+    def load_check(self) -> Callable[..., Any]:
+        """Import the module of a collaboration, and return the function that checks its options before models load.
+
+        It takes options and settings of `decode` by name, and returns the settings that the method uses.
+        """
+        return import_name(f"{self.module}:check_options")
+
     def option(self, name: str) -> Option | None:
         """Return the option with this name, or None."""
         return next((option for option in self.options if option.name == name), None)

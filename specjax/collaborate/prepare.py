@@ -14,6 +14,7 @@ from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts, pack
 from specjax.engine.prepare import Settings, prepare
 from specjax.errors import UsageError
+from specjax.numerics.validation import check_range
 from specjax.trees.autoregressive import autoregressive
 from specjax.types import Array, Drafter, Target
 
@@ -103,6 +104,14 @@ def refuse(settings: Mapping[str, Any], names: Sequence[str], why: str) -> None:
         value = settings.get(name)
         if not (value is None or (isinstance(value, Sequence) and not value)):
             raise UsageError(f"{name} {why}; leave it out")
+
+
+def above_zero(temperature: float | Array, why: str) -> None:
+    """Raise UsageError for a temperature of 0 or below, in any row; `why` is the reason. Traced values pass."""
+    try:
+        check_range("temperature", temperature, lambda x: x > 0, "above 0")
+    except UsageError as error:
+        raise UsageError(f"{error}: {why}") from None
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

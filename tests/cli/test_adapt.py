@@ -26,6 +26,7 @@ def test_the_text_is_that_of_the_thinned_target(cli, six_layers):
     assert "lossy: skip_decode skips layers of llama, per token" in " ".join(result.err.split())
     assert document["adapt"] == "skip_decode:1.5" and document["target"] == "llama by skip_decode"
     assert document["method"] == "autoregressive" and document["identical"]
+    assert document["guarantee"] == "lossy" and document["guarantee_to_adapted_target"] == "distribution"
     prompts = [specjax.load()[1].chat("hello")]
     options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
     # The horizon is what is to be written.
@@ -45,7 +46,17 @@ def test_as_a_drafter_it_is_lossless(cli):
 
 def test_the_table_says_that_it_is_lossy(cli):
     said = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
-    assert "(guarantee: distribution relative to the target with unified:1.5, lossy)" in said
+    assert "(guarantee: lossy; distribution relative to the target with unified:1.5)" in said
+
+
+@pytest.mark.parametrize("name", ["calm:0.5", "skip_decode", "ffn_skip", "unified"])
+def test_a_temperature_is_obeyed_and_recorded(cli, six_layers, name):
+    document = json.loads(cli("generate", "hello", "--adapt", name, "--temperature", 0.7, *SHORT, "--json").out)
+    assert document["settings"]["temperature"] == 0.7 and document["guarantee"] == "lossy"
+    thinned = adaptive.skip_layers(six_layers, adaptive.parsing.parse_depth(name, 16))
+    options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2, "temperature": 0.7}
+    wanted = specjax.decode(thinned, "autoregressive", [specjax.load()[1].chat("hello")], **options)
+    assert document["results"][0]["token_ids"] == wanted.to_lists()[0]
 
 
 @pytest.mark.parametrize(

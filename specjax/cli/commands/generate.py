@@ -13,9 +13,9 @@ from specjax.cli.options import common as o
 from specjax.cli.options import completion, diffusion, hosts
 from specjax.cli.options.groups import (
     DraftOptions,
+    GenerateSampling,
     ModelOptions,
     PromptOptions,
-    SamplingOptions,
     flag_values,
     refuse_flags,
     with_groups,
@@ -103,7 +103,7 @@ class GenerateFlags(NamedTuple):
     method: str | None
     models: ModelOptions
     draft: DraftOptions
-    sampling: SamplingOptions
+    sampling: GenerateSampling
     processing: ProcessingOptions
     prompts: PromptOptions
     run: RunOptions
@@ -120,7 +120,7 @@ class GenerateFlags(NamedTuple):
 def generate(
     models: ModelOptions,
     draft: DraftOptions,
-    sampling: SamplingOptions,
+    sampling: GenerateSampling,
     processing: ProcessingOptions,
     prompts: PromptOptions,
     run: RunOptions,
@@ -269,6 +269,7 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
     from specjax.cli.runs import collaboration
+    from specjax.cli.runs.batch_checkpoint import make_folder
     from specjax.cli.runs.decoding import build_decoding
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.session import open_session
@@ -283,13 +284,17 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
     refuse_flags(groups, allowed, collaboration.REASON)
     decoding = build_decoding(flags.sampling)
     options = read_options(flags.draft.settings, {method: METHODS[method]})[method]
+    used = collaboration.check_options(method, options, flags.sampling, flags.processing)
+    decoding = dataclasses.replace(decoding, settings=used)
     source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system)
     lines = source.read()
+    if flags.checkpoint.checkpoint is not None:
+        make_folder(flags.checkpoint.checkpoint)
     log, out = Console(stderr=True), Console(quiet=run.as_json)
     session = open_session(log, models)
     rows, bad = source.encode(lines, session, decoding.max_new_tokens)
     writing = collaboration.Collaboration(
-        session, decoding, (method, options), rows, run.batch_size, compare=run.compare,
-        processors=session.processors(flags.processing), checkpoint=flags.checkpoint.checkpoint,
+        session, decoding, collaboration.CheckedMethod(method, options, flags.sampling.explicit), rows, run.batch_size,
+        compare=run.compare, processors=session.processors(flags.processing), checkpoint=flags.checkpoint.checkpoint,
     )  # fmt: skip
     execute(writing, Report(log, out, run.as_json, bad=bad, path=run.batch_file))

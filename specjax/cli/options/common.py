@@ -130,7 +130,17 @@ VerifierOption = Annotated[
     ),
 ]
 LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of new tokens per prompt.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")]
+TEMPERATURE_HELP = "Sampling temperature; 0 is greedy."
+TemperatureOption = Annotated[float, typer.Option("--temperature", help=TEMPERATURE_HELP)]
+OptionalTemperatureOption = Annotated[float | None, typer.Option("--temperature", help=TEMPERATURE_HELP)]
+MethodTemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help=TEMPERATURE_HELP + " Default: 0, or the default of a method of several models or samples.",
+        show_default=False,
+    ),
+]
 TopKOption = Annotated[
     int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.", show_default=False)
 ]

@@ -127,7 +127,7 @@ class WarpOptions:
     """Length, distribution and seed of the text."""
 
     max_new_tokens: o.LengthOption = 128
-    temperature: o.TemperatureOption = 0.0
+    temperature: o.OptionalTemperatureOption = 0.0
     top_k: o.TopKOption = None
     top_p: o.TopPOption = None
     seed: o.SeedOption = 0
@@ -142,6 +142,19 @@ class SamplingOptions(WarpOptions):
     """Length, distribution and seed of the text, with --min-p."""
 
     min_p: o.MinPOption = None
+
+
+@dataclass(frozen=True)
+class GenerateSampling(SamplingOptions):
+    """Length, distribution and seed of the text; without --temperature a method chooses the temperature."""
+
+    temperature: o.MethodTemperatureOption = None
+
+    @property
+    def explicit(self) -> dict[str, Any]:
+        """Return the values of the flags that shape the distribution and are set."""
+        names = "temperature", "top_k", "top_p", "min_p"
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)

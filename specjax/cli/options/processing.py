@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options.common import parse_flag
+from specjax.cli.options.groups import flag_of
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError, require
 
@@ -86,6 +88,12 @@ class ProcessingOptions:
             _parse_bias(entry)
         require(all(self.ban or ()), "--ban is empty; give the id or the text of a token")
         _ = self.schema
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the flags that are set."""
+        fields = dataclasses.fields(self)
+        return [flag_of(field.name) for field in fields if getattr(self, field.name) not in (field.default, [], ())]
 
     @property
     def schema(self) -> str | None:

@@ -15,25 +15,27 @@ from specjax.files.untrusted import guarded_read, read_json
 from specjax.persistence.fingerprint import check_run
 
 
+def make_folder(name: str) -> Path:
+    """Create a local folder for checkpoints, and return it. Raises: UsageError if it cannot be created."""
+    if "://" in name:
+        raise UsageError(f"--checkpoint of this method must be a local folder, not {name}; choose another one")
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--checkpoint: cannot create {name} ({error.strerror}); choose another folder") from None
+    return folder
+
+
 class BatchCheckpoints:
     """A folder with a JSON file per finished batch."""
 
     def __init__(self, folder: str, run: Mapping[str, str]):
-        """Create the folder.
+        """Create the folder. Raises: UsageError if it cannot be created.
 
         run: digests of all inputs that determine the texts, under names that errors can use.
-
-        Raises: UsageError if the folder cannot be created.
         """
-        self.folder, self.run = Path(folder).expanduser(), dict(run)
-        if "://" in folder:
-            raise UsageError(f"--checkpoint of this method must be a local folder, not {folder}; choose another one")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--checkpoint: cannot create {folder} ({error.strerror}); choose another folder"
-            ) from None
+        self.folder, self.run = make_folder(folder), dict(run)
 
     def read(self, number: int) -> Any:
         """Return the contents of a batch, or None. Raises: UsageError for another run's file, or a damaged one."""

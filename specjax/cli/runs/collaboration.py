@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,19 +15,23 @@ from rich.text import Text
 import specjax
 from specjax.bench.measure import row_keys
 from specjax.catalog import METHODS, Method
-from specjax.cli.options.groups import ModelOptions
+from specjax.cli.options.drafter_flags import find_head_kind
+from specjax.cli.options.groups import GenerateSampling, ModelOptions
+from specjax.cli.options.processing import ProcessingOptions
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
-from specjax.cli.runs.decoding import Decoding
+from specjax.cli.runs.decoding import Decoding, name_flags
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.collaborate import TextResult, after_strings
-from specjax.errors import require
+from specjax.engine.prepare import Settings
+from specjax.errors import UsageError, require
 from specjax.files.untrusted import guarded_read
 from specjax.persistence.fingerprint import describe, digest, digest_model
+from specjax.processors import presence
 from specjax.types import Processor
 
 PROVIDED = {"draft", "safe", "segmenter", "judging", "cues"}
@@ -47,6 +53,10 @@ CUES = {
     "negative": ("wait", "alternatively", "hold on", "another"),
     "verify": ("verify", "think again", "recap", "check"),
 }
+WARPS = "temperature", "top_k", "top_p", "min_p"
+"""The settings that shape a distribution."""
+STAND_IN = presence(0.0)
+"""A processor for checks that are made before the tokenizer of the real ones is loaded."""
 CHECK = "Let me check whether there are some wrong steps:"
 
 
@@ -68,6 +78,38 @@ def check_inputs(method: str, models: ModelOptions) -> None:
     kind = "safe" if "safe" in row.needs else "smaller"
     require(draft is not None or not needs_model, f"method {method} needs a {kind} model; add --draft MODEL")
     require(draft is None or needs_model, f"method {method} uses one model only; remove --draft")
+    head = find_head_kind(draft)
+    require(head is None, f"--draft {draft} is a draft head of kind {head}, and method {method} needs a {kind} model")
+
+
+def check_options(
+    name: str, options: Mapping[str, Any], sampling: GenerateSampling, processing: ProcessingOptions
+) -> Settings:
+    """Check the options of a method before its models are loaded, and return the settings that it uses.
+
+    Flags that are set replace the method's own temperature and top-p.
+
+    Raises: UsageError that names the flag of a value that the method refuses.
+    """
+    row = METHODS[name]
+    check = row.load_check()
+    parameters = inspect.signature(row.make).parameters.values()
+    values = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
+    checked = inspect.signature(check).parameters
+    values = {name: value for name, value in values.items() if name in checked}
+    if processing.flags:
+        values["processors"] = (STAND_IN,)
+    try:
+        return check(**values | sampling.explicit)  # type: ignore[no-any-return]
+    except UsageError as error:
+        raise UsageError(_name_flags(str(error), options, processing)) from None
+
+
+def _name_flags(message: str, options: Mapping[str, Any], processing: ProcessingOptions) -> str:
+    """Return an error message of a method with flags in place of the names of its arguments."""
+    for name in options:
+        message = re.sub(rf"(?<![\w-]){name}\b", f"--set {name}", message, count=1)
+    return name_flags(message.replace("processors", " and ".join(processing.flags), 1))
 
 
 def word_arguments(name: str, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
@@ -84,6 +126,14 @@ def word_arguments(name: str, tokenizer: Any, vocab_size: int) -> dict[str, Any]
         arguments |= {side: [ids(form) for cue in cues for form in forms(cue)] for side, cues in CUES.items()}
         arguments["check"] = ids(CHECK)
     return arguments
+
+
+class CheckedMethod(NamedTuple):
+    """A method, and the options and settings that flags set."""
+
+    name: str
+    options: Mapping[str, Any]
+    sampling: Mapping[str, Any]  # temperature, top_k, top_p and min_p, without those that keep the method's default
 
 
 class WrittenText(NamedTuple):
@@ -109,25 +159,21 @@ class Collaboration(PromptRun):
     """A method over some prompts and, with --compare, the target alone after each batch."""
 
     def __init__(
-        self, session: Session, decoding: Decoding, method: tuple[str, Mapping[str, Any]], rows: Sequence[Encoded],
-        batch_size: int, *, compare: bool = False, processors: tuple[Processor, ...] = (),
-        checkpoint: str | None = None,
+        self, session: Session, decoding: Decoding, method: CheckedMethod, rows: Sequence[Encoded], batch_size: int,
+        *, compare: bool = False, processors: tuple[Processor, ...] = (), checkpoint: str | None = None,
     ):  # fmt: skip
         """Create the run.
 
-        method: its name and options. checkpoint: a folder for finished batches; those of an earlier run are read.
+        decoding: with the settings that the method uses. checkpoint: a folder for finished batches; those of an
+        earlier run are read.
         """
         super().__init__(session, decoding, rows, batch_size)
-        name, options = method
+        name, options, explicit = method
         self.method, self.options, self.compare = METHODS[name], dict(options), compare
         self.models = [session.target] if session.draft is None else [session.draft, session.target]
         self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size)
-        settings = decoding.settings
-        values = {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "temperature")}
-        # Methods have temperatures of their own, which 0 must not replace.
-        self.sampling: dict[str, Any] = {name: value for name, value in values.items() if value}
-        if processors:
-            self.sampling["processors"] = processors
+        self.processors: dict[str, Any] = {"processors": processors} if processors else {}
+        self.sampling = {**explicit, **self.processors}
         self.finished: list[WrittenBatch] = []
         self.checkpoints = None if checkpoint is None else BatchCheckpoints(checkpoint, self._fingerprints())
 
@@ -195,7 +241,8 @@ class Collaboration(PromptRun):
 
     def _run_target(self, batch: Sequence[Encoded], written: WrittenBatch, log: Console) -> WrittenBatch:
         """Decode a batch with the target alone, and add its time."""
-        prompts, arguments = [list(row.ids) for row in batch], {**self._arguments(batch), **self.sampling}
+        settings = {name: getattr(self.decoding.settings, name) for name in WARPS}
+        prompts, arguments = [list(row.ids) for row in batch], {**self._arguments(batch), **settings, **self.processors}
         decode = lambda: jax.block_until_ready(
             specjax.decode(self.session.target, "autoregressive", prompts, **arguments)
         )
@@ -278,6 +325,7 @@ class Collaboration(PromptRun):
             "method": f"{record['method']} (guarantee: {record['guarantee']})",
             "tokens": f"{record['tokens']} in {record['seconds']:.2f} s"
             + (", compilation included" if record["seconds_include_compilation"] else ""),
+            "sampling": describe_sampling(self.decoding.settings),
         }
         if len(record["models"]) > 1 and record["share_of_target"] is not None:
             lines["written by the target"] = f"{record['share_of_target']:.0%}"
@@ -288,6 +336,14 @@ class Collaboration(PromptRun):
             lines["the target alone"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
             lines["speed ratio"] = f"{record['speedup']:.2f}"
         return lines
+
+
+def describe_sampling(settings: Settings) -> str:
+    """Return the temperature and the cuts of a run in words."""
+    if settings.is_greedy:
+        return "greedy"
+    values = {name.replace("_", "-"): getattr(settings, name) for name in WARPS}
+    return ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
 
 
 def _text_of(result: TextResult, row: int) -> WrittenText:

@@ -73,6 +73,8 @@ def build_decoding(sampling: WarpOptions, draft: DraftOptions | None = None, con
 
     controller: the controller of the run, from --controller or a default.
 
+    A temperature of None is 0.
+
     Raises: UsageError that names the flag of a value outside its range.
     """
     flags = draft or DraftOptions()
@@ -81,14 +83,18 @@ def build_decoding(sampling: WarpOptions, draft: DraftOptions | None = None, con
         parse_flag("--controller", controllers.parse, controller)
     try:
         settings = Settings(
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            temperature=sampling.temperature or 0.0, top_k=sampling.top_k, top_p=sampling.top_p,
             min_p=getattr(sampling, "min_p", None), sampling=cast(Any, flags.sampling),
             verifier=verifier,
         )  # fmt: skip
     except UsageError as error:
-        named = FIELDS.sub(lambda match: "--" + match[0].replace("_", "-"), str(error))
-        raise UsageError(named) from None
+        raise UsageError(name_flags(str(error))) from None
     return Decoding(settings, sampling.max_new_tokens, sampling.seed, controller)
+
+
+def name_flags(message: str) -> str:
+    """Return the message of a check of settings with flags in place of the names of settings."""
+    return FIELDS.sub(lambda match: "--" + match[0].replace("_", "-"), message)
 
 
 def without_draft(settings: Settings) -> Settings:

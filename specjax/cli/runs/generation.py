@@ -202,8 +202,11 @@ class Generation(PromptRun):
         )
 
     def document(self, bad) -> dict[str, Any]:
-        """Return the JSON document; its guarantee is relative to the target after --adapt, which is lossy itself."""
-        return super().document(bad) | {"adapt": self.more.adapt}
+        """Return the JSON document. With --adapt the text is lossy, and the method's guarantee has its own name."""
+        document = super().document(bad) | {"adapt": self.more.adapt}
+        if self.more.adapt is None:
+            return document
+        return document | {"guarantee": "lossy", "guarantee_to_adapted_target": document["guarantee"]}
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results per finished prompt as JSON."""
@@ -232,7 +235,7 @@ class Generation(PromptRun):
         rates = [f"{x:.2f}" if x is not None else "-" for x in record["acceptance_by_depth"]]
         first, resumed = record["time_to_first_token"], report_of.merge(self.runs).resumed
         lines = {
-            "method": f"{record['method']} (guarantee: {record['guarantee']}{self._loss()})",
+            "method": f"{record['method']} (guarantee: {self._guarantee()})",
             "tokens": f"{record['tokens'] - resumed} in {record['seconds']:.2f} s"
             + (f", {resumed} before the restart" if resumed else ""),
             "tokens/s": f"{record['tokens_per_second']:.1f}",
@@ -249,12 +252,13 @@ class Generation(PromptRun):
             lines["speed ratio"] = f"{record['speedup']:.2f}"
         return lines
 
-    def _loss(self) -> str:
-        """Return the loss of a lossy rule and of --adapt in words."""
+    def _guarantee(self) -> str:
+        """Return the guarantee in words, with the loss of a lossy rule and of --adapt."""
         rule = self.decoding.rule
         has_distance = rule is not None and rule.distance is not None and self.decoding.remark is None
         distance = f", TV {rule.distance:g} on a toy pair" if rule is not None and has_distance else ""
-        return distance + ("" if self.more.adapt is None else f" relative to the target with {self.more.adapt}, lossy")
+        words = self.guarantee + distance
+        return words if self.more.adapt is None else f"lossy; {words} relative to the target with {self.more.adapt}"
 
     def verdict(self) -> list[str]:
         """Return the result of the comparison in words."""
@@ -266,9 +270,10 @@ class Generation(PromptRun):
                 if self.guarantee == "distribution"
                 else "outputs: not compared; this method promises equal text at temperature 0 only"
             ]
+        plain = "plain decoding" + ("" if self.more.adapt is None else f" of the target with {self.more.adapt}")
         if self.identical:
-            return ["outputs: identical to plain decoding"]
-        lines = [] if self.is_comparable else ["outputs: differ from plain decoding; this method is lossy"]
+            return [f"outputs: identical to {plain}"]
+        lines = [] if self.is_comparable else [f"outputs: differ from {plain}; this method is lossy"]
         for d in self.differences:
             where = f"line {d['line']}: " if d["line"] else ""
             lines.append(

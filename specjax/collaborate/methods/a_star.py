@@ -29,12 +29,11 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState
-from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
+from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, check_scores, result
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in
 from specjax.types import Array, Drafter, Target
 
@@ -113,19 +112,29 @@ def a_star(
     Returns: TextResult with the passes and tokens read of all steps; its log is a `Search`.
     Raises: UsageError for a setting outside its range, or a reward that is no number from 0 to 1.
     """
-    for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("max_step_tokens", max_step_tokens)):
-        whole(name, value, 1)
-    number("expected", expected, 0 <= expected < float("inf"), "at least 0, and finite")
-    if isinstance(temperature, int | float) and not temperature > 0 and k > 1:
-        raise UsageError("temperature must be above 0, as steps drawn at 0 are equal; or give k=1")
-    job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=temperature, **settings),
+    checked = check_options(
+        k=k, frontier=frontier, expected=expected, budget=budget, max_step_tokens=max_step_tokens,
+        temperature=temperature, **settings,
     )  # fmt: skip
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked
+    )
     numbers = jnp.array([budget, max_step_tokens], jnp.int32)
     done = _run(job, segmenter, numbers, jnp.float32(expected), reward=reward, k=k, frontier=frontier)
     check_scores(done.log.valid, "the reward", "a reward must be a number from 0 to 1")
     return done.cut(max_new_tokens)
+
+
+def check_options(
+    *, k: int, frontier: int, expected: float, budget: int, max_step_tokens: int, temperature: float, **settings: Any
+) -> Settings:
+    """Check the options, and return the settings of the steps. Raises: UsageError."""
+    for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("max_step_tokens", max_step_tokens)):
+        whole(name, value, 1)
+    number("expected", expected, 0 <= expected < float("inf"), "at least 0, and finite")
+    if k > 1:
+        above_zero(temperature, "steps drawn at 0 are equal; or give k=1")
+    return Settings(temperature=temperature, **settings)
 
 
 def costs(g: Array, reward: Array, depth: Array, finished: Array, expected: Array | float) -> tuple[Array, Array]:

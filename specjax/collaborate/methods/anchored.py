@@ -26,14 +26,13 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
-from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
+from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.job import Parts
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import CHUNK, prefill_and_read
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.numerics.sampling import warp
 from specjax.types import Array, Target
 
@@ -92,16 +91,18 @@ def anchored(
     where theta is above 0.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
+    checked = check_options(budget=budget, tokens=tokens, temperature=temperature, **settings)
+    job = prepare_texts((safe, risky), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
+
+
+def check_options(*, budget: float, tokens: int, temperature: float, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
     number("budget", budget, budget >= 0, "at least 0")
     whole("tokens", tokens, 1)
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise UsageError("temperature must be above 0: the divergence of greedy texts is 0 or infinite")
+    above_zero(temperature, "the divergence of greedy texts is 0 or infinite")
     refuse(settings, ("top_k", "top_p", "min_p", "processors"), "would change a distribution after its budget is set")
-    job = prepare_texts(
-        (safe, risky), prompts, key=key, max_new_tokens=max_new_tokens,
-        settings=Settings(temperature=temperature, **settings),
-    )  # fmt: skip
-    return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
+    return Settings(temperature=temperature, **settings)
 
 
 def fuse(log_s: Array, log_r: Array, budget: Array) -> tuple[Array, Array, Array]:

@@ -94,16 +94,21 @@ def arbitrage(
     if form != "router" and reward is None:
         raise UsageError(f'form="{form}" needs reward=, a function of steps')
     tau = DEFAULTS[form] if tau is None else tau
-    number("tau", tau, True, "a number")
-    whole("max_step_tokens", max_step_tokens, 1)
+    checked = check_options(tau=tau, max_step_tokens=max_step_tokens, **settings)
     models = (draft, target) if router is None else (draft, target, router)
     job = prepare_texts(
-        models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
-        settings=Settings(**settings),
-    )  # fmt: skip
+        models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter), settings=checked
+    )
     done = _run(job, segmenter, jnp.float32(tau), head, form=form, reward=reward, max_step_tokens=max_step_tokens)
     check_scores(done.log.valid, f"the score of the {form}", "look at its parameters")
     return done.cut(max_new_tokens)
+
+
+def check_options(*, tau: float, max_step_tokens: int, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
+    number("tau", tau, True, "a number")
+    whole("max_step_tokens", max_step_tokens, 1)
+    return Settings(**settings)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "reward", "max_step_tokens"))

@@ -22,13 +22,12 @@ import jax.numpy as jnp
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
-from specjax.collaborate.prepare import TextJob, prepare_texts, whole
+from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.numerics.sampling import entropy, fold_in, warp
 from specjax.processors import pipeline
 from specjax.types import Array, Drafter, Info, Target
@@ -85,16 +84,25 @@ def cntp(
     Returns: TextResult with the passes and tokens read of all trials; its log is a `Trials`.
     Raises: UsageError for a setting outside its range, or a temperature of 0, at which all trials are equal.
     """
+    checked = check_options(
+        n_min=n_min, n_max=n_max, max_trial_tokens=max_trial_tokens, temperature=temperature, top_p=top_p, **settings
+    )
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        keep=Keep(logprobs=True),
+    )  # fmt: skip
+    return _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max).cut(max_new_tokens)
+
+
+def check_options(
+    *, n_min: int, n_max: int, max_trial_tokens: int, temperature: float, top_p: float, **settings: Any
+) -> Settings:
+    """Check the options, and return the settings of the trials. Raises: UsageError."""
     whole("n_min", n_min, 1)
     whole("n_max", n_max, n_min, f"at least n_min, {n_min}")
     whole("max_trial_tokens", max_trial_tokens, 1)
-    if isinstance(temperature, int | float) and temperature <= 0:
-        raise UsageError("temperature must be above 0, as trials drawn at 0 are equal; use decode for greedy text")
-    job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=temperature, top_p=top_p, **settings), keep=Keep(logprobs=True),
-    )  # fmt: skip
-    return _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max).cut(max_new_tokens)
+    above_zero(temperature, "trials drawn at 0 are equal")
+    return Settings(temperature=temperature, top_p=top_p, **settings)
 
 
 def number_of_trials(nats: Array, n_min: Array | int, n_max: int) -> Array:

@@ -85,14 +85,20 @@ def entropy_adaptive(
     Returns: TextResult of the writers draft, target; its log is int32[B], the number of switches.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
+    checked = check_options(tau=tau, window=window, min_tokens=min_tokens, start=start, **settings)
+    job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    done = _run(job, jnp.float32(tau), jnp.int32(min_tokens), jnp.bool_(start == "large"), window=window)
+    return done.cut(max_new_tokens)
+
+
+def check_options(*, tau: float, window: int, min_tokens: int, start: str, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
     number("tau", tau, True, "a number of bits")
     whole("window", window, 1)
     whole("min_tokens", min_tokens, 1)
     if start not in ("small", "large"):
         raise UsageError(f'start must be "small" or "large", not "{start}"')
-    job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings))
-    done = _run(job, jnp.float32(tau), jnp.int32(min_tokens), jnp.bool_(start == "large"), window=window)
-    return done.cut(max_new_tokens)
+    return Settings(**settings)
 
 
 def begin(batch: int, window: int, large: Array) -> Router:

@@ -24,12 +24,11 @@ import jax.numpy as jnp
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
-from specjax.collaborate.prepare import TextJob, prepare_texts, whole
+from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.types import Array, Drafter, Info, Target
 
 METHOD = Method(
@@ -71,14 +70,20 @@ def first_finish(
     Returns: TextResult of the winners, with the passes and tokens read of all samples; its log is a `Race`.
     Raises: UsageError for samples below 1, or a temperature of 0, at which all are equal.
     """
-    whole("samples", samples, 1)
-    if isinstance(temperature, int | float) and temperature == 0 and samples > 1:
-        raise UsageError("temperature must be above 0, as samples drawn at 0 are equal; or give samples=1")
+    checked = check_options(samples=samples, temperature=temperature, **settings)
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=temperature, **settings), keep=Keep(logprobs=True), rewinds=False,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        keep=Keep(logprobs=True), rewinds=False,
     )  # fmt: skip
     return _run(job, samples=samples).cut(max_new_tokens)
+
+
+def check_options(*, samples: int, temperature: float, **settings: Any) -> Settings:
+    """Check the options, and return the settings of the samples. Raises: UsageError."""
+    whole("samples", samples, 1)
+    if samples > 1:
+        above_zero(temperature, "samples drawn at 0 are equal; or give samples=1")
+    return Settings(temperature=temperature, **settings)
 
 
 def winners(lengths: Array, ended: Array, mean_logprob: Array) -> Array:

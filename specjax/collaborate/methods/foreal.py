@@ -80,13 +80,18 @@ def foreal(
     Returns: TextResult of the writers draft, target; its log is a `Sentences`.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
-    whole("lead", lead, 1)
-    number("p", p, 0 <= p <= 1, "from 0 to 1")
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
-        settings=Settings(**settings),
+        settings=check_options(lead=lead, p=p, **settings),
     )  # fmt: skip
     return _run(job, segmenter, jnp.int32(lead), jnp.float32(p)).cut(max_new_tokens)
+
+
+def check_options(*, lead: int, p: float, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
+    whole("lead", lead, 1)
+    number("p", p, 0 <= p <= 1, "from 0 to 1")
+    return Settings(**settings)
 
 
 @jax.jit

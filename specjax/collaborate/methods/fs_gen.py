@@ -88,16 +88,27 @@ def fs_gen(
     Returns: TextResult of the writers draft, target and, if present, tuned. The target is the author of fused tokens.
     Raises: UsageError for a setting outside its range, models of different vocabularies, or proxy without `tuned`.
     """
+    checked = check_options(form=form, strength=strength, alpha=alpha, tuned=tuned, **settings)
+    strength = DEFAULTS[form] if strength is None else strength
+    models = (draft, target) if tuned is None else (draft, target, tuned)
+    job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    return _run(job, jnp.float32(strength), jnp.float32(alpha), form=form).cut(max_new_tokens)
+
+
+def check_options(
+    *, form: Form, strength: float | None, alpha: float, tuned: Target | None, **settings: Any
+) -> Settings:
+    """Check the options, and return the settings of the fused logits. Raises: UsageError."""
     if form not in get_args(Form):
         raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
-    if (form == "proxy") != (tuned is not None):
-        raise UsageError('tuned is the tuned small model of form="proxy", and of no other; give both or neither')
-    strength = DEFAULTS[form] if strength is None else strength
-    number("strength", strength, True, "a number")
+    if form == "proxy" and tuned is None:
+        raise UsageError('form="proxy" needs tuned=, the tuned small model, which only Python can pass')
+    if form != "proxy" and tuned is not None:
+        raise UsageError(f'tuned is the tuned small model of form="proxy", not of "{form}"; leave it out')
+    if strength is not None:
+        number("strength", strength, True, "a number")
     number("alpha", alpha, 0 <= alpha <= 1, "from 0 to 1")
-    models = (draft, target) if tuned is None else (draft, target, tuned)
-    job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings))
-    return _run(job, jnp.float32(strength), jnp.float32(alpha), form=form).cut(max_new_tokens)
+    return Settings(**settings)
 
 
 def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:

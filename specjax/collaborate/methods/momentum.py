@@ -27,6 +27,7 @@ from specjax.collaborate.results import TextResult, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
+from specjax.numerics.validation import check_range
 from specjax.types import Array, Target
 
 METHOD = Method(
@@ -65,15 +66,20 @@ def momentum(
 
     Raises: UsageError for a setting outside its range.
     """
-    whole("k", k, 1, "from 1 to the vocabulary")
+    checked = check_options(k=k, alpha=alpha, **settings)
     number("k", k, k <= target.model.vocab_size, "from 1 to the vocabulary")
+    job = prepare_texts((target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked, rewinds=False)
+    return _run(job, jnp.float32(alpha), k=k).cut(max_new_tokens)
+
+
+def check_options(*, k: int, alpha: float, **settings: Any) -> Settings:
+    """Check the options, and return the settings, which are greedy. Raises: UsageError."""
+    whole("k", k, 1, "from 1 to the vocabulary")
     number("alpha", alpha, alpha >= 0, "at least 0")
     number("alpha", alpha, alpha < float("inf"), "finite")
-    refuse(settings, ("processors",), "would change the token that this method chooses")
-    job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings), rewinds=False
-    )
-    return _run(job, jnp.float32(alpha), k=k).cut(max_new_tokens)
+    check_range("temperature", settings.get("temperature"), lambda x: x == 0, "0, as this method draws no token")
+    refuse(settings, ("top_k", "top_p", "min_p", "processors"), "would change the token that this method chooses")
+    return Settings(**settings)
 
 
 def depths(tokens: Array, length: Array, candidates: Array) -> Array:

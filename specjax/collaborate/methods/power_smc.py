@@ -84,6 +84,18 @@ def power_smc(
     Returns: TextResult with the passes and tokens read of all particles; its log is a `particles.Sample`.
     Raises: UsageError for a setting outside its range, or if the model's outputs are not numbers.
     """
+    checked = check_options(alpha=alpha, particles=particles, block=block, kappa=kappa, ramp=ramp, **settings)
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        keep=Keep(logits=True), rewinds=False,
+    )  # fmt: skip
+    done = _run(job, jnp.float32(alpha), jnp.int32(ramp), jnp.int32(block), jnp.float32(kappa), n=particles)
+    smc.check(done.log)
+    return done.cut(max_new_tokens)
+
+
+def check_options(*, alpha: float, particles: int, block: int, kappa: float, ramp: int, **settings: Any) -> Settings:
+    """Check the options, and return the settings of the particles, with temperature 1 / alpha. Raises: UsageError."""
     number("alpha", alpha, alpha >= 1, "at least 1")
     number("alpha", alpha, alpha < float("inf"), "finite")
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
@@ -91,13 +103,7 @@ def power_smc(
         whole(name, value, 1)
     refuse(settings, ("temperature",), "is 1 / alpha")
     refuse(settings, CUTS, "leaves no mass where p^alpha has some")
-    job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=1 / alpha, **settings), keep=Keep(logits=True), rewinds=False,
-    )  # fmt: skip
-    done = _run(job, jnp.float32(alpha), jnp.int32(ramp), jnp.int32(block), jnp.float32(kappa), n=particles)
-    smc.check(done.log)
-    return done.cut(max_new_tokens)
+    return Settings(temperature=1 / alpha, **settings)
 
 
 def exponent(t: Array, alpha: Array, ramp: Array) -> Array:

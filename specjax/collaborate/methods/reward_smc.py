@@ -34,7 +34,7 @@ from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.particles import Particles
-from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
+from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
@@ -109,22 +109,31 @@ def reward_smc(
     a `particles.Sample`.
     Raises: UsageError for a setting outside its range, a reward that is NaN or infinite, or no particle left alive.
     """
-    number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
-    whole("lookahead", lookahead, 0)
-    whole("particles", particles, 1)
-    whole("block", block, 1)
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise UsageError("temperature must be above 0, as particles drawn at 0 are equal")
-    refuse(settings, CUTS, "leaves no mass where the target law has some")
+    checked = check_options(
+        particles=particles, block=block, kappa=kappa, lookahead=lookahead, temperature=temperature, **settings
+    )
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=temperature, **settings), keep=Keep(logits=True), rewinds=move,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        keep=Keep(logits=True), rewinds=move,
     )  # fmt: skip
     done = _run(
         job, jnp.int32(block), jnp.float32(kappa), reward=reward, n=particles, lookahead=lookahead, move=move
     )  # fmt: skip
     smc.check(done.log)
     return done.cut(max_new_tokens)
+
+
+def check_options(
+    *, particles: int, block: int, kappa: float, lookahead: int, temperature: float, **settings: Any
+) -> Settings:
+    """Check the options, and return the settings of the particles. Raises: UsageError."""
+    number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
+    whole("lookahead", lookahead, 0)
+    whole("particles", particles, 1)
+    whole("block", block, 1)
+    above_zero(temperature, "particles drawn at 0 are equal")
+    refuse(settings, CUTS, "leaves no mass where the target law has some")
+    return Settings(temperature=temperature, **settings)
 
 
 def _as_model(writers: Writers) -> Writers:

@@ -26,7 +26,7 @@ import optax
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
-from specjax.collaborate.prepare import TextJob, prepare_texts, whole
+from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
 from specjax.collaborate.results import TextResult, result
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
@@ -95,12 +95,10 @@ def rpc(
     Returns: TextResult of the selected texts, with the passes and tokens read of all samples; its log is a `Vote`.
     Raises: UsageError for a setting outside its range, or a prompt without an answer in any sample.
     """
-    whole("samples", samples, 1)
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise UsageError("temperature must be above 0, as samples drawn at 0 are equal")
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
-        settings=Settings(temperature=temperature, **settings), keep=Keep(logprobs=True), rewinds=False,
+        settings=check_options(samples=samples, temperature=temperature, **settings), keep=Keep(logprobs=True),
+        rewinds=False,
     )  # fmt: skip
     every, logprob = _samples(job, n=samples)
     texts_of = every.to_lists()
@@ -125,6 +123,13 @@ def rpc(
         best.tokens, best.lengths, best.hit_eos, stats, finite=best.finite, authors=best.authors, passes=passes,
         read=read, log=log,
     ).cut(max_new_tokens)  # fmt: skip
+
+
+def check_options(*, samples: int, temperature: float, **settings: Any) -> Settings:
+    """Check the options, and return the settings of the samples. Raises: UsageError."""
+    whole("samples", samples, 1)
+    above_zero(temperature, "samples drawn at 0 are equal")
+    return Settings(temperature=temperature, **settings)
 
 
 def vote(answers: Sequence[Hashable], samples: Sequence[tuple], probability: Any, survivors: Any) -> int | None:

@@ -83,14 +83,12 @@ def spec_reason(
     Returns: TextResult of the writers draft, target; its log is a `StepLog`.
     Raises: UsageError for a setting outside its range, models of different vocabularies, or a judge without a rating.
     """
-    number("threshold", threshold, True, "a number")
-    whole("first", first, 0)
-    whole("max_step_tokens", max_step_tokens, 1)
+    checked = check_options(threshold=threshold, first=first, max_step_tokens=max_step_tokens, **settings)
     if len(digits) != 10 or not len(judging):
         raise UsageError("digits must be the ten ids of 0 to 9, and judging must have at least one token")
     job = prepare_texts(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
-        settings=Settings(**settings), spare=len(judging),
+        settings=checked, spare=len(judging),
     )  # fmt: skip
     for name, ids in (("judging", judging), ("digits", digits)):
         check_ids(name, ids, target.model.vocab_size)
@@ -100,6 +98,14 @@ def spec_reason(
     )  # fmt: skip
     check_scores(done.log.valid, "the target's rating", "no digit has any probability; check digits=")
     return done.cut(max_new_tokens)
+
+
+def check_options(*, threshold: float, first: int, max_step_tokens: int, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
+    number("threshold", threshold, True, "a number")
+    whole("first", first, 0)
+    whole("max_step_tokens", max_step_tokens, 1)
+    return Settings(**settings)
 
 
 def rating(logits: Array, average: bool) -> Array:

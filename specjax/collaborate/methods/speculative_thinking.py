@@ -111,17 +111,12 @@ def speculative_thinking(
     Returns: TextResult of the writers draft, target; its log is a `Takeovers`. The inserted sentence has the author -1.
     Raises: UsageError for a setting below 1, or models of different vocabularies.
     """
-    for name, value in (
-        ("look_ahead", look_ahead),
-        ("long", long),
-        ("patience", patience),
-        ("max_step_tokens", max_step_tokens),
-    ):
-        whole(name, value, 1)
+    checked = check_options(
+        look_ahead=look_ahead, long=long, patience=patience, max_step_tokens=max_step_tokens, **settings
+    )
     job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
-        settings=Settings(**settings),
-    )  # fmt: skip
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter), settings=checked
+    )
     check_ids("check", check, target.model.vocab_size)
     done = _run(
         job, segmenter, Cues(patterns(positive), patterns(negative), patterns(verify)),
@@ -129,6 +124,14 @@ def speculative_thinking(
         jnp.bool_(reasons),
     )  # fmt: skip
     return done.cut(max_new_tokens)
+
+
+def check_options(*, look_ahead: int, long: int, patience: int, max_step_tokens: int, **settings: Any) -> Settings:
+    """Check the options, and return the settings of both models. Raises: UsageError."""
+    sizes = {"look_ahead": look_ahead, "long": long, "patience": patience, "max_step_tokens": max_step_tokens}
+    for name, value in sizes.items():
+        whole(name, value, 1)
+    return Settings(**settings)
 
 
 def sentiment(positive: Array, negative: Array) -> Array:

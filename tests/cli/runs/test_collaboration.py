@@ -2,13 +2,18 @@
 
 import inspect
 import json
+import sys
 
+import numpy as np
 import pytest
 
 import specjax
 from specjax.bench import measure
 from specjax.catalog import of_kind
+from specjax.cli.options.groups import GenerateSampling
+from specjax.cli.options.processing import ProcessingOptions
 from specjax.cli.runs import collaboration
+from specjax.collaborate import TextResult
 
 SHORT = ("--max-new-tokens", 12)
 SERVED = [name for name, row in of_kind("collaboration").items() if not collaboration.missing_inputs(row)]
@@ -45,6 +50,66 @@ def test_the_target_alone_beside_it(cli):
         cli("generate", "hello", "--method", "first_finish", "--set", "samples=2", *SHORT, "--compare", "--json").out
     )
     assert document["baseline_tokens_per_second"] > 0 and not document["seconds_include_compilation"]
+
+
+TEMPERATURES = {"cntp": 0.8, "first_finish": 1.0, "anchored": 1.0, "power_smc": 0.25}
+"""Defaults of methods that sample; that of power_smc is 1 / alpha. The others are greedy."""
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.5])
+def test_a_temperature_is_obeyed_or_refused_and_recorded(monkeypatch, cli, refused, name, temperature):
+    """The function gets what the flag says; without it, its own default; what it used is in the document."""
+    row, calls = of_kind("collaboration")[name], []
+
+    def spy(*models, **arguments):
+        calls.append(arguments)
+        one, each = np.ones((1, 1), np.int32), np.ones((1, len(models)), np.int32)
+        return TextResult(7 * one, one[0], one[0] < 0, (), authors=one - 1, passes=each, read=each)
+
+    spy.__signature__ = inspect.signature(row.make)
+    monkeypatch.setattr(sys.modules[row.module], name, spy)
+    draft = ("--draft", "draft") if row.needs & {"draft", "safe"} else ()
+    flag = () if temperature is None else ("--temperature", temperature)
+    command = ("generate", "hello", "--method", name, *draft, *flag, *SHORT, "--json")
+    wrong = {"momentum": 0.5, "power_smc": temperature, "cntp": 0.0, "first_finish": 0.0, "anchored": 0.0}.get(name)
+    if temperature is not None and wrong == temperature:
+        assert "--temperature" in refused(*command) and not calls
+        return
+    used = json.loads(cli(*command).out)["settings"]["temperature"]
+    assert used == (TEMPERATURES.get(name, 0.0) if temperature is None else temperature)
+    assert [arguments.get("temperature") for arguments in calls] == [temperature]
+
+
+def test_the_nucleus_of_a_method_is_used_and_a_flag_replaces_it():
+    used = lambda **flags: collaboration.check_options("cntp", {}, GenerateSampling(**flags), ProcessingOptions())
+    assert (used().top_p, used().temperature) == (0.9, 0.8) and used(top_p=1.0).top_p == 1.0
+    assert collaboration.describe_sampling(used(min_p=0.1)) == "temperature 0.8, top-p 0.9, min-p 0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("cntp", ("--set", "n_max=0"), "--set n_max must be at least n_min, 1, not 0"),
+        ("momentum", ("--top-k", 3), "--top-k would change the token that this method chooses"),
+        ("momentum", ("--ban", "5", "--regex", "a+"), "--ban and --regex would change the token"),
+        ("anchored", ("--draft", "draft", "--logit-bias", "5=2"), "--logit-bias would change a distribution"),
+        ("power_smc", ("--top-p", 0.9), "--top-p leaves no mass where p^alpha has some"),
+        ("power_smc", ("--set", "alpha=0.5"), "--set alpha must be at least 1, not 0.5"),
+        ("fs_gen", ("--draft", "draft", "--set", "form=proxy"), 'form="proxy" needs tuned='),
+        ("spec_reason", ("--draft", "draft", "--set", "max_step_tokens=0"), "--set max_step_tokens must be at least 1"),
+        ("foreal", ("--draft", "draft", "--set", "p=1.5"), "--set p must be from 0 to 1, not 1.5"),
+        ("entropy_adaptive", ("--draft", "draft", "--set", "window=0"), "--set window must be at least 1"),
+        ("cntp", ("--checkpoint", "gs://bucket/texts"), "choose another one"),
+        ("cntp", ("--top-p", 0), "--top-p must be above 0"),
+    ],
+)
+def test_refusals_come_before_a_model_is_loaded(monkeypatch, refused, name, flags, words):
+    def load(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(specjax, "load", load, raising=False)
+    assert words in refused("generate", "hello", "--method", name, *flags, *SHORT)
 
 
 def test_what_can_be_served():

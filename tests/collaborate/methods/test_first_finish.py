@@ -55,5 +55,5 @@ def test_one_sample_is_plain_sampling():
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="temperature must be above 0, as samples drawn at 0 are equal"):
+    with pytest.raises(UsageError, match=r"temperature must be above 0, not 0\.0: samples drawn at 0 are equal"):
         lib.run("first_finish", temperature=0.0)

@@ -75,5 +75,5 @@ def test_processors_shape_what_was_chosen():
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match=r'form must be one of contrastive, .*, not "sum"'):
         lib.run("fs_gen", form="sum")
-    with pytest.raises(UsageError, match="give both or neither"):
+    with pytest.raises(UsageError, match="tuned"):
         lib.run("fs_gen", form="proxy")
