@@ -1,4 +1,4 @@
-"""How much a target loses by the layers that it leaves out: adaptive depth on SmolLM2.
+"""Adaptive depth on SmolLM2: the loss of quality against the share of layers that run.
 
     python benchmarks/adaptive_depth.py PROMPTS.jsonl [--prompts 6] [--new 48] [--out docs/adaptive_depth]
 
@@ -31,12 +31,12 @@ def answers(target, tokenizer, prompts, new):
     """Prompts and greedy answers as one array, the lengths of the prompts, and which entries of a reading count."""
     options = {"key": jax.random.key(0), "max_new_tokens": new, "eos": tokenizer.eos}
     result = specjax.decode(target, drafters.autoregressive(), prompts, **options)
-    whole = [prompt + answer for prompt, answer in zip(prompts, result.to_lists(), strict=True)]
-    tokens = np.zeros((len(whole), max(map(len, whole))), np.int32)
-    for row, text in zip(tokens, whole, strict=True):
+    reference = [prompt + answer for prompt, answer in zip(prompts, result.to_lists(), strict=True)]
+    tokens = np.zeros((len(reference), max(map(len, reference))), np.int32)
+    for row, text in zip(tokens, reference, strict=True):
         row[: len(text)] = text
     start = np.array([len(prompt) for prompt in prompts])
-    count = np.array([len(text) for text in whole]) - start
+    count = np.array([len(text) for text in reference]) - start
     # The first token of an answer is of the pass over the prompt's last, which runs everything.
     counts = (np.arange(tokens.shape[1]) < count[:, None]) & (np.arange(tokens.shape[1]) > 0)
     return tokens, start, counts
@@ -70,24 +70,24 @@ def main():
     flags.add_argument("--prompts", type=int, default=6)
     flags.add_argument("--new", type=int, default=48)
     flags.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/adaptive_depth"))
-    given = flags.parse_args()
+    args = flags.parse_args()
     target, tokenizer = specjax.load(stacked=True)  # small programs: what is counted here does not depend on it
-    lines = [json.loads(line) for line in given.file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    step = max(1, len(lines) // given.prompts)
-    prompts = [tokenizer.chat(line.get("prompt") or line["turns"][0])[-300:] for line in lines[::step]][: given.prompts]
-    tokens, start, counts = answers(target, tokenizer, prompts, given.new)
-    whole = adaptive.read(target, tokens, start)
+    lines = [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    step = max(1, len(lines) // args.prompts)
+    prompts = [tokenizer.chat(line.get("prompt") or line["turns"][0])[-300:] for line in lines[::step]][: args.prompts]
+    tokens, start, counts = answers(target, tokenizer, prompts, args.new)
+    reference = adaptive.read(target, tokens, start)
     rows = [{
         "method": "whole", "share_of_layers_run": 1.0, "same_token": 1.0,
-        "perplexity": float(np.exp(-np.asarray(whole.logprobs)[counts].mean())), "tokens_per_pass": 5.0,
+        "perplexity": float(np.exp(-np.asarray(reference.logprobs)[counts].mean())), "tokens_per_pass": 5.0,
     }]  # fmt: skip
     for spec in SPECS:
-        rows.append(measure(target, spec, tokens, start, counts, prompts, given.new, tokenizer.eos))
+        rows.append(measure(target, spec, tokens, start, counts, prompts, args.new, tokenizer.eos))
         print(json.dumps(rows[-1]), flush=True)
         jax.clear_caches()
     document = {"target": target.model.name, "prompts": len(prompts), "tokens": int(counts.sum()), "rows": rows}
-    given.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    draw(document, given.out.with_suffix(".png"))
+    args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    draw(document, args.out.with_suffix(".png"))
 
 
 def draw(document, path):

@@ -90,24 +90,24 @@ def bound(denoiser: Denoiser, pieces: list[list[int]], length: int) -> float:
 
 
 def nats(target: specjax.Target, texts: list[list[int]], prompts: int) -> float:
-    """Of a token behind the prompts, by an autoregressive model."""
+    """Return the mean negative log-likelihood of a token after the prompts, in nats, under an autoregressive model."""
     tokens = jnp.array(texts)
     batch, size = tokens.shape
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
     cache = target.model.init_cache(target.params, None, batch, 0)
     positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     output, _ = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
-    said = jax.nn.log_softmax(output.logits, -1)[:, :-1]
-    own = jnp.take_along_axis(said, tokens[:, 1:, None], 2)[..., 0]
-    return float(-jnp.mean(own[:, prompts - 1 :]))
+    scores = jax.nn.log_softmax(output.logits, -1)[:, :-1]
+    reference = jnp.take_along_axis(scores, tokens[:, 1:, None], 2)[..., 0]
+    return float(-jnp.mean(reference[:, prompts - 1 :]))
 
 
 def ways(denoiser: Denoiser) -> dict[str, tuple[str, dict[str, Any]]]:
-    found: dict[str, tuple[str, dict[str, Any]]] = {"one a pass": ("sdar", {"remasking": "static"})}
-    found |= {f"sdar, tau {tau}": ("sdar", {"tau": tau}) for tau in (0.85, 0.5)}
-    found["two a pass"] = ("sdar", {"remasking": "static", "steps": max((denoiser.block or 1) // 2, 1)})
+    ways: dict[str, tuple[str, dict[str, Any]]] = {"one a pass": ("sdar", {"remasking": "static"})}
+    ways |= {f"sdar, tau {tau}": ("sdar", {"tau": tau}) for tau in (0.85, 0.5)}
+    ways["two a pass"] = ("sdar", {"remasking": "static", "steps": max((denoiser.block or 1) // 2, 1)})
     exact = "linear_spec" if denoiser.is_shifted else "s2d2"
-    return found | {exact: (exact, {})}
+    return ways | {exact: (exact, {})}
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -118,23 +118,23 @@ def measure(args: argparse.Namespace) -> None:
     options = {"key": 0, "max_new_tokens": NEW}
     record: dict[str, Any] = {"bound": bound(denoiser, held_out, args.length), "ways": {}}
     if denoiser.is_shifted:
-        own = specjax.decode(denoiser.target, None, prompts, **options).to_lists()
+        reference = specjax.decode(denoiser.target, None, prompts, **options).to_lists()
     else:
         alone = denoiser.replace(block=1)
-        own = specjax.denoise(alone, "sdar", prompts, **options).to_lists()
-    said = lambda texts: nats(target, [p + t for p, t in zip(prompts, texts, strict=True)], PROMPT)
+        reference = specjax.denoise(alone, "sdar", prompts, **options).to_lists()
+    scores = lambda texts: nats(target, [p + t for p, t in zip(prompts, texts, strict=True)], PROMPT)
     plain = specjax.decode(target, None, prompts, **options).to_lists()
     record["texts held out"] = nats(target, [one for one in held_out if len(one) == args.length], PROMPT)
-    record["the model it was made from, its own text"] = said(plain)
-    record["its own autoregressive mode"] = said(own)
+    record["the model it was made from, its own text"] = scores(plain)
+    record["its own autoregressive mode"] = scores(reference)
     for name, (method, settings) in ways(denoiser).items():
         result = specjax.denoise(denoiser, procedure_of(method, denoiser, **settings), prompts, **options)
         texts = result.to_lists()
         record["ways"][name] = {
             "tokens_per_pass": float(result.lengths.sum() / result.stats.target_passes.sum()),
             "columns_per_token": float(result.columns.sum() / result.lengths.sum()),
-            "nats": said(texts),
-            "rows_equal_to_autoregressive_mode": sum(a == b for a, b in zip(texts, own, strict=True)),
+            "nats": scores(texts),
+            "rows_equal_to_autoregressive_mode": sum(a == b for a, b in zip(texts, reference, strict=True)),
             "rows": len(prompts),
             "text": tokenizer.decode(prompts[0] + texts[0]),
         }

@@ -1,12 +1,12 @@
-"""What a token costs on 1 to 256 chips, plain and speculative, by the TPU compiler.
+"""Cost of a token on 1 to 256 chips, with plain and with speculative decoding, estimated by the TPU compiler.
 
     python benchmarks/chips_curve.py --target llama3_8b --draft llama3_1b --chip v5e --out docs/chips_llama3_8b.png
     python benchmarks/chips_curve.py --target llama3_70b --draft llama3_8b --chip v5e --out docs/chips_llama3_70b.png
 
-For each slice the weights are split over up to `--most-model` chips, and further chips take more rows; every such
-group of chips decodes `--rows` rows. Of one step: milliseconds per token of a row (how fast a text grows) and
-chip-milliseconds per token (what it costs), from the roofline and the compiler's schedule, for plain decoding and for a
-drafted tree at the given acceptance. Estimates, not measurements; needs the extra tpu-compile, no TPU.
+For each slice the weights are split over up to `--most-model` chips, and further chips take more rows. Each group of
+chips decodes `--rows` rows. The figures are the milliseconds per token of a row (latency) and the chip-milliseconds per
+token (cost) of a step, for plain decoding and for a drafted tree at the given acceptance. They are estimates from the
+roofline and the compiler's schedule, not measurements. Needs the extra tpu-compile, no TPU.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def main() -> None:
     parser.add_argument("--most-chips", type=int, default=256)
     parser.add_argument("--out", type=Path, help="a plot; the figures go beside it as .json")
     args = parser.parse_args()
-    log, found = Console(stderr=True), []
+    log, rows = Console(stderr=True), []
     for topology in slices(args.chip, args.most_chips):
         row = measure(args, topology, log)
-        found.append(row)
+        rows.append(row)
         log.print(f"{topology.name}: {row['reason'] or 'compiled'}", style="dim")
-    show(found, args)
+    show(rows, args)
     if args.out is not None:
         settings = vars(args) | {"out": args.out.name}
-        args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": found}))
-        plot(found, args)
+        args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": rows}))
+        plot(rows, args)
 
 
-def slices(chip: str, most: int) -> list[Topology]:
-    """One chip, and every larger slice of the table."""
-    topology, found = one_of(CHIPS[chip]), []
-    while topology is not None and topology.num_devices <= most:
-        found.append(topology)
+def slices(chip: str, max_devices: int) -> list[Topology]:
+    """Return one chip, and every larger slice of the table."""
+    topology, topologies = one_of(CHIPS[chip]), []
+    while topology is not None and topology.num_devices <= max_devices:
+        topologies.append(topology)
         topology = larger(topology)
-    return found
+    return topologies
 
 
 def measure(args: argparse.Namespace, topology: Topology, log: Console) -> dict:
@@ -86,11 +86,11 @@ def measure(args: argparse.Namespace, topology: Topology, log: Console) -> dict:
     return row
 
 
-def show(found: list[dict], args: argparse.Namespace) -> None:
+def show(rows: list[dict], args: argparse.Namespace) -> None:
     table = Table(title=f"{args.target} with {args.draft}, tree {args.tree}, acceptance {args.acceptance}")
     for name in ("slice", "data x model", *(f"{kind} {side}" for kind in ("plain", "tree") for side in SIDES)):
         table.add_column(name)
-    for row in found:
+    for row in rows:
         cells = [row["slice"], f"{row['data']} x {row['model']}"]
         if row["reason"]:
             table.add_row(*cells, row["reason"][:60])
@@ -100,11 +100,11 @@ def show(found: list[dict], args: argparse.Namespace) -> None:
     Console().print(table)
 
 
-def plot(found: list[dict], args: argparse.Namespace) -> None:
+def plot(rows: list[dict], args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-    good = [row for row in found if not row["reason"]]
+    good = [row for row in rows if not row["reason"]]
     units = "ms per token of a row", "chip-ms per token"
     for index, (axes, what) in enumerate(zip(figure.subplots(1, 2), units, strict=True)):
         for kind, color in (("plain", "tab:gray"), ("tree", "tab:green")):

@@ -61,18 +61,18 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 def last_number(text: str) -> float | None:
     """The answer to a problem of GSM8K: the last number in the text."""
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def code_of(text: str) -> str:
     """The first fenced block of an answer, closed or not; all of an answer without any."""
-    _, fence, rest = text.partition("```")
-    return rest.partition("\n")[2].partition("```")[0] if fence else text
+    _, fence, block = text.partition("```")
+    return block.partition("\n")[2].partition("```")[0] if fence else text
 
 
 def passes_tests(problem: dict, text: str, seconds: float = 10.0) -> bool:
-    """Whether the function in an answer passes the tests of a problem of HumanEval."""
+    """Return True if the function in an answer passes the tests of a problem of HumanEval."""
     parts = (
         LIMITS,
         problem["prompt"],
@@ -107,7 +107,7 @@ def make(
     """A method as a function of prompts and the settings of `decode`."""
     ids = lambda text: list(tokenizer.encode(text, special=False))
     lines = lambda: after_strings(["\n"], tokenizer, small.model.vocab_size)
-    said = lambda tokens: last_number(tokenizer.decode(tokens)) or 0.0
+    score = lambda tokens: last_number(tokenizer.decode(tokens)) or 0.0
     if name in ("small", "one_sample"):
         heat = 0.0 if name == "small" else 0.7
         return lambda rows, **options: specjax.decode(small, "autoregressive", rows, temperature=heat, **options)
@@ -116,7 +116,7 @@ def make(
     if name in ("first_finish", "rpc"):
         if name == "rpc" and task != "gsm8k":
             raise SystemExit("--methods: rpc votes for answers, which programs are not; leave it to gsm8k")
-        more = {"answer": said} if name == "rpc" else {}
+        more = {"answer": score} if name == "rpc" else {}
         method = getattr(methods, name)
         return lambda rows, **options: method(small, rows, samples=samples, temperature=0.7, **more, **options)
     settings: dict[str, Any] = {
@@ -159,20 +159,20 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def prompts_of(task: str, problems: list[dict], tokenizer, count: int, most: int) -> list[tuple[dict, list[int]]]:
-    """The first problems whose prompts have at most `most` tokens."""
+def prompts_of(task: str, problems: list[dict], tokenizer, count: int, max_length: int) -> list[tuple[dict, list[int]]]:
+    """The first problems whose prompts have at most `max_length` tokens."""
     word = "question" if task == "gsm8k" else "prompt"
-    chosen = []
+    problem_prompts = []
     for problem in problems:
         messages = [*BEFORE[task], ("user", problem[word])]
         ids = list(tokenizer.chat([{"role": role, "content": content} for role, content in messages]))
-        if len(ids) <= most:
-            chosen.append((problem, ids))
-    return chosen[:count]
+        if len(ids) <= max_length:
+            problem_prompts.append((problem, ids))
+    return problem_prompts[:count]
 
 
 def run_method(
-    name: str, call: Callable[..., Any], chosen: list, entry: dict, batch: int, width: int, new: int, tokenizer,
+    name: str, call: Callable[..., Any], prompts: list, entry: dict, batch: int, width: int, new: int, tokenizer,
     task: str, save: Callable[[], None],
 ) -> None:  # fmt: skip
     """Add to `entry` the batches that it lacks; prompts are of at most `width` tokens, texts of at most `new`."""
@@ -184,10 +184,10 @@ def run_method(
         keys = measure.row_keys(0, range(start, start + batch))
         return jax.block_until_ready(call(packed(rows, width), key=keys, max_new_tokens=new, eos=tokenizer.eos))
 
-    if len(entry["right"]) < len(chosen):  # compiled by texts of one token, in buffers of the same size
+    if len(entry["right"]) < len(prompts):  # compiled by texts of one token, in buffers of the same size
         decoded([[1]] * batch, width + new - 1, 1, 0)
-    for start in range(len(entry["right"]), len(chosen), batch):
-        rows = chosen[start : start + batch]
+    for start in range(len(entry["right"]), len(prompts), batch):
+        rows = prompts[start : start + batch]
         filled = [ids for _, ids in rows] + [rows[-1][1]] * (batch - len(rows))
         clock, work = time.perf_counter(), time.process_time()
         result = decoded(filled, width, new, start)
@@ -208,8 +208,8 @@ EMPTY = ("seconds", "processor", "tokens", "large", "passes", "texts", "right")
 
 def one_prefill(small: specjax.Target, rows: list[list[int]], samples: int, new: int) -> dict[str, Any]:
     """`samples` texts of a prompt read once, and of as many prompts: seconds, and bytes that the program allocates."""
-    found: dict[str, Any] = {"samples": samples, "prompt": len(rows[0]), "new": new, "rows": len(rows)}
-    for name, n, given in (
+    numbers: dict[str, Any] = {"samples": samples, "prompt": len(rows[0]), "new": new, "rows": len(rows)}
+    for name, n, prompt_rows in (
         ("one prefill", samples, rows),
         ("separate", 1, [row for row in rows for _ in range(samples)]),
     ):
@@ -220,24 +220,24 @@ def one_prefill(small: specjax.Target, rows: list[list[int]], samples: int, new:
             )
             return done.tokens
 
-        prompts = jnp.array(given, jnp.int32), jnp.array([len(row) for row in given], jnp.int32)
+        prompts = jnp.array(prompt_rows, jnp.int32), jnp.array([len(row) for row in prompt_rows], jnp.int32)
         compiled = jax.jit(program).lower(small, prompts, jax.random.key(0)).compile()
         clock, work = time.perf_counter(), time.process_time()
         jax.block_until_ready(compiled(small, prompts, jax.random.key(0)))
-        found[name] = {
+        numbers[name] = {
             "seconds": time.perf_counter() - clock,
             "processor": time.process_time() - work,
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
-        print(name, found[name], flush=True)
-    return found
+        print(name, numbers[name], flush=True)
+    return numbers
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 def speed(entry: dict, other: dict, clock: str) -> str:
-    """How many times as fast as another method, over the batches that both have run."""
+    """Return the speed relative to another method, over the batches that both have run."""
     both = min(len(entry[clock]), len(other[clock]))
     return f"{sum(other[clock][:both]) / sum(entry[clock][:both]):.2f}" if both else "-"
 
@@ -269,7 +269,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         ids = [i for problem in read(args.file)[:8] for i in tokenizer.encode(problem["question"], special=False)]
         report["samples"] = one_prefill(small, [ids[: args.max_prompt]], args.samples, args.max_new_tokens)
         return save()
-    chosen = prompts_of(args.task, read(args.file), tokenizer, args.problems, args.max_prompt)
+    problem_prompts = prompts_of(args.task, read(args.file), tokenizer, args.problems, args.max_prompt)
     settings = {
         "task": args.task, "batch": args.batch, "max_new_tokens": args.max_new_tokens, "max_prompt": args.max_prompt,
         "dtype": args.dtype, "samples": args.samples, "jax": jax.__version__,
@@ -282,7 +282,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         entry = report.setdefault("methods", {}).setdefault(name, {key: [] for key in EMPTY})
         call = make(name, args.task, small, large, tokenizer, args.samples)
         sizes = args.batch, args.max_prompt, args.max_new_tokens
-        run_method(name, call, chosen, entry, *sizes, tokenizer, args.task, save)
+        run_method(name, call, problem_prompts, entry, *sizes, tokenizer, args.task, save)
 
 
 def main() -> None:

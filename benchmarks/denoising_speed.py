@@ -1,4 +1,4 @@
-"""What deciding several columns a pass, and fusing the clean pass of a block, are worth in time on this machine.
+"""Measured speedup of deciding several columns per pass, and of fusing the clean pass of a block, on this machine.
 
     python benchmarks/denoising_speed.py --block 4 --new-tokens 48 --repeats 5
 
@@ -28,11 +28,11 @@ ONE = "one a pass"
 
 
 def ways(denoiser: Denoiser, taus: list[float]) -> dict[str, tuple[Procedure, Procedure]]:
-    """By name: (fused, apart)."""
+    """Return the options of each procedure by name: (fused, separate)."""
     both = lambda **settings: tuple(methods.sdar(denoiser, fuse=fuse, **settings) for fuse in (True, False))
-    found = {ONE: both(remasking="static")}
-    found |= {f"dynamic, tau {tau}": both(tau=tau) for tau in taus}
-    return found | {"a block a pass": both(remasking="static", steps=1)}
+    results = {ONE: both(remasking="static")}
+    results |= {f"dynamic, tau {tau}": both(tau=tau) for tau in taus}
+    return results | {"a block a pass": both(remasking="static", steps=1)}
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     tried = {(name, fused): way for name, pair in ways(denoiser, args.tau).items()
              for fused, way in zip((True, False), pair, strict=True)}  # fmt: skip
     seconds: dict[Any, list[float]] = {key: [] for key in tried}
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     for turn in range(args.repeats + 1):
         for key, way in tried.items():
             start = time.perf_counter()
@@ -60,10 +60,10 @@ def main() -> None:
             jax.block_until_ready(result.tokens)
             if turn:  # the first compiles
                 seconds[key].append(time.perf_counter() - start)
-            found[key] = result
+            results[key] = result
     rows = []
     for name in dict.fromkeys(name for name, _ in tried):
-        fused, apart = found[name, True], found[name, False]
+        fused, apart = results[name, True], results[name, False]
         assert fused.to_lists() == apart.to_lists(), f"{name}: fused and apart write different texts"
         passes = [int(result.stats.target_passes.sum()) for result in (fused, apart)]
         ratio = lambda over, under: statistics.median(a / b for a, b in zip(seconds[over], seconds[under], strict=True))

@@ -40,12 +40,12 @@ STEPS = 64
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
     """Median of `repeats` runs behind one that compiles."""
-    found = []
+    times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def bandwidth(size: int, repeats: int) -> float:
@@ -72,21 +72,21 @@ def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
     keys_and_values = [values(2, 2, tokens, dim) for tokens in (nodes, nodes, slots, slots)]  # the new ones, the cached
     mask = jnp.broadcast_to(among, (2, nodes, nodes))
     arrays = values(2, nodes, 8, dim), *keys_and_values, jnp.asarray(length), jnp.asarray(positions), mask
-    found = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
+    output = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
     with jax.default_device(jax.devices("cpu")[0]):
         exact = [jnp.asarray(np.asarray(x)) for x in arrays]
         exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in exact]
         wanted = reference.tree_attention(*exact, scale=dim**-0.5)
-    return float(np.abs(np.asarray(found, np.float32) - np.asarray(wanted)).max())
+    return float(np.abs(np.asarray(output, np.float32) - np.asarray(wanted)).max())
 
 
 def draws_differ(vocab: int, k: int) -> int:
-    """How many of 8 x k draws without replacement are not those of the CPU."""
+    """Return the number of 8 x k draws without replacement that differ from those of the CPU."""
     logits = np.random.default_rng(0).normal(size=(8, vocab)).astype(np.float32) * 3
     draw = lambda: np.asarray(gumbel_topk(jax.random.split(jax.random.key(1), 8), jnp.asarray(logits), k)[0])
-    here = draw()
+    drawn = draw()
     with jax.default_device(jax.devices("cpu")[0]):
-        return int((here != draw()).sum())
+        return int((drawn != draw()).sum())
 
 
 def correctness() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Diffusion methods on small models that were trained for it: the models, and what each method makes of them.
+"""Diffusion methods on small models that were trained for this comparison: training, and results of each method.
 
     python benchmarks/diffusion_toys.py train full --out tests/data/diffusion --run /tmp/full
     python benchmarks/diffusion_toys.py train block4 --steps 800 --start tests/data/diffusion/full.safetensors ...
@@ -10,12 +10,12 @@
 `toy_tasks.word_problems`. Attention is full, or block-causal in blocks of 4. An interrupted run continues from its
 folder.
 
-`measure` decodes the same questions greedily with every method of the kind `diffusion` that takes the model, with its
-defaults and a small grid, and says per task how many answers are right (Wilson's 95 % interval), how many tokens a pass
-decides and how many columns a token costs. What was measured already is kept in a JSON file beside the document.
+`measure` decodes the same questions greedily with every diffusion method that takes the model, with its defaults and a
+small grid. Per task it reports the share of right answers (Wilson's 95 % interval), the tokens per pass and the columns
+per token. Finished cells are stored in a JSON file beside the document.
 
-`grid` has ParallelBench's operations on lists of 3 to 6 names answered by the exact distribution, at temperature 1, in
-several degrees of parallelism, and the area under accuracy (AUP) of each family of them.
+`grid` answers ParallelBench's operations on lists of 3 to 6 names with the exact distribution, at temperature 1 and
+several degrees of parallelism. It reports the area under accuracy (AUP) of each family of methods.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Suite(NamedTuple):
         """Questions and answers; of block-causal models to the end of the block."""
         rng = np.random.default_rng(seed)
         weights = np.array(list(self.shares.values()))
-        made = []
+        texts = []
         for name in rng.choice(list(self.shares), count, p=weights / weights.sum()):
             item = self.bench.training_item(rng, name)
             answer = bench.pad_answer(item.answer, self.bench.END)
             answer = answer if causal else answer[: self.bench.TASKS_BY_NAME[name].columns]
-            made.append(TrainingText((*item.prompt, *answer), len(item.prompt)))
-        return made
+            texts.append(TrainingText((*item.prompt, *answer), len(item.prompt)))
+        return texts
 
 
 LISTS = Suite(
@@ -171,13 +171,13 @@ def decoded(
 
 
 def measured(
-    suite: Suite, denoiser: Denoiser, name: str, options: dict[str, Any], asked: dict[str, list[bench.Item]]
+    suite: Suite, denoiser: Denoiser, name: str, options: dict[str, Any], items_by_task: dict[str, list[bench.Item]]
 ) -> dict:
-    """By task. Raises: UsageError where the method is of other models."""
-    items = [(task, item) for task in suite.measured for item in asked[task]]
+    """Return the results by task. Raises: UsageError if the method does not apply to the model."""
+    items = [(task, item) for task in suite.measured for item in items_by_task[task]]
     result = decoded(suite, denoiser, procedure(suite, name, denoiser, options), items, eos=suite.bench.END)
     texts, order = result.to_lists(), np.asarray(result.decided_at)
-    found = {}
+    results = {}
     for task in suite.measured:
         rows = np.array([row for row, (other, _) in enumerate(items) if other == task])
         orders = [order[row, : len(texts[row])].tolist() for row in rows]
@@ -185,7 +185,7 @@ def measured(
             int(np.asarray(of_rows)[rows].sum())
             for of_rows in (result.lengths, result.stats.target_passes, result.columns)
         )
-        found[task] = {
+        results[task] = {
             "right": sum(is_right(suite, task, items[row][1], texts[row]) for row in rows),
             "asked": len(rows),
             "tokens": tokens,
@@ -194,18 +194,18 @@ def measured(
             "local": float(np.nanmean([local_ar_ness(one) for one in orders])),
             "global": float(np.nanmean([global_ar_ness(one) for one in orders])),
         }
-    return found
+    return results
 
 
 def is_right(suite: Suite, task: str, item: bench.Item, text: list[int]) -> bool:
-    known = suite.bench.TASKS_BY_NAME[task]
-    return known.is_right(item.prompt, bench.answer_of(tuple(text), suite.bench.END))
+    task_rules = suite.bench.TASKS_BY_NAME[task]
+    return task_rules.is_right(item.prompt, bench.answer_of(tuple(text), suite.bench.END))
 
 
 def measure(args: argparse.Namespace) -> None:
-    kept = Path(args.out).with_suffix(".json")
-    cells = json.loads(kept.read_text()) if kept.exists() else {}
-    asked = {model: questions(SUITES[model], args.count) for model in args.models}
+    results_file = Path(args.out).with_suffix(".json")
+    cells = json.loads(results_file.read_text()) if results_file.exists() else {}
+    items_by_task = {model: questions(SUITES[model], args.count) for model in args.models}
     readers = {model: denoisers.load_denoiser(Path(args.weights) / f"{model}.safetensors") for model in args.models}
     names = args.methods or list(of_kind("diffusion"))
     jobs = [(model, name, {}) for model in readers for name in names]  # defaults first
@@ -217,13 +217,13 @@ def measure(args: argparse.Namespace) -> None:
             continue
         started = time.perf_counter()
         try:
-            by_task = measured(SUITES[model], readers[model], name, options, asked[model])
+            by_task = measured(SUITES[model], readers[model], name, options, items_by_task[model])
         except specjax.UsageError as error:
             print(f"{cell}: {error}", flush=True)
             refused.add((model, name))
             continue
         cells[cell] = {"model": model, "method": name, "options": options, "tasks": by_task}
-        kept.write_text(json.dumps(cells, indent=1) + "\n")
+        results_file.write_text(json.dumps(cells, indent=1) + "\n")
         print(cell, {t: f"{of(x)[0]:.0f}@{of(x)[1]:.2f}" for t, x in by_task.items()},
               f"{time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
     document(Path(args.out), list(cells.values()), args.count)
@@ -273,18 +273,19 @@ def grid_tables(cells: dict, count: int) -> list[str]:
     at_once = cells["the surest, n, 3, 2 and 1 passes", 3]
     for n in sizes:
         levels = [100 * parallel_bench_grid.together(parallel_bench_grid.GRID[name](n)) for name in names]
-        said = [f"{at_once[name, n][0]:.1f} ({level:.1f})" for name, level in zip(names, levels, strict=True)]
-        lines.append(f"| {n}, all at once (what independent draws reach) | " + " | ".join(said) + " |")
+        cells_text = [f"{at_once[name, n][0]:.1f} ({level:.1f})" for name, level in zip(names, levels, strict=True)]
+        lines.append(f"| {n}, all at once (what independent draws reach) | " + " | ".join(cells_text) + " |")
     largest = sizes[-1]
-    for (family, degree), found in cells.items():
+    for (family, degree), results in cells.items():
         options = ", ".join(f"{key} {x}" for key, x in FAMILIES[family][1][degree].items() if key not in ("by", "rule"))
-        said = [f"{y:.0f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in (found[name, largest] for name in names)]
-        lines.append(f"| {largest}, {family}{': ' * bool(options)}{options} | " + " | ".join(said) + " |")
+        cells_text = [f"{y:.0f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in (results[name, largest] for name in names)]
+        lines.append(f"| {largest}, {family}{': ' * bool(options)}{options} | " + " | ".join(cells_text) + " |")
     one = cells["the surest, n, 3, 2 and 1 passes", 0]
     for family in FAMILIES:
-        own = [found for (other, _), found in cells.items() if other == family]
-        own = own if one in own else [one, *own]  # all begin where one column is decided a pass
-        area = [np.mean([aup([found[name, n][1::-1] for found in own]) for n in sizes]) for name in names]
+        method_cells = [results for (other, _), results in cells.items() if other == family]
+        if one not in method_cells:  # all grids begin with one decided column per pass
+            method_cells = [one, *method_cells]
+        area = [np.mean([aup([results[name, n][1::-1] for results in method_cells]) for n in sizes]) for name in names]
         lines.append(f"| AUP, {family} | " + " | ".join(f"{x:.0f}" for x in area) + " |")
     low, high = wilson_interval(count // 2, count)
     return [
@@ -295,10 +296,10 @@ def grid_tables(cells: dict, count: int) -> list[str]:
 
 
 def into(file: Path, mark: str, lines: list[str]) -> None:
-    """Between two marks of the document, whose words around them stay."""
+    """Write lines between two marks of the document. The text around the marks stays."""
     begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-    before, rest = file.read_text().split(begin)
-    file.write_text(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+    head, tail = file.read_text().split(begin)
+    file.write_text(head + begin + "\n".join(lines) + "\n" + end + tail.split(end)[1])
 
 
 def of(x: dict) -> tuple[float, float, float]:
@@ -310,13 +311,14 @@ def document(file: Path, cells: list[dict], count: int) -> None:
     """The tables between two marks of the document, whose words around them stay; and the pictures."""
     lines = []
     for model in dict.fromkeys(cell["model"] for cell in cells):
-        own = [cell for cell in cells if cell["model"] == model]
-        lines += [f"### {model}", "", "Percent right @ tokens per pass @ columns per token.", "", *table(own), ""]
+        method_cells = [cell for cell in cells if cell["model"] == model]
+        lines += [f"### {model}", "", "Percent right @ tokens per pass @ columns per token.", ""]
+        lines += [*table(method_cells), ""]
         lines += ["Area under accuracy (AUP) over a method's grid, and AR-ness (local, global) of its defaults.", ""]
-        lines += [*areas(own), ""]
+        lines += [*areas(method_cells), ""]
     ends = [wilson_interval(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
-    said = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
-    lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {said}."]
+    cells_text = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
+    lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {cells_text}."]
     if not file.exists():
         file.write_text("# Diffusion methods on small trained models\n\n<!-- tables -->\n<!-- end of tables -->\n")
     into(file, "tables", lines)
@@ -333,8 +335,10 @@ def table(cells: list[dict]) -> list[str]:
     tasks = list(cells[0]["tasks"])
     lines = [f"| method | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
     for cell in cells:
-        said = [of(cell["tasks"][task]) for task in tasks]
-        lines.append(f"| {words(cell)} | " + " | ".join(f"{y:.1f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in said) + " |")
+        cells_text = [of(cell["tasks"][task]) for task in tasks]
+        lines.append(
+            f"| {words(cell)} | " + " | ".join(f"{y:.1f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in cells_text) + " |"
+        )
     return lines
 
 
@@ -345,10 +349,11 @@ def areas(cells: list[dict]) -> list[str]:
     for cell in cells:
         by_method[cell["method"]].append(cell)
     one = next((cell for cell in cells if cell["method"] == "llada" and not cell["options"]), None)
-    for name, own in by_method.items():
-        grid = own if one is None or one in own else [one, *own]  # all begin where one column is decided a pass
+    for name, method_cells in by_method.items():
+        has_start = one is None or one in method_cells
+        grid = method_cells if has_start else [one, *method_cells]  # all grids begin with one decided column per pass
         area = [aup([(of(cell["tasks"][t])[1], of(cell["tasks"][t])[0]) for cell in grid]) for t in tasks]
-        ness = [np.mean([own[0]["tasks"][t][kind] for t in tasks]) for kind in ("local", "global")]
+        ness = [np.mean([method_cells[0]["tasks"][t][kind] for t in tasks]) for kind in ("local", "global")]
         lines.append(f"| `{name}` | " + " | ".join(f"{x:.0f}" for x in area) + f" | {ness[0]:.2f} | {ness[1]:.2f} |")
     return lines
 

@@ -1,4 +1,4 @@
-"""What drafting itself costs beside a step of an 8B target, for every drafter that runs no model.
+"""Cost of drafting relative to a step of an 8B target, for every drafter that runs no model.
 
     python benchmarks/draft_overhead.py --target llama3_8b --topology v5e:2x4 --out docs/draft_overhead.png
     python benchmarks/draft_overhead.py --target llama3_8b --here
@@ -43,7 +43,7 @@ from specjax.types import Context, Drafter, Output, Sampling, Target, Verdict
 
 
 def model_free(vocab_size: int, platform: str | None) -> dict[str, Drafter]:
-    """With the budgets of machines where wide passes are cheap; `auto` with those of the platform (None: this one)."""
+    """Return the drafters by name, with budgets for cheap wide passes; `auto` uses those of `platform`."""
     return {
         "prompt_lookup": drafters.prompt_lookup(),
         "suffix": drafters.suffix(),
@@ -76,7 +76,7 @@ CALLS, RUNS, PERIOD = 200, 5, 97
 
 
 def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
-    """Of one round."""
+    """Return the estimated costs of one step."""
     mesh = work.mesh(describe_devices(work.topology))
     layout = Layout(mesh, ("data", *parallel.largest_over(work.target, mesh)))
     rows, length = work.batch, work.context
@@ -102,9 +102,9 @@ def overhead(name: str, drafter: Drafter, work: Workload) -> Overhead:
     dims = rows, n, work.target.vocab_size
     output = Output(jax.ShapeDtypeStruct(dims, "float32", sharding=layout.sharding(dims, "data", None, "vocab")), None)
 
-    def seconds(function, arguments, kept: int):
+    def seconds(function, arguments, donated: int):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = jax.jit(function, donate_argnums=kept).lower(*arguments).compile()  # the state stays in place
+            program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()  # the state stays in place
         totals = hlo.totals(hlo.parse(program.as_text()), lambda loop: float(drafter.max_depth))
         return roofline.estimate(work.topology.chip, totals, 0.0).schedule, program.memory_analysis()
 
@@ -129,7 +129,7 @@ def step_here(config: Any, rows: int, length: int) -> float:
 
 
 def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, length: int) -> Overhead:
-    """Of one round: medians of RUNS runs of CALLS calls each."""
+    """Return the measured costs of one step: medians of RUNS runs of CALLS calls each."""
     rng = np.random.default_rng(0)
     text = np.resize(rng.integers(vocab_size, size=(rows, PERIOD)).T, (length, rows)).T
     context = Context(jnp.asarray(text, jnp.int32), jnp.full((rows,), length - CALLS, jnp.int32), Sampling())
@@ -143,13 +143,13 @@ def overhead_here(name: str, drafter: Drafter, vocab_size: int, rows: int, lengt
     seconds = np.zeros((RUNS + 1, 2))
     for run in range(RUNS + 1):  # the first compiles
         for i in range(CALLS):
-            now = context._replace(length=context.length + i)
-            verdict = Verdict(path, jnp.ones((rows,), jnp.int32), now.tokens[:, length - CALLS + i])
-            jax.block_until_ready((now, verdict, state))
+            current = context._replace(length=context.length + i)
+            verdict = Verdict(path, jnp.ones((rows,), jnp.int32), current.tokens[:, length - CALLS + i])
+            jax.block_until_ready((current, verdict, state))
             start = time.perf_counter()
-            tree, state = jax.block_until_ready(propose(drafter.params, keys, state, now, limit))
+            tree, state = jax.block_until_ready(propose(drafter.params, keys, state, current, limit))
             proposed = time.perf_counter()
-            state = jax.block_until_ready(update(drafter.params, state, now, tree, verdict, Output(logits, None)))
+            state = jax.block_until_ready(update(drafter.params, state, current, tree, verdict, Output(logits, None)))
             seconds[run] += proposed - start, time.perf_counter() - proposed
     median = np.median(seconds[1:], axis=0) / CALLS
     return Overhead(name, n, *median.tolist(), sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // rows)
@@ -176,38 +176,38 @@ def main() -> None:
             log.print(f"the plain step does not compile: {plain.reason}")
             raise SystemExit(1)
         config, step, where = work.target, plain.seconds["schedule"], f"{args.topology}, compiler's schedule"
-    found = []
+    overheads = []
     for name, drafter in model_free(config.vocab_size, None if args.here else "tpu").items():
         if not args.only or name in args.only:
             sizes = config.vocab_size, args.rows, args.context
-            found.append(overhead_here(name, drafter, *sizes) if args.here else overhead(name, drafter, work))
-            log.print(f"{name}: {1e6 * found[-1].propose:.0f} + {1e6 * found[-1].update:.0f} us", style="dim")
+            overheads.append(overhead_here(name, drafter, *sizes) if args.here else overhead(name, drafter, work))
+            log.print(f"{name}: {1e6 * overheads[-1].propose:.0f} + {1e6 * overheads[-1].update:.0f} us", style="dim")
     table = Table(title=f"{args.target} on {where}, {args.rows} rows: plain step {1e3 * step:.2f} ms")
     for column in ("drafter", "nodes", "propose us", "update us", "of a step", "MB per row"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    for row in found:
+    for row in overheads:
         share = (row.propose + row.update) / step
         microseconds = [f"{1e6 * x:.0f}" for x in (row.propose, row.update)]
         table.add_row(row.name, str(row.nodes), *microseconds, f"{share:.2%}", f"{row.state_bytes / 1e6:.1f}")
     Console().print(table)
     if args.out is not None:
         settings = vars(args) | {"out": args.out.name, "plain_step": step, "where": where}
-        rows = [row._asdict() for row in found]
+        rows = [row._asdict() for row in overheads]
         args.out.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": rows}))
-        plot(found, step, where, args)
+        plot(overheads, step, where, args)
 
 
-def plot(found: list[Overhead], step: float, where: str, args: argparse.Namespace) -> None:
+def plot(overheads: list[Overhead], step: float, where: str, args: argparse.Namespace) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    names = [row.name for row in found]
-    proposing = [100 * row.propose / step for row in found]
+    names = [row.name for row in overheads]
+    proposing = [100 * row.propose / step for row in overheads]
     axes.barh(names, proposing, label="propose")
-    axes.barh(names, [100 * row.update / step for row in found], left=proposing, label="update")
+    axes.barh(names, [100 * row.update / step for row in overheads], left=proposing, label="update")
     axes.axvline(5, color="grey", linestyle=":", label="5 %")
     axes.invert_yaxis()
     axes.set_xlabel(f"% of a plain step of {args.target} ({1e3 * step:.2f} ms) on {where}")

@@ -33,25 +33,25 @@ def answered(
         return [TrainingText(tuple(tokens), prompt) for tokens, prompt in json.loads(args.answers.read_text())][
             : args.limit
         ]
-    found = []
+    texts = []
     for start in range(0, len(prompts), 8):
         part = prompts[start : start + 8]
         decoded = specjax.decode(target, None, part, key=0, max_new_tokens=args.max_new_tokens, eos=tokenizer.eos)
         pairs = zip(part, decoded.to_lists(), strict=True)
-        found += [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
-        print(f"answered {len(found)} of {len(prompts)}", flush=True)
+        texts += [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+        print(f"answered {len(texts)} of {len(prompts)}", flush=True)
     if args.answers:
-        args.answers.write_text(json.dumps(found) + "\n")
-    return found
+        args.answers.write_text(json.dumps(texts) + "\n")
+    return texts
 
 
-def _depths(pupil, most: int) -> int:
-    """Of its chain."""
-    return min(most, build_objective(pupil).max_depth or most)
+def _depths(pupil, max_depth_allowed: int) -> int:
+    """Return the length of its chain."""
+    return min(max_depth_allowed, build_objective(pupil).max_depth or max_depth_allowed)
 
 
 def _drafters(args: argparse.Namespace, target: specjax.Target, drafts: dict, heads: dict) -> dict:
-    """By what is printed."""
+    """Return the drafters by their printed name."""
     sides = {name: specjax.drafters.two_model(draft, args.num_tokens) for name, draft in drafts.items()}
     if args.draft_stop:
         stop = specjax.trees.stops.parse(args.draft_stop)
@@ -90,10 +90,10 @@ def main() -> None:
     length = max(len(text.tokens) for text in texts)
     for name, pupil in (drafts | heads).items():
         depths = _depths(pupil, args.num_tokens)
-        found = measure_acceptance(target, pupil, texts, depths=depths, rows=4, length=length)
+        measurement = measure_acceptance(target, pupil, texts, depths=depths, rows=4, length=length)
         print(
-            f"{name}: {found.per_pass:.3f} tokens per pass of a chain of {depths}, first draft right "
-            f"at {found.first:.1%}, {len(texts)} problems, {found.tokens} tokens",
+            f"{name}: {measurement.per_pass:.3f} tokens per pass of a chain of {depths}, first draft right "
+            f"at {measurement.first:.1%}, {len(texts)} problems, {measurement.tokens} tokens",
             flush=True,
         )
     drafters = _drafters(args, target, drafts, heads)

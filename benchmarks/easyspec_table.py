@@ -1,4 +1,4 @@
-"""What EasySpec's approximate passes cost in acceptance, by group size, on a real pair of models, greedy.
+"""Acceptance of EasySpec's approximate passes by group size, on a real pair of models, with greedy decoding.
 
     python benchmarks/easyspec_table.py question.jsonl --target TARGET --draft DRAFT --num-tokens 4 --limit 4
 
@@ -48,8 +48,8 @@ def main() -> None:
     entries, bad = reader.read(args.prompts, "prompts")
     for line in bad:
         print(reader.describe(line, args.prompts))
-    chosen = entries[:: max(1, len(entries) // args.limit)][: args.limit]
-    rows = [list(tokenizer.chat(entry.text)) for entry in chosen]
+    selected = entries[:: max(1, len(entries) // args.limit)][: args.limit]
+    rows = [list(tokenizer.chat(entry.text)) for entry in selected]
     options = {"key": jax.random.key(0), "max_new_tokens": args.max_new_tokens, "eos": tokenizer.eos}
     start = time.perf_counter()
     texts = specjax.decode(target, autoregressive(), rows, **options).to_lists()
@@ -58,7 +58,7 @@ def main() -> None:
 
     shapes = {f"chain of {n}": {"num_tokens": n} for n in args.num_tokens}
     shapes |= {f"tree {spec}": {"tree": trees.parse(spec)} for spec in args.tree}
-    found = []
+    results = []
     for shape, settings in shapes.items():
         for group in args.group:
             start = time.perf_counter()
@@ -66,7 +66,7 @@ def main() -> None:
             result = specjax.decode(recited(rows, texts, draft.model.vocab_size), drafter, rows, **options)
             assert result.to_lists() == texts
             stats = jax.device_get(result.stats)
-            found.append(
+            results.append(
                 {
                     "shape": shape,
                     "group": group,
@@ -77,11 +77,11 @@ def main() -> None:
                     "acceptance": int(stats.accepted.sum()) / int(stats.drafted_by_depth.sum()),
                 }
             )
-            print(f"{found[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"{results[-1]}, {time.perf_counter() - start:.0f} s", flush=True)
             if args.json:
-                document = {"prompts": len(rows), "dtype": args.dtype, "results": found}
+                document = {"prompts": len(rows), "dtype": args.dtype, "results": results}
                 args.json.write_text(json.dumps(document, indent=1))
-    show(found)
+    show(results)
 
 
 def recited(prompts: list[list[int]], texts: list[list[int]], vocab: int) -> Target:
@@ -105,14 +105,14 @@ def recited(prompts: list[list[int]], texts: list[list[int]], vocab: int) -> Tar
     return Target(model, jnp.asarray(script))
 
 
-def show(found: list[dict]) -> None:
+def show(results: list[dict]) -> None:
     """The table: per shape, each group against the first."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("draft", no_wrap=True)
     for heading in ("group", "tokens/pass", "less", "accepted", "less", "first token"):
         table.add_column(heading, justify="right")
-    for entry in found:
-        first = next(other for other in found if other["shape"] == entry["shape"])
+    for entry in results:
+        first = next(other for other in results if other["shape"] == entry["shape"])
         less = lambda name, entry=entry, first=first: f"{100 * (entry[name] / first[name] - 1):+.1f} %"
         table.add_row(
             entry["shape"] if entry is first else "",
@@ -123,7 +123,7 @@ def show(found: list[dict]) -> None:
             "" if entry is first else less("acceptance"),
             f"{entry['first_draft']:.3f}",
         )
-        if entry is [other for other in found if other["shape"] == entry["shape"]][-1]:
+        if entry is [other for other in results if other["shape"] == entry["shape"]][-1]:
             table.add_section()
     Console().print(table)
 

@@ -75,12 +75,12 @@ def select(path: Path, limit: int) -> tuple[list[prompt_files.Prompt], list[prom
     by_task: dict[str, list] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)
-    chosen = [
+    selected = [
         of_task[i]
         for of_task in by_task.values()
         for i in np.linspace(0, len(of_task) - 1, min(limit, len(of_task))).astype(int)
     ]
-    return chosen, [prompt for prompt in prompts if prompt not in chosen]
+    return selected, [prompt for prompt in prompts if prompt not in selected]
 
 
 def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list[int]], list[int]]:
@@ -90,10 +90,10 @@ def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list
     widths = sorted({len(prompts[batches[i][-1]]) for i in (len(batches) // 2, -1)})
     rows: list[list[int]] = [[] for _ in prompts]
     passes = [0] * len(prompts)
-    for chosen in batches:
+    for selected in batches:
         # Two programs: one for the shorter half. A row short of a full batch repeats the last.
-        width = next(width for width in widths if len(prompts[chosen[-1]]) <= width)
-        filled = [prompts[i] for i in chosen] + [prompts[chosen[-1]]] * (BATCH - len(chosen))
+        width = next(width for width in widths if len(prompts[selected[-1]]) <= width)
+        filled = [prompts[i] for i in selected] + [prompts[selected[-1]]] * (BATCH - len(selected))
         tokens = np.stack([np.pad(prompt, (0, width - len(prompt))) for prompt in filled])
         result = specjax.decode(
             target,
@@ -103,7 +103,7 @@ def decode_all(target, drafter, prompts, max_new_tokens, eos) -> tuple[list[list
             max_new_tokens=max_new_tokens,
             eos=eos,
         )
-        for i, row, count in zip(chosen, result.to_lists(), result.stats.target_passes.tolist(), strict=False):
+        for i, row, count in zip(selected, result.to_lists(), result.stats.target_passes.tolist(), strict=False):
             rows[i], passes[i] = row, count
     return rows, passes
 
@@ -116,17 +116,17 @@ def gap(target, prompt, common) -> float:
 
 def differences(target, prompts, ours, theirs) -> list[dict]:
     """First difference per prompt, with the gap there."""
-    found = []
+    differences = []
     for i, (prompt, a, b) in enumerate(zip(prompts, ours, theirs, strict=True)):
         if a != b:
             at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            found.append({"prompt": i, "position": at, "gap": gap(target, prompt, a[:at])})
-    return found
+            differences.append({"prompt": i, "position": at, "gap": gap(target, prompt, a[:at])})
+    return differences
 
 
 def tokens_per_pass(tasks, rows, passes) -> dict[str, float]:
     """Per task and over all prompts, the bonus token included."""
-    mean = lambda chosen: sum(len(rows[i]) for i in chosen) / sum(passes[i] for i in chosen)
+    mean = lambda selected: sum(len(rows[i]) for i in selected) / sum(passes[i] for i in selected)
     by_task = {task: mean([i for i, other in enumerate(tasks) if other == task]) for task in dict.fromkeys(tasks)}
     return by_task | {"overall": mean(range(len(rows)))}
 
@@ -182,13 +182,13 @@ def run(args, report: dict[str, Any]) -> None:
     options = {"dtype": "bfloat16" if args.same_bits else args.dtype, "same_bits": args.same_bits}
     target, tokenizer = specjax.load(args.target, **options)
     draft = specjax.load(args.draft, **options)[0] if args.draft else first_layers(target, 8)
-    chosen, others = select(args.prompts, args.limit)
-    prompts = [tokenizer.chat(prompt.text) for prompt in chosen]
-    texts = [np.asarray(tokenizer.encode(prompt.text)) for prompt in others]
+    selected, remaining = select(args.prompts, args.limit)
+    prompts = [tokenizer.chat(prompt.text) for prompt in selected]
+    texts = [np.asarray(tokenizer.encode(prompt.text)) for prompt in remaining]
     store = datastore.from_documents(texts, target.model.vocab_size)
     lacks = lambda row: MODELS_OF_THEIR_OWN & set(row.needs)
-    known = [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and not lacks(row)]
-    names = [name for name in known if name in (args.method or known)]
+    runnable = [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and not lacks(row)]
+    names = [name for name in runnable if name in (args.method or runnable)]
     settings = {
         "target": target.model.name, "draft": draft.model.name if args.draft else "first 8 layers",
         "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget, **options,
@@ -216,7 +216,7 @@ def run(args, report: dict[str, Any]) -> None:
         start = time.perf_counter()
         rows, passes = decode(name)
         methods[name] = {
-            "tokens_per_pass": tokens_per_pass([prompt.task for prompt in chosen], rows, passes),
+            "tokens_per_pass": tokens_per_pass([prompt.task for prompt in selected], rows, passes),
             "differences": differences(target, prompts, plain, rows),
         }
         print(name, f"{time.perf_counter() - start:.0f} s", json.dumps(methods[name]), flush=True)

@@ -30,15 +30,15 @@ def first_character(arguments: list[str], folder: str) -> tuple[float, float, fl
         process.stdout.read(1)
         first, worked = time.perf_counter() - begin, processor_seconds(process.pid)
         process.stdout.read()
-        whole = time.perf_counter() - begin
+        total = time.perf_counter() - begin
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # what it worked is still told
         in_all = processor_seconds(process.pid)
     assert process.returncode == 0, f"specjax generate ended with {process.returncode}"
-    return first, whole, worked, in_all
+    return first, total, worked, in_all
 
 
 def processor_seconds(process: int) -> float:
-    """Where machines are shared, these say more than a clock; of Linux, else nan."""
+    """Return the processor seconds of a process, which a shared machine does not disturb; nan except on Linux."""
     try:
         with open(f"/proc/{process}/stat", encoding="ascii") as lines:
             fields = lines.read().rpartition(")")[2].split()
@@ -47,12 +47,12 @@ def processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def told(runs: list[tuple[float, float, float, float]]) -> str:
-    first, whole, worked, in_all = zip(*runs, strict=True)
+def summary(runs: list[tuple[float, float, float, float]]) -> str:
+    first, total, worked, in_all = zip(*runs, strict=True)
     middle = statistics.median
     return (
         f"first character after {middle(first):.1f} s ({min(first):.1f} to {max(first):.1f}), all after "
-        f"{middle(whole):.1f} s; processor seconds {middle(worked):.1f} and {middle(in_all):.1f}"
+        f"{middle(total):.1f} s; processor seconds {middle(worked):.1f} and {middle(in_all):.1f}"
     )
 
 
@@ -61,17 +61,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="warm ones")
     parser.add_argument("--cold", type=int, default=1, help="cold ones")
     parser.add_argument("arguments", nargs="*", help="of generate; default: a question, 24 tokens")
-    given = parser.parse_args()
-    arguments = given.arguments or [PROMPT, "--max-new-tokens", "24"]
+    args = parser.parse_args()
+    arguments = args.arguments or [PROMPT, "--max-new-tokens", "24"]
     cold, runs = [], []
-    for number in range(given.cold):
+    for number in range(args.cold):
         with tempfile.TemporaryDirectory() as folder:
             cold.append(first_character(arguments, folder))
-            if number == given.cold - 1:
-                runs = [first_character(arguments, folder) for _ in range(given.runs)]
-    print(f"cold, median of {given.cold}: {told(cold)}", flush=True)
+            if number == args.cold - 1:
+                runs = [first_character(arguments, folder) for _ in range(args.runs)]
+    print(f"cold, median of {args.cold}: {summary(cold)}", flush=True)
     if runs:
-        print(f"warm, median of {given.runs}: {told(runs)}")
+        print(f"warm, median of {args.runs}: {summary(runs)}")
 
 
 if __name__ == "__main__":

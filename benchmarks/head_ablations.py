@@ -1,4 +1,4 @@
-"""What counts in training a head: one thing changed at a time, on equal tokens, several seeds; and a law of budgets.
+"""Ablations of training a head: one change at a time, on equal tokens and several seeds; and a scaling law.
 
     python benchmarks/head_ablations.py stories260K.bin --texts stories.txt --out docs/head_ablations.json
     python benchmarks/head_ablations.py stories260K.bin --texts stories.txt --plot docs/head_ablations.svg
@@ -69,22 +69,22 @@ def beginnings(file: Path, tokenizer: Any, count: int) -> list[list[int]]:
     """The first LENGTH tokens of as many texts of the file."""
     texts = file.read_text(encoding="utf-8", errors="ignore").replace("<|endoftext|>", "\n\n").split("\n\n")
     tokens = (tokenizer.encode(text.strip()) for text in texts if len(text) > 4 * LENGTH)
-    found = [one[:LENGTH] for one in tokens if len(one) >= LENGTH]
-    if len(found) < count + HELD_OUT:
-        raise SystemExit(f"--texts: {file} has {len(found)} texts long enough; give --answers {len(found) - HELD_OUT}")
-    return found[: count + HELD_OUT]
+    texts = [one[:LENGTH] for one in tokens if len(one) >= LENGTH]
+    if len(texts) < count + HELD_OUT:
+        raise SystemExit(f"--texts: {file} has {len(texts)} texts long enough; give --answers {len(texts) - HELD_OUT}")
+    return texts[: count + HELD_OUT]
 
 
 def answered(target: specjax.Target, texts: list[list[int]], temperature: float) -> list[TrainingText]:
-    """Their first PROMPT tokens as the target continues them."""
-    found = []
+    """Return the target's continuations of the first PROMPT tokens of the texts."""
+    texts = []
     for start in range(0, len(texts), 64):
         prompts = [one[:PROMPT] for one in texts[start : start + 64]]
         key = jax.random.fold_in(jax.random.key(0), start)
         options = {"temperature": temperature, "max_new_tokens": LENGTH - PROMPT}
         answers = specjax.decode(target, None, prompts, key=key, **options).to_lists()
-        found += [TrainingText((*prompt, *answer), PROMPT) for prompt, answer in zip(prompts, answers, strict=True)]
-    return found
+        texts += [TrainingText((*prompt, *answer), PROMPT) for prompt, answer in zip(prompts, answers, strict=True)]
+    return texts
 
 
 class Bench:
@@ -119,19 +119,19 @@ class Bench:
             epochs=epochs or self.epochs, rows=self.rows, length=LENGTH, seed=seed,
         )  # fmt: skip
         depths = min(CHAIN, head.head.max_depth or CHAIN)
-        found = measure_acceptance(self.target, head, self.held_out, depths=depths, rows=self.rows, length=LENGTH)
+        outcomes = measure_acceptance(self.target, head, self.held_out, depths=depths, rows=self.rows, length=LENGTH)
         tokens = sum(len(text.tokens) - PROMPT for text in texts)
         return {
-            "per_pass": found.per_pass, "first": found.first, "tokens": tokens,
+            "per_pass": outcomes.per_pass, "first": outcomes.first, "tokens": tokens,
             "parameters": sum(x.size for x in jax.tree.leaves(head.params)), "seconds": time.perf_counter() - started,
         }  # fmt: skip
 
 
 def measure(args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in ("answers", "epochs", "rows")}
-    kept = json.loads(args.out.read_text()) if args.out.exists() else {"settings": settings, "runs": {}}
-    if kept["settings"] != settings:
-        raise SystemExit(f"--out: {args.out} was made with other settings, {kept['settings']}; give another file")
+    report = json.loads(args.out.read_text()) if args.out.exists() else {"settings": settings, "runs": {}}
+    if report["settings"] != settings:
+        raise SystemExit(f"--out: {args.out} was made with other settings, {report['settings']}; give another file")
     jobs = []
     for seed in range(args.seeds):
         jobs += [(group, name, changes, seed, 1.0) for group, of in GROUPS.items() for name, changes in of.items()]
@@ -140,22 +140,22 @@ def measure(args: argparse.Namespace) -> None:
     for group, name, changes, seed, share in jobs:
         same = group != "budgets" and not changes  # the reference stands in every group
         cell = f"reference, seed {seed}" if same else f"{group}: {name}, seed {seed}"
-        if cell in kept["runs"]:
+        if cell in report["runs"]:
             continue
         bench = bench or Bench(args)
-        found = bench.run(changes, seed, share, epochs=1 if group == "budgets" else None)
-        kept["runs"][cell] = found
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+        outcomes = bench.run(changes, seed, share, epochs=1 if group == "budgets" else None)
+        report["runs"][cell] = outcomes
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
         print(
-            f"{cell}: {found['per_pass']:.3f} per pass, first {found['first']:.3f}, {found['seconds']:.0f} s",
+            f"{cell}: {outcomes['per_pass']:.3f} per pass, first {outcomes['first']:.3f}, {outcomes['seconds']:.0f} s",
             flush=True,
         )
 
 
-def results(kept: dict, group: str, name: str, is_reference: bool) -> list[dict]:
+def results(report: dict, group: str, name: str, is_reference: bool) -> list[dict]:
     """A variant's runs, one a seed."""
     start = "reference, seed " if is_reference else f"{group}: {name}, seed "
-    return [found for cell, found in kept["runs"].items() if cell.startswith(start)]
+    return [outcomes for cell, outcomes in report["runs"].items() if cell.startswith(start)]
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -163,16 +163,19 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def tables(kept: dict) -> str:
+def tables(report: dict) -> str:
     """Markdown: all variants, then the budgets."""
     lines = ["| | | tokens per pass | first draft right |", "| --- | --- | --- | --- |"]
     for group, variants in GROUPS.items():
         for name, changes in variants.items():
-            found = results(kept, group, name, not changes)
-            if found:
-                per_pass, first = spread([x["per_pass"] for x in found]), spread([100 * x["first"] for x in found], 0)
+            outcomes = results(report, group, name, not changes)
+            if outcomes:
+                per_pass, first = (
+                    spread([x["per_pass"] for x in outcomes]),
+                    spread([100 * x["first"] for x in outcomes], 0),
+                )
                 lines.append(f"| {group} | {name} | {per_pass} | {first} % |")
-    budgets, mean = law_of(kept)
+    budgets, mean = law_of(report)
     if len(budgets) == len(BUDGETS):
         law = scaling.fit(budgets[:-1], mean[:-1])
         lines += [
@@ -184,14 +187,16 @@ def tables(kept: dict) -> str:
     return "\n".join(lines)
 
 
-def law_of(kept: dict) -> tuple[list[int], list[float]]:
+def law_of(report: dict) -> tuple[list[int], list[float]]:
     """Tokens of each budget, and what it serves on average."""
-    runs = [results(kept, "budgets", f"{share:g}", False) for share in BUDGETS]
-    runs = [found for found in runs if found]
-    return [found[0]["tokens"] for found in runs], [float(np.mean([x["per_pass"] for x in found])) for found in runs]
+    runs = [results(report, "budgets", f"{share:g}", False) for share in BUDGETS]
+    runs = [outcomes for outcomes in runs if outcomes]
+    return [outcomes[0]["tokens"] for outcomes in runs], [
+        float(np.mean([x["per_pass"] for x in outcomes])) for outcomes in runs
+    ]
 
 
-def plot(kept: dict, file: Path) -> None:
+def plot(report: dict, file: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -199,20 +204,20 @@ def plot(kept: dict, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 4, figsize=(14, 6.5), layout="constrained")
-    reference = np.mean([x["per_pass"] for x in results(kept, "", "", True)])
+    reference = np.mean([x["per_pass"] for x in results(report, "", "", True)])
     for axis, (group, variants) in zip(axes.flat, GROUPS.items(), strict=False):
         for i, (name, changes) in enumerate(variants.items()):
-            found = [x["per_pass"] for x in results(kept, group, name, not changes)]
-            if not found:
+            outcomes = [x["per_pass"] for x in results(report, group, name, not changes)]
+            if not outcomes:
                 continue
-            axis.barh(i, np.mean(found) - 1, left=1, color="C0" if changes else "0.6", height=0.6)
-            axis.plot(found, [i] * len(found), "k.", ms=4)
+            axis.barh(i, np.mean(outcomes) - 1, left=1, color="C0" if changes else "0.6", height=0.6)
+            axis.plot(outcomes, [i] * len(outcomes), "k.", ms=4)
         axis.axvline(reference, color="0.4", lw=0.8, ls=":")
         axis.set(
             title=group, yticks=range(len(variants)), yticklabels=variants, xlabel="tokens per pass", xlim=(1, None)
         )
         axis.invert_yaxis()
-    budgets, mean = law_of(kept)
+    budgets, mean = law_of(report)
     law, axis = scaling.fit(budgets[:-1], mean[:-1]), axes.flat[-1]
     grid = np.geomspace(budgets[0], 2 * budgets[-1], 50)
     axis.semilogx(grid, law(grid), "-", color="C1", label="law of the first four")
@@ -236,10 +241,10 @@ def main() -> None:
     args = flags.parse_args()
     if args.plot is None:
         measure(args)
-    kept = json.loads(args.out.read_text())
+    report = json.loads(args.out.read_text())
     if args.plot is not None:
-        plot(kept, args.plot)
-    print(tables(kept))
+        plot(report, args.plot)
+    print(tables(report))
 
 
 if __name__ == "__main__":

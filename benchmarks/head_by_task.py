@@ -1,10 +1,10 @@
-"""What heads serve by task: tokens per pass of a greedy chain and how often its first draft is right, without drafting.
+"""Tokens per pass of heads by task, and the acceptance of the first draft, predicted without drafting.
 
     python benchmarks/head_by_task.py question.jsonl HEAD HEAD ... --limit 12 --answers answers.json
 
-The target answers Spec-Bench's prompts once (--answers keeps that), and a pass over its answers says exactly what a
-head would serve (`specjax.training.measure_acceptance`), so that many prompts are counted in the time of a few that are
-timed (`shipped_head.py`). Prints a table; the mean is over chat, maths, qa and summarization.
+The target answers Spec-Bench's prompts once (--answers stores that). A pass over its answers predicts exactly the
+acceptance of a head (`specjax.training.measure_acceptance`). Many prompts are then counted in the time that
+`shipped_head.py` takes for a few. Prints a table; the mean is over chat, maths, qa and summarization.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from specjax.training import TrainingText, measure_acceptance
 COUNTED = ("mt_bench", "math_reasoning", "qa", "summarization")
 
 
-def answered(given: argparse.Namespace, target: specjax.Target, tokenizer) -> dict[str, list[TrainingText]]:
-    """By task."""
-    if given.answers and given.answers.exists():
-        kept = json.loads(given.answers.read_text())
-        return {task: [TrainingText(tuple(tokens), prompt) for tokens, prompt in texts] for task, texts in kept.items()}
-    found = {}
-    for task, prompts in prompts_by_task(given.questions, given.limit, tokenizer, given.longest).items():
+def answered(args: argparse.Namespace, target: specjax.Target, tokenizer) -> dict[str, list[TrainingText]]:
+    """Return the answers by task."""
+    if args.answers and args.answers.exists():
+        stored = json.loads(args.answers.read_text())
+        return {
+            task: [TrainingText(tuple(tokens), prompt) for tokens, prompt in texts] for task, texts in stored.items()
+        }
+    by_task = {}
+    for task, prompts in prompts_by_task(args.questions, args.limit, tokenizer, args.longest).items():
         if prompts:
-            result = specjax.decode(
-                target, None, prompts, key=0, max_new_tokens=given.max_new_tokens, eos=tokenizer.eos
-            )
+            result = specjax.decode(target, None, prompts, key=0, max_new_tokens=args.max_new_tokens, eos=tokenizer.eos)
             pairs = zip(prompts, result.to_lists(), strict=True)
-            found[task] = [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
-    if given.answers:
-        given.answers.write_text(json.dumps(found) + "\n")
-    return found
+            by_task[task] = [TrainingText((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
+    if args.answers:
+        args.answers.write_text(json.dumps(by_task) + "\n")
+    return by_task
 
 
 def main() -> None:
@@ -51,20 +51,20 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     parser.add_argument("--answers", type=Path, help="where the target's answers are kept")
-    given = parser.parse_args()
-    target, tokenizer = specjax.load(given.target)
-    texts = answered(given, target, tokenizer)
+    args = parser.parse_args()
+    target, tokenizer = specjax.load(args.target)
+    texts = answered(args, target, tokenizer)
     print("| head |", " | ".join(f"{task} ({len(some)})" for task, some in texts.items()), "| mean of four |")
     print("| --- |" + " --- |" * (len(texts) + 1))
-    shape = {"rows": 4, "length": given.longest + given.max_new_tokens}
-    for name in given.heads:
+    shape = {"rows": 4, "length": args.longest + args.max_new_tokens}
+    for name in args.heads:
         head = specjax.load_head(name, target)
-        found = {
-            task: measure_acceptance(target, head, some, depths=given.num_draft_tokens, **shape)
+        by_task = {
+            task: measure_acceptance(target, head, some, depths=args.num_draft_tokens, **shape)
             for task, some in texts.items()
         }
-        of = [found[task] for task in COUNTED if task in found]
-        cells = [f"{one.per_pass:.2f}, {one.first:.0%}" for one in found.values()]
+        of = [by_task[task] for task in COUNTED if task in by_task]
+        cells = [f"{one.per_pass:.2f}, {one.first:.0%}" for one in by_task.values()]
         mean = statistics.mean(one.per_pass for one in of), statistics.mean(one.first for one in of)
         print(f"| {name} |", " | ".join(cells), f"| {mean[0]:.3f}, {mean[1]:.1%} |", flush=True)
 

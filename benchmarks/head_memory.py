@@ -1,9 +1,9 @@
-"""What each kind of head keeps on the device: parameters, and per row of the batch its state between two rounds.
+"""Device memory of each kind of head: its parameters, and per batch row its state between two steps.
 
     python benchmarks/head_memory.py --target llama3_8b --dtype bfloat16
 
-By the shapes of the very states that decoding carries; nothing is allocated. Heads as their authors train them for the
-target, drafting as far as they do, EAGLE-3 with 8,192 ids.
+The sizes follow from the shapes of the states that decoding carries; nothing is allocated. Heads have the
+shapes and draft lengths that their authors use for the target; EAGLE-3 has 8,192 ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What drafting with a learned head takes beside a plain step of its target, measured on this machine.
+"""Time of drafting with a learned head relative to a plain step of its target, measured on this machine.
 
     python benchmarks/head_overhead.py --target smollm2_135m --head eagle3:draft_vocab_size=8192 --num-draft-tokens 4
 
@@ -38,14 +38,14 @@ ACCEPTED = 2
 
 def in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each, one after another, behind a turn that compiles."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    seconds_by_run: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()
             jax.block_until_ready(run())
             if turn:
-                found[name].append(time.perf_counter() - start)
-    return found
+                seconds_by_run[name].append(time.perf_counter() - start)
+    return seconds_by_run
 
 
 def job_of(target: Target, drafter: Drafter, args: argparse.Namespace) -> Job:
@@ -67,22 +67,22 @@ def plain(target: Target, args: argparse.Namespace) -> Callable[[], Any]:
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _draft(parts: Parts, held, tokens, length, cache, limit):
+def _draft(parts: Parts, draft_state, tokens, length, cache, limit):
     context = Context(tokens, length, cache=cache, target=parts.target)
-    tree, held = parts.drafter.propose(parts.drafter.params, None, held, context, limit)
-    return tree, held._replace(new=held.new._replace(count=jnp.full_like(length, ACCEPTED)))
+    tree, draft_state = parts.drafter.propose(parts.drafter.params, None, draft_state, context, limit)
+    return tree, draft_state._replace(new=draft_state.new._replace(count=jnp.full_like(length, ACCEPTED)))
 
 
 def drafting(target: Target, drafter: Drafter, args: argparse.Namespace) -> Callable[[], Any]:
     """Round after round, each with as many new pairs; the memory is written in place, as in the loop."""
     job = job_of(target, drafter, args)
     state = engine.start(job)
-    held = [state.draft]
+    draft_state = [state.draft]
     limit = jnp.full_like(state.length, drafter.max_depth)
 
     def run():
-        tree, held[0] = _draft(job.parts, held[0], state.tokens, state.length, state.cache, limit)
-        return tree, held[0]
+        tree, draft_state[0] = _draft(job.parts, draft_state[0], state.tokens, state.length, state.cache, limit)
+        return tree, draft_state[0]
 
     return run
 
@@ -103,17 +103,17 @@ def main() -> None:
     runs = {"plain step": plain(target, args)}
     for tokens in args.num_draft_tokens:
         runs[f"a chain of {tokens}"] = drafting(target, tree_drafter(head, chain(tokens)), args)
-    found = in_turns(runs, args.repeats)
+    seconds_by_run = in_turns(runs, args.repeats)
     table = Table(title=f"{args.target} in {args.dtype}, {args.rows} rows, {jax.default_backend()}; {args.head}")
     for column in ("", "median ms", "of a step", "least ms", "of a step", "by its weights"):
         table.add_column(column, justify="right" if column else "left")
-    middle, least = (statistics.median(found["plain step"]), min(found["plain step"]))
-    for name, seconds in found.items():
+    middle, shortest = (statistics.median(seconds_by_run["plain step"]), min(seconds_by_run["plain step"]))
+    for name, seconds in seconds_by_run.items():
         tokens = int(name.split()[-1]) if name != "plain step" else 0
         rule = f"{costs.of_head(target, head, tokens):.3f}" if tokens else ""
         ours = statistics.median(seconds), min(seconds)
         table.add_row(name, f"{1e3 * ours[0]:.2f}", f"{ours[0] / middle:.3f}", f"{1e3 * ours[1]:.2f}",
-                      f"{ours[1] / least:.3f}", rule)  # fmt: skip
+                      f"{ours[1] / shortest:.3f}", rule)  # fmt: skip
     Console(width=110).print(table)
 
 

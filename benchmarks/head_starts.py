@@ -1,4 +1,4 @@
-"""What a head is made of and how it begins, on equal tokens: one thing changed at a time.
+"""Shapes and initial weights of heads, compared on equal tokens: one change at a time.
 
     python benchmarks/head_starts.py prompts.jsonl --answers answers --states states --out starts
 
@@ -91,8 +91,8 @@ def main() -> None:
     flags.add_argument("--dtype", default="bfloat16")
     args = flags.parse_args()
     named = [args.only] if args.only in VARIANTS else [name for name in VARIANTS if args.only in name]
-    chosen = {name: VARIANTS[name] for name in named}
-    if not chosen:
+    selected = {name: VARIANTS[name] for name in named}
+    if not selected:
         flags.error(f"--only {args.only} is in no name; there are {', '.join(VARIANTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = args.out / "prompts.jsonl"
@@ -100,7 +100,7 @@ def main() -> None:
     prompts.write_text("\n".join(lines[: args.limit]) + "\n", encoding="utf-8")
     print("| | tokens per pass | first draft right | seconds of training |", flush=True)
     print("| --- | --- | --- | --- |", flush=True)
-    for name, changes in chosen.items():
+    for name, changes in selected.items():
         card = run(name, changes, args, prompts)
         served = card["served"]
         print(

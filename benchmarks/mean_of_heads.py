@@ -16,12 +16,12 @@ import numpy as np
 import specjax
 
 
-def mean(before: jax.Array, after: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(after.dtype, jnp.floating):
-        if not np.array_equal(before, after):
+def mean(first: jax.Array, second: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(second.dtype, jnp.floating):
+        if not np.array_equal(first, second):
             raise SystemExit("the two heads draft different vocabularies")
-        return after
-    return ((before.astype(jnp.float32) + after.astype(jnp.float32)) / 2).astype(after.dtype)
+        return second
+    return ((first.astype(jnp.float32) + second.astype(jnp.float32)) / 2).astype(second.dtype)
 
 
 def main() -> None:
@@ -31,13 +31,13 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--target", help="default: the demo model")
     parser.add_argument("--num-draft-tokens", type=int, default=3, help="that its config suggests")
-    given = parser.parse_args()
-    target, _ = specjax.load(given.target, dtype="bfloat16")
-    before, after = (specjax.load_head(name, target) for name in (given.before, given.after))
-    if before.head != after.head:
-        parser.error(f"{given.before} and {given.after} are heads of different kinds or shapes")
-    joined = after.replace(params=jax.tree.map(mean, before.params, after.params))
-    specjax.save_head(given.out, joined, target=target, num_tokens=given.num_draft_tokens)
+    args = parser.parse_args()
+    target, _ = specjax.load(args.target, dtype="bfloat16")
+    first, second = (specjax.load_head(name, target) for name in (args.before, args.after))
+    if first.head != second.head:
+        parser.error(f"{args.before} and {args.after} are heads of different kinds or shapes")
+    joined = second.replace(params=jax.tree.map(mean, first.params, second.params))
+    specjax.save_head(args.out, joined, target=target, num_tokens=args.num_draft_tokens)
 
 
 if __name__ == "__main__":

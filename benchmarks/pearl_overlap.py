@@ -42,14 +42,14 @@ def role(layers: int, device: int) -> Role:
 def spans(folder: str) -> dict[str, list[tuple[float, float]]]:
     """Program -> merged (start, end) in ms during which any of its operations ran, from a profile."""
     (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-    found: dict[str, list] = {"jit__verify": [], "jit__draft": []}
+    intervals: dict[str, list] = {"jit__verify": [], "jit__draft": []}
     for plane in jax.profiler.ProfileData.from_file(file).planes:
         for line in plane.lines:
             for event in line.events:
                 program = dict(event.stats).get("hlo_module")
-                if program in found:
-                    found[program].append((event.start_ns / 1e6, event.end_ns / 1e6))
-    return {program: merged(times) for program, times in found.items()}
+                if program in intervals:
+                    intervals[program].append((event.start_ns / 1e6, event.end_ns / 1e6))
+    return {program: merged(times) for program, times in intervals.items()}
 
 
 def merged(times: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -63,13 +63,13 @@ def main() -> int:
         drafter = specjax.make_drafter(method, target)
         seconds: dict[str, list[float]] = {"serve": [], "decode": []}
         for repeat in range(args.repeats + 1):
-            found = {}
+            outputs = {}
             for name, run in (("serve", served), ("decode", in_batches)):
                 start = time.perf_counter()
-                found[name] = run(drafter)
+                outputs[name] = run(drafter)
                 if repeat:  # the first compiles
                     seconds[name].append(time.perf_counter() - start)
-            same &= found["serve"] == found["decode"]
+            same &= outputs["serve"] == outputs["decode"]
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         report[method] = {"tokens": sum(limits), "seconds": medians, "ratio": medians["decode"] / medians["serve"]}
     print(json.dumps({"slots": args.slots, "requests": args.requests, "identical": same, "methods": report}, indent=1))

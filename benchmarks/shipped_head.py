@@ -1,4 +1,4 @@
-"""What the head that comes with specjax brings the demo model, by task: plain, `auto`, `auto` with it, the head alone.
+"""Speedup of the shipped head for the demo model, by task: plain, `auto`, `auto` with the head, the head alone.
 
     python benchmarks/shipped_head.py question.jsonl --limit 2 --max-new-tokens 96
 
@@ -27,14 +27,14 @@ CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "ste
 
 
 def prompts_by_task(path: str, limit: int, tokenizer, longest: int, tasks=TASKS) -> dict[str, list[list[int]]]:
-    found: dict[str, list[list[int]]] = {task: [] for task in TASKS if task in tasks}
+    by_task: dict[str, list[list[int]]] = {task: [] for task in TASKS if task in tasks}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         task = "mt_bench" if entry["category"] in CHAT else entry["category"]
-        if task in found and len(found[task]) < limit:
+        if task in by_task and len(by_task[task]) < limit:
             ids = list(tokenizer.chat(entry["turns"][0]))
-            found[task] += [ids] if len(ids) <= longest else []
-    return found
+            by_task[task] += [ids] if len(ids) <= longest else []
+    return by_task
 
 
 def padded(ids: list[int], multiple: int = 256) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +65,11 @@ def main() -> None:
     parser.add_argument("--tree", action="append", default=[], help="such as eagle2:3x3x7: the head alone by it too")
     parser.add_argument("--costs", action="store_true", help="measure what wide passes cost; else by rule of thumb")
     parser.add_argument("--json", help="where the figures go")
-    given = parser.parse_args()
-    target, tokenizer = specjax.load(given.target, dtype=given.dtype)
-    head, vocab = specjax.load_head(given.head, target), target.model.vocab_size
-    costs = measured(target) if given.costs else None
-    auto = functools.partial(specjax.drafters.auto, vocab, costs=costs, dtype=given.dtype)
+    args = parser.parse_args()
+    target, tokenizer = specjax.load(args.target, dtype=args.dtype)
+    head, vocab = specjax.load_head(args.head, target), target.model.vocab_size
+    costs = measured(target) if args.costs else None
+    auto = functools.partial(specjax.drafters.auto, vocab, costs=costs, dtype=args.dtype)
     if costs:
         print("costs:", ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*costs, strict=True)))
     drafters = {
@@ -78,35 +78,35 @@ def main() -> None:
         "auto with the head": auto(head=head),
         "the head alone": specjax.make_drafter(head.head.kind, target, head, num_tokens=3),
     }
-    for spec in given.tree:
+    for spec in args.tree:
         tree = specjax.trees.parse(spec)
         drafters[f"the head alone, {spec}"] = specjax.make_drafter(head.head.kind, target, head, tree=tree)
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    chosen = prompts_by_task(given.questions, given.limit, tokenizer, given.longest, given.tasks)
-    for task, prompts in chosen.items():
+    selected = prompts_by_task(args.questions, args.limit, tokenizer, args.longest, args.tasks)
+    for task, prompts in selected.items():
         if not prompts:
-            print(f"{task}: its first prompts have more than {given.longest} tokens; left out", flush=True)
+            print(f"{task}: its first prompts have more than {args.longest} tokens; left out", flush=True)
             continue
         taken: dict[str, list[float]] = {name: [] for name in drafters}
         passes, tokens, texts = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0), {}
         for ids in prompts:
             run = lambda name, size, ids=ids: specjax.decode(
-                target, drafters[name], padded(ids), key=0, max_new_tokens=size, temperature=given.temperature,
+                target, drafters[name], padded(ids), key=0, max_new_tokens=size, temperature=args.temperature,
                 eos=tokenizer.eos,
             )  # fmt: skip
             times: dict[str, list[float]] = {name: [] for name in drafters}
-            for repeat in range(-1, given.repeats):  # the first compiles
+            for repeat in range(-1, args.repeats):  # the first compiles
                 for name in drafters:
                     reading, _ = seconds(functools.partial(run, name), 1)
-                    whole, result = seconds(functools.partial(run, name), given.max_new_tokens)
+                    total, result = seconds(functools.partial(run, name), args.max_new_tokens)
                     if repeat >= 0:
-                        times[name].append(whole - reading)
+                        times[name].append(total - reading)
                         continue
                     texts[name] = result.to_lists()[0]
                     passes[name] += int(np.sum(result.stats.target_passes))
                     tokens[name] += len(texts[name])
             # In bfloat16 passes of several tokens round otherwise, so near-ties may flip.
-            exact = given.temperature == 0 and given.dtype == "float32"
+            exact = args.temperature == 0 and args.dtype == "float32"
             assert not exact or len({tuple(text) for text in texts.values()}) == 1, texts
             for name in drafters:
                 taken[name].append(statistics.median(times[name]))
@@ -127,8 +127,8 @@ def main() -> None:
         for name in names:
             row = [figures[task][name][what] for task in figures]
             print(f"| {name}: {title} | " + " | ".join(f"{x:.2f}" for x in [*row, statistics.mean(row)]) + " |")
-    if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
             json.dump(figures, file, indent=1)
 
 

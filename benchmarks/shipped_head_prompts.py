@@ -1,4 +1,4 @@
-"""What the head that comes with specjax was trained on: prompts made of texts with free licences.
+"""Training prompts of the shipped head, made of texts with free licences.
 
     python benchmarks/shipped_head_prompts.py CORPORA --texts > texts.jsonl
     python benchmarks/shipped_head_prompts.py CORPORA > prompts.jsonl
@@ -53,16 +53,16 @@ def lines(path: Path) -> list[str]:
 
 
 def sums(folder: Path, draw: random.Random) -> list[dict]:
-    found = [json.loads(line) for line in lines(folder / "gsm8k_train.jsonl")]
-    draw.shuffle(found)
-    return found
+    prompts = [json.loads(line) for line in lines(folder / "gsm8k_train.jsonl")]
+    draw.shuffle(prompts)
+    return prompts
 
 
 def tasks_of_code(folder: Path) -> list[dict]:
     return json.loads((folder / "gpteacher_codegen_instruct.json").read_text(encoding="utf-8"))
 
 
-def asked(entry: dict) -> str:
+def question(entry: dict) -> str:
     return entry["instruction"] + ("\n" + entry["input"] if entry["input"].strip() else "")
 
 
@@ -71,39 +71,39 @@ def pages(folder: Path) -> list[str]:
 
 
 def short_tasks_of_code(folder: Path, draw: random.Random) -> list[str]:
-    found = [entry for entry in tasks_of_code(folder) if len(entry["instruction"]) + len(entry["input"]) < 400]
-    draw.shuffle(found)
-    return list(map(asked, found))
+    prompts = [entry for entry in tasks_of_code(folder) if len(entry["instruction"]) + len(entry["input"]) < 400]
+    draw.shuffle(prompts)
+    return list(map(question, prompts))
 
 
 def prompts(folder: Path, draw: random.Random) -> list[str]:
-    found = [entry["question"] for entry in sums(folder, draw)[:300]]
-    found += short_tasks_of_code(folder, draw)[:150]
+    prompts = [entry["question"] for entry in sums(folder, draw)[:300]]
+    prompts += short_tasks_of_code(folder, draw)[:150]
     passages = pages(folder)
     draw.shuffle(passages)
-    found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages[:150]]
-    found += [draw.choice(TASKS).format(first(text, 60)) for text in passages[150:250]]
+    prompts += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages[:150]]
+    prompts += [draw.choice(TASKS).format(first(text, 60)) for text in passages[150:250]]
     wiki = lines(folder / "wikitext2_valid.txt")
     wiki = [text.strip() for text in wiki if len(text) > 400 and "<unk>" not in text[:300]]
     draw.shuffle(wiki)
-    found += [draw.choice(QUESTIONS).format(plain(first(text, 80))) for text in wiki[:100]]
-    draw.shuffle(found)
-    return found
+    prompts += [draw.choice(QUESTIONS).format(plain(first(text, 80))) for text in wiki[:100]]
+    draw.shuffle(prompts)
+    return prompts
 
 
 def more(folder: Path, draw: random.Random) -> list[str]:
     """Prompts of the same kinds, none of those: of other problems, and of what stands further on in the pages."""
-    found = [entry["question"] for entry in sums(folder, draw)[300:1500]]
-    found += short_tasks_of_code(folder, draw)[150:950]
+    prompts = [entry["question"] for entry in sums(folder, draw)[300:1500]]
+    prompts += short_tasks_of_code(folder, draw)[150:950]
     passages = [" ".join(text.split()[110:]) for text in pages(folder)]
     passages = [text for text in passages if len(text) > 400]
-    found += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages]
-    found += [draw.choice(TASKS + QUESTIONS).format(first(text, 60)) for text in passages]
+    prompts += [draw.choice(SUMMARIES).format(first(text, 110)) for text in passages]
+    prompts += [draw.choice(TASKS + QUESTIONS).format(first(text, 60)) for text in passages]
     wiki = [text.strip() for text in lines(folder / "wikitext2_test.txt")]
     wiki = [text for text in wiki if len(text) > 400 and "<unk>" not in text[:300]]
-    found += [draw.choice(QUESTIONS + SUMMARIES).format(plain(first(text, 80))) for text in wiki]
-    draw.shuffle(found)
-    return found
+    prompts += [draw.choice(QUESTIONS + SUMMARIES).format(plain(first(text, 80))) for text in wiki]
+    draw.shuffle(prompts)
+    return prompts
 
 
 def further(folder: Path, draw: random.Random) -> list[str]:
@@ -111,24 +111,24 @@ def further(folder: Path, draw: random.Random) -> list[str]:
     passages = [" ".join(text.split()[220:]) for text in pages(folder)]
     passages = [first(text, 180) for text in passages if len(text) > 600]
     for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
-        found = [plain(text.strip()) for text in lines(folder / name) if "<unk>" not in text]
-        passages += [" ".join(text.split()[80:][:180]) for text in found if len(text.split()) > 120]
+        prompts = [plain(text.strip()) for text in lines(folder / name) if "<unk>" not in text]
+        passages += [" ".join(text.split()[80:][:180]) for text in prompts if len(text.split()) > 120]
     passages += stories(folder)[700:1000]
-    found = [draw.choice(SUMMARIES + SUMMARIES + TASKS + QUESTIONS).format(text) for text in passages]
-    draw.shuffle(found)
-    return found
+    prompts = [draw.choice(SUMMARIES + SUMMARIES + TASKS + QUESTIONS).format(text) for text in passages]
+    draw.shuffle(prompts)
+    return prompts
 
 
 def longer(folder: Path, draw: random.Random) -> list[str]:
     """Other sums and tasks of code; and summaries of longer texts, as news are summarized. Others may have asked of
     pieces of these."""
-    found = [entry["question"] for entry in sums(folder, draw)[1500:2400]]
-    found += short_tasks_of_code(folder, draw)[950:1200]
+    prompts = [entry["question"] for entry in sums(folder, draw)[1500:2400]]
+    prompts += short_tasks_of_code(folder, draw)[950:1200]
     passages = [first(text, 260) for text in pages(folder) if len(text.split()) > 120]
     passages += [first(text, 260) for text in stories(folder)[1000:1300]]
-    found += ["Summarize: " + text for text in passages]
-    draw.shuffle(found)
-    return found
+    prompts += ["Summarize: " + text for text in passages]
+    draw.shuffle(prompts)
+    return prompts
 
 
 QUESTION = ("Who", "Who plays", "Who wrote", "When did", "When was the", "When does", "Where is", "Where did the",
@@ -140,7 +140,7 @@ TASK = ("Write", "Imagine", "Describe", "Explain", "Compose", "Could you", "Give
 
 
 def begun(folder: Path, draw: random.Random) -> list[str]:
-    """What the demo model itself writes of user turns that begin so."""
+    """Return user turns that the demo model writes from these beginnings."""
     import specjax
     from specjax.training import generate_responses
     from specjax.training.data.target_responses import chat_prefix
@@ -149,18 +149,18 @@ def begun(folder: Path, draw: random.Random) -> list[str]:
     begin = chat_prefix(tokenizer)
     words = [word for word in QUESTION for _ in range(62)] + [word for word in TASK for _ in range(60)]
     rows = [[*begin, *tokenizer.encode(word)] for word in words]
-    told = generate_responses(
+    responses = generate_responses(
         target, rows, eos=tokenizer.eos, max_new_tokens=64, temperature=1.0, slots=32, seed=4, numbers=range(len(rows))
     )  # fmt: skip
-    said = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in told if ended == "eos"}
-    found = sorted(said)
-    draw.shuffle(found)
-    return found
+    turns = {tokenizer.decode(text.tokens[len(begin) :]).strip() for text, ended, _ in responses if ended == "eos"}
+    prompts = sorted(turns)
+    draw.shuffle(prompts)
+    return prompts
 
 
 def stories(folder: Path) -> list[str]:
-    found = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
-    return [story.strip() for story in found if story.strip()]
+    prompts = (folder / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+    return [story.strip() for story in prompts if story.strip()]
 
 
 def articles(path: Path) -> Iterator[str]:
@@ -175,18 +175,20 @@ def articles(path: Path) -> Iterator[str]:
 
 def texts(folder: Path, draw: random.Random) -> list[str]:
     """Pages, articles, stories, and questions with their answers in the demo model's template."""
-    chat = lambda asked, told: f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{told}<|im_end|>\n"
-    found = pages(folder)
+    chat = lambda question, response: (
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{response}<|im_end|>\n"
+    )
+    prompts = pages(folder)
     for name in ("wikitext2_valid.txt", "wikitext2_test.txt"):
-        found += articles(folder / name)
-    found += stories(folder)[:700]
+        prompts += articles(folder / name)
+    prompts += stories(folder)[:700]
     for entry in tasks_of_code(folder):
-        found.append(chat(asked(entry), entry["response" if "response" in entry else "output"]))
+        prompts.append(chat(question(entry), entry["response" if "response" in entry else "output"]))
     for entry in sums(folder, draw)[:2500]:
         answer = re.sub(r"<<.*?>>", "", entry["answer"]).replace("####", "The answer is")
-        found.append(chat(entry["question"], answer))
-    draw.shuffle(found)
-    return found
+        prompts.append(chat(entry["question"], answer))
+    draw.shuffle(prompts)
+    return prompts
 
 
 if __name__ == "__main__":

@@ -48,25 +48,30 @@ Side = Callable[[list[int], int], Decoded]  # (prompt, max_new_tokens) -> the te
 
 def with_specjax(args: argparse.Namespace, eos, target, draft) -> dict[str, Side]:
     head = specjax.load_head(args.head, target) if args.head else None
-    made = lambda name, *draft, **options: (specjax.make_drafter(name, target, *draft, **options), None)
+    build = lambda name, *draft, **options: (specjax.make_drafter(name, target, *draft, **options), None)
     sides = {
-        "plain": (specjax.drafters.autoregressive(), None), "auto": made("auto"), "prompt_lookup": made("prompt_lookup")
-    }  # fmt: skip
+        "plain": (specjax.drafters.autoregressive(), None),
+        "auto": build("auto"),
+        "prompt_lookup": build("prompt_lookup"),
+    }
     if head:
-        sides |= {"auto, head": made("auto", head), "eagle3": made("eagle3", head)}
+        sides |= {"auto, head": build("auto", head), "eagle3": build("eagle3", head)}
     if draft:
         stop = specjax.trees.stops.parse(STOP)
         goodput = controllers.goodput(dtype=args.dtype, draft_cost=of_draft(target, draft))
-        sides["two_model"] = made("two_model", draft)
-        sides[f"two_model, {STOP}"] = made("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"], stop=stop)
-        sides["two_model, goodput"] = made("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"])[0], goodput
+        sides["two_model"] = build("two_model", draft)
+        sides[f"two_model, {STOP}"] = build("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"], stop=stop)
+        sides["two_model, goodput"] = (
+            build("two_model", draft, num_tokens=DRAFT_MODEL.options["num_tokens"])[0],
+            goodput,
+        )
 
     def run(drafter, controller, prompt, count):
         options = {"key": jax.random.key(0), "max_new_tokens": count, "eos": eos, "controller": controller}
         result = specjax.decode(target, drafter, padded(prompt), **options)
         return result.to_lists()[0], int(result.stats.target_passes.sum())
 
-    return {name: lambda *given, made=made: run(*made, *given) for name, made in sides.items()}
+    return {name: lambda *arguments, build=build: run(*build, *arguments) for name, build in sides.items()}
 
 
 def with_transformers(args: argparse.Namespace, eos, target, draft) -> dict[str, Side]:
@@ -85,16 +90,16 @@ def with_transformers(args: argparse.Namespace, eos, target, draft) -> dict[str,
         passes[0] = 0
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            found = model.generate(
+            results = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
                 eos_token_id=list(eos), pad_token_id=0, **options,
             )  # fmt: skip
-        return found[0, len(prompt) :].tolist(), passes[0]
+        return results[0, len(prompt) :].tolist(), passes[0]
 
     options = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
     if draft:
         options["assisted"] = {"assistant_model": model_of(draft)}
-    return {name: lambda *given, chosen=chosen: run(chosen, *given) for name, chosen in options.items()}
+    return {name: lambda *arguments, option=option: run(option, *arguments) for name, option in options.items()}
 
 
 def with_llama_cpp(args: argparse.Namespace, eos, *_) -> dict[str, Side]:
@@ -136,7 +141,7 @@ def with_llama_cpp(args: argparse.Namespace, eos, *_) -> dict[str, Side]:
 
     # Its own README: 10 drafted tokens are good on GPU, 2 on machines without one.
     models = {"plain": make(None), "prompt lookup": make(LlamaPromptLookupDecoding(num_pred_tokens=2))}
-    return {name: lambda *given, llama=llama: run(llama, *given) for name, llama in models.items()}
+    return {name: lambda *arguments, llama=llama: run(llama, *arguments) for name, llama in models.items()}
 
 
 PACKAGES = {"specjax": with_specjax, "transformers": with_transformers, "llama.cpp": with_llama_cpp}
@@ -149,14 +154,14 @@ def seconds(side: Side, prompt: list[int], count: int) -> float:
 
 
 def measure(package: str, args: argparse.Namespace) -> list[dict]:
-    """Of each prompt and side: tokens, passes, seconds with the prompt's (`whole`) and without (`decoding`)."""
+    """Measure each prompt and side: tokens, passes, seconds with the prompt (`whole`) and without it (`decoding`)."""
     target, tokenizer = specjax.load(args.gguf, dtype=args.dtype)
     draft = specjax.load(args.draft, dtype=args.dtype)[0] if args.draft else None
-    chosen = first_per_task(read(args.prompts, "prompts")[0], 0, args.limit)
+    lines = first_per_task(read(args.prompts, "prompts")[0], 0, args.limit)
     sides = PACKAGES[package](args, tokenizer.eos, target, draft)
     sides = {name: side for name, side in sides.items() if name == "plain" or args.only in name}
-    found: list[dict] = []
-    for line in chosen:
+    results: list[dict] = []
+    for line in lines:
         prompt = list(tokenizer.chat(line.text))[-args.longest :]
         first = {name: side(prompt, args.max_new_tokens) for name, side in sides.items()}  # compiles, too
         for side in sides.values():
@@ -165,22 +170,22 @@ def measure(package: str, args: argparse.Namespace) -> list[dict]:
         for _ in range(args.repeats):
             for name, side in sides.items():
                 times[name].append((seconds(side, prompt, 1), seconds(side, prompt, args.max_new_tokens)))
-        found.append({"task": line.task, "sides": {}})
+        results.append({"task": line.task, "sides": {}})
         for name, (text, passes) in first.items():
-            reading, whole = (statistics.median(which) for which in zip(*times[name], strict=True))
-            found[-1]["sides"][name] = {
-                "tokens": len(text), "passes": passes, "whole": whole, "decoding": whole - reading,
+            reading, total = (statistics.median(which) for which in zip(*times[name], strict=True))
+            results[-1]["sides"][name] = {
+                "tokens": len(text), "passes": passes, "whole": total, "decoding": total - reading,
                 "identical": text == first["plain"][0],
             }  # fmt: skip
-        Console(stderr=True).print(f"{package}: {len(found)} of {len(chosen)}", style="dim")
-    return found
+        Console(stderr=True).print(f"{package}: {len(results)} of {len(lines)}", style="dim")
+    return results
 
 
-def entry(found: list[dict], name: str, clock: str) -> dict:
-    """One cell, in the form of `specjax bench --out`."""
-    of, plain = ([one["sides"][which] for one in found] for which in (name, "plain"))
+def entry(results: list[dict], name: str, clock: str) -> dict:
+    """Return one cell, in the form of `specjax bench --out`."""
+    of, plain = ([one["sides"][which] for one in results] for which in (name, "plain"))
     total = lambda sides, key: sum(side[key] for side in sides)
-    without = len(found) if clock == "decoding" else 0  # a prompt's first token comes with its reading
+    without = len(results) if clock == "decoding" else 0  # a prompt's first token comes with its reading
     rate = lambda sides: (total(sides, "tokens") - without) / total(sides, clock)
     return {
         "speedup": rate(of) / rate(plain),
@@ -191,17 +196,17 @@ def entry(found: list[dict], name: str, clock: str) -> dict:
     }
 
 
-def document(package: str, found: list[dict], args: argparse.Namespace, clock: str = "whole") -> dict:
-    """As of `specjax bench --out`, what `spec_bench_table.py` reads of it."""
-    names = list(found[0]["sides"])
+def document(package: str, results: list[dict], args: argparse.Namespace, clock: str = "whole") -> dict:
+    """Return the part of a document of `specjax bench --out` that `spec_bench_table.py` reads."""
+    names = list(results[0]["sides"])
     tasks: dict[str, list[dict]] = {}
-    for one in found:
+    for one in results:
         tasks.setdefault(one["task"], []).append(one)
     return {
         "package": package, "target": args.gguf.name, "draft": args.draft and args.draft.name, "head": args.head,
-        "dtype": args.dtype, "prompts": found,
+        "dtype": args.dtype, "prompts": results,
         "tasks": {task: {name: entry(part, name, clock) for name in names} for task, part in tasks.items()},
-        "overall": {name: entry(found, name, clock) for name in names},
+        "overall": {name: entry(results, name, clock) for name in names},
     }  # fmt: skip
 
 
@@ -237,12 +242,12 @@ def main() -> None:
     parser.add_argument("--no-repack", action="store_true", help="llama.cpp: leave its weights as they are")
     parser.add_argument("--out", type=Path, default=Path("spec_bench_peers.json"))
     args = parser.parse_args()
-    found: dict[str, list[dict]] = {}
+    results: dict[str, list[dict]] = {}
     for package in args.packages:
         with multiprocessing.get_context("spawn").Pool(1) as process:
-            found[package] = process.apply(measure, (package, args))
-        args.out.write_text(json.dumps([document(name, part, args) for name, part in found.items()], indent=1))
-    show(document(name, part, args, "decoding") for name, part in found.items())
+            results[package] = process.apply(measure, (package, args))
+        args.out.write_text(json.dumps([document(name, part, args) for name, part in results.items()], indent=1))
+    show(document(name, part, args, "decoding") for name, part in results.items())
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def drafted_by(document: dict, name: str) -> list[str]:
 
 def rows(document: dict) -> list[tuple[float, str]]:
     """(overall ratio, line of the table) of each method of a run."""
-    found = []
+    entries = []
     package = document.get("package")
     for name, overall in document["overall"].items():
         if name == "plain":
@@ -43,16 +43,16 @@ def rows(document: dict) -> list[tuple[float, str]]:
         same = {True: "yes", False: "near-tie", None: "-"}[overall["identical"]]
         who = f"{package} {name}" if package else ", ".join([name, *drafted_by(document, name)])
         cells += [f"{overall['block_efficiency']:.2f}", ratio(overall), same]
-        found.append((0.0 if overall["refused"] else overall["speedup"], f"| {who} | {' | '.join(cells)} |"))
-    return found
+        entries.append((0.0 if overall["refused"] else overall["speedup"], f"| {who} | {' | '.join(cells)} |"))
+    return entries
 
 
 def table(documents: list[dict]) -> str:
     """Markdown."""
     head = ["Method", *TASKS.values(), "#tokens per pass", "Overall", "Same text"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
-    found = sorted((row for document in documents for row in rows(document)), reverse=True)
-    return "\n".join([*lines, *(line for _, line in found)])
+    entries = sorted((row for document in documents for row in rows(document)), reverse=True)
+    return "\n".join([*lines, *(line for _, line in entries)])
 
 
 def main() -> None:
@@ -63,13 +63,13 @@ def main() -> None:
     args = parser.parse_args()
     begin = f"<!-- table {args.table} -->" if args.table else "<!-- table -->"
     page = args.out.read_text(encoding="utf-8") if args.out.exists() else f"{begin}\n{END}\n"
-    before, mark, rest = page.partition(begin)
+    head, mark, tail = page.partition(begin)
     if not mark:
         parser.error(f"{args.out} has no {begin}")
-    _, _, after = rest.partition(END)
+    _, _, remainder = tail.partition(END)
     read = (json.loads(path.read_text(encoding="utf-8")) for path in args.runs)
-    made = table([document for run in read for document in (run if isinstance(run, list) else [run])])
-    args.out.write_text(f"{before}{begin}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    table_text = table([document for run in read for document in (run if isinstance(run, list) else [run])])
+    args.out.write_text(f"{head}{begin}\n\n{table_text}\n\n{END}{remainder}", encoding="utf-8")
 
 
 if __name__ == "__main__":

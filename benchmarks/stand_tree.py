@@ -1,9 +1,9 @@
-"""Which nodes of an unlimited STAND tree would be accepted: the source of the default tree.
+"""Acceptance of the nodes of an unlimited STAND tree: the source of the default tree.
 
     python benchmarks/stand_tree.py TEXTS.json OUT.json [COUNT]
 
-TEXTS.json is written by every_method.py --texts. The rounds are replayed as in decoding: the target's distributions up
-to the last token are known, and the ranks of the tokens that follow, as long as entries are found and hold them, are
+TEXTS.json is written by every_method.py --texts. The steps are replayed as in decoding. The target's distributions up
+to the last token are stored. The ranks of the tokens that follow, as far as stored entries contain them, are
 the path accepted. Takes the first COUNT texts. Prints how long the accepted paths are, without and with the
 distributions of the prompt, and writes the 80 best paths of the latter.
 """
@@ -37,13 +37,13 @@ def likeliest(target, cache, tokens):
 def replay(prompt, text, ids, probs, read_prompt):
     """The rank paths accepted, one per round."""
     tables = {n: {} for n in ORDERS}
-    whole = prompt + text
+    tokens = prompt + text
 
     def learn(at):
         distribution = dict(zip(ids[at].tolist(), probs[at].tolist(), strict=True))
         for n, table in tables.items():
             if at + 1 >= n:
-                context = tuple(whole[at + 1 - n : at + 1])
+                context = tuple(tokens[at + 1 - n : at + 1])
                 old, m = table.get(context, ({}, 0))
                 mean = {t: (m * old.get(t, 0) + distribution.get(t, 0)) / (m + 1) for t in {*old, *distribution}}
                 best = sorted(mean, key=lambda t: (-mean[t], t))[:MAX_TOKENS]
@@ -51,19 +51,19 @@ def replay(prompt, text, ids, probs, read_prompt):
 
     def path(start):
         ranks = []
-        for at in range(start, min(start + DEEPEST, len(whole) - 1)):
-            found = (tables[n].get(tuple(whole[at + 1 - n : at + 1])) for n in ORDERS)
-            entry = next((x for x in found if x), None)
+        for at in range(start, min(start + DEEPEST, len(tokens) - 1)):
+            entries = (tables[n].get(tuple(tokens[at + 1 - n : at + 1])) for n in ORDERS)
+            entry = next((x for x in entries if x), None)
             ranked = list(entry[0]) if entry else []
-            if whole[at + 1] not in ranked:
+            if tokens[at + 1] not in ranked:
                 break
-            ranks.append(ranked.index(whole[at + 1]))
+            ranks.append(ranked.index(tokens[at + 1]))
         return tuple(ranks)
 
     for at in range(len(prompt) - 1 if read_prompt else 0):
         learn(at)
     at = len(prompt) - 1
-    while at < len(whole) - 1:
+    while at < len(tokens) - 1:
         accepted = path(at)
         yield accepted
         for new in range(at, at + len(accepted) + 1):
@@ -92,9 +92,9 @@ def main(texts: str, out: str, count: str = "64") -> None:
         print(f"  accepted {lengths.mean():.3f} on average, nothing at {np.mean(lengths == 0):.3f}")
         best = best_paths(paths, 80)
         for n in (7, 15, 32, 80):
-            chosen = set(best[:n])
-            held = [sum(path[: d + 1] in chosen for d in range(len(path))) for path in paths]
-            print(f"  the best {n} nodes: {np.mean(held):.3f}")
+            nodes = set(best[:n])
+            accepted_lengths = [sum(path[: d + 1] in nodes for d in range(len(path))) for path in paths]
+            print(f"  the best {n} nodes: {np.mean(accepted_lengths):.3f}")
     with open(out, "w") as file:
         json.dump(best, file)
 

@@ -1,4 +1,4 @@
-"""How often each rank of Token Recycling's matrix names the next token: the source of ACCEPTED_RANKS.
+"""Frequency with which each rank of Token Recycling's matrix is the next token: the source of ACCEPTED_RANKS.
 
     python benchmarks/token_recycling_ranks.py TEXTS.json
 
@@ -32,7 +32,7 @@ def main(path: str) -> None:
     target, _ = specjax.load()
     with open(path) as file:
         data = json.load(file)
-    hits, known = np.zeros(8), 0
+    hits, count = np.zeros(8), 0
     for prompt, text in zip(data["prompts"], data["texts"], strict=True):
         if len(prompt) + len(text) > 512:
             continue
@@ -44,10 +44,10 @@ def main(path: str) -> None:
         for at, token in enumerate([prompt[-1], *text[:-1]], last):
             following = padded[0, at + 1]
             if token in matrix:
-                known += 1
+                count += 1
                 hits += matrix[token] == following
             matrix[token] = best[at]
-    print(f"{known} tokens; by rank:", np.round(hits / known, 3).tolist())
+    print(f"{count} tokens; by rank:", np.round(hits / count, 3).tolist())
 
 
 if __name__ == "__main__":

@@ -86,15 +86,15 @@ def main() -> None:
     target, tokenizer = specjax.load(args.target, **layout(args.dtype))
     draft = specjax.load(args.draft, **layout(args.draft_dtype))[0] if args.draft else None
     prompts = [tokenizer.chat(text) for text in read_prompts(args.prompts, args.limit)]
-    found = {}
+    cells_by_name = {}
     if os.path.exists(args.out):
         with open(args.out) as file:
-            found = {name(cell): cell for cell in json.load(file)}
+            cells_by_name = {name(cell): cell for cell in json.load(file)}
 
     def record(cell: dict) -> None:
-        found[name(cell)] = found.get(name(cell), {}) | cell
+        cells_by_name[name(cell)] = cells_by_name.get(name(cell), {}) | cell
         with open(args.out, "w") as file:
-            json.dump(list(found.values()), file, indent=1)
+            json.dump(list(cells_by_name.values()), file, indent=1)
 
     def drafter_of(tree: str, n: int):
         if draft is None:
@@ -132,12 +132,12 @@ def main() -> None:
                 cell = {"temperature": temperature, "budget": n, "tree": tree}
                 places = [name(cell | {"rule": rule.name}) for rule in rules]
                 start = time.perf_counter()
-                if not all(wanted in found.get(place, {}) for place in places):
+                if not all(wanted in cells_by_name.get(place, {}) for place in places):
                     run(cell, drafter_of(tree, n), rules, temperature)
-                seen = {place[-1]: round(found[place].get("mean", 0), 3) for place in places}
-                print(f"{temperature:g} {n} {tree} {seen} {time.perf_counter() - start:.0f} s", flush=True)
-    print(markdown(list(found.values())))
-    plot([cell for cell in found.values() if "rows" in cell], Path(args.out).with_suffix(".png"))
+                summary = {place[-1]: round(cells_by_name[place].get("mean", 0), 3) for place in places}
+                print(f"{temperature:g} {n} {tree} {summary} {time.perf_counter() - start:.0f} s", flush=True)
+    print(markdown(list(cells_by_name.values())))
+    plot([cell for cell in cells_by_name.values() if "rows" in cell], Path(args.out).with_suffix(".png"))
 
 
 def read_prompts(path: str, limit: int) -> list[str]:
@@ -186,9 +186,9 @@ class Clocks:
             )  # fmt: skip
             times, last = [], time.perf_counter()
             for _ in itertools.islice(stream, self.steps + 3):
-                now = time.perf_counter()
-                times.append(now - last)
-                last = now
+                moment = time.perf_counter()
+                times.append(moment - last)
+                last = moment
             stream.close()
             yield {"whole_ms": 1000 * statistics.median(times[3:])}
 
@@ -205,10 +205,10 @@ class Clocks:
     def _pass_ms(self, width: int) -> float:
         length = len(self.prompt)
         tokens = jnp.zeros((1, length + 256), jnp.int32)
-        held = [filled(self.target, tokens, jnp.array([length]))]  # donated, so that it is not copied
+        caches = [filled(self.target, tokens, jnp.array([length]))]  # donated, so that it is not copied
 
         def run():
-            held[0], token = target_pass(self.target, held[0], jnp.zeros((1, width), jnp.int32), length)
+            caches[0], token = target_pass(self.target, caches[0], jnp.zeros((1, width), jnp.int32), length)
             return token
 
         return self._median(run)
@@ -234,8 +234,8 @@ def draft_round(drafter, keys, state, context, logits):
     tree, state = drafter.propose(drafter.params, keys, state, context, limit)
     verdict = Verdict(jnp.zeros_like(tree.parents), jnp.ones_like(limit), jnp.zeros_like(limit))
     output = Output(logits, logits[..., :1])
-    seen = drafter.observe(drafter.params, state, context, tree, verdict, output)
-    return tree, drafter.update(drafter.params, state, seen, verdict)
+    summary = drafter.observe(drafter.params, state, context, tree, verdict, output)
+    return tree, drafter.update(drafter.params, state, summary, verdict)
 
 
 @jax.jit
@@ -262,13 +262,13 @@ def target_pass(target, cache, tokens, length: int):
 
 def families(cells: list[dict], temperature: float) -> dict[tuple[str, str], dict[int, dict]]:
     """The cells of one kind of tree and one rule, by budget. Rules of a tree stand together, its first one first."""
-    found: dict[tuple[str, str], dict[int, dict]] = {}
+    cells_by_name: dict[tuple[str, str], dict[int, dict]] = {}
     for cell in cells:
         if "rows" in cell and cell["temperature"] == temperature:
             kind, _, size = cell["tree"].rpartition(":")
             kind = kind or ("chain" if set(size) <= set("1x") else "branching")
-            found.setdefault((kind, cell["rule"]), {})[cell["budget"]] = cell
-    return found
+            cells_by_name.setdefault((kind, cell["rule"]), {})[cell["budget"]] = cell
+    return cells_by_name
 
 
 def markdown(cells: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""Where the bits of eight tokens in one pass part from those of eight plain steps, layer by layer, as a picture.
+"""Picture of the layers at which eight tokens in one pass differ in their bits from eight plain steps.
 
     python benchmarks/where_bits_part.py [--target SOURCE] [--out docs/where_bits_part.svg]
 
@@ -28,34 +28,34 @@ def largest(source: str | None, same_bits: bool) -> np.ndarray:
     text = np.asarray(tokenizer.encode(TEXT), np.int32)
     ask = _BitProbe(target, text, len(text) - WIDTH * PASSES)
     plain, together = ask.one_by_one(), ask.chains(WIDTH)
-    found = np.zeros((WIDTH, ask.num_layers + 1))  # 0: the embedding
-    for at, seen in together.items():
+    gaps = np.zeros((WIDTH, ask.num_layers + 1))  # 0: the embedding
+    for at, probe in together.items():
         place = (at - ask.start) % WIDTH
-        differs = np.abs(seen.stream - plain[at].stream).max((1, 2))
-        found[place] = np.maximum(found[place], differs)
-    return found
+        differs = np.abs(probe.stream - plain[at].stream).max((1, 2))
+        gaps[place] = np.maximum(gaps[place], differs)
+    return gaps
 
 
 def main():
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--target", help="default: SmolLM2-135M-Instruct")
     flags.add_argument("--out", type=Path, default=Path("docs/where_bits_part.svg"))
-    given = flags.parse_args()
+    args = flags.parse_args()
     plt.rcParams["svg.hashsalt"] = "specjax"
     figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     for axis, same_bits in zip(axes, (False, True), strict=True):
-        found = largest(given.target, same_bits)
-        logs = np.ma.masked_equal(found, 0)
+        gaps = largest(args.target, same_bits)
+        logs = np.ma.masked_equal(gaps, 0)
         image = axis.imshow(np.ma.log2(logs), aspect="auto", cmap="viridis", vmin=-12, vmax=2, interpolation="nearest")
         axis.set(title="with the same bits" if same_bits else "bfloat16 as usual", ylabel="place in the pass")
-        print("same bits" if same_bits else "usual", "largest difference", found.max(), "first layers that differ",
-              [int(np.argmax(row > 0)) if row.any() else None for row in found])  # fmt: skip
+        print("same bits" if same_bits else "usual", "largest difference", gaps.max(), "first layers that differ",
+              [int(np.argmax(row > 0)) if row.any() else None for row in gaps])  # fmt: skip
     axes[-1].set_xlabel("layer")
     bar = figure.colorbar(image, ax=axes, label="largest difference in the stream")
     ticks = (-12, -8, -4, 0)
     bar.set_ticks(ticks, labels=[f"$2^{{{tick}}}$" for tick in ticks])
-    figure.savefig(given.out, metadata={"Date": None})
-    print(jax.devices()[0].platform, jax.__version__, given.out)
+    figure.savefig(args.out, metadata={"Date": None})
+    print(jax.devices()[0].platform, jax.__version__, args.out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ CLIP = 0.2
 
 
 class Metrics(NamedTuple):
-    """Of one update."""
+    """Metrics of one update."""
 
     reward: Array  # mean over the samples
     loss: Array
@@ -63,8 +63,8 @@ def rescore(model: Model, params: PyTree, prompts: Array, lengths: Array, tokens
         positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
         mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
     )  # fmt: skip
-    before = output.logits[rows, lengths[:, None] - 1 + places]  # [B, T, V]
-    return jnp.take_along_axis(jax.nn.log_softmax(before), jnp.maximum(tokens, 0)[:, :, None], 2)[:, :, 0]
+    logits = output.logits[rows, lengths[:, None] - 1 + places]  # [B, T, V]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(tokens, 0)[:, :, None], 2)[:, :, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "group", "max_new_tokens"))

@@ -54,7 +54,7 @@ class Numbers:
 
 
 class Rollout(NamedTuple):
-    """Of one call of `generate`."""
+    """Result of one call of `generate`."""
 
     reward: float  # mean over the samples
     logprob_gap: float  # largest difference between the sampler's log-probabilities and the trainer's

@@ -1,10 +1,11 @@
-"""The language rules of the developer guide that a script can check, over all code that is installed."""
+"""The language rules of the developer guide that a script can check, over all code but that of the tests."""
 
 from __future__ import annotations
 
 import ast
 import collections
 import functools
+import json
 import pathlib
 import re
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-TOPS = ("specjax", "models", "pallas_kernels", "configs")
-FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
+INSTALLED = ("specjax", "models", "pallas_kernels", "configs")
+TOPS = (*INSTALLED, "benchmarks", "examples", "colab")
+FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*") if file.suffix in (".py", ".ipynb"))
 OPENERS = re.compile(
     r"^(Of|As|With|Those|What|Whether|Which|Where|Who|Whose|By|In|To|For|From|How|That|Behind|Beside|Without|Between|"
     r"Over|One|Its|Their|When|Why|Nothing|Also|So)\b"
@@ -26,10 +28,19 @@ LONGEST = 35  # words of a sentence
 SHARED_CLASSES = {"State", "Params", "Config"}
 
 
+def parse(file: pathlib.Path) -> ast.Module:
+    """Return the syntax tree of a file, or of the code cells of a notebook without their commands for pip."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        cells = (cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+        text = re.sub(r"(?m)^( *)%", r"\1pass  # %", "\n".join("".join(source) for source in cells))
+    return ast.parse(text)
+
+
 @functools.cache
 def all_nodes() -> list[tuple[str, Any]]:
     """Return every node of every file with the file's path. The walk takes 2 s, so all tests share it."""
-    trees = ((str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))) for file in FILES)
+    trees = ((str(file.relative_to(ROOT)), parse(file)) for file in FILES)
     return [(path, node) for path, tree in trees for node in ast.walk(tree)]
 
 
@@ -83,7 +94,8 @@ def test_no_local_variable_is_a_participle():
 def test_no_class_name_is_used_twice():
     homes = collections.defaultdict(list)
     for path, node in find_nodes(ast.ClassDef):
-        homes[node.name].append(path)
+        if path.startswith(INSTALLED):
+            homes[node.name].append(path)
     assert not {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in SHARED_CLASSES}
 
 
@@ -93,4 +105,5 @@ FULL_FOLDERS = re.compile(r"specjax/(drafters|diffusion|collaborate|adaptive|dec
 def test_no_folder_is_crowded():
     """Folders of published methods and of heads may have more files."""
     count = collections.Counter(str(file.parent.relative_to(ROOT)) for file in FILES)
+    del count["benchmarks"]  # a flat folder of scripts
     assert not {folder: n for folder, n in count.items() if n > 12 and not FULL_FOLDERS.match(folder)}
