@@ -76,8 +76,9 @@ def run_decode(task: DecodeTask) -> MeasuredRun:
     result = jax.block_until_ready(run(task.job()).cut(task.max_new_tokens))
     seconds = time.perf_counter() - start
     _check_finite(task, result.finite)
-    hit_eos, stats, columns = jax.device_get((result.hit_eos, result.stats, getattr(result, "columns", None)))
-    return MeasuredRun(result.to_lists(), hit_eos, stats, seconds, columns=columns)
+    counts = getattr(result, "columns", None), getattr(result, "computed", None)
+    hit_eos, stats, (columns, computed) = jax.device_get((result.hit_eos, result.stats, counts))
+    return MeasuredRun(result.to_lists(), hit_eos, stats, seconds, columns=columns, computed=computed)
 
 
 def run_stream(

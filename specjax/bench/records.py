@@ -27,7 +27,8 @@ class MeasuredRun(NamedTuple):
     seconds: float
     first_token_seconds: float | None = None  # None: not measured
     resumed: int = 0  # tokens that an earlier process decoded; `seconds` excludes them
-    columns: np.ndarray | None = None  # int32[B], columns that a denoising loop computed
+    columns: np.ndarray | None = None  # int32[B], columns of the rows' canvases in all passes of a denoising loop
+    computed: np.ndarray | None = None  # int32[B], columns that the loop computed, padding included
 
 
 def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
@@ -40,8 +41,15 @@ def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
         sum(run.seconds for run in runs),
         statistics.median(first) if first else None,
         sum(run.resumed for run in runs),
-        None if runs[0].columns is None else np.concatenate([run.columns for run in runs if run.columns is not None]),
+        _joined([run.columns for run in runs]),
+        _joined([run.computed for run in runs]),
     )
+
+
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the rows of all arrays, or None if these were not measured."""
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if present else None
 
 
 def dtypes(record: dict) -> str:
@@ -97,6 +105,7 @@ def denoising_record(
     run: MeasuredRun,
     baseline: MeasuredRun,
     *,
+    identical: bool | None = None,
     refused: bool = False,
     compile_seconds: float | None = None,
     peak_memory_bytes: int | None = None,
@@ -104,11 +113,15 @@ def denoising_record(
     """Return the JSON record of a diffusion run and its baseline of one column per pass.
 
     The cost of a pass depends on its columns, so the record has tokens per pass and columns per token. `agreement` is
-    the share of equal columns, relative to the longer text.
+    the share of columns that equal the baseline's, relative to the longer text.
+
+    identical: True if the text is the one that the method guarantees. None: it guarantees none, and the record has the
+    equality with the baseline.
     """
     tokens, passes = sum(map(len, run.tokens)), int(run.stats.target_passes.sum())
     plain_tokens, plain_passes = sum(map(len, baseline.tokens)), int(baseline.stats.target_passes.sum())
     assert run.columns is not None and baseline.columns is not None
+    assert run.computed is not None and baseline.computed is not None
     pairs = list(zip(run.tokens, baseline.tokens, strict=True))
     equal = sum(a == b for text, plain in pairs for a, b in zip(text, plain, strict=False))
     return {
@@ -120,12 +133,14 @@ def denoising_record(
         "tokens_per_second": tokens_per_second(run),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "speedup": None if refused else tokens_per_second(run) / tokens_per_second(baseline),
-        "identical": all(text == plain for text, plain in pairs),
+        "identical": all(text == plain for text, plain in pairs) if identical is None else identical,
         "agreement": equal / max(sum(max(len(text), len(plain)) for text, plain in pairs), 1),
         "tokens_per_pass": tokens / max(passes, 1),
         "columns_per_token": int(run.columns.sum()) / max(tokens, 1),
+        "computed_per_token": int(run.computed.sum()) / max(tokens, 1),
         "baseline_tokens_per_pass": plain_tokens / max(plain_passes, 1),
         "baseline_columns_per_token": int(baseline.columns.sum()) / max(plain_tokens, 1),
+        "baseline_computed_per_token": int(baseline.computed.sum()) / max(plain_tokens, 1),
         "target_passes": passes,
         "compile_seconds": compile_seconds,
         "peak_memory_bytes": peak_memory_bytes,

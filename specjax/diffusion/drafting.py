@@ -219,5 +219,6 @@ def _decide_columns(
         passes=canvas.passes,
     )
     share = jnp.full((len(drafted),), -(-width // rounds), jnp.int32)
-    take, token, rule_state = rule.select(rule.params, rule_state, Proposal(token, logits, logits), view, share)
+    proposal = Proposal(token, logits, logits, logits, jnp.ones((len(token),), bool))
+    take, token, rule_state = rule.select(rule.params, rule_state, proposal, view, share)
     return opened & (take | (number == rounds - 1)), token, rule_state

@@ -24,7 +24,8 @@ class Frame(NamedTuple):
     stop: np.ndarray  # int32[B], maximum number of columns of the text
     length: np.ndarray  # int32[B], number of final columns
     passes: np.ndarray  # int32[B], passes of the model so far
-    columns: np.ndarray  # int32[B], number of columns computed so far
+    columns: np.ndarray  # int32[B], columns of the row's canvas in all passes so far
+    computed: np.ndarray  # int32[B], columns that the program computed for the row so far
     hit_eos: np.ndarray  # bool[B]
     done: np.ndarray  # bool[B]
     finite: np.ndarray  # bool[B]
@@ -53,6 +54,6 @@ def _read_state(state: DecodeState) -> dict:
     return {
         "tokens": state.tokens, "open": denoising.open, "decided_at": denoising.decided_at, "start": denoising.start,
         "stop": state.stop,
-        "length": state.length, "passes": denoising.passes, "columns": denoising.columns, "done": state.done,
-        "finite": state.finite,
+        "length": state.length, "passes": denoising.passes, "columns": denoising.columns,
+        "computed": denoising.computed, "done": state.done, "finite": state.finite,
     }  # fmt: skip

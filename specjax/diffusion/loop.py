@@ -32,7 +32,7 @@ from specjax.engine.job import DecodeLoop, Keep
 from specjax.engine.results import DecodeResult
 from specjax.engine.step import on_mesh
 from specjax.errors import UsageError
-from specjax.numerics.sampling import noise, warp
+from specjax.numerics.sampling import filter_logits, is_greedy, noise, warp
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree, Sampling, Target, TreeSize
 
 
@@ -87,7 +87,8 @@ class DenoisingState(NamedTuple):
     passes: Array  # int32[B]
     window: Array  # int32[B], first column of the previous window; -1: none
     settled: Array  # bool[B], True if the window may move
-    columns: Array  # int32[B], number of columns computed so far
+    columns: Array  # int32[B], columns of the row's canvas in all passes so far
+    computed: Array  # int32[B], columns that the program computed for the row so far
     logprobs: Array | None  # float32[B, N], log-probabilities of decided columns
     slots: PartStates
 
@@ -95,10 +96,17 @@ class DenoisingState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Denoised(DecodeResult):
-    """The result of `denoise`: that of `decode`, the order in which columns were decided, and the cost."""
+    """The result of `denoise`: that of `decode`, the order in which columns were decided, and the cost.
+
+    The cost is the number of columns of all passes. `columns` counts the columns of the row's own canvas, from its
+    first column to its end. It does not depend on the batch. `computed` counts what the program computed for the row,
+    which includes padding: compiled sizes, longer prompts in the batch, and refreshes that another row needed. Both
+    count the passes until the row ends. A prompt that a block-causal cache reads before the first pass is not counted.
+    """
 
     decided_at: Array  # int32[B, max_new_tokens], index of the pass that decided each token; -1 after the end
-    columns: Array  # int32[B], number of computed columns: the cost of the passes, which tokens per pass ignores
+    columns: Array  # int32[B], columns of the row's own canvas, summed over its passes
+    computed: Array  # int32[B], columns that the program computed for the row, summed over its passes
 
     def cut(self, max_new_tokens: int) -> Self:
         """Return a copy with arrays of `max_new_tokens` tokens, which must fit all rows."""
@@ -107,8 +115,13 @@ class Denoised(DecodeResult):
 
     @property
     def columns_per_token(self) -> Array:
-        """Number of computed columns per token, float32[B]."""
+        """Number of columns of the row's canvas per token, float32[B]."""
         return self.columns / jnp.maximum(self.lengths, 1)
+
+    @property
+    def computed_per_token(self) -> Array:
+        """Number of computed columns per token, padding included, float32[B]."""
+        return self.computed / jnp.maximum(self.lengths, 1)
 
 
 def get_canvas(state: DecodeState) -> Canvas:
@@ -154,7 +167,7 @@ def init(
     )
     cache = parts.memory.init(denoiser, canvas, parts.width)
     progress = DenoisingState(
-        opened, length, end, origin, decided_at, nothing, nothing - 1, jnp.ones((batch,), bool), nothing,
+        opened, length, end, origin, decided_at, nothing, nothing - 1, jnp.ones((batch,), bool), nothing, nothing,
         jnp.zeros((batch, size)) if parts.keep.logprobs else None, slots,
     )  # fmt: skip
     state = DecodeState(tokens, length, length >= stop, keys, stop, cache, progress, (), jnp.ones((batch,), bool))
@@ -173,7 +186,8 @@ class StepOutcome(NamedTuple):
     canvas: Canvas
     memory: PyTree
     slots: PartStates
-    columns: Array  # int32[B], number of columns computed in this step
+    columns: Array  # int32[B], columns of the row's canvas in the passes of this step
+    computed: Array  # int32[B], columns that the program computed for the row in this step
     finite: Array  # bool[B]
     passes: Array  # int32[B], passes of the model in this step
     logprobs: Array | None = None  # float32[B, N], of all columns decided so far
@@ -220,6 +234,7 @@ def decide_window(
         memory=state.cache,
         slots=slots,
         columns=output.columns,
+        computed=output.computed,
         finite=is_finite(proposal, view),
         passes=window.active.astype(jnp.int32),
         logprobs=logprobs,
@@ -257,12 +272,21 @@ def propose(parts: DenoisingParts, view: View, logits: Array, slots: PartStates)
     if score is not None and score.transform is not None:
         logits, changed = score.transform(score.params, slots.score, logits, view)
         slots = slots._replace(score=changed)
-    warped = warp(logits, parts.sampling)
-    token = draw_tokens(parts, view.keys, warped)
-    proposal = Proposal(token, logits, warped)
+    if score is None or score.warp is None:
+        warped = warp(logits, parts.sampling)
+    else:
+        warped = score.warp(score.params, logits, parts.sampling, view)
+    proposal = make_proposal(draw_tokens(parts, view.keys, warped), logits, warped, parts.sampling)
     if score is not None and score.weigh is not None:
         proposal = proposal._replace(weight=score.weigh(score.params, slots.score, proposal, view))
     return proposal, slots
+
+
+def make_proposal(token: Array, logits: Array, warped: Array, sampling: Sampling) -> Proposal:
+    """Return the proposal of tokens int32[B, W] that were drawn from `warped`."""
+    greedy = is_greedy(sampling, len(logits))
+    filtered = jnp.where(greedy[:, None, None], filter_logits(logits, sampling), warped)
+    return Proposal(token, logits, warped, filtered, greedy)
 
 
 def draw_tokens(parts: DenoisingParts, keys: Array, warped: Array) -> Array:
@@ -397,6 +421,7 @@ def finish_step(
         window=jnp.where(active, window.start, denoising.window),
         settled=settled | ~active,
         columns=denoising.columns + jnp.where(active, decided.columns, 0),
+        computed=denoising.computed + jnp.where(active, decided.computed, 0),
         logprobs=decided.logprobs,
         slots=decided.slots,
     )
@@ -421,7 +446,7 @@ def _result(state: DecodeState, lengths: Array, result: DecodeResult) -> Denoise
     order = jnp.where(index < (state.length - lengths)[:, None], order, -1)
     fields = {name: getattr(result, name) for name in DecodeResult.__dataclass_fields__}
     fields["stats"] = result.stats._replace(target_passes=denoising.passes)  # a step may have several passes
-    return Denoised(**fields, decided_at=order, columns=denoising.columns)
+    return Denoised(**fields, decided_at=order, columns=denoising.columns, computed=denoising.computed)
 
 
 LOOP = DecodeLoop(init, step, axes, _result)

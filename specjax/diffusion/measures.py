@@ -16,21 +16,25 @@ def confidence(proposal: Proposal) -> Array:
     return apply_weight(proposal, probability(proposal.logits, proposal.token))
 
 
-def warped_confidence(proposal: Proposal) -> Array:
-    """Return the probability of the proposed token under the distribution that it was drawn from.
+def filtered_confidence(proposal: Proposal) -> Array:
+    """Return the probability of the proposed token after temperature, top-k, top-p and min-p, times the score's weight.
 
-    It is multiplied by the score's weight.
+    A temperature of 0 counts as 1.
     """
-    return apply_weight(proposal, probability(sampling_logits(proposal), proposal.token))
+    return apply_weight(proposal, probability(proposal.filtered, proposal.token))
 
 
-def sampling_logits(proposal: Proposal) -> Array:
-    """Return the warped logits float32[B, W, V], or the unwarped ones where warping leaves only one token.
+def drawn_confidence(proposal: Proposal) -> Array:
+    """Return the probability of the proposed token under the distribution that it was drawn from, times the weight.
 
-    One remaining token has probability 1, which is no confidence. This is the case at temperature 0.
+    At temperature 0 nothing is drawn, and it is `confidence`.
     """
-    alone = jnp.sum(proposal.warped > -jnp.inf, -1, keepdims=True) < 2
-    return jnp.where(alone, proposal.logits, proposal.warped)
+    return apply_weight(proposal, probability(drawn_logits(proposal), proposal.token))
+
+
+def drawn_logits(proposal: Proposal) -> Array:
+    """Return the logits float32[B, W, V] that tokens were drawn from. At temperature 0 they are the plain logits."""
+    return jnp.where(proposal.greedy[:, None, None], proposal.logits, proposal.warped)
 
 
 def apply_weight(proposal: Proposal, measure: Array) -> Array:

@@ -59,7 +59,7 @@ def prepare(
     parts = DenoisingParts(
         denoiser=denoiser,
         procedure=procedure,
-        sampling=repeat_per_sample(settings.to_sampling(), samples),
+        sampling=repeat_per_sample(settings.to_sampling(filters_at_zero=True), samples),
         eos=eos,
         memory=memory,
         width=width,

@@ -49,7 +49,7 @@ class VerificationRouter(NamedTuple):
 def acceptance(proposal: Proposal, by: ChanceMeasure = "entropy", beta: float = 1.0) -> Array:
     """Return float32[B, W]: the estimated acceptance probability of the draft of each column."""
     if by == "margin":
-        return (measures.margin(proposal.warped) > MARGIN).astype(jnp.float32)
+        return (measures.margin(measures.drawn_logits(proposal)) > MARGIN).astype(jnp.float32)
     return jnp.exp(-beta * measures.entropy(proposal.logits) / jnp.log(proposal.logits.shape[-1]))
 
 

@@ -195,9 +195,11 @@ def is_eos(eos: Array, token: Array) -> Array:
 class Proposal(NamedTuple):
     """The model's proposal for each column of the window. `specjax.diffusion.measures` computes confidences."""
 
-    token: Array  # int32[B, W], drawn from `warped`, or its argmax
+    token: Array  # int32[B, W], drawn from `warped`
     logits: Array  # float32[B, W, V], used for confidences: not warped, without noise, -inf for the mask token
-    warped: Array  # float32[B, W, V], after temperature, top-k and top-p
+    warped: Array  # float32[B, W, V], after temperature, top-k, top-p and min-p; at temperature 0 a point mass
+    filtered: Array  # float32[B, W, V], `warped`, but at temperature 0 the logits after top-k, top-p and min-p
+    greedy: Array  # bool[B], rows with temperature 0, in which nothing is drawn
     weight: Array | None = None  # float32[B, W], factor of the confidences; None: 1
 
 
@@ -213,7 +215,8 @@ class WindowOutput(NamedTuple):
 
     hidden: Array  # [B, W, D], row i predicts column i of the window, for any alignment
     predicted: Array  # bool[B, W], columns that have a valid row
-    columns: Array  # int32[B], number of computed columns, the cost of the pass
+    columns: Array  # int32[B], columns of the row's canvas in this pass; they depend on no other row
+    computed: Array  # int32[B], columns that the program computes for the row, padding included
     canvas: Array | None = None  # [B, N, D], the same for the whole canvas, if the cache computes all of it
     # [B, W, D], hidden states of the logits u of guidance, u + (guidance + 1)(l - u); None: no guidance
     against: Array | None = None
@@ -272,13 +275,16 @@ class CanvasCache:
 class Score:
     """A change of the model's proposals before the rule reads them.
 
-    `transform(params, state, logits[B, W, V], view) -> (logits, state)` changes logits. `weigh(params, state, proposal,
-    view) -> float32[B, W]` returns factors of the confidences. Either may be None. `learn(params, state, view, take,
-    token) -> state` receives the decided columns. `check(params, count, eos)` raises a UsageError if no text of `count`
-    tokens is possible. It also raises one if a text that ends with one of `eos` int32[E] may be invalid.
+    `transform(params, state, logits[B, W, V], view) -> (logits, state)` changes logits. `warp(params, logits, sampling,
+    view) -> float32[B, W, V]` replaces `specjax.numerics.sampling.warp`, which gives the distributions that tokens are
+    drawn from. `weigh(params, state, proposal, view) -> float32[B, W]` returns factors of the confidences. Each may be
+    None. `learn(params, state, view, take, token) -> state` receives the decided columns. `check(params, count, eos)`
+    raises a UsageError if no text of `count` tokens is possible. It also raises one if a text that ends with one of
+    `eos` int32[E] may be invalid.
     """
 
     transform: Callable[..., tuple[Array, PyTree]] | None = field(metadata=STATIC, default=None)
+    warp: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     weigh: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_nothing)  # (params, canvas, width, vocab)
     learn: Callable[..., PyTree] | None = field(metadata=STATIC, default=None)
@@ -337,7 +343,8 @@ class Verify(NamedTuple):
     `decide(parts, state, canvas, window, slots) -> loop.StepOutcome` decides the columns of a step. Its state is
     `slots.verify`, initially `init(parts, canvas)`. `exact_memory`: the guarantee requires an exact cache. `several`:
     `decide` requires a cache with `several`. `memory`: the only supported cache, whose state `decide` reads.
-    `check(procedure)` raises a UsageError for parts that it would ignore.
+    `check(procedure)` raises a UsageError for parts that it would ignore. `mode(denoiser) -> Denoiser` returns the
+    denoiser with blocks of one whose text the guarantee refers to. None: it refers to the procedure without `verify`.
     """
 
     decide: Callable[..., Any]
@@ -346,6 +353,7 @@ class Verify(NamedTuple):
     several: bool = False
     memory: CanvasCache | None = None
     check: Callable[..., None] | None = None
+    mode: Callable[[Denoiser], Denoiser] | None = None
 
 
 @jax.tree_util.register_dataclass

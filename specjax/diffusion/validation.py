@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 import types
@@ -23,10 +24,13 @@ Make = Callable[Concatenate[Denoiser, Settings], Procedure]
 def checked(make: Make[Settings]) -> Make[Settings]:
     """Wrap a factory so that its settings are converted to the annotated types.
 
+    A block-causal model has fixed blocks, so a `block` of another size is refused in every factory.
+
     Supported annotations are int, float, bool, tuple[int, ...], Literal, and unions of these with None. Numbers of
     NumPy and JAX become Python numbers, so that equal settings share parts and compiled programs.
 
-    Raises: UsageError for another type, a word outside the choices, or NaN, which never equals a cached key.
+    Raises: UsageError for another type, a word outside the choices, NaN, which never equals a cached key, or a block
+    that differs from the model's.
     """
     hints: dict[str, Any] = {}
 
@@ -37,9 +41,43 @@ def checked(make: Make[Settings]) -> Make[Settings]:
         converted = {
             name: _read(name, value, hints[name]) if name in hints else value for name, value in settings.items()
         }
-        return make(denoiser, *more, **converted)  # type: ignore[arg-type]
+        procedure = make(denoiser, *more, **converted)  # type: ignore[arg-type]
+        if denoiser.is_causal and converted.get("block", denoiser.block) != denoiser.block:
+            raise UsageError(
+                f"block={converted['block']} differs from the model's blocks of {denoiser.block} columns, which its "
+                "attention fixes; leave block out"
+            )
+        return procedure
 
     return method
+
+
+def only_with(option: str, **choices: tuple[Any, ...]) -> Callable[[Make[Settings]], Make[Settings]]:
+    """Return a decorator for factories with settings that only apply to some values of another one.
+
+    Args:
+      option: the other setting. choices: for each setting, the values of `option` with which it has an effect.
+
+    The factory raises a UsageError if such a setting is given with another value of `option`.
+    """
+
+    def decorate(make: Make[Settings]) -> Make[Settings]:
+        default = inspect.unwrap(make).__kwdefaults__[option]
+
+        @functools.wraps(make)
+        def method(denoiser: Denoiser, *more: Settings.args, **settings: Settings.kwargs) -> Procedure:
+            procedure, value = make(denoiser, *more, **settings), settings.get(option, default)
+            for name, values in choices.items():
+                if name in settings and value not in values:
+                    alternatives = " or ".join(f"{option}={choice}" for choice in values)
+                    raise UsageError(
+                        f"{name} has no effect with {option}={value}; leave {name} out, or set {alternatives}"
+                    )
+            return procedure
+
+        return method
+
+    return decorate
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:

@@ -66,11 +66,14 @@ class Settings:
         """Return True if the draft uses the noise of the target's draws."""
         return self.sampling == "coupled" and not self.is_greedy
 
-    def to_sampling(self) -> Sampling:
-        """Return the options of the sampling distribution as traced arrays."""
-        if self.is_greedy:
+    def to_sampling(self, *, filters_at_zero: bool = False) -> Sampling:
+        """Return the options of the sampling distribution as traced arrays.
+
+        filters_at_zero: keep top-k, top-p and min-p in greedy programs too, for methods that rank columns by them.
+        """
+        if self.is_greedy and not filters_at_zero:
             return Sampling()
-        values = self.temperature, self.top_k, self.top_p, self.min_p
+        values = None if self.is_greedy else self.temperature, self.top_k, self.top_p, self.min_p
         return Sampling(*(None if x is None else jnp.asarray(x) for x in values))
 
     def eos_ids(self) -> Array:

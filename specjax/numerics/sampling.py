@@ -67,9 +67,15 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(temperature > 0, logits, greedy)
 
 
+def filter_logits(logits: Array, sampling: Sampling) -> Array:
+    """Apply top-k, top-p and min-p at temperature 1, whatever the temperature: float32[B, ..., V]."""
+    return warp(logits, sampling._replace(temperature=jnp.float32(1)))
+
+
 def is_greedy(sampling: Sampling, batch: int) -> Array:
-    """Return bool[B]: the rows with temperature 0, in a program whose temperature is traced."""
-    assert sampling.temperature is not None
+    """Return bool[B]: the rows with temperature 0."""
+    if sampling.temperature is None:
+        return jnp.ones((batch,), bool)
     return jnp.broadcast_to(sampling.temperature == 0, (batch,))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import toy
 import toy_denoisers as toys
+from tiers import exhaustive
 
 import specjax
 from specjax import UsageError
@@ -25,6 +26,7 @@ from specjax.diffusion import (
 from specjax.diffusion.caches import append
 from specjax.diffusion.loop import get_canvas
 from specjax.diffusion.prepare import prepare
+from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.types import Window
 from specjax.engine.prepare import Settings
 from specjax.engine.run import start, step
@@ -100,6 +102,37 @@ def test_fused_clean_passes_change_no_text_and_spare_one_pass_a_block():
     blocks = [(n + 17) // 4 - (n - 1) // 4 for n in starts]  # whose clean pass is followed by another
     spared = (apart.stats.target_passes - fused.stats.target_passes).tolist()
     assert spared == blocks
+
+
+def test_columns_are_those_of_the_row_and_computed_ones_those_of_the_program():
+    denoiser, settings = toys.frozen([0.5] * 200), {"count": 12}
+    alone = texts(denoiser, "llada", [[1]], **settings)
+    both = texts(denoiser, "llada", [[1], [2] * 150], **settings)
+    assert alone.columns.tolist() == [12 * 13] and both.columns.tolist() == [12 * 13, 12 * 162]
+    assert alone.computed.tolist() == [12 * 32] and both.computed.tolist() == [12 * 192] * 2
+    assert both.computed_per_token.tolist() == [192, 192]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dimple", {}),
+        exhaustive("fast_dllm", {"memory": "dual"}),
+        exhaustive("fast_dllm", {"memory": "prefix"}),
+        exhaustive("dkv_cache", {"block": 8}),
+        exhaustive("window_diffusion", {"refresh": 4}),
+        exhaustive("ete", {"block": 8}),
+        exhaustive("freedave", {"block": 8}),
+    ],
+)
+def test_columns_do_not_depend_on_the_batch_and_are_never_more_than_the_program_computes(name, options):
+    denoiser = toys.full("shifted")
+    make = lambda: procedure_of(name, denoiser, **options)
+    both = texts(denoiser, make(), PROMPTS[:2])
+    for row in range(2):
+        alone = texts(denoiser, make(), [PROMPTS[row]], toys.keys_of(3, 2)[row][None])
+        assert alone.columns[0] == both.columns[row]
+    assert np.all(both.columns <= both.computed)
 
 
 def test_several_samples_of_a_prompt_are_rows_of_their_own():

@@ -2,9 +2,11 @@
 
 import inspect
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_denoisers as toys
+from tiers import those
 
 import specjax
 from specjax.catalog import METHODS, of_kind
@@ -58,3 +60,15 @@ def test_rows_are_independent_prompts_stay_and_every_pass_goes_on(name):
     for row, key in enumerate(toys.keys_of(5, 2)):
         alone = specjax.denoise(denoiser, method, [PROMPTS[row]], key=key[None], **settings)
         assert alone.to_lists()[0] == whole.to_lists()[row]
+
+
+@pytest.mark.parametrize("name", those(["ete"], ROWS))
+def test_a_temperature_of_0_in_an_array_gives_the_greedy_text(name):
+    """A program whose temperature is traced draws nothing in such rows either, and ranks columns as without."""
+    denoiser = denoiser_of(name)
+    method = procedure_of(name, denoiser, **GIVEN.get(name, {}))
+    greedy, traced = (
+        specjax.denoise(denoiser, method, PROMPTS, key=5, max_new_tokens=10, temperature=temperature)
+        for temperature in (0.0, jnp.zeros(2))
+    )
+    assert traced.to_lists() == greedy.to_lists() and traced.decided_at.tolist() == greedy.decided_at.tolist()

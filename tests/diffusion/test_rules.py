@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.diffusion import measures
 from specjax.diffusion.methods.dimple import confident
 from specjax.diffusion.methods.dparallel import certain
 from specjax.diffusion.methods.dream import by_chance
 from specjax.diffusion.methods.entropy_bound import within
 from specjax.diffusion.methods.fast_dllm import by_factor
 from specjax.diffusion.methods.fast_dllm_pp import frechet
-from specjax.diffusion.methods.fast_dllm_v2 import in_nucleus
 from specjax.diffusion.methods.local_leap import around_anchors
 from specjax.diffusion.methods.r2_dllm import redundant
 from specjax.diffusion.rules import quota, threshold
@@ -39,8 +39,7 @@ PROPOSED, SEEN = random_windows()
 
 BY_ONE_NUMBER = {
     "threshold": (threshold, (1.1, 0.9, 0.5, 0.0), "confidence"),
-    "threshold in the nucleus": (lambda tau: in_nucleus(threshold(tau), 0.9), (1.1, 0.9, 0.5, 0.0), None),
-    "confident": (confident, (1.1, 0.9, 0.5, 0.0), "confidence"),
+    "strict threshold": (lambda tau: threshold(tau, strict=True), (1.1, 0.9, 0.5, 0.0), "confidence"),
     "factor": (by_factor, (0.0, 0.5, 1.0, 9.0), "confidence"),
     "frechet": (frechet, (1.0, 0.5, 0.1, -1.0), "confidence"),
     "entropy bound": (within, (-1.0, 0.1, 1.0, 99.0), "entropy"),
@@ -89,8 +88,15 @@ def test_a_larger_quota_takes_more_and_exactly_that(by):
 
 
 def test_other_settings_too():
-    for rule in (redundant(0.9, 0.5, 0.5, 0.5, 1), redundant(0.9, 0.3, 0.3, 0.3, 2, "mean"), by_chance("margin", 0.3)):
+    redundants = redundant(0.9, 0.5, 0.5, 0.5, 1), redundant(0.9, 0.3, 0.3, 0.3, 2, "mean")
+    for rule in (*redundants, by_chance("margin", 0.3), confident(0.9), confident(1.1), confident(0.5, 3)):
         check(take_of(rule))
+
+
+def test_a_strict_threshold_does_not_take_what_equals_it():
+    columns = hand_made.uniform([[4, 2, 1]])  # of confidence 1/4, 1/2 and 1, exactly
+    assert hand_made.taken(threshold(1.0), columns) == [[2]]
+    assert hand_made.taken(threshold(1.0, strict=True, min_columns=2), columns) == [[1, 2]]
 
 
 def test_of_equal_columns_the_lower_ones():
@@ -113,3 +119,14 @@ def test_which_columns_chance_takes_says_nothing_of_their_tokens():
 
 def test_a_greedy_token_is_as_sure_as_the_logits_before_say():
     np.testing.assert_array_equal(take_of(quota("warped_confidence")), take_of(quota("confidence")))
+
+
+def test_confidence_of_the_draw_counts_filters_only_where_tokens_are_drawn():
+    """Column 0 is the surer one by itself, column 1 once the rows are cut to their two largest."""
+    plain = hand_made.of_logits(np.log([[[0.5, 0.45, 0.05], [0.48, 0.26, 0.26]]]))
+    cut = jnp.where(jnp.arange(hand_made.VOCAB) < 2, plain.logits, -jnp.inf)
+    drawn = plain._replace(warped=cut, filtered=cut, greedy=jnp.zeros(1, bool))
+    np.testing.assert_allclose(measures.drawn_confidence(plain)[0, :2], [0.5, 0.48], rtol=1e-6)
+    np.testing.assert_allclose(measures.drawn_confidence(drawn)[0, :2], [0.5 / 0.95, 0.48 / 0.74], rtol=1e-6)
+    rule = threshold(0.6, measure=measures.drawn_confidence)
+    assert hand_made.taken(rule, plain) == [[0]] and hand_made.taken(rule, drawn) == [[1]]

@@ -8,6 +8,7 @@ import toy_denoisers as toys
 from specjax import UsageError
 from specjax.catalog import METHODS, of_kind
 from specjax.diffusion import methods
+from specjax.diffusion.methods.constraint import TokenAutomaton
 from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.validation import checked
 
@@ -48,6 +49,53 @@ def test_those_of_block_causal_models_too():
         methods.eoser(denoiser, ascending=True)
     with pytest.raises(UsageError, match="tau needs a method given by name"):
         procedure_of(methods.sdar(denoiser), denoiser, tau=0.5)
+
+
+FIXED = [name for name, row in of_kind("diffusion").items() if row.option("block") and name != "ete"]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_block_causal_model_has_its_own_blocks(name):
+    """Another size is refused, and the model's own size changes nothing."""
+    denoiser, own = toys.causal(), []
+    for block in (8, 32):
+        with pytest.raises(UsageError) as error:
+            procedure_of(name, denoiser, block=block, **given(name))
+        own.append(str(error.value))
+    try:
+        plain = procedure_of(name, denoiser, **given(name))
+    except UsageError as refusal:
+        assert "block-causal" in str(refusal) and set(own) == {str(refusal)}
+    else:
+        assert own[0].startswith("block=8 differs from the model's blocks of 4 columns")
+        assert procedure_of(name, denoiser, block=4, **given(name)) == plain or name == "constraint"
+
+
+def given(name):
+    return {"automaton": TokenAutomaton(np.zeros((1, 64), int), [True])} if name == "constraint" else {}
+
+
+@pytest.mark.parametrize(
+    "name, settings, words",
+    [
+        (
+            "s2d2_routed",
+            {"min_run": 3},
+            "min_run has no effect with router=score; leave min_run out, or set router=span",
+        ),
+        ("s2d2_routed", {"router": "always", "cost": 2.0}, "set router=score or router=hysteresis"),
+        ("s2d2_routed", {"router": "span", "beta": 2.0}, "beta has no effect with router=span"),
+        ("s2d2_routed", {"chance": "margin", "beta": 2.0}, "beta has no effect with chance=margin"),
+        ("s2d2_routed", {"below": -1.0}, "below has no effect with router=score"),
+        ("sdar", {"remasking": "sequential", "tau": 0.5}, "tau has no effect with remasking=sequential"),
+        ("sdar", {"remasking": "any", "tau": 0.5}, "remasking must be one of"),
+        ("dimple", {"prefill": False}, "prefill=False has no effect for a block-causal model"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(name, settings, words):
+    with pytest.raises(UsageError) as error:
+        procedure_of(name, toys.causal(), **settings)
+    assert words in str(error.value)
 
 
 def test_numbers_of_every_library_make_one_rule():

@@ -87,7 +87,8 @@ def of_logits(logits, *, narrow: bool = False) -> Proposal:
     logits = logits if narrow else _wide(logits)
     token = np.argmax(logits, -1).astype(np.int32)
     alone = np.where(np.arange(VOCAB) == token[..., None], np.float32(0), np.float32(-np.inf))
-    return Proposal(jnp.asarray(token), jnp.asarray(logits), jnp.asarray(alone))
+    logits = jnp.asarray(logits)
+    return Proposal(jnp.asarray(token), logits, jnp.asarray(alone), logits, jnp.ones(len(logits), bool))
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

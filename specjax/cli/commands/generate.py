@@ -53,7 +53,8 @@ author; --compare also runs the target alone.
 The checkpoint of a diffusion model is recognised. --method is then one of the
 diffusion methods of `specjax methods` (default: llada, one column per pass).
 Text is printed when it is final. --show order draws the canvas while it
-fills, on a terminal. --compare also runs one column per pass.
+fills, on a terminal. --compare also runs the procedure that the method speeds
+up: one column per pass, unless the method guarantees the text of another one.
 
 With --distributed the same command runs on every host: --data devices share
 the batch, --model devices share the weights. The texts equal those of one

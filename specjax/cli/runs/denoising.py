@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from specjax.bench import measure
+from specjax.bench.near_ties import first_difference
 from specjax.catalog import METHODS
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console, visible
@@ -23,6 +24,7 @@ from specjax.cli.runs.run import PromptRun, Report, describe_memory, print_headi
 from specjax.cli.runs.session import Session
 from specjax.diffusion import Denoiser, Procedure
 from specjax.diffusion.frames import Frame, frames
+from specjax.diffusion.procedures import reference_of
 from specjax.engine.value_checks import explain_failure
 from specjax.errors import UsageError
 
@@ -36,7 +38,8 @@ class DenoisedText(NamedTuple):
     order: list[int]  # the pass that decided each token, from 0
     hit_eos: bool
     passes: int
-    columns: int  # number of computed columns
+    columns: int  # columns of its canvas in all passes
+    computed: int  # columns that the program computed for it, padding included
 
 
 class DenoisedTotals(NamedTuple):
@@ -62,9 +65,13 @@ class DenoisedTotals(NamedTuple):
     def columns_per_token(self) -> float:
         return sum(row.columns for row in self.rows) / max(self.tokens, 1)
 
+    @property
+    def computed_per_token(self) -> float:
+        return sum(row.computed for row in self.rows) / max(self.tokens, 1)
+
 
 class Denoising(PromptRun):
-    """A method over some prompts and, with --compare, one column per pass after it."""
+    """A method over some prompts and, with --compare, the procedure that it speeds up after it."""
 
     def __init__(
         self, session: Session, denoiser: Denoiser, decoding: Decoding, method: tuple[str, Mapping[str, Any]],
@@ -79,7 +86,10 @@ class Denoising(PromptRun):
         self.denoiser, self.method, self.options, self.show = denoiser, METHODS[name], options, show
         self.settings = session.settings(decoding, name)
         self.procedure: Procedure = self.method.make(denoiser, **options)
-        self.plain = one_column_per_pass(denoiser, options) if compare else None
+        is_greedy = self.settings.is_greedy
+        self.plain = (
+            reference_of(self.method, denoiser, self.procedure, options, is_greedy=is_greedy) if compare else None
+        )
         self.totals, self.plain_totals = DenoisedTotals([], 0.0, []), DenoisedTotals([], 0.0, [])
         self.texts: list[TextStream] = []
         self.compile_seconds = 0.0
@@ -87,12 +97,14 @@ class Denoising(PromptRun):
     def compile(self, log: Console) -> None:
         """Compile every program that `run` needs."""
         shapes = {measure.bucket([row.ids for row in batch]): batch for batch in self.batches}
-        with stage(log, "compiling", f"compiled {self.method.name}{' and one column per pass' if self.plain else ''}"):
+        programs = [(self.denoiser, self.procedure)]
+        if self.plain is not None:
+            programs.append((self.plain.denoiser, self.plain.procedure))
+        with stage(log, "compiling", f"compiled {self.method.name}{f' and {self.plain.name}' if self.plain else ''}"):
             start = time.perf_counter()
-            for batch, procedure in itertools.product(shapes.values(), (self.procedure, self.plain)):
-                if procedure is not None:
-                    for _ in itertools.islice(self._frames(procedure, batch), 2):
-                        pass
+            for batch, (denoiser, procedure) in itertools.product(shapes.values(), programs):
+                for _ in itertools.islice(self._frames(denoiser, procedure, batch), 2):
+                    pass
             self.compile_seconds = time.perf_counter() - start
 
     def run_batch(self, number: int, report: Report) -> None:
@@ -117,7 +129,7 @@ class Denoising(PromptRun):
             print_heading(batch[0], out)
         screen = Live(console=out, auto_refresh=False, transient=True)
         with screen if draws else contextlib.nullcontext():
-            self.totals = self._decode(self.totals, self.procedure, batch, on_frame)
+            self.totals = self._decode(self.totals, self.denoiser, self.procedure, batch, on_frame)
         for row, stream, text in zip(batch, streams, self.totals.rows[-len(batch) :], strict=True):
             end = stream.flush()
             if is_live:
@@ -131,23 +143,23 @@ class Denoising(PromptRun):
         self.texts += streams
 
     def finish(self, report: Report) -> None:
-        """Decode all prompts with one column per pass."""
+        """Decode all prompts with the procedure that the method is compared with."""
         if self.plain is None:
             return
-        with stage(report.log, "decoding one column per pass", "decoded one column per pass"):
+        with stage(report.log, f"decoding {self.plain.name}", f"decoded {self.plain.name}"):
             for batch in self.batches:
-                self.plain_totals = self._decode(self.plain_totals, self.plain, batch)
+                self.plain_totals = self._decode(self.plain_totals, self.plain.denoiser, self.plain.procedure, batch)
 
-    def _frames(self, procedure: Procedure, batch: Sequence[Encoded]):
-        return frames(self.task(self.denoiser, procedure, batch, self.settings).job())
+    def _frames(self, denoiser: Denoiser, procedure: Procedure, batch: Sequence[Encoded]):
+        return frames(self.task(denoiser, procedure, batch, self.settings).job())
 
     def _decode(
-        self, totals: DenoisedTotals, procedure: Procedure, batch: Sequence[Encoded],
+        self, totals: DenoisedTotals, denoiser: Denoiser, procedure: Procedure, batch: Sequence[Encoded],
         on_frame: Callable[[Frame], None] = lambda frame: None,
     ) -> DenoisedTotals:  # fmt: skip
         """Decode a batch, and return the sums with its texts."""
         start, first, last = time.perf_counter(), None, None
-        for last in self._frames(procedure, batch):
+        for last in self._frames(denoiser, procedure, batch):
             if not last.finite.all():
                 raise UsageError(f"--target: {explain_failure(self.denoiser.target)}")
             if first is None and (last.length > last.start).any():
@@ -155,22 +167,32 @@ class Denoising(PromptRun):
             on_frame(last)
         assert last is not None
         rows = [
-            DenoisedText(last.final(i), last.order(i), bool(last.hit_eos[i]), int(last.passes[i]), int(last.columns[i]))
+            DenoisedText(
+                last.final(i), last.order(i), bool(last.hit_eos[i]), int(last.passes[i]), int(last.columns[i]),
+                int(last.computed[i]),
+            )
             for i in range(len(batch))
-        ]
+        ]  # fmt: skip
         seconds = totals.seconds + time.perf_counter() - start
         return DenoisedTotals(totals.rows + rows, seconds, totals.first + ([] if first is None else [first]))
 
     @property
+    def is_compared(self) -> bool:
+        """True if the reference has decoded all prompts."""
+        return self.plain is not None and len(self.plain_totals.rows) == len(self.rows)
+
+    @property
     def identical(self) -> bool | None:
-        """Return True if the texts equal those of one column per pass; None: not compared."""
-        if self.plain is None or len(self.plain_totals.rows) < len(self.rows):
+        """Return True if the texts equal those of the reference; None: not compared, or equal in distribution only."""
+        if self.plain is None or not self.is_compared:
+            return None
+        if self.method.guarantee == "distribution" and not self.plain.is_promised:
             return None
         return [row.tokens for row in self.totals.rows] == [row.tokens for row in self.plain_totals.rows]
 
     def record(self) -> dict[str, Any]:
         """Return the totals over all finished prompts as JSON."""
-        totals, plain = self.totals, self.plain_totals if self.identical is not None else None
+        totals, plain = self.totals, self.plain_totals if self.is_compared else None
         return {
             "method": self.method.name,
             "guarantee": self.method.guarantee,
@@ -182,9 +204,12 @@ class Denoising(PromptRun):
             "target_passes": sum(row.passes for row in totals.rows),
             "tokens_per_pass": totals.per_pass,
             "columns_per_token": totals.columns_per_token,
+            "computed_per_token": totals.computed_per_token,
+            "baseline": plain and self.plain and self.plain.name,
             "baseline_tokens_per_second": plain and plain.per_second,
             "baseline_tokens_per_pass": plain and plain.per_pass,
             "baseline_columns_per_token": plain and plain.columns_per_token,
+            "baseline_computed_per_token": plain and plain.computed_per_token,
             "speedup": plain and totals.per_second / plain.per_second,
             "identical": self.identical,
             "time_to_first_token": statistics.median(totals.first) if totals.first else None,
@@ -207,6 +232,7 @@ class Denoising(PromptRun):
                 "target_passes": text.passes,
                 "tokens_per_pass": len(text.tokens) / max(text.passes, 1),
                 "columns_per_token": text.columns / max(len(text.tokens), 1),
+                "computed_per_token": text.computed / max(len(text.tokens), 1),
             }
             for row, stream, text in zip(self.rows[: len(self.texts)], self.texts, self.totals.rows, strict=True)
         ]
@@ -220,32 +246,50 @@ class Denoising(PromptRun):
             "tokens": f"{record['tokens']} in {record['seconds']:.2f} s",
             "tokens/s": f"{record['tokens_per_second']:.1f}",
             "tokens per pass": f"{record['tokens_per_pass']:.2f}",
-            "columns computed per token": f"{record['columns_per_token']:.1f}",
+            "canvas columns per token": f"{record['columns_per_token']:.1f}",
+            "columns computed per token": f"{record['computed_per_token']:.1f}, padding included",
             "passes": str(record["target_passes"]),
             "time to first final token": "-" if first is None else f"{first:.3f} s",
             "compilation": f"{record['compile_seconds']:.1f} s",
             "peak memory": describe_memory(record["peak_memory_bytes"]),
         }
-        if self.identical is not None:
-            lines["one column per pass"] = (
+        if self.plain is not None and self.is_compared:
+            lines[self.plain.name] = (
                 f"{record['baseline_tokens_per_second']:.1f} tokens/s, {record['baseline_tokens_per_pass']:.2f} tokens "
-                f"per pass, {record['baseline_columns_per_token']:.1f} columns per token"
+                f"per pass, {record['baseline_computed_per_token']:.1f} columns computed per token"
             )
             lines["speed ratio"] = f"{record['speedup']:.2f}"
         return lines
 
     def verdict(self) -> list[str]:
         """Return the result of the comparison in words."""
-        if self.identical is None:
+        if self.plain is None or not self.is_compared:
             return []
-        return [f"outputs: {'identical to' if self.identical else 'differ from'} one column per pass"]
+        name, guarantee = self.plain.name, self.method.guarantee
+        if self.identical is None:
+            return [
+                f"outputs: not compared; sampled texts have the distribution of {name}, and another text for each seed"
+            ]
+        if self.identical:
+            return [f"outputs: identical to {name}"]
+        if not self.plain.is_promised:
+            return [f"outputs: differ from {name}" + ("; this method is lossy" if guarantee == "lossy" else "")]
+        return self._broken_promise()
 
-
-def one_column_per_pass(denoiser: Denoiser, options: Mapping[str, Any]) -> Procedure:
-    """Return the reference procedure: each pass decides the most certain column, in the same blocks."""
-    if denoiser.is_causal:
-        return METHODS["sdar"].make(denoiser, remasking="static")
-    return METHODS["llada"].make(denoiser, **{name: x for name, x in options.items() if name == "block"})
+    def _broken_promise(self) -> list[str]:
+        """Return a line for the first difference of each text that should be equal."""
+        assert self.plain is not None
+        lines = []
+        for row, text, other in zip(self.rows, self.totals.rows, self.plain_totals.rows, strict=True):
+            position = first_difference(text.tokens, other.tokens)
+            if position is not None:
+                where = f"line {row.prompt.line}: " if row.prompt.line else ""
+                pieces = [self.session.tokenizer.decode(x.tokens[position : position + 1]) for x in (text, other)]
+                lines.append(
+                    f"outputs differ: {where}first at new token {position}: {pieces[0]!r} instead of {pieces[1]!r} of "
+                    f"{self.plain.name}; rounding may decide near-ties, less often in float32"
+                )
+        return lines
 
 
 def canvas(frame: Frame, row: int, tokenizer: Any) -> Text:

@@ -48,7 +48,7 @@ def _look(
 ) -> tuple[WindowOutput, State]:
     window_pass = Canvas(*(x[None] for x in canvas))
     output, stored = _several(denoiser, state, window_pass, window, fuse=fuse)
-    return WindowOutput(output.hidden[0], output.predicted[0], output.columns), stored
+    return output._replace(hidden=output.hidden[0], predicted=output.predicted[0]), stored
 
 
 def _several(
@@ -98,13 +98,14 @@ def _several(
 
     if denoiser.is_shifted or not fuse:
         hidden, pending = separate_pass()
-        columns = jnp.full((batch,), total, jnp.int32)
+        columns = computed = jnp.full((batch,), total, jnp.int32)
         predicted = jnp.broadcast_to(~finished[:, None], (batch, width))
     else:
         any_finished = jnp.any(finished)
         with jax.named_scope(scopes.RENEWAL):
             hidden, pending = jax.lax.cond(any_finished, fused_pass, window_pass)
-        columns = total + jnp.full((batch,), width) * any_finished.astype(jnp.int32)
+        columns = total + width * finished.astype(jnp.int32)
+        computed = total + jnp.full((batch,), width) * any_finished.astype(jnp.int32)
         predicted = jnp.ones((batch, width), bool)
     hidden = jnp.moveaxis(hidden.reshape(batch, copies, width, -1), 1, 0)
     if denoiser.is_shifted:  # the last row of a finished block predicts the first column of the next
@@ -113,7 +114,7 @@ def _several(
     path = jnp.broadcast_to(offset, (batch, width))
     count = jnp.where(finished, width, 0)
     stored = State(model.commit(state.cache, pending, path, count), state.stored + count)
-    return WindowOutput(hidden, jnp.broadcast_to(predicted, (copies, batch, width)), columns), stored
+    return WindowOutput(hidden, jnp.broadcast_to(predicted, (copies, batch, width)), columns, computed), stored
 
 
 def _axes(denoiser: Denoiser, state: State) -> State:

@@ -69,7 +69,8 @@ def _look(
     return WindowOutput(
         hidden=hidden[:, : window.width],
         predicted=jnp.ones((batch, window.width), bool),
-        columns=count + canvas.end * any_due,
+        columns=count + canvas.end * due,
+        computed=count + jnp.full((batch,), size) * any_due,
     ), State(state.cache, stored)
 
 

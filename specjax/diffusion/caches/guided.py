@@ -16,7 +16,7 @@ import functools
 
 import jax.numpy as jnp
 
-from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window, WindowOutput
+from specjax.diffusion.types import Canvas, CanvasCache, Denoiser, Window
 from specjax.errors import UsageError
 from specjax.types import PyTree
 
@@ -33,11 +33,14 @@ def guided(inner: CanvasCache, weight: float) -> CanvasCache:
     def look(denoiser: Denoiser, state: tuple[PyTree, PyTree], canvas: Canvas, window: Window):
         output, first = inner.look(denoiser, state[0], canvas, window)
         unprompted, second = inner.look(denoiser, state[1], _without(denoiser, canvas), window)
-        columns = output.columns + unprompted.columns
-        return WindowOutput(output.hidden, output.predicted, columns, against=unprompted.hidden, guidance=weight), (
-            first,
-            second,
+        both = output._replace(
+            columns=output.columns + unprompted.columns,
+            computed=output.computed + unprompted.computed,
+            canvas=None,
+            against=unprompted.hidden,
+            guidance=weight,
         )
+        return both, (first, second)
 
     def axes(denoiser: Denoiser, state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         assert inner.axes is not None

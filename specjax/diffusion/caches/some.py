@@ -108,5 +108,6 @@ def look(
     return WindowOutput(
         hidden=hidden,
         predicted=take_along(live, clipped, 1) & (window_columns >= 0) & (window_columns < size),
-        columns=jnp.minimum(jnp.array(widths)[branch], canvas.end),
+        columns=jnp.sum(live, 1, dtype=jnp.int32),
+        computed=jnp.broadcast_to(jnp.array(widths)[branch], (len(live),)),
     ), StoredColumns(memory.cache, pending)

@@ -50,6 +50,7 @@ def _look(denoiser: Denoiser, state: State, canvas: Canvas, window: Window) -> t
         hidden=hidden[:, :width] if denoiser.is_shifted else hidden[:, 1:],
         predicted=jnp.ones((batch, width), bool),
         columns=jnp.full((batch,), width + 1, jnp.int32),
+        computed=jnp.full((batch,), width + 1, jnp.int32),
     ), state
 
 

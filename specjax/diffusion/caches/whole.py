@@ -24,6 +24,7 @@ def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> 
         hidden=align_rows(denoiser, hidden, window.start, window.width),
         predicted=jnp.ones((batch, window.width), bool),
         columns=canvas.end,
+        computed=jnp.full((batch,), size, jnp.int32),
         canvas=align_rows(denoiser, hidden, jnp.zeros_like(window.start), size),
     ), cache
 
@@ -36,7 +37,7 @@ def _several(denoiser: Denoiser, cache: PyTree, canvases: Canvas, window: Window
     rows = Window(repeat(window.start), repeat(window.entered), repeat(window.active), window.width)
     output, _ = _look(denoiser, _init(denoiser, flat, window.width), flat, rows)
     output = jax.tree.map(lambda x: x.reshape(copies, batch, *x.shape[1:]), output)
-    return output._replace(columns=jnp.sum(output.columns, 0)), cache
+    return output._replace(columns=jnp.sum(output.columns, 0), computed=jnp.sum(output.computed, 0)), cache
 
 
 def _axes(denoiser: Denoiser, cache: PyTree) -> PyTree:

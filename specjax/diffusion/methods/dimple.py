@@ -1,19 +1,19 @@
 """Dimple's confident decoding: each pass decides all confident columns, or as many as a time grid requires.
 
-The keys and values of the prompt are computed once.
+The keys and values of the prompt are computed once, together with the masked columns.
 
 Yu, Ma, Wang: Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding (2025), arXiv
-2505.16990.
+2505.16990, after its release.
 
 Rule: take {confidence > gamma}. If no column is confident and m of G columns are masked, the time is t = m / G. The
-grid is s_k = 1 - (1 - eps) k / S. Let s be the first time of the grid below t with n = int(m (1 - s / t)) >= 1. Take
-the n most confident columns, or 1 column if there is no such time. Pass S takes all columns.
+grid is s_k = 1 - (1 - eps) k / S. In pass i, from 0, let k >= i + 1 be the first index with s_k < t and
+n = int(m (1 - s_k / t)) >= 1. Take the n most confident columns, or all of them if k = S. Pass S - 1 takes all columns.
 Confidences are those before temperature and top-p.
-Cache: columns of the prompt attend only to the prompt and are read once. A pass computes the columns after it.
-Guarantee: lossy; with S = G, the default (`steps=None`), and without `prefill` it is the threshold rule. With one layer
-the cache is exact.
-Deviations: the last column of the prompt is computed in every pass, because its row predicts the first new column of
-shifted models. Images are not supported.
+Cache: the first pass reads the prompt and the masked columns with full attention. The keys and values of the prompt are
+kept from it, without the prompt's last column. Every pass computes this column and the columns after the prompt.
+Guarantee: lossy. With one layer the cache is exact.
+Deviations: the columns after the prompt are computed twice in the first pass, with the same result. The default of S is
+one pass for each column; that of the release is 512. Images are not supported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from specjax.diffusion.types import (
     Denoiser,
     Procedure,
     Proposal,
-    Schedule,
     View,
     Window,
     WindowOutput,
@@ -54,7 +53,7 @@ METHOD = Method(
         Option("gamma", "float", 0.95, "confidence above which a column is decided"),
         Option("steps", "int", None, "maximum number of passes; default: one per column"),
         shared.EPS,
-        Option("prefill", "yes_or_no", True, "compute the prompt once, for models with full attention"),
+        Option("prefill", "yes_or_no", True, "compute the prompt once, in the first pass"),
     ),
 )
 
@@ -67,75 +66,87 @@ def dimple(
 
     Args:
       gamma: confidence above which a column is taken. steps: S, maximum number of passes; None: one for each column.
-      eps: last time of the grid. prefill: read the prompt once, as models with block-causal attention always do.
+      eps: last time of the grid. prefill: compute the prompt once, as models with block-causal attention always do.
+
+    Raises: UsageError for prefill=False and a block-causal model.
     """
+    if denoiser.is_causal and not prefill:
+        raise UsageError(
+            "prefill=False has no effect for a block-causal model, which always computes its prompt once; leave "
+            "prefill out"
+        )
     memory = PREFILLED if prefill and not denoiser.is_causal else None
-    return Procedure(next_times(denoiser.block, steps, eps), confident(gamma), memory)
-
-
-@functools.cache
-def confident(gamma: float) -> ColumnRule:
-    """Return a rule that takes every column with confidence > gamma.
-
-    If there is none, or if the quota covers all masked columns, it takes the quota.
-    """
-
-    def select(params, state, proposal: Proposal, view: View, quota: Array):
-        sure = measures.confidence(proposal)
-        high = view.eligible & (sure > gamma)
-        enough = jnp.any(high, 1) & (quota < jnp.sum(view.eligible, 1))
-        share = measures.top(sure, view.eligible, jnp.maximum(quota, 1))
-        return jnp.where(enough[:, None], high, share), proposal.token, state
-
-    return ColumnRule(select)
+    return Procedure(blocks(denoiser.block), confident(gamma, steps, eps), memory)
 
 
 class State(NamedTuple):
-    total: Array  # int32[B], G, columns of this window that were masked on entry
-    passes: Array  # int32[B], passes over this window
+    """Progress in a window."""
+
+    total: Array  # int32[B], G, columns that were masked on entry
+    passes: Array  # int32[B], i, passes over this window
 
 
 @functools.cache
-def next_times(size: int | None = None, steps: int | None = None, eps: float = 1e-3) -> Schedule:
-    """Return a schedule whose quota follows the time grid, from the time that matches the number of masked columns."""
+def confident(gamma: float, steps: int | None = None, eps: float = 1e-3) -> ColumnRule:
+    """Return the rule that takes every column with confidence > gamma, or the share of the time grid.
+
+    Raises: UsageError for steps below 1, or an eps outside [0, 1).
+    """
     check_grid(steps, eps)
 
-    def init(params: PyTree, canvas: Canvas, width: int) -> State:
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> State:
         nothing = jnp.zeros_like(canvas.start)
         return State(nothing + 1, nothing)
 
-    def bound(state: State, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, State]:
+    def select(params, state: State, proposal: Proposal, view: View, quota: Array):
         left = jnp.sum(view.open, 1, dtype=jnp.int32)
         total = jnp.maximum(jnp.where(view.entered, left, state.total), 1)
         passes = jnp.where(view.entered, 0, state.passes)
         grid = total if steps is None else jnp.full_like(total, steps)
-        each = total * (1 - eps) / grid  # columns between two times of the grid; n = m - G s, as m / t = G
-        place = jnp.ceil((total - left + 1) / each)
-        share = jnp.where(place > grid, 1, jnp.floor(left - total + each * place).astype(jnp.int32))
-        quota = jnp.where(passes >= grid - 1, left, share)
-        return view.start + view.columns.shape[1], quota, State(total, passes + jnp.any(view.eligible, 1))
+        sure = measures.confidence(proposal)
+        high = view.eligible & (sure > gamma)
+        enough = jnp.any(high, 1) & (passes < grid - 1)
+        share = measures.top(sure, view.eligible, _share(left, total, passes, grid, eps))
+        take = jnp.where(enough[:, None], high, share)
+        return take, proposal.token, State(total, passes + jnp.any(view.eligible, 1))
 
-    return Schedule(size, blocks(size).place, bound, init)
+    return ColumnRule(select, init)
 
 
-def _read_prompt(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
+def _share(left: Array, total: Array, passes: Array, grid: Array, eps: float) -> Array:
+    """Return int32[B]: the number of columns that the time grid requires of a pass without a confident column.
+
+    With t = m / G, the number m (1 - s_k / t) is m - G + k G (1 - eps) / S.
+    """
+    each = total * (1 - eps) / grid
+    index = jnp.maximum(jnp.ceil((total - left + 1) / each).astype(jnp.int32), passes + 1)
+    share = jnp.floor(left - total + each * index).astype(jnp.int32)
+    return jnp.where(index >= grid, left, jnp.maximum(share, 1))
+
+
+def _read_canvas(denoiser: Denoiser, canvas: Canvas, width: int) -> PyTree:
+    """Return the keys and values of the prompt without its last column, from a pass over the whole canvas."""
     batch, size = canvas.tokens.shape
     cache = denoiser.model.init_cache(denoiser.params, None, batch, size)
-    _, pending = forward_canvas(denoiser, cache, canvas._replace(end=canvas.start))
+    _, pending = forward_canvas(denoiser, cache, canvas)
     path = jnp.broadcast_to(jnp.arange(size), (batch, size))
     return denoiser.model.commit(cache, pending, path, canvas.start - 1)
 
 
 def _look(denoiser: Denoiser, cache: PyTree, canvas: Canvas, window: Window) -> tuple[WindowOutput, PyTree]:
-    """Run the model over the last column of the prompt and the window. The rest is cached."""
-    width = window.width + 1
+    """Run the model over the last column of the prompt and the window. The rest is cached.
+
+    The pass over the whole canvas counts as part of the first pass.
+    """
+    width, first = window.width + 1, canvas.passes == 0
     columns = canvas.start[:, None] - 1 + jnp.arange(width)
     mask = (columns < canvas.end[:, None])[:, None, :] | jnp.eye(width, dtype=bool)
     hidden, _ = forward(denoiser, cache, input_tokens(denoiser, canvas, columns), columns, mask)
     return WindowOutput(
         hidden=hidden[:, :-1] if denoiser.is_shifted else hidden[:, 1:],
         predicted=jnp.ones((len(columns), window.width), bool),
-        columns=canvas.end - canvas.start + 1,
+        columns=canvas.end - canvas.start + 1 + jnp.where(first, canvas.end, 0),
+        computed=width + jnp.where(first, canvas.tokens.shape[1], 0),
     ), cache
 
 
@@ -148,5 +159,5 @@ def _check(procedure: Procedure) -> None:
 
 
 PREFILLED = CanvasCache(
-    _look, "full", False, _read_prompt, "prefilled", lambda denoiser, cache: denoiser.model.axes(cache), check=_check
+    _look, "full", False, _read_canvas, "prefilled", lambda denoiser, cache: denoiser.model.axes(cache), check=_check
 )

@@ -3,15 +3,16 @@
 Ye et al.: Dream 7B: Diffusion Large Language Models (2025), arXiv 2508.15487.
 
 Rule: `specjax.diffusion.schedules.timesteps` gives n, and the n columns with the largest score s are decided. The
-scores are computed from the distribution that tokens are drawn from. `maskgit_plus`: probability of the drawn token.
+scores are computed from the distribution after temperature, top-k and top-p. At temperature 0 they are those of
+temperature 1, after top-k and top-p. `maskgit_plus`: probability of the drawn token.
 `topk_margin`: p1 - p2. `entropy`: sum p log p. With alg_temp a > 0 the n columns are drawn without replacement, with
 weights exp(s / a): these are the n largest s / a + g, with Gumbel noise g. `origin` has no score: step k decides each
 masked column with probability 1 - t_{k+1} / t_k.
 Guarantee: definition.
 Deviations: with `origin`, a column is still masked after step k with probability t_{k+1}, independently of the others.
 Each column therefore draws a time uniformly from (0, 1) once, and is decided in the step whose interval contains it.
-This is the same distribution, and steps that decide no column are skipped. A top-k of 1, like a temperature of 0,
-leaves the scores at their values for temperature 1.
+This is the same distribution, and steps that decide no column are skipped. If both are given, top-k applies before
+top-p, as in all methods; the release applies top-p first.
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@ Yang, Chen, Hu, Shao: Taming Masked Diffusion Language Models via Consistency Tr
 Fewer Decoding Step (2025), arXiv 2509.23924. (Its reinforcement learning is not implemented.)
 
 Rule: models that decode a full canvas at once tend to end it everywhere. If a column's proposal ends the text, its
-confidence is multiplied in pass i of T by
+confidence is multiplied in pass i over a block by
 
-    gamma_i = first_factor + (last_factor - first_factor) i / (T - 1),        i = 0 ... T - 1.
+    gamma_i = first_factor + (last_factor - first_factor) i / (T - 1),        i = 0, 1, ...
+
+T is the number of passes for all blocks, as in the release, while i restarts in every block. With several blocks the
+factor therefore stays below last_factor.
 
 `ascending`: pass i decides 2^i of G new columns, in S = floor(log2 G) passes. The last pass takes all remaining ones.
-The factor is then
+i does not restart, and the factor is
 
     gamma_i = first_factor + (last_factor - first_factor) (2^(i+1) - 1) / 2^S.
 
@@ -89,24 +92,37 @@ def eoser(
     return Procedure(powers(parts), quota(), score=late_ends(first_factor, last_factor, None, None, ascending=True))
 
 
+class Progress(NamedTuple):
+    """Progress of a row, by which end tokens are discounted."""
+
+    total: Array  # int32[B], passes for all new columns
+    passes: Array  # int32[B], passes over this block that had an eligible column
+
+
 @functools.cache
 def late_ends(
     first_factor: float, last_factor: float, size: int | None, steps: int | None, *, ascending: bool = False
 ) -> Score:
     """Return a score that discounts end tokens, for blocks of `size` with `steps` passes each."""
 
-    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Array:
-        return _log2(canvas.end - canvas.start) if ascending else num_passes(canvas, size, steps)
+    def init(params: PyTree, canvas: Canvas, width: int, vocab: int) -> Progress:
+        total = _log2(canvas.end - canvas.start) if ascending else num_passes(canvas, size, steps)
+        return Progress(total, jnp.zeros_like(total))
 
-    def weigh(params: PyTree, total: Array, proposal: Proposal, view: View) -> Array:
+    def weigh(params: PyTree, state: Progress, proposal: Proposal, view: View) -> Array:
         if ascending:
-            done = (2.0 ** (view.passes + 1) - 1) / 2.0**total
+            share = (2.0 ** (view.passes + 1) - 1) / 2.0**state.total
         else:
-            done = view.passes / jnp.maximum(total - 1, 1)
-        gamma = first_factor + (last_factor - first_factor) * jnp.minimum(done, 1.0)
+            share = jnp.where(view.entered, 0, state.passes) / jnp.maximum(state.total - 1, 1)
+        share = jnp.where(state.total > 1, jnp.minimum(share, 1.0), 1.0)
+        gamma = first_factor + (last_factor - first_factor) * share
         return jnp.where(view.ends(proposal.token), gamma[:, None], 1.0)
 
-    return Score(weigh=weigh, init=init)
+    def learn(params: PyTree, state: Progress, view: View, take: Array, token: Array) -> Progress:
+        passes = jnp.where(view.entered, 0, state.passes) + jnp.any(view.eligible, 1)
+        return state._replace(passes=passes)
+
+    return Score(weigh=weigh, init=init, learn=learn)
 
 
 class State(NamedTuple):

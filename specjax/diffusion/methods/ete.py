@@ -172,12 +172,13 @@ def _decide(
     active, rows = window.active, jnp.arange(len(canvas.tokens))
     place = jnp.clip(window.start[:, None] + jnp.arange(window.width), 0, canvas.tokens.shape[1] - 1)
 
-    looks = active & ~cached.ready
+    looks, size = active & ~cached.ready, canvas.tokens.shape[1]
     anew = jax.lax.cond(jnp.any(looks), lambda: _look(parts, state.cache, canvas), lambda: cached.hidden)
     hidden = jnp.where(looks[:, None, None], anew, cached.hidden)
     output = WindowOutput(
-        take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks, canvas=hidden
-    )
+        take_along(hidden, place[..., None], 1), jnp.ones(place.shape, bool), canvas.end * looks,
+        jnp.full_like(canvas.end, size) * jnp.any(looks), canvas=hidden,
+    )  # fmt: skip
 
     # `decided_at` counts the pass whose output decided the column: for cached output, the pass before.
     current = canvas._replace(passes=canvas.passes - 1 + looks)
@@ -230,6 +231,7 @@ def _decide(
         memory=state.cache,
         slots=slots,
         columns=canvas.end * (looks + words * branches),
+        computed=output.computed + jnp.full_like(canvas.end, words * size) * jnp.any(branches),
         finite=is_finite(proposal, view),
         passes=looks.astype(jnp.int32) + branches,
         logprobs=logprobs,
@@ -245,12 +247,11 @@ def _column(proposal: Proposal, left: Array, updated: Canvas, place: Array) -> A
 
 def _words(parts: DenoisingParts, proposal: Proposal, view: View, at: Array, words: int) -> tuple[Array, Array]:
     """Return (int32[B, k], float32[B, k] log-probabilities) of a column's candidates. Missing candidates have -inf."""
-    warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (proposal.warped, proposal.logits))
-    if parts.sampling.temperature is None:
-        warped = logits  # at temperature 0 the warped logits leave only one token
-    else:
+    drawn = measures.drawn_logits(proposal)
+    warped, logits = (take_along(x, at[:, None, None], 1)[:, 0] for x in (drawn, proposal.logits))
+    if parts.sampling.temperature is not None:
         key = take_along(view.rule_keys, at[:, None], 1)
-        warped = warped + noise(key, warped.shape[-1])[:, 0]
+        warped = warped + jnp.where(proposal.greedy[:, None], 0.0, noise(key, warped.shape[-1])[:, 0])
     value, tried = jax.lax.top_k(warped, words)
     log_probs = take_along(jax.nn.log_softmax(logits, -1), tried, 1)
     return tried, jnp.where(value > -jnp.inf, log_probs, -jnp.inf)

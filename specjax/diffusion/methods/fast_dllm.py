@@ -7,8 +7,9 @@ Rule: `threshold` is `specjax.diffusion.rules.threshold`. `factor` f sorts the c
 c_1 >= c_2 >= ..., and takes the first n columns with n = max{n : (n + 1)(1 - c_n) < f}, at least one.
 If all taken confidences exceed 1 - e and (n + 1) e <= 1, the taken tokens are also the most likely ones jointly.
 Guarantee: lossy; tau > 1, or f = 0, is one column a pass.
-Deviations: the approximate caches are an option, and the default is exact. The released factor rule also takes the
-first column that violates the bound; this one does not.
+Deviations: the approximate caches are an option, and the default is exact. If only the least confident masked column
+violates the bound of `factor`, the released rule takes all columns; this one leaves that column masked. In all other
+cases both rules take the same columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from specjax.diffusion.caches.prefix import prefix
 from specjax.diffusion.rules.threshold import threshold
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import CanvasCache, ColumnRule, Denoiser, Procedure, Proposal, View
-from specjax.diffusion.validation import checked
+from specjax.diffusion.validation import checked, only_with
 from specjax.types import Array
 
 METHOD = Method(
@@ -48,6 +49,7 @@ METHOD = Method(
 CACHES: dict[str, Callable[[], CanvasCache]] = {"dual": dual, "prefix": prefix}
 
 
+@only_with("rule", tau=("threshold",), factor=("factor",))
 @checked
 def fast_dllm(
     denoiser: Denoiser,

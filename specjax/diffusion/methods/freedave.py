@@ -79,7 +79,7 @@ def freedave(
 
     drafts: canvases per pass, at least 1.
     """
-    return llada(denoiser, block=block, steps=steps, by=by).replace(verify=ahead(drafts))
+    return llada(denoiser, block=denoiser.block or block, steps=steps, by=by).replace(verify=ahead(drafts))
 
 
 @functools.cache
@@ -113,7 +113,8 @@ def _decide(
     begin = Trail(canvas._replace(passes=last.steps), slots, all_rows, state.draft.logprobs, all_rows, all_rows)
 
     blind = replace(parts, procedure=parts.procedure.replace(control=None))
-    older = WindowOutput(last.hidden, last.predicted & ~window.entered[:, None], jnp.zeros_like(last.steps))
+    nothing = jnp.zeros_like(last.steps)
+    older = WindowOutput(last.hidden, last.predicted & ~window.entered[:, None], nothing, nothing)
     logits = forward.compute_logits(parts.denoiser, last.hidden)
 
     def draft(trail: Trail, step: Array) -> tuple[Trail, Canvas]:
@@ -140,8 +141,12 @@ def _decide(
         )
         return next_trail._replace(hidden=hidden, predicted=predicted), None
 
-    columns = jnp.broadcast_to(output.columns, (drafts, *output.columns.shape))
-    each = jnp.arange(drafts), canvases, output._replace(columns=columns)
+    for_each = lambda x: jnp.broadcast_to(x, (drafts, *x.shape))
+    each = (
+        jnp.arange(drafts),
+        canvases,
+        output._replace(columns=for_each(output.columns), computed=for_each(output.computed)),
+    )
     end, _ = jax.lax.scan(verify, begin._replace(hidden=last.hidden, predicted=last.predicted), each)
     assert end.hidden is not None and end.predicted is not None
     new = canvas.open & ~end.canvas.open & (end.canvas.decided_at >= 0)
@@ -152,6 +157,7 @@ def _decide(
         memory=memory,
         slots=end.slots._replace(verify=Last(end.hidden, end.predicted, end.canvas.passes)),
         columns=output.columns,
+        computed=output.computed,
         finite=end.finite,
         passes=window.active.astype(jnp.int32),
         logprobs=end.logprobs,

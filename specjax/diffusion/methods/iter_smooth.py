@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, Option, shared
-from specjax.diffusion import forward
+from specjax.diffusion import forward, measures
 from specjax.diffusion.caches import WHOLE
-from specjax.diffusion.rules.threshold import sure_enough
+from specjax.diffusion.rules.threshold import enough_of
 from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import (
     Canvas,
@@ -95,7 +95,8 @@ def falling(tau: float, step: float) -> ColumnRule:
     def select(params: PyTree, passed: Array, proposal: Proposal, view: View, quota: Array):
         passed = jnp.where(view.entered, 0, passed)
         fallen = jnp.maximum(1 - step * passed, tau)[:, None]
-        return sure_enough(proposal, view, fallen, jnp.ones_like(quota)), proposal.token, passed + 1
+        sure = measures.confidence(proposal)
+        return enough_of(sure >= fallen, sure, view, jnp.ones_like(quota)), proposal.token, passed + 1
 
     return ColumnRule(select, init)
 

@@ -1,6 +1,7 @@
 """LinearSpec: a block-causal model drafts a block in one pass and verifies it in its autoregressive mode.
 
-The algorithm LinearSpec of SGLang for Nemotron-Labs-Diffusion (2026); there is no paper.
+Fu, Whalen, Garg et al.: Nemotron-Labs-Diffusion: A Tri-Mode Language Model Unifying Autoregressive, Diffusion, and
+Self-Speculation Decoding (2026), arXiv 2607.05722. SGLang's implementation of it is called LinearSpec.
 
 Rule: one bidirectional pass over the next W columns gives drafts d_i. One causal pass over the last decided token and d
 gives the autoregressive distributions p_i. The chain verifier (`specjax.verifiers.exact.standard`) accepts a prefix of
@@ -28,11 +29,12 @@ from specjax.diffusion.loop import (
     StepOutcome,
     draw_tokens,
     is_finite,
+    make_proposal,
     make_view,
     propose,
     store_logprobs,
 )
-from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
+from specjax.diffusion.types import Canvas, Denoiser, Procedure, Verify, View, Window
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, fold_in, node_keys, warp
@@ -44,7 +46,7 @@ METHOD = Method(
     kind="diffusion",
     guarantee="distribution",
     summary="for block-causal models: drafts a block in one pass and verifies it in the model's autoregressive mode",
-    paper="SGLang, Nemotron-Labs-Diffusion 2026",
+    paper="Fu et al. 2026, arXiv 2607.05722",
 )
 
 
@@ -107,11 +109,13 @@ def decide(
     logits = forward.compute_logits(parts.denoiser, hidden)
     verified = verify_drafts(parts, state, canvas, view, tokens, proposal.warped, logits)
     num_accepted = jnp.where(window.active, verified.num_accepted, 0)
+    verified_columns = tokens.shape[1] * (1 + mask_rows)
     return StepOutcome(
         canvas=verified.canvas,
         memory=token_causal.keep(parts.denoiser, memory, pending, num_accepted, tokens.shape[1]),
         slots=slots,
-        columns=output.columns + tokens.shape[1] * (1 + mask_rows),
+        columns=output.columns + verified_columns,
+        computed=output.computed + verified_columns,
         finite=is_finite(proposal, view) & verified.finite,
         passes=2 * window.active.astype(jnp.int32),
         logprobs=verified.logprobs,
@@ -141,7 +145,7 @@ def verify_drafts(
     token = jnp.where(depth == last, verdict.next_token[:, None], jnp.roll(tokens, -1, 1))
     take = (depth <= last) & exists & view.active[:, None]
     wide = view._replace(columns=columns, eligible=take)
-    target_proposal = Proposal(token, logits, rows)
+    target_proposal = make_proposal(token, logits, rows, parts.sampling)
     return VerifiedWindow(
         forward.decide_columns(canvas, columns, take, token), verdict.num_nodes, is_finite(target_proposal, wide),
         store_logprobs(parts, state, wide, take, token, target_proposal),
@@ -160,4 +164,9 @@ def check(procedure: Procedure) -> None:
         raise UsageError("verification of drafts uses its own schedule and rule; leave both as they are")
 
 
-AUTOREGRESSIVE_VERIFY = Verify(decide, exact_memory=False, memory=TOKEN_CAUSAL, check=check)
+def shifted_mode(denoiser: Denoiser) -> Denoiser:
+    """Return the autoregressive mode: blocks of one, in which the row of a column predicts the next column."""
+    return denoiser.replace(block=1, alignment="shifted", seeding="seed_and_mask")
+
+
+AUTOREGRESSIVE_VERIFY = Verify(decide, exact_memory=False, memory=TOKEN_CAUSAL, check=check, mode=shifted_mode)

@@ -4,8 +4,8 @@ Li, Zhou, Muhtar, Yin, Yan, Shen, Liang, Vosoughi, Liu: Diffusion Language Model
 (2025), arXiv 2508.19982.
 
 Rule: after each pass, g is the mean over the answer of the gap between a column's two largest logits. rho is the share
-of finished passes. The threshold of g is `early` for rho < 1/3, `middle` for rho < 2/3, and `late` afterwards. If g
-reaches it, every masked column takes its most likely token and the row ends.
+of finished passes, this one included. The threshold of g is `early` for rho < 1/3, `middle` for rho < 2/3, and `late`
+afterwards. If g reaches it, every masked column takes its most likely token and the row ends.
 Guarantee: lossy; infinite gaps are LLaDA's procedure.
 Deviations: the release writes "The answer is" into the canvas and reads the next five columns. Here the answer is the
 masked columns up to the first end token, decided or most likely. The cuts are at .33 and .67. A fill is greedy at every
@@ -81,7 +81,7 @@ def sure_of_the_answer(early: float, middle: float, late: float, size: int | Non
         up_to = jnp.cumsum(ends, 1) - ends == 0
         answer = canvas_before & up_to
         gap = jnp.sum(jnp.where(answer, wide.gap, 0.0), 1) / jnp.maximum(jnp.sum(answer, 1), 1)
-        share = canvas.passes / total
+        share = (canvas.passes + 1) / total
         enough = jnp.where(share < CUTS[0], early, jnp.where(share < CUTS[1], middle, late))
         return ControlAction(fill=jnp.any(answer, 1) & (gap >= enough)), total
 

@@ -50,4 +50,11 @@ def s2d2(denoiser: Denoiser) -> Procedure:
     return Procedure(schedules.leading(block), rules.quota(), TOKEN_CAUSAL, verify=MASK_VERIFY)
 
 
-MASK_VERIFY = Verify(functools.partial(decide, mask_rows=True), exact_memory=False, memory=TOKEN_CAUSAL, check=check)
+def masked_mode(denoiser: Denoiser) -> Denoiser:
+    """Return the autoregressive mode: blocks of one, in which a mask token reads each column."""
+    return denoiser.replace(block=1)
+
+
+MASK_VERIFY = Verify(
+    functools.partial(decide, mask_rows=True), exact_memory=False, memory=TOKEN_CAUSAL, check=check, mode=masked_mode
+)

@@ -41,11 +41,10 @@ from specjax.diffusion.loop import (
     store_logprobs,
 )
 from specjax.diffusion.methods.linear_spec import causal_block, draft_keys, verify_drafts
+from specjax.diffusion.methods.sdar import dynamic_rule, sdar_blocks
 from specjax.diffusion.routers import ChanceMeasure, RoundForecast, VerificationRouter
-from specjax.diffusion.rules import threshold
-from specjax.diffusion.schedules.blocks import blocks
 from specjax.diffusion.types import Canvas, Denoiser, Procedure, Proposal, Verify, View, Window
-from specjax.diffusion.validation import checked
+from specjax.diffusion.validation import checked, only_with
 from specjax.errors import UsageError
 from specjax.types import Array, DecodeState, PyTree
 
@@ -78,6 +77,21 @@ METHOD = Method(
 Kind = Literal["always", "span", "score", "hysteresis", "bandit"]
 
 
+SCORED = ("score", "hysteresis")
+"""Routers that compare a score."""
+
+
+@only_with("chance", beta=("entropy",))
+@only_with(
+    "router",
+    min_run=("span",),
+    above=SCORED,
+    below=("hysteresis",),
+    cost=SCORED,
+    dynamic=SCORED,
+    chance=(*SCORED, "bandit"),
+    beta=(*SCORED, "bandit"),
+)
 @checked
 def s2d2_routed(
     denoiser: Denoiser,
@@ -116,7 +130,7 @@ def s2d2_routed(
         "bandit": routers.bandit,
     }
     verify = routed(kinds[router](), tau, chance, beta)
-    return Procedure(blocks(block, steps=steps), threshold(tau, min_columns=None), append(), verify=verify)
+    return Procedure(sdar_blocks(block, steps), dynamic_rule(tau), append(), verify=verify)
 
 
 @functools.cache
@@ -145,7 +159,7 @@ def _decide(
     forecast = RoundForecast(
         run=jnp.sum(run, 1, dtype=jnp.int32),
         expected=routers.expected_run(routers.acceptance(proposal, chance, beta), run),
-        sure=jnp.sum(view.eligible & (measures.confidence(proposal) >= tau), 1, dtype=jnp.int32),
+        sure=jnp.sum(view.eligible & (measures.drawn_confidence(proposal) > tau), 1, dtype=jnp.int32),
         width=window.width,
     )
     verifies, routing = router.route(slots.verify, forecast)
@@ -174,7 +188,8 @@ def _decide(
         canvas=end,
         memory=memory,
         slots=slots._replace(verify=routing),
-        columns=output.columns + 2 * window.width * any_verifies,
+        columns=output.columns + 2 * window.width * verifies,
+        computed=output.computed + 2 * window.width * any_verifies,
         finite=is_finite(proposal, view) & finite,
         passes=window.active.astype(jnp.int32) + verifies,
         logprobs=logprobs,

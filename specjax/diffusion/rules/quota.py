@@ -27,19 +27,17 @@ By = Literal[
 
 MEASURES: dict[str, Callable[[Proposal, View], Array]] = {
     "confidence": lambda proposal, view: measures.confidence(proposal),
-    "warped_confidence": lambda proposal, view: measures.warped_confidence(proposal),
+    "warped_confidence": lambda proposal, view: measures.filtered_confidence(proposal),
     "entropy": lambda proposal, view: -measures.entropy(proposal.logits),
-    "warped_entropy": lambda proposal, view: -measures.entropy(measures.sampling_logits(proposal)),
+    "warped_entropy": lambda proposal, view: -measures.entropy(proposal.filtered),
     "margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(proposal.logits)),
-    "warped_margin": lambda proposal, view: measures.apply_weight(
-        proposal, measures.margin(measures.sampling_logits(proposal))
-    ),
+    "warped_margin": lambda proposal, view: measures.apply_weight(proposal, measures.margin(proposal.filtered)),
     "random": lambda proposal, view: sampling.uniform(view.rule_keys, 1)[..., 0],
     "left_to_right": lambda proposal, view: -view.columns.astype(jnp.float32),
 }
 """Functions that return float32[B, W], by which columns are ranked, the largest first.
 
-"warped" measures use the distribution that tokens are drawn from.
+"warped" measures use the logits after temperature, top-k, top-p and min-p, where a temperature of 0 counts as 1.
 """
 
 
@@ -52,7 +50,12 @@ def quota(by: By = "confidence") -> ColumnRule:
     """
     if by not in MEASURES:
         raise UsageError(f'by must be one of {", ".join(MEASURES)}, not "{by}"')
-    measure = MEASURES[by]
+    return quota_of(MEASURES[by])
+
+
+@functools.cache
+def quota_of(measure: Callable[[Proposal, View], Array]) -> ColumnRule:
+    """Return the quota rule for a measure float32[B, W] of the columns."""
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         count = jnp.maximum(quota, 1)

@@ -2,16 +2,17 @@
 
 Wu et al.: Fast-dLLM (2025), arXiv 2505.22618, `threshold`; Cheng et al.: SDAR (2025), arXiv 2510.06303, `dynamic`.
 
-Rule: take the eligible columns with confidence >= tau. If these are fewer than the minimum number of columns, take the
-most confident ones instead, as many as that minimum. The minimum is one, so that every pass makes progress, or the
-quota of the schedule.
+Rule: take the eligible columns with confidence >= tau, or > tau if the rule is strict. If these are fewer than the
+minimum number of columns, take the most confident ones instead, as many as that minimum. The minimum is one, so that
+every pass makes progress, or the quota of the schedule. Fast-dLLM's test is >= and reads the probability at temperature
+1. SDAR's is strict and reads the probability under the distribution that the token was drawn from.
 Guarantee: lossy: the columns of a pass are decided as if they were independent. tau > 1 is the quota rule.
-Deviations: the test is >= as in Fast-dLLM; SDAR's release uses >.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -21,24 +22,32 @@ from specjax.types import Array
 
 
 @functools.cache
-def threshold(tau: float = 0.9, *, min_columns: int | None = 1) -> ColumnRule:
-    """Return the threshold rule. tau: confidence at which a column is taken. min_columns: minimum number of taken
-    columns; None: the schedule's quota.
+def threshold(
+    tau: float = 0.9,
+    *,
+    min_columns: int | None = 1,
+    measure: Callable[[Proposal], Array] = measures.confidence,
+    strict: bool = False,
+) -> ColumnRule:
+    """Return the threshold rule.
+
+    Args:
+      tau: confidence at which a column is taken; strict: above which it is taken.
+      min_columns: minimum number of taken columns; None: the schedule's quota.
+      measure: function that returns the confidences float32[B, W].
     """
 
     def select(params, state, proposal: Proposal, view: View, quota: Array):
         count = jnp.maximum(quota, 1) if min_columns is None else jnp.full_like(quota, min_columns)
-        return sure_enough(proposal, view, tau, count), proposal.token, state
+        sure = measure(proposal)
+        high = sure > tau if strict else sure >= tau
+        return enough_of(high, sure, view, count), proposal.token, state
 
     return ColumnRule(select)
 
 
-def sure_enough(proposal: Proposal, view: View, tau: float | Array, count: Array) -> Array:
-    """Return bool[B, W]: eligible columns with confidence >= tau, or the `count` [B] most confident if these are fewer.
-
-    tau: float32[] or [B, 1].
-    """
-    sure = measures.confidence(proposal)
-    high = view.eligible & (sure >= tau)
+def enough_of(high: Array, sure: Array, view: View, count: Array) -> Array:
+    """Return bool[B, W]: the eligible columns of `high`, or the `count` [B] most confident if these are fewer."""
+    high = view.eligible & high
     enough = jnp.sum(high, 1) >= count
     return jnp.where(enough[:, None], high, measures.top(sure, view.eligible, count))

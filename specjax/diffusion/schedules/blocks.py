@@ -5,7 +5,8 @@ arXiv 2509.26328.
 
 Rule: the window is the block of the first masked column. A block with m masked columns on entry is decided in S passes.
 Each pass takes floor(m / S) columns, and the first m mod S passes take one more. With sub-blocks, only the first
-sub-block with a masked column may be decided.
+sub-block with a masked column may be decided. SDAR computes the quotas of all blocks from the length of a block, also
+for a first block that the prompt has partly filled (`from_length`).
 Deviations: the last block may be shorter than the others, and the number of passes need not divide the block.
 """
 
@@ -27,12 +28,15 @@ class State(NamedTuple):
 
 
 @functools.cache
-def blocks(size: int | None = None, *, steps: int | None = None, sub_block: int | None = None) -> Schedule:
+def blocks(
+    size: int | None = None, *, steps: int | None = None, sub_block: int | None = None, from_length: bool = False
+) -> Schedule:
     """Return the schedule.
 
     Args:
       size: columns of a block; None: one block of all new columns. sub_block: columns of a sub-block; None: none.
       steps: passes for a block; None: one for each column.
+      from_length: compute quotas from `size`, not from the columns that are masked on entry.
 
     Raises: UsageError for numbers below 1, or sub-blocks that do not divide the block.
     """
@@ -48,7 +52,8 @@ def blocks(size: int | None = None, *, steps: int | None = None, sub_block: int 
         return canvas.origin + (canvas.first_open - canvas.origin) // size * size, state
 
     def bound(state: State, canvas: Canvas, proposal: Proposal, view: View) -> tuple[Array, Array, State]:
-        masks = jnp.where(view.entered, jnp.sum(view.open, 1, dtype=jnp.int32), state.masks)
+        columns = size if from_length and size else jnp.sum(view.open, 1, dtype=jnp.int32)
+        masks = jnp.where(view.entered, columns, state.masks)
         taken = jnp.where(view.entered, 0, state.taken)
         quota = jnp.ones_like(masks) if steps is None else masks // steps + (taken < masks % steps)
         end = view.start + view.columns.shape[1]

@@ -49,6 +49,7 @@ def test_json_says_in_which_order_a_text_came_to_be_and_what_it_cost(cli):
     assert entry["token_ids"] == direct.to_lists()[0] and entry["decided_at"] == direct.decided_at[0, :count].tolist()
     assert document["target_passes"] == int(direct.stats.target_passes[0]) == entry["target_passes"]
     assert entry["columns_per_token"] == pytest.approx(float(direct.columns_per_token[0]))
+    assert entry["computed_per_token"] == pytest.approx(float(direct.computed_per_token[0]))
     assert document["options"] == {"tau": 2.0, "steps": 2} and document["guarantee"] == "lossy"
     assert document["tokens_per_pass"] > document["baseline_tokens_per_pass"] and document["speedup"] > 0
     assert document["identical"] in (True, False)
@@ -71,8 +72,64 @@ def test_a_batch_the_order_and_the_reference_on_the_screen(cli, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("target", "method", "name"),
+    [
+        ("full", ("freedave", "--set", "steps=3"), "the procedure without drafts"),
+        ("full", ("freedave", "--set", "by=margin", "--set", "block=4"), "the procedure without drafts"),
+        ("full", ("freedave",), "one column per pass"),
+        ("blocks", ("linear_spec",), "the model's autoregressive mode"),
+        ("blocks", ("s2d2",), "the model's autoregressive mode"),
+    ],
+)
+def test_a_comparison_is_with_the_text_that_is_guaranteed(target, method, name, cli):
+    options = ("--target", target, "--method", *method, "--compare", *SHORT)
+    result = cli("generate", "hello", *options)
+    assert result.code == 0, result.err
+    assert f"outputs: identical to {name}" in result.out and "differ" not in result.out
+    document = json.loads(cli("generate", "hello", *options, "--json").out)
+    assert document["identical"] is True and document["baseline"] == name
+
+
+def test_sampled_drafts_have_a_distribution_and_no_text(cli):
+    options = ("--target", "blocks", "--method", "linear_spec", "--compare", "--temperature", 1, *SHORT)
+    assert (
+        "outputs: not compared; sampled texts have the distribution of the model's auto"
+        in cli("generate", "hello", *options).out
+    )
+    document = json.loads(cli("generate", "hello", *options, "--json").out)
+    assert document["identical"] is None and document["baseline_tokens_per_pass"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("fast_dllm", "outputs: differ from one column per pass; this method is lossy"),
+        ("freedave", "outputs differ: first at new token 0:"),
+    ],
+)
+def test_another_text_is_an_error_only_where_it_was_promised(method, words, cli, monkeypatch):
+    from specjax.cli.runs import denoising
+
+    honest, plain = denoising.frames, specjax.diffusion.methods.llada
+
+    def wrong(job):
+        procedure = job.parts.procedure
+        for frame in honest(job):
+            yield frame if procedure == plain(job.parts.denoiser) else frame._replace(tokens=frame.tokens * 0 + 9)
+
+    monkeypatch.setattr(denoising, "frames", wrong)
+    out = cli("generate", "hello", "--target", "full", "--method", method, "--compare", *SHORT).out
+    assert words in out and "one column per pass" in out
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--target", "blocks", "--set", "block=8"), "block=8 differs from the model's blocks of 4 columns"),
+        (
+            ("--target", "full", "--method", "fast_dllm", "--set", "factor=1"),
+            "factor has no effect with rule=threshold; leave factor out, or set rule=factor",
+        ),
         (
             ("--target", "full", "--method", "auto"),
             "--method auto is a drafter for autoregressive models, and --target",
@@ -134,6 +191,9 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     assert fast["columns_per_token"] == whole / 20 and fast["baseline_columns_per_token"] == 10 * whole / 20
     assert fast["speedup"] == pytest.approx(fast["tokens_per_second"] / fast["baseline_tokens_per_second"])
     assert fast["guarantee"] == "lossy" and 0 <= fast["agreement"] <= 1 and not fast["refused"]
+    assert ahead["guarantee"] == "identical" and ahead["identical"] is True
+    assert fast["computed_per_token"] > fast["columns_per_token"]  # a prompt is padded to a compiled size
+    assert fast["baseline_computed_per_token"] == 10 * fast["computed_per_token"]
     # Its text is that of `llada` with two columns a pass, not with one; four canvases are four times the columns.
     assert not ahead["refused"] and document["differences"] == [] and ahead["tokens_per_pass"] >= 2.0
     assert ahead["columns_per_token"] == pytest.approx(4 * whole / 2 / ahead["tokens_per_pass"], rel=0.2)
@@ -188,6 +248,8 @@ def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts,
         (("--verifier", "typical"), "--verifier applies to autoregressive models"),
         (("--method", "constraint"), "the command line cannot load the inputs of constraint; call specjax.diffusion"),
         (("--set", "steps=2"), 'method fast_dllm has no option "steps"'),
+        (("--target", "blocks", "--grid", "block=4,8"), "block=8 differs from the model's blocks of 4 columns"),
+        (("--grid", "rule=threshold,factor", "--grid", "tau=0.5,0.9"), "tau has no effect with rule=factor"),
         (("--grid", "steps=2,3"), '--grid steps=2,3: method fast_dllm has no option "steps"'),
         (("--grid", "tau=0.5,,1"), "--grid tau"),
         (("--grid", "tau=0.5,1", "--set", "tau=1"), "--grid tau=0.5,1: --set sets tau already"),
@@ -212,6 +274,6 @@ def test_a_canvas_fills_up():
 
     tokens, opened = np.array([[9, 100, 0, 101]]), np.array([[False, False, True, False]])
     one = np.array([1])
-    frame = Frame(tokens, opened, np.array([[-2, 0, -1, 1]]), one, one * 4, one * 2, one * 2, one, one, one, one)
+    frame = Frame(tokens, opened, np.array([[-2, 0, -1, 1]]), one, one * 4, one * 2, one * 2, one, one, one, one, one)
     shown = canvas(frame, 0, specjax.load()[1])
     assert shown.plain == "a▁b" and [str(span.style) for span in shown.spans] == ["dim", "bold green"]

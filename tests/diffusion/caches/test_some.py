@@ -83,7 +83,9 @@ def test_a_look_computes_what_is_live_and_keeps_what_is_kept(alignment):
     whole = lambda tokens: look(left, canvas._replace(tokens=tokens), some.PassPlan(there, there, there))[0]
     expected = whole(tokens.at[:, 3].set(60).at[:, 7].set(62))
     np.testing.assert_allclose(ours.hidden, expected.hidden, atol=1e-4)
-    assert ours.predicted.all() and ours.columns.tolist() == [8, 8] and seen.columns.tolist() == [20, 30]
+    assert ours.predicted.all() and seen.columns.tolist() == [20, 30] and seen.computed.tolist() == [32, 32]
+    live_columns = 4 + 2 + (alignment == "shifted")  # shifted models read the column before the window
+    assert ours.columns.tolist() == [live_columns] * 2 and ours.computed.tolist() == [8, 8]
     # It kept what it made of column 3, not of 7, and nothing of 5, which was not live.
     expected = whole(tokens.at[:, 3].set(60))
     again, _ = look(after, canvas, some.PassPlan(within, there, within & False))

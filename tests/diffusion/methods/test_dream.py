@@ -4,8 +4,12 @@ import hand_made
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 import toy_denoisers as toys
+from diffusion_oracles import NumpyLlama
+from diffusion_oracles import dream as oracle
 from hand_made import shares
+from tiers import exhaustive
 
 import specjax
 from specjax import UsageError
@@ -65,9 +69,23 @@ def test_scores_are_of_the_distribution_that_is_drawn_from():
     p = np.log([[[0.5, 0.45, 0.05], [0.48, 0.26, 0.26]]])
     proposed = hand_made.of_logits(p)
     assert hand_made.taken(quota(SCORES["maskgit_plus"]), proposed) == [[0]]
-    cut = proposed._replace(warped=jnp.where(jnp.arange(hand_made.VOCAB) < 2, proposed.logits, -jnp.inf))
+    cut = proposed._replace(filtered=jnp.where(jnp.arange(hand_made.VOCAB) < 2, proposed.logits, -jnp.inf))
     for alg in SCORES:
         assert hand_made.taken(quota(SCORES[alg]), cut) == [[1]]
+
+
+@pytest.mark.parametrize("alg", ["entropy", exhaustive("maskgit_plus"), exhaustive("topk_margin")])
+def test_a_greedy_text_with_a_nucleus_is_that_of_the_release(alg):
+    """The nucleus cuts the scores at temperature 0 too."""
+    denoiser, model = toys.full("shifted"), NumpyLlama(toy.tiny_llama(), toys.MASK, shifted=True)
+    prompts, texts = [[1, 2, 3], [6]], []
+    for top_p in (0.9, 1.0):
+        ours = specjax.denoise(
+            denoiser, methods.dream(denoiser, alg=alg, steps=5), prompts, key=0, max_new_tokens=9, top_p=top_p
+        )
+        texts += [(ours.to_lists()[row], ours.decided_at[row].tolist()) for row in range(2)]
+        assert texts[-2:] == [oracle(model, prompt, 9, steps=5, alg=alg, top_p=top_p) for prompt in prompts]
+    assert texts[:2] != texts[2:]
 
 
 def test_columns_are_drawn_by_the_weights_of_their_scores():

@@ -4,7 +4,10 @@ import hand_made
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 import toy_denoisers as toys
+from diffusion_oracles import NumpyLlama
+from diffusion_oracles import eoser as released
 
 import specjax
 from specjax import UsageError
@@ -21,21 +24,41 @@ def canvas_of(count, start=2, origin=None):
     return Canvas(jnp.zeros((len(count), 200), jnp.int32), None, start, start + count, origin, None, start * 0)
 
 
-def weights(score, canvas, passes, eos=(EOS,)):
-    """Of a word and of an end, in each of these passes."""
+def weights(score, canvas, passes, eos=(EOS,), entries=(0,)):
+    """Of a word and of an end, in each of these passes, of which `entries` are the first of their block."""
     proposal = hand_made.proposal([[0.5, 0.9]], [[3, EOS]], narrow=True)
-    state = score.init((), canvas, 2, 12)
-    return [
-        score.weigh((), state, proposal, hand_made.window([[True] * 2], passes=i, eos=eos))[0].tolist() for i in passes
-    ]
+    state, found = score.init((), canvas, 2, 12), []
+    for i in passes:
+        seen = hand_made.window([[True] * 2], passes=i, eos=eos, entered=i in entries)
+        found.append(score.weigh((), state, proposal, seen)[0].tolist())
+        state = score.learn((), state, seen, None, None)
+    return found
 
 
 def test_the_discount_of_ends_fades_and_words_keep_their_confidence():
     rows = weights(late_ends(0.4, 1.0, None, None), canvas_of(5), range(5))
     np.testing.assert_allclose(rows, [[1, g] for g in (0.4, 0.55, 0.7, 0.85, 1.0)], rtol=1e-6)
     assert weights(late_ends(0.4, 1.0, None, None), canvas_of(5), [0], None) == [[1, 1]]
+    assert weights(late_ends(0.4, 0.9, None, None), canvas_of(1), [0]) == [[1, np.float32(0.9)]]  # a single pass
     ascending = weights(late_ends(0.01, 1.0, None, None, ascending=True), canvas_of(8), range(3))
     np.testing.assert_allclose(np.array(ascending)[:, 1], 0.01 + 0.99 * np.array([1, 3, 7]) / 8, rtol=1e-6)
+
+
+def test_the_step_restarts_in_every_block_and_the_total_does_not():
+    blocks = weights(late_ends(0.4, 1.0, 4, 2), canvas_of(8), range(4), entries=(0, 2))
+    np.testing.assert_allclose(np.array(blocks)[:, 1], [0.4, 0.6, 0.4, 0.6], rtol=1e-6)
+
+
+def test_a_text_is_that_of_the_release():
+    denoiser, model = toys.full(), NumpyLlama(toy.tiny_llama(), toys.MASK)
+    method = methods.eoser(denoiser, block=4, steps=4, first_factor=0.3)
+    for prompts, end in (([[30, 36, 58, 43], [5, 51, 1, 32]], 26), ([[16, 48, 40, 0], [52, 8, 34, 43]], 53)):
+        ours = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=12, eos=end)
+        for row, prompt in enumerate(prompts):
+            text, decided = released(model, prompt, 12, block=4, steps=4, first=0.3, last=1.0, ends=[end])
+            count = text.index(end) + 1
+            assert count > 4  # it ends in a later block
+            assert (ours.to_lists()[row], ours.decided_at[row, :count].tolist()) == (text[:count], decided[:count])
 
 
 def test_a_word_of_half_comes_before_an_end_of_nine_tenths():

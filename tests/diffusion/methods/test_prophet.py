@@ -4,7 +4,11 @@ import hand_made
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
+import toy
 import toy_denoisers as toys
+from diffusion_oracles import NumpyLlama
+from diffusion_oracles import prophet as released
 
 import specjax
 from specjax import UsageError
@@ -33,9 +37,22 @@ def fills(gaps, best, passes, *, decided=(), eos=(EOS,), count=8):
     )
 
 
-@pytest.mark.parametrize("gap, at", [(5.2, 3), (2.6, 6), (7.6, 0)])
+@pytest.mark.parametrize("gap, at", [(5.2, 2), (2.6, 5), (7.6, 0)])
 def test_of_eight_passes_a_constant_gap_is_enough_from_one_on(gap, at):
     assert [fills([gap] * 8, [1] * 8, n) for n in range(8)] == [n >= at for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    "gaps", [(1e9, 3.0, 2.0), tiers.exhaustive((5.0, 1e9, 1e9)), tiers.exhaustive((1e9, 1e9, 3.0))]
+)
+def test_a_text_is_that_of_the_release(gaps):
+    denoiser, model = toys.full(), NumpyLlama(toy.tiny_llama(), toys.MASK)
+    method = methods.prophet(denoiser, block=4, steps=4, early=gaps[0], middle=gaps[1], late=gaps[2])
+    prompts = [[1, 2, 3], [5, 51, 1, 32]]
+    ours = specjax.denoise(denoiser, method, prompts, key=0, max_new_tokens=12)
+    for row, prompt in enumerate(prompts):
+        expected = released(model, prompt, 12, block=4, steps=4, gaps=gaps)
+        assert (ours.to_lists()[row], ours.decided_at[row].tolist()) == expected
 
 
 def test_the_answer_ends_with_the_first_end():

@@ -38,7 +38,8 @@ def test_the_expected_run_and_the_scores_of_the_paper():
 
 def test_chances_are_those_of_entropy_or_of_a_margin():
     logits = jnp.log(jnp.array([[[0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]]))
-    proposal = specjax.diffusion.Proposal(jnp.zeros((1, 2), jnp.int32), logits, logits)
+    alone = jnp.where(jnp.arange(4) == 0, 0.0, -jnp.inf) * jnp.ones_like(logits)
+    proposal = specjax.diffusion.Proposal(jnp.zeros((1, 2), jnp.int32), logits, alone, logits, jnp.ones(1, bool))
     entropy = -sum(p * np.log(p) for p in (0.97, 0.01, 0.01, 0.01)) / np.log(4)
     np.testing.assert_allclose(routers.acceptance(proposal)[0], [np.exp(-1), np.exp(-entropy)], rtol=1e-6)
     np.testing.assert_allclose(routers.acceptance(proposal, beta=2.0)[0, 0], np.exp(-2), rtol=1e-6)
@@ -121,7 +122,8 @@ def test_a_verified_span_has_the_law_of_blocks_of_one(router, is_the_law):
         texts = jnp.array([[1, *text] for text in itertools.product(range(3), repeat=size)])
         law = (law[:, None] * np.asarray(alone(denoiser, texts))).ravel()
     assert law.sum() == pytest.approx(1, abs=1e-5)
-    way = methods.s2d2_routed(denoiser, router=router, min_run=4, tau=0.0)
+    span = {"min_run": 4} if router == "span" else {}
+    way = methods.s2d2_routed(denoiser, router=router, tau=0.0, **span)
     result = specjax.denoise(denoiser, way, [[1]] * ROWS, key=11, max_new_tokens=3, temperature=1.0)
     text = np.asarray(result.tokens) @ np.array([9, 3, 1])
     found = toy.chi_square(np.bincount(text, minlength=27), law / law.sum())

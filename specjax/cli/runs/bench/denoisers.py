@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from specjax.bench import measure, records
 from specjax.bench.near_ties import first_difference
-from specjax.catalog import METHODS
+from specjax.catalog import METHODS, shared
 from specjax.cli.options.diffusion import Variant
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun
 from specjax.cli.runs.bench.group import Group
 from specjax.cli.runs.decoding import Decoding
-from specjax.cli.runs.denoising import one_column_per_pass
 from specjax.cli.runs.environment import peak_memory_bytes
 from specjax.cli.runs.session import Session
 from specjax.diffusion import Denoiser, Procedure
-
-ONE = "one column per pass"
+from specjax.diffusion.procedures import ONE, Reference, are_equal, one_column_per_pass, reference_of
 
 
 class DenoiserComparison(BenchRun):
     """Methods and one column per pass in the same blocks.
 
-    A method with the guarantee `identical` is also compared with the procedure that it accelerates.
+    A method that guarantees the text of another procedure is also compared with that procedure.
     """
 
     def __init__(
@@ -38,33 +34,38 @@ class DenoiserComparison(BenchRun):
         self.variants, self.denoiser, self.plain = variants, denoiser, {}
         self.settings = session.settings(decoding, "llada")
         self.procedures: dict[str, Procedure] = {}
-        self.accelerated: dict[str, Procedure] = {}  # the procedures that methods accelerate, if not the baseline
-        for label, (method, values) in variants.items():
-            procedure: Procedure = METHODS[method].make(denoiser, **values)
-            plain = one_column_per_pass(denoiser, values)
-            has_block = "block" in values and not denoiser.is_causal
-            baseline = f"{ONE}, blocks of {values['block']}" if has_block else ONE
+        self.references: dict[str, Reference] = {}  # of methods that guarantee the text of their reference
+        for label, (name, values) in variants.items():
+            method = METHODS[name]
+            procedure: Procedure = method.make(denoiser, **values)
+            plain = one_column_per_pass(method, denoiser, values)
+            baseline = _baseline_name(plain, denoiser)
             self.procedures |= {baseline: plain, label: procedure}
             self.plain[label] = baseline
-            accelerated = procedure.replace(verify=None)
-            if METHODS[method].guarantee == "identical" and not _are_equal(accelerated, plain):
-                self.accelerated[label] = accelerated
+            reference = reference_of(method, denoiser, procedure, values, is_greedy=self.settings.is_greedy)
+            if reference.is_promised:
+                self.references[label] = reference
         self.programs = list(self.procedures)
 
     def decode(self, program: str, group: Group) -> records.MeasuredRun:
         """Decode a group with a procedure."""
-        return self._run(self.procedures[program], group)
+        return self._run(self.denoiser, self.procedures[program], group)
 
-    def _run(self, procedure: Procedure, group: Group) -> records.MeasuredRun:
-        return measure.run_decode(self.task(self.denoiser, procedure, group.rows, self.settings))
+    def _run(self, denoiser: Denoiser, procedure: Procedure, group: Group) -> records.MeasuredRun:
+        return measure.run_decode(self.task(denoiser, procedure, group.rows, self.settings))
 
     def find_differences(self, group: Group, method: str) -> Iterator[dict]:
-        """Yield the differences from the procedure that the method accelerates."""
-        if METHODS[self.variants[method].method].guarantee != "identical":
+        """Yield the differences from the text that the method guarantees."""
+        reference = self.references.get(method)
+        if reference is None:
             return
-        accelerated = self.accelerated.get(method)
-        reference = group.runs[self.plain[method]] if accelerated is None else self._run(accelerated, group)
-        for row, text, plain in zip(group.rows, group.runs[method].tokens, reference.tokens, strict=True):
+        is_baseline = are_equal(reference.procedure, self.procedures[self.plain[method]])
+        run = (
+            group.runs[self.plain[method]]
+            if is_baseline and reference.denoiser is self.denoiser
+            else (self._run(reference.denoiser, reference.procedure, group))
+        )
+        for row, text, plain in zip(group.rows, group.runs[method].tokens, run.tokens, strict=True):
             position = first_difference(text, plain)
             if position is not None:
                 pieces = [self.session.tokenizer.decode(tokens[position : position + 1]) for tokens in (text, plain)]
@@ -87,6 +88,7 @@ class DenoiserComparison(BenchRun):
             METHODS[name].guarantee,
             runs.run,
             runs.plain,
+            identical=not runs.differences if method in self.references else None,
             refused=refused,
             compile_seconds=runs.compile_seconds,
             peak_memory_bytes=peak_memory_bytes(),
@@ -95,6 +97,9 @@ class DenoiserComparison(BenchRun):
         return record | {"options": options, "median_speedup": speedup, "refused": refused}
 
 
-def _are_equal(procedure: Procedure, other: Procedure) -> bool:
-    """Return True if two procedures have equal parts. Procedures with arrays count as different."""
-    return not jax.tree.leaves(procedure) and not jax.tree.leaves(other) and procedure == other
+def _baseline_name(plain: Procedure, denoiser: Denoiser) -> str:
+    """Return the name of one column per pass, with its blocks unless these are the model's or those of `llada`."""
+    width, usual = plain.schedule.width, denoiser.block or shared.BLOCK.default
+    if width == usual:
+        return ONE
+    return f"{ONE}, without blocks" if width is None else f"{ONE}, blocks of {width}"

@@ -27,6 +27,7 @@ def describe_group(group: Group) -> dict[str, Any]:
                 "tokens_per_second": tokens_per_second(run),
                 "target_passes": int(run.stats.target_passes.sum()),
                 **({} if run.columns is None else {"columns": int(run.columns.sum())}),
+                **({} if run.computed is None else {"computed": int(run.computed.sum())}),
             }
             for name, run in ((name.replace(PLAIN, "autoregressive"), run) for name, run in group.runs.items())
         },
@@ -51,6 +52,7 @@ DRAFT_COLUMNS = {
 DENOISER_COLUMNS = {
     "tok/pass": lambda entry: f"{entry['tokens_per_pass']:.2f}",
     "col/tok": lambda entry: f"{entry['columns_per_token']:.1f}",
+    "computed": lambda entry: f"{entry['computed_per_token']:.1f}",
     "plain col/tok": lambda entry: f"{entry['baseline_columns_per_token']:.1f}",
     "equal": lambda entry: f"{entry['agreement']:.0%}",
 }
@@ -102,7 +104,7 @@ def plot(document: dict) -> bytes:
     label = lambda entry: f"{entry['block_efficiency']:.2f}"
     if denoising:
         caption = "tokens per pass | columns computed per token"
-        label = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['columns_per_token']:.0f}"
+        label = lambda entry: f"{entry['tokens_per_pass']:.2f} | {entry['computed_per_token']:.0f}"
     figure = plotting.new_figure(max(5.0, 1.2 + 0.75 * len(groups) * (len(methods) + 0.6)), 4.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
