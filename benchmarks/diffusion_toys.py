@@ -125,7 +125,7 @@ GRID: dict[str, list[dict[str, Any]]] = {
     ],
     "fast_dllm_pp": [{"delta": 0.0}],
     "entropy_bound": [{"gamma": 0.1}, {"gamma": 1.0}],
-    "dimple": [{"prefill": False}, {"gamma": 0.5, "prefill": False}],
+    "dimple": [{"prefill": False}, {"gamma": 0.5}, {"steps": 64}, {"steps": 64, "prefill": False}],
     "local_leap": [{"near": 0.5}],
     "dparallel": [{"eta": 0.1}, {"eta": 1.0}],
     "llada21": [{"edit_tau": 2.0}],  # no edits
@@ -181,9 +181,9 @@ def measured(
     for task in suite.measured:
         rows = np.array([row for row, (other, _) in enumerate(items) if other == task])
         orders = [order[row, : len(texts[row])].tolist() for row in rows]
-        tokens, passes, columns = (
+        tokens, passes, columns, computed = (
             int(np.asarray(of_rows)[rows].sum())
-            for of_rows in (result.lengths, result.stats.target_passes, result.columns)
+            for of_rows in (result.lengths, result.stats.target_passes, result.columns, result.computed)
         )
         results[task] = {
             "right": sum(is_right(suite, task, items[row][1], texts[row]) for row in rows),
@@ -191,6 +191,7 @@ def measured(
             "tokens": tokens,
             "passes": passes,
             "columns": columns,
+            "computed": computed,
             "local": float(np.nanmean([local_ar_ness(one) for one in orders])),
             "global": float(np.nanmean([global_ar_ness(one) for one in orders])),
         }
@@ -213,14 +214,14 @@ def measure(args: argparse.Namespace) -> None:
     refused = set()
     for model, name, options in jobs:
         cell = f"{model} {name} {json.dumps(options)}"
-        if cell in cells or (model, name) in refused:
+        if cell in cells or (model, name) in refused:  # without its defaults a method is of other models
             continue
         started = time.perf_counter()
         try:
             by_task = measured(SUITES[model], readers[model], name, options, items_by_task[model])
         except specjax.UsageError as error:
             print(f"{cell}: {error}", flush=True)
-            refused.add((model, name))
+            refused |= set() if options else {(model, name)}
             continue
         cells[cell] = {"model": model, "method": name, "options": options, "tasks": by_task}
         results_file.write_text(json.dumps(cells, indent=1) + "\n")
@@ -230,7 +231,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 FAMILIES: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "the surest, n, 3, 2 and 1 passes": ("llada", [{}, {"steps": 3}, {"steps": 2}, {"steps": 1}]),
+    "by confidence, n, 3, 2 and 1 passes": ("llada", [{}, {"steps": 3}, {"steps": 2}, {"steps": 1}]),
     "by margin": ("llada", [{"by": "margin", "steps": steps} for steps in (3, 2)]),
     "by entropy": ("llada", [{"by": "entropy", "steps": steps} for steps in (3, 2)]),
     "from left to right": ("llada", [{"by": "left_to_right", "steps": steps} for steps in (3, 2)]),
@@ -270,17 +271,17 @@ def grid(args: argparse.Namespace) -> None:
 def grid_tables(cells: dict, count: int) -> list[str]:
     names, sizes = list(parallel_bench_grid.GRID), parallel_bench_grid.SIZES
     lines = ["| names | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    at_once = cells["the surest, n, 3, 2 and 1 passes", 3]
+    at_once = cells["by confidence, n, 3, 2 and 1 passes", 3]
     for n in sizes:
         levels = [100 * parallel_bench_grid.together(parallel_bench_grid.GRID[name](n)) for name in names]
         cells_text = [f"{at_once[name, n][0]:.1f} ({level:.1f})" for name, level in zip(names, levels, strict=True)]
-        lines.append(f"| {n}, all at once (what independent draws reach) | " + " | ".join(cells_text) + " |")
+        lines.append(f"| {n}, all in one pass (expected for independent draws) | " + " | ".join(cells_text) + " |")
     largest = sizes[-1]
     for (family, degree), results in cells.items():
         options = ", ".join(f"{key} {x}" for key, x in FAMILIES[family][1][degree].items() if key not in ("by", "rule"))
         cells_text = [f"{y:.0f} @ {rho:.2f} @ {c:.1f}" for y, rho, c in (results[name, largest] for name in names)]
         lines.append(f"| {largest}, {family}{': ' * bool(options)}{options} | " + " | ".join(cells_text) + " |")
-    one = cells["the surest, n, 3, 2 and 1 passes", 0]
+    one = cells["by confidence, n, 3, 2 and 1 passes", 0]
     for family in FAMILIES:
         method_cells = [results for (other, _), results in cells.items() if other == family]
         if one not in method_cells:  # all grids begin with one decided column per pass
@@ -291,7 +292,7 @@ def grid_tables(cells: dict, count: int) -> list[str]:
     return [
         *lines,
         "",
-        f"{count} texts a cell; of 50 % right the 95 % interval is {100 * low:.0f} to {100 * high:.0f}.",
+        f"Each cell has {count} texts. At 50 % right the 95 % interval is {100 * low:.0f} to {100 * high:.0f}.",
     ]
 
 
@@ -312,13 +313,14 @@ def document(file: Path, cells: list[dict], count: int) -> None:
     lines = []
     for model in dict.fromkeys(cell["model"] for cell in cells):
         method_cells = [cell for cell in cells if cell["model"] == model]
-        lines += [f"### {model}", "", "Percent right @ tokens per pass @ columns per token.", ""]
-        lines += [*table(method_cells), ""]
-        lines += ["Area under accuracy (AUP) over a method's grid, and AR-ness (local, global) of its defaults.", ""]
+        lines += [f"### {model}", "", "The cells contain percent right @ tokens per pass @ columns per token.", ""]
+        lines += [*table(method_cells), "", "The next table has the area under accuracy (AUP) over a method's grid, "
+                  "and the AR-ness (local, global) of its defaults.", ""]  # fmt: skip
         lines += [*areas(method_cells), ""]
     ends = [wilson_interval(n, count) for n in (count, round(0.95 * count), round(0.5 * count))]
-    cells_text = "; ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
-    lines += [f"Of {count} questions, 95 % intervals (Wilson) at 100, 95 and 50 % right: {cells_text}."]
+    first, second, third = (f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ends)
+    lines += [f"Each cell has {count} questions. The 95 % intervals (Wilson) at 100, 95 and 50 % right are {first}, "
+              f"{second} and {third}."]  # fmt: skip
     if not file.exists():
         file.write_text("# Diffusion methods on small trained models\n\n<!-- tables -->\n<!-- end of tables -->\n")
     into(file, "tables", lines)
