@@ -1,7 +1,8 @@
-"""Agreement of a draft head with its target: how often its first draft is the target's most likely next token.
+"""Agreement of a draft head with its target: how often its drafts are the target's most likely next tokens.
 
 Verification hides a checkpoint that was read wrongly: the drafts are rejected, and the text is still right. This check
-drafts after every token of a text, with the target's true features of the tokens before it.
+drafts after every token of a text, with the target's true features of the tokens before it. Some errors only show in
+the later drafts, so it reads several depths.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models.heads.contract import DraftHead, FeaturePairs, Head
+from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head
 from specjax.types import Appended, Array, Context, DraftOutput, Output, PyTree, Target
 
 
@@ -39,11 +40,18 @@ def read_text(target: Target, tokens: Sequence[int], heads: Sequence[DraftHead])
     return TargetText(text, best, hidden, pending, dict(zip(taps, streams, strict=True)))
 
 
-def agreement(target: Target, head: DraftHead, text: TargetText) -> float:
-    """Return the fraction of positions at which the head's most likely draft is the target's most likely token."""
+def agreement(target: Target, head: DraftHead, text: TargetText, depths: int = 4) -> tuple[float, ...]:
+    """Return the fractions of positions at which the head's most likely drafts are the target's most likely tokens.
+
+    The first one is of the first draft after each root, the next one of the second draft, and so on: as many as
+    `depths`, the longest chain of the head and the text allow. Each draft follows the text's own tokens, so an error at
+    one depth does not lower the later fractions.
+    """
+    depths = min(depths, head.head.max_depth or depths, text.tokens.shape[1] - 1)
     has_prompts = head.head.soft_prompts is not None
     features = prompted_features(target, head, text.tokens) if has_prompts else text.features(head.head)
-    return float(_agreement(target, head, text.tokens, text.best, text.pending, features))
+    hits = _agreement(target, head, text.tokens, text.best, text.pending, features, depths)
+    return tuple(map(float, hits))
 
 
 @functools.partial(jax.jit, static_argnames="taps")
@@ -84,22 +92,40 @@ def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Arr
     return output.hidden[:, size:].reshape(batch, size, -1)
 
 
-@jax.jit
-def _agreement(target: Target, head: DraftHead, tokens: Array, best: Array, pending: PyTree, features: Array) -> Array:
-    """Return the agreement float32[]."""
+@functools.partial(jax.jit, static_argnames="depths")
+def _agreement(
+    target: Target, head: DraftHead, tokens: Array, best: Array, pending: PyTree, features: Array, depths: int
+) -> Array:
+    """Return the agreement float32[depths]."""
     size, one, model = tokens.shape[1], jnp.ones((1,), jnp.int32), target.model
+    logits_of = lambda output: output.logits if isinstance(output, DraftOutput) else output
 
-    def is_right(carry, t):
-        """Draft the token of position t + 2, after the root at t + 1, and compare it with the target's."""
+    def hits(carry, t):
+        """Draft after the root at t + 1, along the text, and compare each draft with the target's token."""
         memory, cache = carry
         cache = model.commit(cache, pending, t[None, None], one)  # some heads run the target's own layers
         context = Context(tokens, one * (t + 2), target=target, cache=cache)
         pair = FeaturePairs(jax.lax.dynamic_slice_in_dim(features, t, 1, 1), context.root, one)
         memory = head.head.read(head.params, memory, pair, context)
-        _, output = head.head.start(head.params, memory, context, 2)
-        logits = output.logits if isinstance(output, DraftOutput) else output
-        return (memory, cache), jnp.argmax(logits[0], -1) == best[t + 1]
+        scratch, output = head.head.start(head.params, memory, context, depths)
+        drafts = [jnp.argmax(logits_of(output)[0], -1)]
+        for depth in range(1, depths):
+            scratch, output = head.head.follow(head.params, scratch, _text_node(tokens, t + 1, depth, depths), context)
+            drafts.append(jnp.argmax(logits_of(output)[0, 0], -1))
+        place = t + 1 + jnp.arange(depths)
+        is_inside = place < size
+        is_right = (jnp.stack(drafts) == best[jnp.minimum(place, size - 1)]) & is_inside
+        return (memory, cache), (is_right, is_inside)
 
     memory = head.head.init_memory(head.params, Context(tokens, one, target=target), 1, size + 1)
     carry = memory, model.init_cache(target.params, None, 1, size)
-    return jnp.mean(jax.lax.scan(is_right, carry, jnp.arange(size - 1))[1].astype(jnp.float32))
+    is_right, is_inside = jax.lax.scan(hits, carry, jnp.arange(size - 1))[1]
+    return jnp.sum(is_right, 0, dtype=jnp.float32) / jnp.sum(is_inside, 0, dtype=jnp.float32)
+
+
+def _text_node(tokens: Array, root: Array, depth: int, places: int) -> DraftedNodes:
+    """Return the token of the text at this depth below a root as a node of a chain."""
+    node = lambda value: jnp.full((1, 1), value, jnp.int32)
+    token = tokens[:, jnp.minimum(root + depth, tokens.shape[1] - 1)][:, None]
+    ancestors = (jnp.arange(places) > 0) & (jnp.arange(places) < depth)
+    return DraftedNodes(token, node(depth), jnp.int32(depth), node(depth - 1), ancestors[None, None])

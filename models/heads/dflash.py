@@ -117,9 +117,11 @@ class DFlashConfig:
     causal: Literal["no", "windowed", "all"] = "windowed"  # the layers that attend to earlier slots only
     embeds: bool = False  # has its own embedding; False: the target's
     own_head: bool = False  # has its own output layer; False: the target's
+    mask_embedding: bool = False  # has its own embedding of the mask; False: that of `mask_token`
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    capped_scale: float = 1.0  # multiplies the logits after the softcap
     markov: Literal["no", "vanilla", "gated", "rnn"] = "no"
     markov_rank: int = 256
     confidence: Literal["no", "state", "markov"] = "no"  # reads h, or also the Markov head's embedding
@@ -129,7 +131,7 @@ class DFlashConfig:
     candidates: int = 16  # candidates of the selector in each slot
     prefix_rank: int = 0  # rank of Domino's correction; 0: none
     prefix_state: int = 1024
-    pure_prefix: int = 1  # first slots that Domino does not correct
+    pure_prefix: int = 1  # first drafting slots that Domino does not correct
 
     @property
     def kind(self) -> str:
@@ -196,6 +198,8 @@ class DFlash(nnx.Module):
         shapes: dict[str, Any] = {"dtype": c.dtype, "rngs": rngs}
         size = c.vocab_size if config.own_head else config.vocab_size
         self.embed = table(config.vocab_size) if config.embeds else None
+        mask = jnp.zeros((c.width,), c.dtype)
+        self.mask_embedding = nnx.Param(mask) if config.mask_embedding else None
         self.fc = L.Linear(len(config.taps) * config.target_width, c.width, **shapes)
         self.hidden_norm, self.norm = norm(), norm()
         self.layers = nnx.List([BlockLayer(config, rngs) for _ in range(c.num_layers)])
@@ -234,9 +238,13 @@ class DFlash(nnx.Module):
         return kv.Pending(k, v, step.positions, kv.write_dependency(context))
 
     def states(self, tokens: Array, step: L.PassInputs, cache: kv.KVCache, context: Context) -> Array:
-        """Return the outputs [B, b, D] of a block's slots after the last norm, for tokens int32[B, b]."""
+        """Return the outputs [B, b, D] of a block's slots after the last norm, for tokens int32[B, b], root first."""
         c = self.config
-        x = embed(self.embed, tokens, context).astype(c.layer.dtype) * jnp.asarray(c.embedding_scale, c.layer.dtype)
+        x = embed(self.embed, tokens, context).astype(c.layer.dtype)
+        if self.mask_embedding is not None:  # all slots but the root's are masks
+            is_mask = (jnp.arange(tokens.shape[1]) > 0)[None, :, None]
+            x = jnp.where(is_mask, self.mask_embedding[...][None, None], x)
+        x *= jnp.asarray(c.embedding_scale, c.layer.dtype)
         windows = c.windows or (None,) * c.layer.num_layers
         blocks = [_with_window(layer, window, c.causal) for layer, window in zip(self.layers, windows, strict=True)]
         return self.norm(run_blocks(blocks, x, step, cache, c.layer)[0])
@@ -247,6 +255,7 @@ class DFlash(nnx.Module):
         logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
         logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
+        logits = logits * c.capped_scale
         if self.selector is None or c.candidates == c.vocab_size:
             return BlockSlots(h, logits)
         return BlockSlots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
@@ -259,7 +268,7 @@ class DFlash(nnx.Module):
             logits += correction
         if self.prefix is not None:
             state, correction = self.prefix(embed(self.embed, tokens, context).astype(h.dtype), h, state)
-            is_pure = slot + self.config.first < self.config.pure_prefix
+            is_pure = slot < self.config.pure_prefix
             logits += jnp.where(is_pure[:, :, None], 0.0, correction)
         if self.selector is not None:
             logits = self.selector(tokens, h, logits, candidates, self.config.vocab_size)
@@ -283,9 +292,8 @@ def _with_window(layer: BlockLayer, window: int | None, causal: str):
             mask &= ahead <= 0
         elif window is not None:
             mask &= ahead < window
-        return layer(
-            x, inputs._replace(shared=step.replace(mask=mask), settings=inputs.settings._replace(window=window))
-        )
+        settings = inputs.settings if window is None else inputs.settings._replace(window=window)
+        return layer(x, inputs._replace(shared=step.replace(mask=mask), settings=settings))
 
     return block
 
@@ -380,6 +388,8 @@ def _check(c: DFlashConfig) -> None:
         raise UsageError(f"candidates must be between 1 and the vocabulary size, {c.vocab_size}, not {c.candidates}")
     if c.windows and len(c.windows) != c.layer.num_layers:
         raise UsageError(f"windows has {len(c.windows)} entries for {c.layer.num_layers} layers")
+    if not 0 <= c.mask_token < c.vocab_size:
+        raise UsageError(f"mask_token must be below the vocabulary size, {c.vocab_size}, not {c.mask_token}")
     if c.max_depth < 1:
         raise UsageError(f"a block of {c.block_size} slots drafts nothing; block_size must be at least {c.first + 1}")
 

@@ -37,12 +37,14 @@ KINDS: dict[str, HeadKind] = {
 
 
 def format_changes(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes of a config as texts that `HeadKind.parse_change` reads."""
+    """Return changes of a config as texts that `HeadKind.parse_change` reads, with "none" for None and ()."""
 
     def text(value: Any) -> str:
+        if value is None or value == ():
+            return "none"
         if isinstance(value, bool):
             return "yes" if value else "no"
-        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return "+".join(map(text, value)) if isinstance(value, tuple) else str(value)
 
     return [f"{name}={text(value)}" for name, value in changes.items()]
 

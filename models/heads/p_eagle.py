@@ -66,8 +66,10 @@ class PEagle(Eagle3):
 def p_eagle_head(config: PEagleConfig) -> Head:
     """Return the functions of a P-EAGLE head. Its memory is that of an EAGLE-3 head.
 
-    Raises: UsageError for fewer than two depths.
+    Raises: UsageError for fewer than two depths, or a mask outside of the vocabulary.
     """
+    if not 0 <= config.mask_token < config.vocab_size:
+        raise UsageError(f"mask_token must be below the vocabulary size, {config.vocab_size}, not {config.mask_token}")
     if config.depths < 2:
         raise UsageError(
             f"depths must be at least 2, not {config.depths}; a head that drafts one token is an EAGLE-3 head"

@@ -117,13 +117,35 @@ def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):
     assert "vocab_size 300, and the vocabulary of the target tiny has 259" in refused(
         "generate", "ab", "--draft", tmp_path
     )
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
-    assert (
-        "the prompt has 4 tokens and --max-new-tokens is 250, over the draft head eagle's capacity of 200"
-        in refused("generate", "ab", "--draft", tmp_path, "--max-new-tokens", 250)
-    )
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     assert "is not a whole safetensors file" in refused("generate", "ab", "--draft", tmp_path)
+
+
+def test_the_length_of_a_head_limits_nothing_else(cli, saved, tmp_path):
+    config = json.loads((saved("eagle") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((saved("eagle") / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    result = cli("generate", "ab" * 9, "--draft", tmp_path, "--max-new-tokens", 12, "--compare", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["identical"] is True
+    assert result.err.count("the head was trained for texts of 16 tokens; in longer ones it reads the last 16") == 1
+
+
+def test_settings_of_a_head(cli, refused, saved):
+    folder = saved("dspark")
+    result = cli("inspect", folder, "--head-set", "from_anchor=no", "--head-set", "causal=all", "--json")
+    assert result.code == 0, result.err
+    shown = json.loads(result.out)
+    assert (shown["flags"]["from_anchor"], shown["flags"]["causal"]) == (False, "all")
+    assert len(shown["agreement_by_depth"]) == 3, "of four slots, the root's does not draft"
+    generate = lambda *flags: refused("generate", "ab", "--draft", folder, *flags)
+    assert '--draft: a dspark head has no setting "anchor"; it has taps' in generate("--head-set", "anchor=yes")
+    assert "--head-set from_anchor must be NAME=VALUE" in generate("--head-set", "from_anchor")
+    assert "--head-set causal is given twice" in generate("--head-set", "causal=all", "--head-set", "causal=no")
+    assert "--head-set is for a draft head, and --draft is not one" in refused(
+        "generate", "ab", "--draft", "draft", "--head-set", "causal=all"
+    )
+    assert "--head-set is for a draft head" in refused("generate", "ab", "--head-set", "causal=all")
 
 
 def test_heads_that_decide(cli, tmp_path):

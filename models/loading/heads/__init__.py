@@ -25,8 +25,9 @@ from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.families.unread_fields import describe_unread
 from specjax.models.loading.formats import hf, maxtext
 from specjax.models.loading.heads import registry, shipped, vocabulary
-from specjax.models.loading.heads.checkpoint_contents import HeadPlan, config_file, read_contents
+from specjax.models.loading.heads.checkpoint_contents import MASK_FILE, HeadPlan, config_file, read_contents
 from specjax.models.loading.heads.format import NEUTRAL
+from specjax.models.loading.heads.settings import names_of, override
 from specjax.models.loading.heads.target_fit import check_family, target_spec, trained_target
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.models.loading.tensors.assembly import Parameter, StoredTensor, fill, insert, refuse_tensors
@@ -47,6 +48,7 @@ class LoadedHead(NamedTuple):
     unused: tuple[str, ...]  # tensors that are not used
     trained_for: str | None  # the target, if its files name one
     max_positions: int | None  # longest text, as its files state
+    assumed: tuple[str, ...] = ()  # settings that its files leave open
 
     @property
     def kind(self) -> str:
@@ -57,7 +59,14 @@ class LoadedHead(NamedTuple):
         return sum(x.size for x in jax.tree.leaves(self.head.params) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def load_head(source: str | Path, target: Target, *, token_map: str | Path | None = None) -> DraftHead:
+def load_head(
+    source: str | Path,
+    target: Target,
+    *,
+    token_map: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+) -> DraftHead:
     """Load a draft head of `target` in the target's dtype.
 
     Args:
@@ -66,18 +75,28 @@ def load_head(source: str | Path, target: Target, *, token_map: str | Path | Non
         the formats.
       token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all ids: a .pt file, or
         "org/name/file.pt" on the hub.
+      settings: what the files do not state or state wrongly, for example `{"from_anchor": True}`. `specjax inspect`
+        shows the settings of a head.
+      tokenizer: the target's, whose mask token counts if the files name none.
 
     Warns: CheckpointWarning that names the fields of its config that are not read and can change its drafts.
 
-    Raises: UsageError for files that are missing, broken or do not fit the target.
+    Raises: UsageError for files that are missing, broken or do not fit the target, or for settings that the head lacks.
     """
-    loaded = read_head(source, target, token_map=token_map)
+    loaded = read_head(source, target, token_map=token_map, settings=settings, tokenizer=tokenizer)
     for note in loaded.unread:
         warnings.warn(note, CheckpointWarning, stacklevel=2)
     return loaded.head
 
 
-def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.ndarray | None = None) -> LoadedHead:
+def read_head(
+    source: str | Path,
+    target: Target,
+    *,
+    token_map: str | Path | np.ndarray | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+) -> LoadedHead:
     """Load a head like `load_head`, and report facts about its files. token_map: also an array of ids."""
     path, spec = resolve(source), target_spec(target)
     with guarded_read(path):
@@ -92,15 +111,27 @@ def read_head(source: str | Path, target: Target, *, token_map: str | Path | np.
         if token_map is not None and not head_format.takes_token_map:
             raise UsageError(f"{path} is a {head_format.kinds[0]} head, which takes no token map; leave it out")
         ids = vocabulary.read_token_map(token_map, spec.vocab_size) if isinstance(token_map, str | Path) else token_map
-        plan = head_format.plan(contents._replace(token_map=ids), dialect, spec)
+        changes = {head_format.spellings.get(name, name): value for name, value in (settings or {}).items()}
+        contents = contents._replace(token_map=ids, changes=changes, tokenizer=tokenizer)
+        plan = _overridden(head_format.plan(contents, dialect, spec), changes, spec.num_layers)
         leaves, unused = _leaves(plan, path)
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))
     layer, trained_for = getattr(plan.config, "layer", None), trained_target(contents)
     unread = describe_unread(contents.config, {**NEUTRAL, **head_format.neutral})
     return LoadedHead(
         head, dialect, plan.flags, plan.notes, unread, len(contents.tensors), unused, trained_for,
-        layer and layer.max_positions,
+        layer and layer.max_positions, plan.assumed,
     )  # fmt: skip
+
+
+def _overridden(plan: HeadPlan, changes: Mapping[str, Any], num_layers: int) -> HeadPlan:
+    """Return a plan with other settings. Raises: UsageError for settings that the head lacks."""
+    if not changes:
+        return plan
+    names = names_of(plan.config, plan.flags)
+    config = override(plan.kind, plan.config, changes, names, num_layers)
+    flags = {name: getattr(config, name, value) for name, value in plan.flags.items()}
+    return plan._replace(config=config, flags=flags, assumed=tuple(x for x in plan.assumed if x not in changes))
 
 
 def recognise(source: str | Path) -> tuple[str, str] | None:
@@ -129,7 +160,7 @@ def resolve(source: str | Path) -> Path:
         return shipped.find_folder(str(source))
     if path.exists() or not _is_id(source):
         raise UsageError(f'there is no folder "{source}", and it is not a hub id like "org/name" either')
-    folder = hf.download(str(source))
+    folder = hf.download(str(source), (*hf.DOWNLOADED_FILES, MASK_FILE))
     return (
         folder
         if any(folder.glob(f"*{hf.SAFETENSORS_SUFFIX}"))
@@ -179,5 +210,6 @@ def _assemble(plan: HeadPlan, leaves: list[Parameter]) -> PyTree:
         read = {leaf.keys: fill(leaf, plan.tensors, pool) for leaf in leaves}
     for keys, struct in _parameters(plan):
         array = plan.arrays.get(".".join(map(str, keys)))
+        array = array(plan.config) if callable(array) else array
         insert(params, keys, read[keys] if array is None else jnp.asarray(array, struct.dtype))
     return params

@@ -15,11 +15,16 @@ from specjax.files.untrusted import check_folder, quote, read_json_object
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import hf
+from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.tensors import TensorLocation, bytes_of
 from specjax.types import Array
 
 Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
 """Regular expressions and their replacements, which rename the tensors of a file to the names of a format's table."""
+
+
+MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
+"""The input of block drafters in place of the mask token's embedding, and the file that some writers store it in."""
 
 
 class Contents(NamedTuple):
@@ -29,6 +34,8 @@ class Contents(NamedTuple):
     config: ConfigFields
     tensors: dict[str, TensorLocation]
     token_map: np.ndarray | None = None  # int64[n], ids to which the user restricts the draft vocabulary
+    changes: Mapping[str, Any] = {}  # settings of the head that the user overrides, by name
+    tokenizer: Any = None  # of the target
 
 
 class Tensors(dict[str, TensorLocation]):
@@ -54,9 +61,11 @@ class HeadPlan(NamedTuple):
     table: Mapping[str, str]  # tensor names by parameter path; `*` stands for a number, `*+1` for the next number
     tensors: Tensors
     flags: Mapping[str, Any]  # detected properties, for reports
-    arrays: Mapping[str, np.ndarray | Array] = {}  # parameters that are not read from a tensor of the file
+    arrays: Mapping[str, np.ndarray | Array | Callable[[Any], np.ndarray]] = {}
+    """Parameters that are not read from a tensor of the file, or functions that return them for a config."""
     notes: tuple[str, ...] = ()  # assumptions, for reports
     unused: tuple[str, ...] = ()  # patterns of tensors that are ignored
+    assumed: tuple[str, ...] = ()  # settings that the files leave open
 
 
 def read_contents(folder: Path) -> Contents:
@@ -74,10 +83,17 @@ def read_contents(folder: Path) -> Contents:
     tensors: dict[str, TensorLocation] = {}
     for file in _files(folder):
         for name, tensor in hf.read_tensors(file, integers=True).items():
-            first = tensors.setdefault(name, tensor)
-            if first is not tensor:
-                raise UsageError(f"{folder} has {quote(name)} twice, in {first.file.name} and {file.name}; remove one")
+            _add(tensors, name, tensor, folder)
+    if (folder / MASK_FILE).exists():
+        _add(tensors, MASK, torch_file.read_vector(folder / MASK_FILE), folder)
     return Contents(folder, ConfigFields(config, str(where)), tensors)
+
+
+def _add(tensors: dict[str, TensorLocation], name: str, tensor: TensorLocation, folder: Path) -> None:
+    """Add a tensor to a table. Raises: UsageError if the table has one of this name."""
+    first = tensors.setdefault(name, tensor)
+    if first is not tensor:
+        raise UsageError(f"{folder} has {quote(name)} twice, in {first.file.name} and {tensor.file.name}; remove one")
 
 
 def config_file(folder: Path) -> Path:
@@ -89,7 +105,7 @@ def config_file(folder: Path) -> Path:
 def _files(folder: Path) -> list[Path]:
     if any(folder.glob(f"*{hf.SAFETENSORS_SUFFIX}")) or (folder / hf.TORCH_FILE).exists():
         return hf.weight_files(folder)
-    adapter, lone = folder / "adapter_model.bin", sorted(folder.glob("*.pt"))
+    adapter, lone = folder / "adapter_model.bin", sorted(file for file in folder.glob("*.pt") if file.name != MASK_FILE)
     if adapter.exists() or lone:
         return [adapter] if adapter.exists() else lone
     return hf.weight_files(folder)

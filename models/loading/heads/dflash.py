@@ -8,17 +8,28 @@ kind of a head. `target_layer_ids` (z-lab and others) numbers outputs of layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.dflash import DFlashConfig, default_taps, dflash_head
-from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields
+from specjax.models.heads.dflash import DFlashConfig, default_taps
+from specjax.models.loading.families.config_fields import HEADS, WIDTH
 from specjax.models.loading.heads import vocabulary
+from specjax.models.loading.heads.block_fields import (
+    BlockFields,
+    is_dspark,
+    read_anchor,
+    read_attention,
+    read_scales,
+    read_taps,
+)
 from specjax.models.loading.heads.checkpoint_contents import (
+    MASK,
     Contents,
     HeadPlan,
     Rules,
@@ -30,7 +41,9 @@ from specjax.models.loading.heads.checkpoint_contents import (
 )
 from specjax.models.loading.heads.describing import describe_layers, describe_verifier
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
-from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, resolve_taps, take_embedding
+from specjax.models.loading.heads.mask_tokens import read_mask_token
+from specjax.models.loading.heads.settings import HeadVariant, change_config, tap_variants
+from specjax.models.loading.heads.target_fit import TargetSpec, check_equal, layer_config, take_embedding
 from specjax.types import Array
 
 TABLE = {
@@ -45,6 +58,7 @@ TABLE = {
         f"layers.*.{part}_conv.projection.weight": f"layers.*.{part}_conv.kernel_projection.weight"
         for part in ("attention", "mlp")
     },
+    "mask_embedding": MASK,
     "markov.w1.weight": "markov_head.markov_w1.weight",
     "markov.w2.weight": "markov_head.markov_w2.weight",
     **{
@@ -65,11 +79,20 @@ TABLE = {
     "prefix.wide.weight": "embed_proj.2.weight",
 }
 
+SPELLINGS = {
+    "sample_from_anchor": "from_anchor", "mask_token_id": "mask_token", "selector_top_k": "candidates",
+    "input_embedding_scale": "embedding_scale", "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "softcap", "pure_draft_prefix_len": "pure_prefix",
+}  # fmt: skip
+"""Settings by the names of config.json."""
+
 UNUSED = (r"verifier_", r".*rotary_emb\.inv_freq$", r"g_proj\.", r"aux_hidden_norms\.")
 
 RULES: Rules = (
     (r"^model\.", ""),  # NeMo Automodel
     (r"^logit_head\.", ""),  # early Domino
+    (r"^encoder\.fc\.", "fc."),  # assistants of Muse Glimmer
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
     (r"^(markov_w\d|gate_proj|joint_proj)\.", r"markov_head.\1."),  # Model-Optimizer
     (r"^confidence_proj\.", "confidence_head.proj."),
 )
@@ -80,13 +103,15 @@ def dialect_of(contents: Contents) -> str | None:
     c, names = contents.config, contents.tensors
     if c.has("speculators_model_type"):
         return "speculators" if c.text("speculators_model_type") in ("dflash", "dflash2", "dspark") else None
-    plain = {name.removeprefix("model.") for name in names}
+    plain = set(names)
+    for pattern, replacement in RULES:
+        plain = {re.sub(pattern, replacement, name) for name in plain}
     is_block = {"fc.weight", "hidden_norm.weight"} <= plain and any(re.match(r"layers\.0\.", name) for name in plain)
     if not is_block:
         return None
     if any(re.match(r"(markov_w\d|confidence_proj)\.", name) for name in names):
         return "modelopt"
-    return "zlab" if c.has("dflash_config") else "deepspec"
+    return "deepspec" if is_dspark(c) and not c.has("dflash_config") else "zlab"
 
 
 def kind_of(contents: Contents) -> str:
@@ -102,103 +127,79 @@ def kind_of(contents: Contents) -> str:
 def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     """Map the tensors to parameters. Raises: UsageError for inconsistent files, or a head of another target."""
     c, folder, where = contents.config, contents.folder, contents.config.where
-    nested = _NestedFields(c, c.subfields("dflash_config"))
+    notes: list[str] = []
+    block = BlockFields(contents, notes)
+    block.refuse_unsupported()
     tensors = rename_tensors(contents, RULES)
     fields = c.subfields("transformer_layer_config") if dialect == "speculators" else c
     count = count_indices(tensors, r"layers\.(\d+)\.")
     layer = layer_config(fields, tensors, "layers.0.self_attn", count, spec, windows=False)
     split_fused(tensors, layer)
     check_equal(where, "vocab_size", layer.vocab_size, spec.vocab_size, f"the vocabulary of {spec.name} has")
-    notes: list[str] = []
     embeds, own_head = take_embedding(tensors, spec, notes), "lm_head.weight" in tensors
     size = tensors["lm_head.weight"].shape[0] if own_head else spec.vocab_size
     if not own_head or not embeds:
         check_equal(where, "hidden_size", layer.width, spec.width, f"the width of the target {spec.name} is")
     ids = vocabulary.take_drafted_ids(tensors, size, spec.vocab_size, folder)
-    arrays: dict[str, np.ndarray | Array] = {}
+    arrays: dict[str, np.ndarray | Array | Callable] = {}
     if ids is not None:
         arrays["vocabulary.place"] = vocabulary.place_table(ids, spec.vocab_size)
+    default_size = 8 if dialect == "speculators" else 16  # of the writers
+    has_mask = MASK in tensors  # then no slot reads an embedding of the mask token
     config = DFlashConfig(
         layer=dataclasses.replace(layer, vocab_size=size),
-        taps=_taps(contents, nested, tensors, spec, notes),
+        taps=read_taps(block, contents, tensors, spec, lambda n: default_taps(spec.num_layers, n)),
         target_width=spec.width,
         vocab_size=spec.vocab_size,
-        block_size=nested.fields_of("block_size").size("block_size", 8, maximum=HEADS),
-        mask_token=nested.fields_of("mask_token_id").size("mask_token_id", minimum=0, maximum=ROWS),
-        from_anchor=_from_anchor(nested, dialect, tensors),
-        windows=_windows(fields),
-        causal="no" if not c.flag("is_causal", True) or c.flag("sliding_window_non_causal") else "windowed",
+        block_size=block.of("block_size").size("block_size", default_size, maximum=HEADS),
+        mask_token=0 if has_mask else read_mask_token(contents, (block.inner, block.top), notes),
+        mask_embedding=has_mask,
+        from_anchor=read_anchor(block, dialect, kind_of(contents)),
         embeds=embeds,
         own_head=own_head,
-        logit_scale=c.number("output_multiplier", 1.0),
-        softcap=c.number("final_logit_softcapping", None),
-        **_corrections(nested, tensors, layer.width),
+        **read_attention(block, fields, count),
+        **read_scales(block, spec, own_head),
+        **_corrections(block, tensors, layer.width),
     )
     check_equal(where, "mask_token_id", min(config.mask_token, spec.vocab_size - 1), config.mask_token,
                 f"the target has {spec.vocab_size} ids, so it cannot be")  # fmt: skip
     if config.confidence != "no":
-        temperatures = c.array("confidence_temperatures", (int, float)) or [1.0] * config.max_depth
-        check_equal(where, "confidence_temperatures of slots", len(temperatures), config.max_depth, "a block drafts in")
-        arrays["confidence.temperatures"] = np.asarray(temperatures, np.float32)
+        arrays["confidence.temperatures"] = functools.partial(_temperatures, block)
     names = (
-        "taps", "block_size", "mask_token", "from_anchor", "windows", "causal", "embeds", "own_head", "markov",
-        "confidence", "conv_taps", "selector_rank", "prefix_rank",
+        "taps", "block_size", "mask_token", "mask_embedding", "from_anchor", "windows", "causal", "embeds", "own_head",
+        "embedding_scale", "logit_scale", "softcap", "capped_scale", "markov", "confidence", "conv_taps",
+        "selector_rank", "candidates", "prefix_rank", "pure_prefix",
     )  # fmt: skip
     flags = {name: getattr(config, name) for name in names} | {"draft_vocab_size": size}
-    return HeadPlan(config.kind, dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED)
+    return HeadPlan(
+        config.kind, dialect, config, TABLE, tensors, flags, arrays, tuple(notes), UNUSED, tuple(block.assumed)
+    )
 
 
-class _NestedFields:
-    """Fields of config.json that are at the top level or, in some dialects, in `dflash_config`."""
+def _temperatures(block: BlockFields, config: DFlashConfig) -> np.ndarray:
+    """Return the temperatures of the confidence float32[max_depth]. They are 1 if settings change the number of slots.
 
-    def __init__(self, top: ConfigFields, inner: ConfigFields):
-        self.top, self.inner = top, inner
-
-    def fields_of(self, name: str) -> ConfigFields:
-        """Return the fields that contain `name`; the top level if none does."""
-        return self.inner if self.inner.has(name) and not self.top.has(name) else self.top
-
-
-def _taps(
-    contents: Contents, nested: _NestedFields, tensors: Tensors, spec: TargetSpec, notes: list[str]
-) -> tuple[int, ...]:
-    field = ""
-    ids: list[int] = []
-    for name, plus in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        fields = nested.fields_of(name)
-        if not ids and fields.has(name):
-            field, ids = fields.prefix + name, [i + plus for i in fields.array(name, int)]
-    return resolve_taps(contents, tensors, spec, ids, field, lambda n: default_taps(spec.num_layers, n), notes)
+    Raises: UsageError for another number of them.
+    """
+    values = block.top.array("confidence_temperatures", (int, float))
+    if not values or (len(values) != config.max_depth and block.changes):
+        return np.ones(config.max_depth, np.float32)
+    named = "confidence_temperatures of slots"
+    check_equal(block.top.where, named, len(values), config.max_depth, "a block drafts in")
+    return np.asarray(values, np.float32)
 
 
-def _from_anchor(nested: _NestedFields, dialect: str, tensors: Tensors) -> bool:
-    """Return True if the slot of the root drafts. DeepSpec's configs have no field for it; their blocks always do."""
-    for name in ("sample_from_anchor", "shift_label"):
-        if nested.fields_of(name).has(name):
-            return nested.fields_of(name).flag(name)
-    has_markov = "markov_head.markov_w1.weight" in tensors
-    return dialect == "deepspec" or has_markov
-
-
-def _windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    kinds = fields.array("layer_types", str)
-    if "sliding_attention" not in kinds:
-        return ()
-    window = fields.size("sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _corrections(nested: _NestedFields, tensors: Tensors, width: int) -> dict[str, Any]:
+def _corrections(block: BlockFields, tensors: Tensors, width: int) -> dict[str, Any]:
     """Return the fields of DFlashConfig for the corrections that have tensors."""
     shape = lambda name: tensors[name].shape if name in tensors else ()
     fields: dict[str, Any] = {}
     if len(w1 := shape("markov_head.markov_w1.weight")) == 2:
         kinds = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
         kind = next((kind for name, kind in kinds.items() if name in tensors), "vanilla")
-        named = nested.fields_of("markov_head_type").text("markov_head_type", kind)
+        named = block.of("markov_head_type").text("markov_head_type", kind)
         if named != kind:
             raise UsageError(
-                f'{nested.top.where} has markov_head_type "{named}", and the file has the tensors of {kind}'
+                f'{block.top.where} has markov_head_type "{named}", and the file has the tensors of {kind}'
             )
         fields |= {"markov": kind, "markov_rank": w1[1]}
     if len(proj := shape("confidence_head.proj.weight")) == 2:
@@ -208,31 +209,38 @@ def _corrections(nested: _NestedFields, tensors: Tensors, width: int) -> dict[st
         groups = max(dynamic[0] // max(2 * base[1], 1), 1)
         fields |= {"conv_taps": base[1], "conv_group": max(width // groups, 1)}
     if len(book := shape("candidate_selector.predecessor_codebook")) == 2:
-        candidates = nested.fields_of("selector_top_k").size("selector_top_k", 16, maximum=WIDTH)
+        candidates = block.of("selector_top_k").size("selector_top_k", 16, maximum=WIDTH)
         fields |= {"selector_rank": book[1], "candidates": candidates}
     narrow, states = shape("embed_proj.0.weight"), shape("prefix_gru.weight_hh_l0")
     if len(narrow) == 2 and len(states) == 2:
-        pure = nested.fields_of("pure_draft_prefix_len").size("pure_draft_prefix_len", 1, minimum=0, maximum=HEADS)
+        pure = block.of("pure_draft_prefix_len").size("pure_draft_prefix_len", 0, minimum=0, maximum=HEADS)
         fields |= {"prefix_rank": narrow[0], "prefix_state": states[1], "pure_prefix": pure}
     return fields
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+def variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
     """Return other interpretations of the same tensors, by the error that they would fix."""
-    config, heads = head.head.config, {}
-    for step, meaning in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
-        taps = tuple(tap + step for tap in config.taps)
-        if all(0 <= tap <= num_layers for tap in taps):
-            other = head.replace(head=dflash_head(dataclasses.replace(config, taps=taps)))
-            heads[f"its layer ids count {meaning}; as streams, 0 the embedding, they are {list(taps)}"] = other
-    return heads
+    config = head.head.config
+    root = "the slot of the root drafts the first token" if config.first else "the first mask drafts the first token"
+    heads = [change_config(head, {"from_anchor": not config.from_anchor}, root)]
+    windowed = any(window is not None for window in config.windows)
+    sides = {"no": "see both sides", "windowed": "see earlier slots only if they have windows", "all": "are causal"}
+    for causal, meaning in sides.items():
+        if causal != config.causal and (windowed or {causal, config.causal} != {"no", "windowed"}):
+            heads.append(change_config(head, {"causal": causal}, f"the slots of a block {meaning}"))
+    if windowed:
+        heads.append(change_config(head, {"windows": ()}, "its layers have no windows"))
+    if config.prefix_rank:
+        pure = int(not config.pure_prefix)
+        heads.append(change_config(head, {"pure_prefix": pure}, f"{pure} first slots are not corrected"))
+    return heads + tap_variants(head, num_layers)
 
 
 def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
     """Return config.json. Raises: UsageError for a head that the layout cannot represent."""
     is_zlab, kind = layout == "zlab", config.kind
-    if config.causal == "all" or config.embedding_scale != 1.0:
-        raise UsageError(f"the layout {layout} has no causal blocks or scaled embeddings")
+    if not is_zlab and (config.causal == "all" or config.embedding_scale != 1.0 or config.mask_embedding):
+        raise UsageError("the layout speculators has no causal blocks, scaled embeddings or masks; save it as zlab")
     if kind == "domino" and not is_zlab:
         raise UsageError("the layout speculators has no Domino head; save it as zlab")
     windows = {window for window in config.windows if window is not None}
@@ -241,7 +249,7 @@ def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any
     layers = describe_layers(config.layer) | {"vocab_size": config.vocab_size}
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in config.windows]
-        layers |= {"sliding_window": windows.pop(), "layer_types": kinds}
+        layers |= {"sliding_window": windows.pop(), "use_sliding_window": True, "layer_types": kinds}
     described = {
         "draft_vocab_size": config.layer.vocab_size if config.own_head else config.vocab_size,
         "block_size": config.block_size,
@@ -249,19 +257,28 @@ def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any
         "sliding_window_non_causal": config.causal == "no",
         "tie_word_embeddings": False,
     } | _described_corrections(config, info)
-    if config.logit_scale != 1.0 or config.softcap is not None:
-        described |= {"output_multiplier": config.logit_scale, "final_logit_softcapping": config.softcap}
+    scales = _described_scales(config)
     architecture = {
         "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
         "domino": "DominoDraftModel",
     }[kind]  # fmt: skip
     if is_zlab:
-        inner = {"mask_token_id": config.mask_token, "target_layer_ids": [tap - 1 for tap in config.taps]}
+        inner = {"mask_token_id": config.mask_token, "target_layer_ids": [tap - 1 for tap in config.taps]} | scales
         named = {"architectures": [architecture], "base_model_name_or_path": info.target}
-        return layers | named | described | {"dflash_config": inner}
+        causal = {"is_causal": True} if config.causal == "all" else {}
+        return layers | named | described | causal | {"dflash_config": inner}
     streams = {"mask_token_id": config.mask_token, "aux_hidden_state_layer_ids": list(config.taps)}
     verifier = describe_verifier(kind, architecture, info)
-    return verifier | {"transformer_layer_config": layers} | described | streams
+    return verifier | {"transformer_layer_config": layers} | described | streams | scales
+
+
+def _described_scales(config: DFlashConfig) -> dict[str, Any]:
+    """Return the factors that differ from their defaults."""
+    values = {
+        "input_embedding_scale": (config.embedding_scale, 1.0), "output_multiplier": (config.logit_scale, 1.0),
+        "final_logit_softcapping": (config.softcap, None), "logit_scale": (config.capped_scale, 1.0),
+    }  # fmt: skip
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _described_corrections(config: DFlashConfig, info: SaveInfo) -> dict[str, Any]:
@@ -291,7 +308,8 @@ def _described_corrections(config: DFlashConfig, info: SaveInfo) -> dict[str, An
 
 SHOWN = shown(
     "conv_group_size", "conv_kernel_size", "confidence_head_with_markov", "draft_vocab_size", "emb_dim",
-    "enable_confidence_head", "gru_hidden_dim", "markov_rank", "projector_type", "selector_rank",
+    "enable_confidence_head", "gru_hidden_dim", "has_embed_tokens", "has_lm_head", "loss_decay_gamma", "markov_rank",
+    "num_anchors", "projector_type", "selector_rank", "use_confidence_head", "confidence_head_alpha",
 )  # fmt: skip
 
 FORMAT = HeadFormat(
@@ -304,4 +322,5 @@ FORMAT = HeadFormat(
     kind_of=kind_of,
     variants=variants,
     neutral=SHOWN,
+    spellings=SPELLINGS,
 )

@@ -16,7 +16,6 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.eagle3 import Eagle3Config, default_taps
-from specjax.models.heads.kinds import KINDS
 from specjax.models.loading.families.config_fields import ROWS, WIDTH, ConfigFields
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.checkpoint_contents import (
@@ -33,6 +32,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
 )
 from specjax.models.loading.heads.describing import describe_layers, describe_verifier
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.settings import HeadVariant, change_config, tap_variants
 from specjax.models.loading.heads.target_fit import (
     TargetSpec,
     check_equal,
@@ -179,7 +179,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     }
     return HeadPlan(
         "eagle3", dialect, config, TABLE, tensors, flags | {"draft_vocab_size": size}, arrays,
-        tuple(notes), UNUSED,
+        tuple(notes), UNUSED, _assumed(c, dialect),
     )  # fmt: skip
 
 
@@ -208,33 +208,48 @@ def _norm_before_residual(c: ConfigFields, dialect: str, notes: list[str]) -> bo
 
 
 def _norm_output(c: ConfigFields, dialect: str, tensors: Tensors, notes: list[str]) -> bool:
-    """Read a flag that older SpecForge heads set for their final norm, which all heads have."""
-    if dialect == "specforge" and c.flag("norm_output") and "fc_norm.0.weight" not in tensors:
-        notes.append(f"{c.where} has norm_output without fc_norm; assumed to be the norm before the output layer")
-        return False
-    return c.flag("norm_output")
+    """Read a flag with two meanings in SpecForge.
+
+    Until September 2026 it is the norm before the output layer, which all heads have. Later it feeds that norm's output
+    back. Only heads of EAGLE-3.1 can mean the latter.
+    """
+    if dialect != "specforge" or not c.flag("norm_output"):
+        return c.flag("norm_output")
+    fed_back = "fc_norm.0.weight" in tensors
+    meaning = (
+        "feeds the last norm's output back, as SpecForge since September 2026"
+        if fed_back
+        else ("is the norm before the output layer, since there is no fc_norm")
+    )
+    notes.append(f"{c.where} has norm_output true; assumed that it {meaning} (--head-set norm_output=... overrides it)")
+    return fed_back
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+def _assumed(c: ConfigFields, dialect: str) -> tuple[str, ...]:
+    """Return the settings that the files leave open."""
+    is_open = {
+        "norm_output": dialect == "specforge" and c.flag("norm_output"),
+        "norm_before_residual": dialect == "speculators" and not c.has("norm_before_residual"),
+    }
+    return tuple(name for name, is_so in is_open.items() if is_so)
+
+
+def variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
     """Return other interpretations of the same tensors, by the error that they would fix."""
-    config = head.head.config
-    functions = KINDS[head.head.kind].head
-    other = lambda **changes: head.replace(head=functions(dataclasses.replace(config, **changes)))
-    flipped = not config.norm_before_residual
-    heads = {f"norm_before_residual should be {str(flipped).lower()}": other(norm_before_residual=flipped)}
-    for step, meaning in ((1, "outputs of layers"), (-1, "streams, and were read as outputs of layers")):
-        taps = tuple(tap + step for tap in config.taps)
-        if all(0 <= tap <= num_layers for tap in taps):
-            heads[f"its layer ids count {meaning}; as streams, 0 the embedding, they are {list(taps)}"] = other(
-                taps=taps
-            )
+    config, heads = head.head.config, []
+    for name in ("norm_before_residual", "norm_output"):
+        flipped = not getattr(config, name)
+        heads.append(change_config(head, {name: flipped}, f"{name} should be {str(flipped).lower()}"))
+    if config.layer.window is not None:
+        heads.append(change_config(head, {"layer.window": None}, "its layers have no window"))
+    heads += tap_variants(head, num_layers)
     if config.is_trimmed:
         size = config.layer.vocab_size
         ids = vocabulary.place_ids(np.asarray(head.params["vocabulary"]["place"]), size) - np.arange(size)
         if ids.min() >= 0 and len(np.unique(ids)) == size:
             place = vocabulary.place_table(ids, config.vocab_size)
             params = head.params | {"vocabulary": {"place": place}}
-            heads["its d2t has the target's ids, not differences"] = head.replace(params=params)
+            heads.append(HeadVariant("its d2t has the target's ids, not differences", head.replace(params=params)))
     return heads
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.falcon import FalconConfig, falcon_head
+from specjax.models.heads.falcon import FalconConfig
 from specjax.models.loading.heads import eagle
 from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
@@ -19,6 +19,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
 )
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
+from specjax.models.loading.heads.settings import HeadVariant, change_config
 from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config, take_embedding
 
 TABLE = {
@@ -69,13 +70,11 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     return HeadPlan("falcon", dialect, config, TABLE, tensors, flags, notes=tuple(notes), unused=eagle.UNUSED)
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+def variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
     """Return other interpretations of the same tensors, by the error that they would fix."""
-    c: FalconConfig = head.head.config
-    other = dataclasses.replace(c, carries=not c.carries)
-    reading = "carries its state along the text" if other.carries else "reads each pair alone"
-    reason = f'its LSTM {reading}: set "{CARRIES}": {str(other.carries).lower()} in its config.json'
-    return {reason: head.replace(head=falcon_head(other))}
+    carries = not head.head.config.carries
+    reading = "carries its state along the text" if carries else "reads each pair alone"
+    return [change_config(head, {"carries": carries}, f"its LSTM {reading}")]
 
 
 def describe(config: FalconConfig, layout: str, info: SaveInfo) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.families.unread_fields import ANY
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules
+from specjax.models.loading.heads.settings import HeadVariant
 from specjax.models.loading.heads.target_fit import TargetSpec
 from specjax.types import PyTree
 
@@ -37,8 +38,8 @@ class SaveInfo(NamedTuple):
     params: PyTree
 
 
-def _no_variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
-    return {}
+def _no_variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
+    return []
 
 
 class HeadFormat(NamedTuple):
@@ -54,7 +55,7 @@ class HeadFormat(NamedTuple):
 
     `kind_of(contents) -> str` returns the kind, for formats of several kinds.
 
-    `variants(head, num_layers) -> {reason: head}` returns other interpretations of the same tensors. The self-check
+    `variants(head, num_layers) -> [HeadVariant]` returns other interpretations of the same tensors. The self-check
     tries them if the head hardly agrees with its target.
     """
 
@@ -65,7 +66,8 @@ class HeadFormat(NamedTuple):
     layouts: Mapping[str, Rules | Callable[[Any], Rules]]  # for writing: renames of the table's names, or by the config
     describe: Callable[[Any, str, SaveInfo], dict[str, Any]]
     kind_of: Callable[[Contents], str] | None = None  # None: the only kind
-    variants: Callable[[DraftHead, int], dict[str, DraftHead]] = _no_variants
+    variants: Callable[[DraftHead, int], list[HeadVariant]] = _no_variants
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # shapes in files that differ from the parameter's
     takes_token_map: bool = False  # True: a list of ids can restrict the vocabulary that the head drafts
     neutral: Mapping[str, Any] = MappingProxyType({})  # fields that need no reader with this value, see `shown`
+    spellings: Mapping[str, str] = MappingProxyType({})  # settings by other names, such as those of config.json

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.kangaroo import KangarooConfig, kangaroo_head
+from specjax.models.heads.kangaroo import KangarooConfig
 from specjax.models.loading.families.config_fields import LAYERS
 from specjax.models.loading.heads.checkpoint_contents import (
     Contents,
@@ -19,6 +19,7 @@ from specjax.models.loading.heads.checkpoint_contents import (
 )
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
+from specjax.models.loading.heads.settings import HeadVariant, change_config
 from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, layer_config
 
 TABLE = {
@@ -53,7 +54,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     split_fused(tensors, layer)
     check_fits_target(where, layer.width, layer.vocab_size, spec)
     exit_layer = c.size("exit_layer", AUTHORS_EXIT, maximum=LAYERS)
-    if exit_layer > spec.num_layers:
+    if exit_layer > spec.num_layers and "exit_layer" not in contents.changes:
         field = "exit_layer" if c.has("exit_layer") else "the default exit_layer"
         raise UsageError(
             f"{where} has {field} {exit_layer}, and {spec.name} has {spec.num_layers} layers; choose a head of this "
@@ -67,19 +68,19 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
         )
     config = KangarooConfig(dataclasses.replace(layer, vocab_size=spec.vocab_size), exit_layer)
     return HeadPlan(
-        "kangaroo", dialect, config, TABLE, tensors, {"exit_layer": exit_layer}, notes=tuple(notes), unused=UNUSED
-    )
+        "kangaroo", dialect, config, TABLE, tensors, {"exit_layer": exit_layer}, notes=tuple(notes), unused=UNUSED,
+        assumed=("exit_layer",) if notes else (),
+    )  # fmt: skip
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+def variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
     """Return other interpretations of the same tensors, by the error that they would fix."""
-    config = head.head.config
-    return {
-        f"it drafts after layer {layer} of the target, but was read with layer {config.exit_layer}; write exit_layer "
-        f"{layer} into its config.json": head.replace(head=kangaroo_head(dataclasses.replace(config, exit_layer=layer)))
-        for layer in NEARBY
-        if layer <= num_layers and layer != config.exit_layer
-    }
+    layer = head.head.config.exit_layer
+    return [
+        change_config(head, {"exit_layer": other}, f"it drafts after layer {other} of the target, not after {layer}")
+        for other in NEARBY
+        if other <= num_layers and other != layer
+    ]
 
 
 def describe(config: KangarooConfig, layout: str, info: SaveInfo) -> dict[str, Any]:

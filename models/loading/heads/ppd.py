@@ -13,6 +13,7 @@ from specjax.models.heads.ppd import PpdConfig
 from specjax.models.loading.families.config_fields import HEADS
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Rules, rename_tensors
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
+from specjax.models.loading.heads.settings import HeadVariant
 from specjax.models.loading.heads.target_fit import TargetSpec, check_equal
 
 TABLE = {"prompts.weight": "prompt_embeddings"}
@@ -73,13 +74,14 @@ def _check_aggregation(contents: Contents, copies: int) -> None:
         raise UsageError(f"{c.where} has aggregation_type {quote(aggregation)}, and only mean is supported")
 
 
-def variants(head: DraftHead, num_layers: int) -> dict[str, DraftHead]:
+def variants(head: DraftHead, num_layers: int) -> list[HeadVariant]:
     """Return other interpretations of the same tensors, by the error that they would fix."""
     c, rows = head.head.config, head.params["prompts"]["weight"]
     if c.copies == 1:
-        return {}
+        return []
     other = jnp.swapaxes(rows.reshape(c.copies, c.num_prompts, c.width), 0, 1).reshape(rows.shape)
-    return {"the prompts of one copy are stored together": head.replace(params={"prompts": {"weight": other}})}
+    reason = "the prompts of one copy are stored together"
+    return [HeadVariant(reason, head.replace(params={"prompts": {"weight": other}}))]
 
 
 def describe(config: PpdConfig, layout: str, info: SaveInfo) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +68,12 @@ def layer_config(
     Raises: UsageError for a config with another number of layers, or with mixed windows.
     """
     kind = fields.text("model_type", "llama")
-    changes = {"model_type": kind if kind in llama.ROWS_OF_HF else "llama", "attention_bias": None, "mlp_bias": None}
+    kind = kind if kind in llama.ROWS_OF_HF else "llama"
+    changes: dict[str, Any] = {"model_type": kind, "attention_bias": None, "mlp_bias": None}
     if not windows:
         changes |= {"layer_types": None, "sliding_window": None, "use_sliding_window": None}
+    if not fields.has("vocab_size"):  # assistants leave it to the target
+        changes["vocab_size"] = spec.vocab_size
     values = {**fields.values, **{fields.prefix + name: value for name, value in changes.items()}}
     fields = dataclasses.replace(fields, values=values)
     num_layers = fields.size("num_hidden_layers", count, maximum=LAYERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import pickle
 import struct
 import zipfile
@@ -100,6 +101,21 @@ def read(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
         }
     check_sizes(tensors, file, integers)
     return tensors
+
+
+def read_vector(file: Path) -> TensorLocation:
+    """Read the table of a file with one vector, alone or in a dict with numbers and texts.
+
+    Raises: UsageError for a file of another kind, or one with other tensors.
+    """
+    contents, entries, folder = _read_pickle(file)
+    views = [x for x in (contents.values() if isinstance(contents, dict) else [contents]) if isinstance(x, _View)]
+    if len(views) != 1:
+        raise UsageError(f"{file} contains {len(views)} tensors, and not one vector; save the vector alone")
+    with guarded_read(file):
+        tensor = _locate_tensor(file, "the vector", views[0], entries.get(f"{folder}data/{views[0].storage.key}"))
+    check_sizes({"the vector": tensor}, file)
+    return tensor._replace(shape=(math.prod(tensor.shape),))
 
 
 def read_numbers(file: Path) -> list[int]:

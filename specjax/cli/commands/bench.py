@@ -159,7 +159,7 @@ def _bench_denoiser(flags: BenchRequest) -> None:
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.session import open_denoiser
 
-    allowed = frozenset(vars(flags.models).keys() - {"draft", "same_bits"} | {"settings"})
+    allowed = frozenset(vars(flags.models).keys() - {"draft", "same_bits", "head_set"} | {"settings"})
     refuse_flags((flags.models, flags.draft), allowed, diffusion.REASON)
     decoding = build_decoding(flags.sampling)
     names = [diffusion.check_method(name, flags.models.target) for name in flags.methods or ["fast_dllm"]]

@@ -243,7 +243,7 @@ def _denoise(flags: GenerateFlags) -> None:
 
     run, models = flags.run, flags.models
     allowed = frozenset(
-        vars(models).keys() - {"draft", "same_bits"}
+        vars(models).keys() - {"draft", "same_bits", "head_set"}
         | vars(run).keys() - {"adapt", "stop_string"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every"}
     )

@@ -32,6 +32,15 @@ DraftOption = Annotated[
         autocompletion=completion.one_of(completion.DEMO, *completion.HEADS),
     ),
 ]
+HeadSetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--head-set",
+        help="NAME=VALUE overrides what the files of the draft head state wrongly or leave open, such as "
+        "from_anchor=yes. `specjax inspect` shows the names. Repeatable.",
+        show_default=False,
+    ),
+]
 DatastoreOption = Annotated[
     Path | None,
     typer.Option(

@@ -76,6 +76,7 @@ class ModelOptions:
     same_bits: o.SameBitsOption = False
     block: o.BlockOption = None
     mask_token: o.MaskTokenOption = None
+    head_set: o.HeadSetOption = None
 
     def __post_init__(self):
         require(
@@ -87,6 +88,17 @@ class ModelOptions:
             not self.same_bits or self.dtype != "float32",
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
         )
+        self.head_settings()
+
+    def head_settings(self) -> dict[str, str]:
+        """Return the settings of the draft head by name. Raises: UsageError for a text that sets none, or one twice."""
+        settings: dict[str, str] = {}
+        for text in self.head_set or ():
+            name, equals, value = text.partition("=")
+            require(bool(name and equals and value), f"--head-set {text} must be NAME=VALUE, such as from_anchor=yes")
+            require(name not in settings, f"--head-set {name} is given twice; remove one")
+            settings[name] = value
+        return settings
 
 
 @dataclass(frozen=True)

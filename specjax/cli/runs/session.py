@@ -46,6 +46,8 @@ from specjax.types import Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
 
+NO_HEAD = "--head-set is for a draft head, and --draft is not one; remove it"
+
 
 class Session(NamedTuple):
     """The loaded models."""
@@ -83,8 +85,6 @@ class Session(NamedTuple):
         limits = {"the model": self.target.model.max_positions}
         if self.draft is not None:
             limits["the draft model"] = self.draft.model.max_positions
-        if self.head is not None and self.head.max_positions is not None:
-            limits[f"the draft head {self.head.kind}"] = self.head.max_positions
         return limits
 
     def show_token(self, token: int) -> str:
@@ -162,6 +162,7 @@ def open_session(
 
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
+    require(has_head or not models.head_set, NO_HEAD)
     same_bits = models.same_bits
     for name, value in (("--block", models.block), ("--mask-token", models.mask_token)):
         require(value is None, f"{name} applies to diffusion models, and the target is not one; remove it")
@@ -182,7 +183,7 @@ def open_session(
             parallel.check_same(store.summary, "datastores")
         draft, head = None, None
         if has_head:
-            head = _load_head(flag, models.draft, target, token_map)
+            head = _load_head(flag, models, target, tokenizer, token_map)
         elif models.draft is not None:
             over = None if mesh is None else ()  # a copy on every device
             draft, other = _load(
@@ -234,11 +235,12 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
         raise _name_flag(flag, error) from None
 
 
-def _load_head(flag: str, source: str | None, target: Target, token_map: Path | None) -> LoadedHead:
+def _load_head(flag: str, models: ModelOptions, target: Target, tokenizer: Any, token_map: Path | None) -> LoadedHead:
     """Load a draft head of the target. Raises: UsageError that names the flag."""
     read_map = lambda path: read_token_map(path, target.model.vocab_size)
     ids = None if token_map is None else parse_flag("--speculative-token-map", read_map, token_map)
-    return parse_flag(flag, lambda folder: read_head(folder, target, token_map=ids), source)
+    read = lambda folder: read_head(folder, target, token_map=ids, settings=models.head_settings(), tokenizer=tokenizer)
+    return parse_flag(flag, read, models.draft)
 
 
 def _name_flag(flag: str, error: UsageError) -> UsageError:
@@ -306,7 +308,7 @@ def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console)
     tokens = [*tokenizer.chat(QUESTION), *tokenizer.encode(ANSWER, special=False)][: target.model.max_positions]
     with stage(log, "comparing the head with the target", "compared the head with the target"):
         check = check_head(head, target, tokens)
-    for line in describe_head(head, check):
+    for line in (*describe_head(head, check), *describe_length(head, target)):
         log.print(line, soft_wrap=True)
     return check
 
@@ -320,9 +322,20 @@ def describe_head(head: LoadedHead, check: SelfCheck) -> list[str]:
     if head.unused:
         lines.append(f"note: not used: {', '.join(head.unused)}")
     agreement = f"its first draft equals the target's token at {check.agreement:.0%} of {check.places} positions"
+    if len(check.depths) > 1:
+        later = ", ".join(f"{depth:.0%}" for depth in check.depths[1:])
+        agreement += f", and the later drafts after the text's own tokens at {later}"
     if check.reason is None:
         return [*lines, agreement]
     return [*lines, f"warning: {agreement}; the text stays right, but drafting is slow. Likely cause: {check.reason}"]
+
+
+def describe_length(head: LoadedHead, target: Target) -> list[str]:
+    """Return a line about texts that are longer than those of the head's training, if the target takes longer ones."""
+    length = head.max_positions
+    if length is None or length >= target.model.max_positions:
+        return []
+    return [f"note: the head was trained for texts of {length:,} tokens; in longer ones it reads the last {length:,}"]
 
 
 def _on_mesh(part: Part, mesh: Mesh) -> Part:

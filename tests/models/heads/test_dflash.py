@@ -27,13 +27,14 @@ PLAIN = DFlashConfig(LAYER, (1, 2, 0), 32, 64, 4, 63)
 CONFIGS = {
     "dflash": {
         "own_head": True, "embeds": True, "embedding_scale": 2.0, "logit_scale": 3.0, "softcap": 2.0,
-        "windows": (None, 3), "causal": "no",
+        "windows": (None, 3), "causal": "no", "mask_embedding": True, "capped_scale": 0.5,
     },
     "gated": {"from_anchor": True, "markov": "gated", "markov_rank": 4, "confidence": "state", "windows": (2, None)},
     "rnn": {"own_head": True, "markov": "rnn", "markov_rank": 4, "confidence": "markov", "windows": (2, 3)},
     "vanilla": {"from_anchor": True, "own_head": True, "markov": "vanilla", "markov_rank": 4},
     "dflash2": {"conv_taps": 2, "conv_group": 4, "selector_rank": 4, "candidates": 5, "causal": "all"},
     "domino": {"from_anchor": True, "prefix_rank": 4, "prefix_state": 5, "pure_prefix": 2},
+    "domino of masks": {"prefix_rank": 4, "prefix_state": 5, "pure_prefix": 2},
 }  # fmt: skip
 
 
@@ -98,7 +99,10 @@ def block_states(c: DFlashConfig, p, features, root):
     layer, n, b = c.layer, len(features), c.block_size
     table = p["embed"] if c.embeds else tiny("embed")
     text = rms(linear(features, p["fc"]), p["hidden_norm"])
-    x = table["weight"][[root] + [c.mask_token] * (b - 1)] * c.embedding_scale
+    x = table["weight"][[root] + [c.mask_token] * (b - 1)]
+    if c.mask_embedding:
+        x = np.concatenate([x[:1], np.tile(p["mask_embedding"], (b - 1, 1))])
+    x = x * c.embedding_scale
     q_at, k_at = n + np.arange(b), np.arange(n + b)
     back = q_at[:, None] - k_at  # how far a key lies behind
     for i in range(layer.num_layers):
@@ -160,13 +164,14 @@ def oracle(c: DFlashConfig, params, features, root, path):
         logits = (p["head"] if c.own_head else tiny("head"))["weight"] @ h[slot] * c.logit_scale
         if c.softcap:
             logits = c.softcap * np.tanh(logits / c.softcap)
+        logits = logits * c.capped_scale
         if c.markov != "no":
             s, more = markov_step(c.markov, p["markov"], token, h[slot], s)
             logits = logits + more
         if c.prefix_rank:
             table = p["embed"] if c.embeds else tiny("embed")
             s, more = prefix_step(p["prefix"], table["weight"][token], h[slot], s)
-            logits = logits + more * (slot >= c.pure_prefix)
+            logits = logits + more * (depth >= c.pure_prefix)
         if c.selector_rank:
             part, best = p["selector"], np.argsort(-logits)[: c.candidates]
             gate = part["predecessor"]["weight"][token] * linear(h[slot], part["projection"])

@@ -64,4 +64,4 @@ def test_the_share_of_right_guesses_by_distance_and_rank():
     accuracy = np.array(rank_accuracy(target, head, text, ranks=2))
     # x_{t+1+i} by what the target says at t + i: 2 3 2 3 2 3, then 3 2 3 2 3, then 2 3 2 3.
     np.testing.assert_allclose(accuracy, [[3 / 6, 3 / 6], [3 / 5, 0], [2 / 4, 2 / 4]], atol=1e-6)
-    assert agreement(target, head, read_text(target, text, [head])) == pytest.approx(3 / 6)
+    assert agreement(target, head, read_text(target, text, [head])) == pytest.approx((3 / 6, 3 / 5, 2 / 4))
