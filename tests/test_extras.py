@@ -13,17 +13,11 @@ from specjax.cli import NEEDED, main
 from specjax.errors import optional_import
 from specjax.models.loading.formats import gguf
 from specjax.models.loading.tensors import tensors
-from specjax.models.loading.tokenizers import hf
 from specjax.processors import automaton
 from specjax.retrieval.datastore import store
 from specjax.training.measure.plot import plot
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-def no_tokenizer_json(folder):
-    (folder / "tokenizer.model").write_bytes(b"")
-    return hf.from_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +27,6 @@ def no_tokenizer_json(folder):
         ("matplotlib", "plots", lambda folder: plot([])),
         ("gguf", "gguf", lambda folder: gguf._kind(2)),
         ("gguf", "gguf", lambda folder: tensors.block_size.__wrapped__("Q4_K")),
-        ("transformers", "transformers", no_tokenizer_json),
         ("pydivsufsort", "datastore", lambda folder: store.make_shard(None)),
         ("outlines_core", "constraints", lambda folder: automaton.regex("a+", None, eos=())),
     ],

@@ -29,7 +29,10 @@ class Spm:
     unknown: int
     bos: int | None = None  # put before the text if `special`
     eos: int | None = None  # put after the text if `special`
-    dummy_prefix: bool = False  # put a space before the text
+    dummy_prefix: bool = False  # put a space before the text, and before the text after each atomic token
+    first_only: bool = False  # put that space only before a text that begins without an atomic token
+    left_strip: frozenset[int] = frozenset()  # atomic tokens that remove the spaces before them
+    right_strip: frozenset[int] = frozenset()  # atomic tokens that remove the spaces after them
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Return the ids of a text, with bos and eos if the model has them and `special` is set."""
@@ -38,24 +41,24 @@ class Spm:
     def encode_parts(self, parts: Sequence[str], special: bool) -> list[int]:
         """Return the ids of the joined parts. No token crosses a border between parts."""
         ids: list[int] = [self.bos] if special and self.bos is not None else []
-        for n, part in enumerate(piece for text in parts for piece in self._split(text)):
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            prefix = SPACE if self.dummy_prefix and n == 0 else ""
-            for piece in merge_pieces(prefix + part.replace(" ", SPACE), self._ids, self.scores):
-                ids += self._lookup(piece)
+        is_start = True  # no stretch of text directly before
+        for text in parts:
+            for token, start, stop in self._split(text):
+                if token is None:
+                    prefix = SPACE if self.dummy_prefix and is_start else ""
+                    ids += self._merge(prefix + text[start:stop].replace(" ", SPACE))
+                else:
+                    ids.append(token)
+                is_start = token is not None and not self.first_only
         return ids + ([self.eos] if special and self.eos is not None else [])
 
     def find(self, text: str, template: str) -> list[tuple[int, int]]:
         """Return the spans of hidden tokens in a text, and of other atomic tokens that also appear in the template."""
-        spans, at = [], 0
-        for part in self._split(text):
-            end = at + len(self.pieces[part] if isinstance(part, int) else part)
-            if isinstance(part, int) and (part in self.hidden or appears_in_template(template, self.pieces[part])):
-                spans.append((at, end))
-            at = end
-        return spans
+        return [
+            (start, stop)
+            for token, start, stop in self._split(text)
+            if token is not None and (token in self.hidden or appears_in_template(template, self.pieces[token]))
+        ]
 
     def decode(self, ids: Sequence[int], special: bool) -> str:
         """Return the text of ids. Incomplete UTF-8 becomes U+FFFD."""
@@ -73,6 +76,11 @@ class Spm:
         return {piece: i for i, piece in reversed(list(enumerate(self.pieces)))}
 
     @functools.cached_property
+    def _mergeable(self) -> dict[str, int]:
+        """Map the pieces that merging can lead to. Control tokens and bytes are none of them, however a text spells."""
+        return {p: i for p, i in self._ids.items() if i not in self.hidden and not BYTE.fullmatch(p)}
+
+    @functools.cached_property
     def _bytes(self) -> list[bytes]:
         return [piece_bytes(piece) for piece in self.pieces]
 
@@ -85,8 +93,12 @@ class Spm:
                 table.setdefault(piece[0], []).append(piece)
         return table
 
-    def _split(self, text: str) -> Iterator[str | int]:
-        """Split a text at its atomic tokens. Yield stretches of text, and ids."""
+    def _split(self, text: str) -> Iterator[tuple[int | None, int, int]]:
+        """Split a text at its atomic tokens.
+
+        Yield (id, start, stop) of each token, with the spaces that it removes, and (None, start, stop) of the text
+        between them.
+        """
         start = at = 0
         while at < len(text):
             piece = next(
@@ -96,12 +108,26 @@ class Spm:
             if piece is None:
                 at += 1
                 continue
-            if start < at:
-                yield text[start:at]
-            yield self._ids[piece]
-            start = at = at + len(piece)
+            token, first, stop = self._ids[piece], at, at + len(piece)
+            while token in self.left_strip and first > start and text[first - 1].isspace():
+                first -= 1
+            while token in self.right_strip and stop < len(text) and text[stop].isspace():
+                stop += 1
+            if start < first:
+                yield None, start, first
+            yield token, first, stop
+            start = at = stop
         if start < len(text):
-            yield text[start:]
+            yield None, start, len(text)
+
+    def _merge(self, text: str) -> list[int]:
+        """Return the ids of a stretch of text. Neighbours that the vocabulary lacks are one unknown token."""
+        ids: list[int] = []
+        for piece in merge_pieces(text, self._mergeable, self.scores):
+            piece_ids = self._lookup(piece)
+            if piece_ids != [self.unknown] or ids[-1:] != piece_ids:
+                ids += piece_ids
+        return ids
 
     def _lookup(self, piece: str) -> list[int]:
         """Return the id of a piece, or the ids of its bytes for an unknown character."""

@@ -8,19 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import first_line
+from specjax.files.untrusted import first_line, quote
 from specjax.models.loading.tokenizers import chat
 from specjax.models.loading.tokenizers.chat import Messages, Spans, appears_in_template
 from specjax.models.loading.tokenizers.spm import piece_bytes
 
 T = TypeVar("T")
 
-END_TOKENS = (
-    "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<eos>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
-)  # fmt: skip
-"""Tokens that end a turn or a text in some family. No file reliably states which of them a model was trained to emit,
-so every one that is a control token of the vocabulary counts.
+UNMISTAKABLE_END_TOKENS = frozenset((
+    "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<eos>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>",
+    "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "<turn|>", "[e~[",
+    "<end_of_utterance>", "<\uff5cend▁of▁sentence\uff5c>",
+))  # fmt: skip
+"""Tokens that end a turn or a text in some family, and are nothing else in any. They count as control tokens, also in
+files that type them as text."""
+
+END_TOKENS = UNMISTAKABLE_END_TOKENS | {"</s>"}  # in Gemma's vocabulary "</s>" is a tag of HTML
+"""No file reliably states which of these a model was trained to emit, so every one that is a control token of the
+vocabulary counts.
 """
+
+CHANNEL_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Vocabularies with both tokens of a pair have messages within a turn, which "<|end|>" ends."""
 
 MISSING_TOKEN = "(none)"
 BORDER = "\U0010ffff border \U0010ffff"  # U+10FFFF is not a character, so no text contains it
@@ -57,6 +66,7 @@ class Tokenizer:
     eos: tuple[int, ...]  # all ids that end a turn or a text
     chat_template: Any = field(default=None, repr=False)  # Jinja template in Hugging Face's form, as read from the file
     names: Mapping[str, str] = field(default_factory=dict)  # special tokens for templates, such as "bos_token"
+    named_templates: Mapping[str, Any] = field(default_factory=dict, repr=False)  # other templates of the file by name
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text. `special` adds the bos (and eos) that the model expects.
@@ -95,6 +105,11 @@ class Tokenizer:
         if not all(isinstance(message, Mapping) for message in messages):
             raise UsageError(chat.INVALID_MESSAGES)
         template = self.chat_template
+        if template is None and self.named_templates:
+            raise UsageError(
+                f"the model has the chat templates {', '.join(map(quote, self.named_templates))} and none of them is "
+                f"the default; {chat.SKIP_TEMPLATE}"
+            )
         if not (template is None or isinstance(template, str)):
             raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.SKIP_TEMPLATE}")
         messages, mark = chat.split_control_tokens(messages, self._find)
@@ -129,8 +144,10 @@ def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str, str] | None:
 
 def end_ids(vocab: Sequence[str], control: Iterable[int], end_tokens: Iterable[int]) -> tuple[int, ...]:
     """Return the end ids of a file and the control tokens in END_TOKENS, in order."""
-    named = {i for i in control if i < len(vocab) and vocab[i] in END_TOKENS}
-    return tuple(sorted(named | {int(i) for i in end_tokens}))
+    named = {vocab[i]: i for i in control if i < len(vocab) and vocab[i] in END_TOKENS}
+    if any(pair <= named.keys() for pair in CHANNEL_ENDS):
+        named.pop("<|end|>", None)
+    return tuple(sorted({*named.values(), *map(int, end_tokens)}))
 
 
 @dataclass(frozen=True, eq=False)

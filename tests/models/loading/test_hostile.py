@@ -74,8 +74,8 @@ def folder(tmp_path_factory):
         ("generation_config.json", {"eos_token_id": 2}),
     ):
         (folder / name).write_text(json.dumps(document))
-    words = {"<unk>": 0, "</s>": 2, "a": 1} | {f"w{i}": i for i in range(3, VOCAB)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>"))
+    words = {"<unk>": 0, "</s>": 2, "a": 1, "w": 3, "3": 4} | {f"w{i - 2}": i for i in range(5, VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("w", "3")], unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s+"), "isolated")
     tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "_")
     tokenizer.add_special_tokens(["</s>"])

@@ -1,0 +1,350 @@
+"""Tokenizers of folders with other files than tokenizer.json, and with files beside it, as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from vocabularies import byte_level_vocabulary, spm_vocabulary
+
+from specjax.errors import UsageError
+from specjax.models.loading.tokenizers.hf import from_folder
+
+CHAT = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+HELLO = [{"role": "user", "content": "hello"}]
+END = "<|im_end|>"
+SAVED = {"content": END, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+
+
+def write(folder: Path, **files) -> Path:
+    """Write objects to NAME.json and texts to NAME, in which __ is a full stop."""
+    for name, contents in files.items():
+        if isinstance(contents, dict | list):
+            (folder / f"{name}.json").write_text(json.dumps(contents))
+        else:
+            (folder / name.replace("__", ".")).write_text(contents)
+    return folder
+
+
+def library_folder(folder: Path, added=("<s>", "</s>"), **files) -> Path:
+    """Write a folder with a byte-level tokenizer.json. Its first free id is 267."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    pieces, _, merges = byte_level_vocabulary(("hello", " world"))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[tuple(merge.split()) for merge in merges])
+    )
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in added])
+    backend.save(str(folder / "tokenizer.json"))
+    return write(folder, **({"config": {"model_type": "llama"}} | files))
+
+
+COMPANIONS = {
+    "special_tokens_map.json": {
+        "tokenizer_config": {"chat_template": CHAT},
+        "special_tokens_map": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
+    },
+    "special_tokens_map.json before tokenizer_config.json": {
+        "tokenizer_config": {"chat_template": CHAT, "bos_token": "hello", "eos_token": "</s>"},
+        "special_tokens_map": {"bos_token": "<s>"},
+    },
+    "added_tokens_decoder": {
+        "tokenizer_config": {"chat_template": CHAT, "bos_token": "<s>", "eos_token": END}
+        | {"added_tokens_decoder": {"267": SAVED}, "tokenizer_class": "PreTrainedTokenizerFast"},
+    },
+    "added_tokens_decoder changes how a token is matched": {
+        "tokenizer_config": {"chat_template": CHAT + " {{ eos_token }}  hello", "bos_token": "<s>", "eos_token": "</s>"}
+        | {"added_tokens_decoder": {"266": SAVED | {"content": "</s>", "rstrip": True, "lstrip": True}}},
+    },
+    "added_tokens.json": {
+        "tokenizer_config": {"chat_template": CHAT, "bos_token": "<s>", "eos_token": END},
+        "added_tokens": {END: 267},
+    },
+    "a name alone": {"tokenizer_config": {"chat_template": CHAT, "bos_token": "<s>", "eos_token": END}},
+    "a name of a plain piece": {"tokenizer_config": {"chat_template": CHAT, "bos_token": "w", "eos_token": "</s>"}},
+    "additional_special_tokens": {
+        "tokenizer_config": {"chat_template": CHAT + END, "bos_token": "<s>", "additional_special_tokens": [END]},
+    },
+    "extra_special_tokens": {
+        "tokenizer_config": {"chat_template": CHAT + END, "bos_token": "<s>", "extra_special_tokens": [END]},
+    },
+    "no names of Llama's class for a byte-level vocabulary": {
+        "tokenizer_config": {"chat_template": CHAT, "tokenizer_class": "LlamaTokenizerFast"}
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_companions_as_transformers_reads_them(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    library_folder(tmp_path, **COMPANIONS[name])
+    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(HELLO, return_dict=False)
+    assert ours.chat(HELLO) == expected
+    assert ours.names.get("bos_token") == theirs.bos_token
+    assert len(ours.vocab) == len(theirs)
+    assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+    assert END not in ours.vocab or ours.vocab.index(END) in ours.eos
+
+
+def test_names_of_a_class(tmp_path):
+    library_folder(tmp_path, added=("<|endoftext|>",), tokenizer_config={"tokenizer_class": "Qwen2Tokenizer"})
+    assert from_folder(tmp_path).names["eos_token"] == "<|endoftext|>"
+    write(tmp_path, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "eos_token": None})
+    assert "eos_token" not in from_folder(tmp_path).names
+
+
+def test_an_end_of_a_turn_that_is_typed_as_text(tmp_path):
+    import tokenizers
+
+    library_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken("<|end|>", special=False, normalized=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = from_folder(tmp_path)
+    assert tokenizer.eos == (266, 267) and tokenizer.decode(tokenizer.encode("hello<|end|>")) == "hello"
+
+
+WRONG = {
+    "gives the token .* the id 300, but 267 is the next free id": {"added_tokens": {END: 300}},
+    "gives the token .* the id 3, but 265 is its id": {"added_tokens": {"<s>": 3}},
+    "gives the token .* the id -1": {"added_tokens": {END: -1}},
+    "which must be an object of tokens by id": {"tokenizer_config": {"added_tokens_decoder": {"x": SAVED}}},
+    "neither the vocabulary nor the model with its 267 rows": {
+        "tokenizer_config": {"eos_token": END}, "config": {"vocab_size": 267}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_companions_that_do_not_fit(message, tmp_path):
+    library_folder(tmp_path, **WRONG[message])
+    with pytest.raises(UsageError, match=message):
+        from_folder(tmp_path)
+
+
+def test_a_padding_token_without_a_row_is_left_out(tmp_path):
+    library_folder(tmp_path, tokenizer_config={"pad_token": "[PAD]"}, config={"vocab_size": 267})
+    assert len(from_folder(tmp_path).vocab) == 267
+
+
+# Folders without tokenizer.json.
+
+
+def vocabulary_folder(folder: Path, **files) -> Path:
+    pieces, _, merges = byte_level_vocabulary(("hello", " world", "##"))
+    return write(
+        folder,
+        **{
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges__txt": "#version: 0.2\n" + "\n".join(merges) + "\n",
+            "config": {"model_type": "qwen2"},
+            "tokenizer_config": {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": END}
+            | {"chat_template": CHAT}
+            | {"added_tokens_decoder": {str(len(pieces)): SAVED}},
+        }
+        | files,
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer"])
+def test_vocabulary_and_merges_as_transformers_reads_them(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    vocabulary_folder(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    write(tmp_path, tokenizer_config=settings)
+    ours = from_folder(tmp_path)
+    theirs = getattr(transformers, name).from_pretrained(tmp_path)
+    for text in ("hello world", "## hello\n\n 123 e\u0301 Don't", f"hello{END} world", "", "中文"):
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+    assert ours.chat(HELLO) == theirs.apply_chat_template(HELLO, return_dict=False)
+    assert ours.vocab.index(END) in ours.eos
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "DreamTokenizer", "auto_map": {"AutoTokenizer": ["dream.DreamTokenizer", None]}},
+        {"auto_map": {"AutoTokenizer": ["dream.DreamTokenizer", None]}},
+        {},
+    ],
+)  # fmt: skip
+def test_folders_of_dream_and_diffucoder(settings, tmp_path):
+    """Their class is a copy of Qwen2's. Its code, which the folder has, is not run."""
+    vocabulary_folder(tmp_path)
+    expected = from_folder(tmp_path).encode("hello world 123")
+    mask = SAVED | {"content": "<|mask|>"}
+    settings = settings | {"mask_token": "<|mask|>", "added_tokens_decoder": {"266": SAVED, "267": mask}}
+    write(tmp_path, tokenizer_config=settings, config={"model_type": "Dream"}, dream__py="raise 1")
+    tokenizer = from_folder(tmp_path)
+    assert tokenizer.encode("hello world 123") == expected
+    assert tokenizer.encode("<|mask|>") == [267] and tokenizer.names["mask_token"] == "<|mask|>"
+
+
+VOCABULARY_WRONG = {
+    "vocab.json without merges.txt, and without merges all text falls into single letters": {"merges__txt": None},
+    "merges.txt lacks merges": {"merges__txt": "#version: 0.2\n"},
+    'the merge "x y" of pieces that its vocabulary lacks': {"merges__txt": "x y\n"},
+    "does not number its 2 pieces from 0": {"vocab": {"a": 1, "b": 2}},
+    "merges without vocab.json": {"vocab.json": None},
+    'of the tokenizer "OtherTokenizer", and specjax never runs code': {
+        "tokenizer_config": {"tokenizer_class": "OtherTokenizer"}
+    },
+}
+
+
+@pytest.mark.parametrize("message", VOCABULARY_WRONG)
+def test_vocabularies_that_lack_what_they_need(message, tmp_path):
+    changes = VOCABULARY_WRONG[message]
+    vocabulary_folder(tmp_path, **{name: value for name, value in changes.items() if value is not None})
+    for name in (name for name, value in changes.items() if value is None):
+        (tmp_path / name.replace("__", ".")).unlink()
+    with pytest.raises(UsageError, match=message):
+        from_folder(tmp_path)
+
+
+def test_a_tokenizer_json_without_merges_is_refused(tmp_path):
+    library_folder(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["model"]["merges"] = []
+    write(tmp_path, tokenizer=document)
+    with pytest.raises(UsageError, match=r"tokenizer.json lacks merges, and without merges all text falls into single"):
+        from_folder(tmp_path)
+
+
+# tokenizer.model of SentencePiece.
+
+
+def varint(n: int) -> bytes:
+    return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+
+
+def message(number: int, contents: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(contents)) + contents
+
+
+def number(field: int, value: int) -> bytes:
+    return varint(field << 3) + varint(value)
+
+
+def spm_bytes(words=("▁hello", "▁x"), user=(), trainer=b"", normalizer=b"") -> bytes:
+    """Return a file of algorithm bpe with the settings of Llama's. The letters of `words` have descending scores."""
+    entries = zip(*spm_vocabulary(words, user=user), strict=True)
+    score = lambda value: varint(2 << 3 | 5) + struct.pack("<f", value)
+    pieces = [message(1, p.encode()) + score(s) + (number(3, t) if t != 1 else b"") for p, t, s in entries]
+    trainer = number(3, 2) + number(35, 1) + trainer
+    normalizer = message(1, b"identity") + number(3, 1) + number(4, 0) + normalizer
+    return b"".join(message(1, piece) for piece in pieces) + message(2, trainer) + message(3, normalizer)
+
+
+def spm_folder(folder: Path, settings: dict, **options) -> Path:
+    (folder / "tokenizer.model").write_bytes(spm_bytes(**options))
+    return write(folder, tokenizer_config=settings, config={"model_type": "llama"})
+
+
+def spell(tokenizer, text, **options) -> list[str]:
+    return [tokenizer.vocab[i] for i in tokenizer.encode(text, **options)]
+
+
+def test_tokenizer_model_alone(tmp_path):
+    """Vicuna's kind of folder. Names, bos and the dummy space come from the file."""
+    tokenizer = from_folder(spm_folder(tmp_path, {"chat_template": CHAT}))
+    assert spell(tokenizer, "hello x\n") == ["<s>", "▁hello", "▁x", "<0x0A>"]
+    assert tokenizer.names == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"} and tokenizer.eos == (2,)
+    assert [tokenizer.vocab[i] for i in tokenizer.chat(HELLO)] == ["<s>", "▁hello", "</s>"]
+    assert tokenizer.decode(tokenizer.encode("hello x")) == "hello x"
+
+
+def test_settings_of_a_tokenizer_model(tmp_path):
+    text = "<s>hello</s>hello"
+    spelled = lambda **settings: spell(from_folder(spm_folder(tmp_path, settings)), text, special=False)
+    assert spelled() == ["<s>", "▁hello", "</s>", "▁hello"]
+    assert spelled(legacy=False) == ["<s>", "hello"[0], *"ello", "</s>", *"hello"]
+    assert spelled(add_prefix_space=False) == ["<s>", *"hello", "</s>", *"hello"]
+    tokenizer = from_folder(spm_folder(tmp_path, {"add_bos_token": False, "add_eos_token": True}))
+    assert spell(tokenizer, "x") == ["▁x", "</s>"]
+    tokenizer = from_folder(spm_folder(tmp_path, {"eos_token": "<unk>"}, normalizer=number(3, 0)))
+    assert spell(tokenizer, "x") == ["<s>", "x"] and tokenizer.eos == (0, 2)
+
+
+def test_tokens_added_to_a_tokenizer_model(tmp_path):
+    count = len(spm_vocabulary(("▁hello", "▁x"))[0])
+    settings = {"eos_token": END, "added_tokens_decoder": {str(count): SAVED | {"rstrip": True}}}
+    tokenizer = from_folder(spm_folder(tmp_path, settings))
+    assert spell(tokenizer, f"hello{END}\nx", special=False) == ["▁hello", END, "▁x"]
+    assert tokenizer.eos == (2, count) and tokenizer.decode([count]) == ""
+    write(tmp_path, tokenizer_config=settings | {"added_tokens_decoder": {"5": SAVED}})
+    with pytest.raises(UsageError, match="the id 5, but"):
+        from_folder(tmp_path)
+
+
+SPM_WRONG = {
+    "the algorithm unigram": {"trainer": number(3, 1)},
+    "remove_extra_whitespaces": {"normalizer": number(4, 1)},
+    "a map of characters": {"normalizer": message(2, b"abc")},
+    "spaces as suffixes": {"trainer": number(24, 1)},
+}
+
+
+@pytest.mark.parametrize("problem", SPM_WRONG)
+def test_rules_of_sentencepiece_that_are_refused(problem, tmp_path):
+    spm_folder(tmp_path, {}, **SPM_WRONG[problem])
+    with pytest.raises(UsageError, match=f"has {problem}, which specjax does not support; use .* tokenizer.json"):
+        from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("contents", [b"", b"IQ== 0\nIg== 1\n", spm_bytes()[:-1000], b"\x0a\xff", b"{}"])
+def test_files_of_another_format(contents, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(contents)
+    with pytest.raises(UsageError, match=r"is not a whole file of SentencePiece .* download the tokenizer.json of the"):
+        from_folder(tmp_path)
+
+
+def test_against_sentencepiece(tmp_path):
+    """Where that library is installed, train a model with it and compare ids."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    source = Path(__file__).read_text()
+    (tmp_path / "text").write_text(source)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=600, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    ours = from_folder(tmp_path)
+    lines = [line for line in source.split("\n") if not any(piece in line for piece in theirs.id_to_piece([0, 1, 2]))]
+    for text in [*lines, "=====", " 中文 é\t", "   "]:
+        assert ours.encode(text, special=False) == theirs.encode(text), text
+
+
+# Chat templates.
+
+TEMPLATES = {
+    "a list with a default": {"tokenizer_config": {"chat_template": [{"name": "default", "template": CHAT}]}},
+    "a list without a default": {"tokenizer_config": {"chat_template": [{"name": "rag", "template": CHAT}]}},
+    "files": {"chat_template__jinja": CHAT, "tokenizer_config": {"chat_template": "unused"}},
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_where_templates_are(name, tmp_path):
+    files = TEMPLATES[name]
+    settings = files["tokenizer_config"] | {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = from_folder(library_folder(tmp_path, **files | {"tokenizer_config": settings}))
+    if "without" in name:
+        with pytest.raises(UsageError, match='the chat templates "rag" and none of them is the default'):
+            tokenizer.chat(HELLO)
+        assert tokenizer.encode("hello") == [259]
+    else:
+        assert tokenizer.chat(HELLO) == [265, 259, 266]
+
+
+@pytest.mark.parametrize("listed", [[1, {"template": "x"}], [], {"default": 7}, 7])
+def test_templates_that_name_nothing_are_refused(listed, tmp_path):
+    tokenizer = from_folder(library_folder(tmp_path, tokenizer_config={"chat_template": listed}))
+    with pytest.raises(UsageError, match="chat template is not text"):
+        tokenizer.chat(HELLO)
