@@ -145,15 +145,14 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     if ids is not None:
         arrays["vocabulary.place"] = vocabulary.place_table(ids, spec.vocab_size)
     default_size = 8 if dialect == "speculators" else 16  # of the writers
-    has_mask = MASK in tensors  # then no slot reads an embedding of the mask token
     config = DFlashConfig(
         layer=dataclasses.replace(layer, vocab_size=size),
         taps=read_taps(block, contents, tensors, spec, lambda n: default_taps(spec.num_layers, n)),
         target_width=spec.width,
         vocab_size=spec.vocab_size,
         block_size=block.of("block_size").size("block_size", default_size, maximum=HEADS),
-        mask_token=0 if has_mask else read_mask_token(contents, (block.inner, block.top), notes),
-        mask_embedding=has_mask,
+        mask_token=read_mask_token(contents, (block.inner, block.top), notes),
+        mask_embedding=MASK in tensors,
         from_anchor=read_anchor(block, dialect, kind_of(contents)),
         embeds=embeds,
         own_head=own_head,

@@ -9,7 +9,7 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.files.untrusted import read_json_object
 from specjax.models.loading.families.config_fields import ROWS, ConfigFields
-from specjax.models.loading.heads.checkpoint_contents import Contents
+from specjax.models.loading.heads.checkpoint_contents import MASK, Contents
 
 FIELDS = "mask_token_id", "pard_token", "ptd_token_id"
 NAMES = "<|MASK|>", "<|mask|>", "<mask>", "[MASK]", "<MASK>"
@@ -18,7 +18,7 @@ DECLARED = "mask_token"
 
 
 def read_mask_token(contents: Contents, places: Sequence[ConfigFields], notes: list[str]) -> int:
-    """Return the id of the mask token. It is 0 if the user sets `mask_token`.
+    """Return the id of the mask token. It is 0 if the user sets `mask_token`, or if the mask has its own embedding.
 
     The first field in FIELDS counts, in the first of these places that has one. Without any, the head's or the
     target's tokenizer must have a mask token.
@@ -27,7 +27,7 @@ def read_mask_token(contents: Contents, places: Sequence[ConfigFields], notes: l
     """
     for fields in places:
         fields.skip(*FIELDS, DECLARED)
-    if "mask_token" in contents.changes:
+    if "mask_token" in contents.changes or MASK in contents.tensors:
         return 0
     for name in FIELDS:
         for fields in places:

@@ -19,15 +19,16 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head, format_changes
-from specjax.models.loading.families.config_fields import HEADS
+from specjax.models.loading.families.config_fields import HEADS, POSITIONS, ROWS
 from specjax.types import PyTree
 
 LAYER = "rope_base", "norm_eps", "window", "query_scale"
 """Fields of the layers' config that are settings, as `layer.NAME`."""
-LAYERS_OF_TARGET = {"taps": 0, "exit_layer": 1, "behind": 0}
-"""Settings that number the target's layers or streams, and the first number."""
-LENGTHS = "block_size", "depths"
-"""Settings with the number of drafted tokens, at most HEADS as in files."""
+BOUNDS = {
+    "taps": (0, None), "behind": (0, None), "exit_layer": (1, None), "block_size": (0, HEADS), "depths": (0, HEADS),
+    "windows": (1, POSITIONS), "layer.window": (1, POSITIONS),
+}  # fmt: skip
+"""The first and the last value of whole numbers; None: the number of the target's layers."""
 FITTED = "vocabulary", "temperatures"
 """Parameters that are not read from tensors. Their shapes may follow the settings."""
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
@@ -84,8 +85,10 @@ def override(kind: str, config: Any, changes: Mapping[str, Any], names: tuple[st
             values[name] = _parse(typing.get_type_hints(type(config.layer if owner else config))[field], value)
         except ValueError as error:
             raise UsageError(f"the setting {name} of the head must be {error}, not {quote(value)}") from None
-        first, last = (0, HEADS) if name in LENGTHS else (LAYERS_OF_TARGET.get(name), num_layers)
-        if first is not None and not all(first <= number <= last for number in jax.tree.leaves(values[name])):
+        first, last = BOUNDS.get(name, (0, ROWS))
+        last = num_layers if last is None else last
+        numbers = [number for number in jax.tree.leaves(values[name]) if type(number) is int]
+        if not all(first <= number <= last for number in numbers):
             raise UsageError(f"the setting {name} must be from {first} to {last}, not {quote(value)}")
     new = _replaced(config, values)
     if _shapes(kind, new) != _shapes(kind, config):
@@ -141,6 +144,6 @@ def _parse_number(hint: Any, value: Any) -> int | float:
         number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if math.isfinite(number):
+    if math.isfinite(number) and number > 0:
         return number
-    raise ValueError("a number")
+    raise ValueError("a number above 0")

@@ -62,6 +62,7 @@ class StartOptions:
             "--draft", help="Head to continue from, or draft model of --method two_model.", show_default=False
         ),
     ] = None
+    head_set: o.HeadSetOption = None
     layers: Annotated[
         str | None,
         typer.Option(
@@ -290,12 +291,13 @@ def train(
         hosts.join(values)
         _report(flags, kind, head_options, recipe)
         return
+    models = ModelOptions(target, flags.draft, dtype, no_cache, max_positions=max_positions, head_set=flags.head_set)
+    models.check_head(head_kind is not None)
     training = _read_training(flags, kind, head_options, recipe)
     hosts.join(values)
 
     from specjax.cli.runs.training import run_training
 
-    models = ModelOptions(target, flags.draft, dtype, no_cache, max_positions=max_positions)
     mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model)
     run_training(training, models, mesh, has_head=head_kind is not None, as_json=as_json)
 

@@ -90,6 +90,12 @@ class ModelOptions:
         )
         self.head_settings()
 
+    def check_head(self, has_head: bool) -> None:
+        """Raise a UsageError for settings of a draft head without one."""
+        require(
+            has_head or not self.head_set, "--head-set is for a draft head, and --draft is not one; remove --head-set"
+        )
+
     def head_settings(self) -> dict[str, str]:
         """Return the settings of the draft head by name. Raises: UsageError for a text that sets none, or one twice."""
         settings: dict[str, str] = {}

@@ -21,7 +21,7 @@ from specjax.cli.options.drafter_flags import (
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions
 from specjax.cli.output.console import Console
 from specjax.cli.runs.decoding import Decoding, build_decoding
-from specjax.cli.runs.session import NO_HEAD, Session, open_session, with_adapted_target, with_default_draft
+from specjax.cli.runs.session import Session, open_session, with_adapted_target, with_default_draft
 from specjax.costs import Curve
 from specjax.errors import require
 
@@ -85,7 +85,7 @@ def select(
         head is not None or extras.token_map is None,
         "--speculative-token-map needs a draft head, and --draft is not one; remove it",
     )
-    require(head is not None or not models.head_set, NO_HEAD)
+    models.check_head(head is not None)
     is_default = not methods and models.draft is None and flags.is_default and extras == NO_EXTRAS
     names = list(dict.fromkeys(methods))
     if not names and extras.adapt is not None and models.draft is None:

@@ -46,8 +46,6 @@ from specjax.types import Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
 
-NO_HEAD = "--head-set is for a draft head, and --draft is not one; remove it"
-
 
 class Session(NamedTuple):
     """The loaded models."""
@@ -162,7 +160,7 @@ def open_session(
 
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
-    require(has_head or not models.head_set, NO_HEAD)
+    models.check_head(has_head)
     same_bits = models.same_bits
     for name, value in (("--block", models.block), ("--mask-token", models.mask_token)):
         require(value is None, f"{name} applies to diffusion models, and the target is not one; remove it")

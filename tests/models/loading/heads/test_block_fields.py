@@ -211,3 +211,21 @@ def test_assistants_leave_the_vocabulary_to_the_target(files, tmp_path):
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     head = loaded(tmp_path, flat, {names.get(name, name): x for name, x in arrays.items()}, model_type="muse_assistant")
     assert head.kind == "dflash" and not head.flags["from_anchor"]
+
+
+def test_real_configs_leave_no_field_unread(files, tmp_path):
+    """The fields are those of published heads by z-lab, MiMo, SpecForge and JetSpec."""
+    config, arrays = files("dflash")
+    published = {
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "use_sliding_window": False, "max_window_layers": 2,
+        "layer_types": ["full_attention"] * 2, "num_target_layers": 6, "is_causal": False, "block_size": 4,
+    }  # fmt: skip
+    inner = {
+        "block_size": 4, "causal_head": False, "num_anchors": 512, "loss_decay_gamma": 7.0, "use_swa": True,
+        "swa_window_size": 3, "output_multiplier": 0.5, "final_logit_softcapping": 20.0, "mask_token": "<|MASK|>",
+        "layer_ids": config["dflash_config"]["target_layer_ids"],
+    }  # fmt: skip
+    head = loaded(tmp_path, config, arrays, inner, **published)
+    assert head.unread == () and head.notes == ()
+    (other,) = loaded(tmp_path, config, arrays, inner | {"new_rule": 3}, **published).unread
+    assert "dflash_config.new_rule" in other
