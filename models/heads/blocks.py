@@ -261,16 +261,31 @@ def unembed(hidden: Array, context: Context) -> Array:
 def check_taps(target: Any, taps: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     """Return the streams of the target that a head reads: `taps`, or `default` for None.
 
+    A default made for deep targets may not rise in a shallow one. Streams spread evenly over its layers replace it. If
+    the target has too few layers, there are fewer of them.
+
     Raises: UsageError for streams that the target lacks, or that do not rise.
     """
     if taps is None:
-        return default
-    if not taps or min(taps) < 0 or max(taps) > target.num_layers or tuple(sorted({*taps})) != tuple(taps):
+        return default if _are_rising(default, target.num_layers) else _spread(len(default), target.num_layers)
+    if not _are_rising(taps, target.num_layers):
         raise UsageError(
             f"taps must be rising streams of the target from 0 (the embedding) to {target.num_layers} (after all "
             f"layers), not {' '.join(map(str, taps)) or 'none'}"
         )
     return taps
+
+
+def _are_rising(taps: tuple[int, ...], num_layers: int) -> bool:
+    """Return True for different streams of a target in ascending order."""
+    return bool(taps) and tuple(sorted({*taps} & {*range(num_layers + 1)})) == tuple(taps)
+
+
+def _spread(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return up to `count` streams at equal distances, up to the last layer. Too few layers add the embedding, 0."""
+    if count > num_layers:
+        return tuple(range(num_layers + 1))[-count:]
+    return tuple(-(-num_layers * number // count) for number in range(1, count + 1))
 
 
 @functools.cache

@@ -197,7 +197,8 @@ def clover(config: CloverConfig, *, rngs: nnx.Rngs) -> nnx.Module:
 
 def clover_head(config: CloverConfig) -> Head:
     """Return the functions of Clover's heads. Their memory stores the layers' keys and values, and the last output."""
-    return recurrent("clover", clover, config, max_depth=config.num_heads if config.version == 1 else None)
+    limit = config.num_heads if config.version == 1 else None
+    return recurrent("clover", clover, config, max_depth=limit, trained_depth=config.num_heads)
 
 
 def of_target(target: LlamaConfig, **changes) -> CloverConfig:
@@ -206,4 +207,4 @@ def of_target(target: LlamaConfig, **changes) -> CloverConfig:
     return dataclasses.replace(CloverConfig(layer, (target.num_layers,), vocab_size=target.vocab_size), **changes)
 
 
-KIND = HeadKind(METHOD, clover, clover_head, of_target)
+KIND = HeadKind(METHOD, clover, clover_head, of_target, ("num_heads",))

@@ -105,6 +105,7 @@ class Head(NamedTuple):
     config: Any
     taps: tuple[int, ...] = ()  # streams of the target that are concatenated into features; (): `Output.hidden`
     max_depth: int | None = None  # longest chain that it can draft; None: any length
+    trained_depth: int | None = None  # chain length in its training, if it has no limit; None: that of the recipe
     soft_prompts: Callable[[PyTree], Array] | None = None
     is_single_pass: bool = False  # `start` computes the predictions of all depths, and `follow` costs hardly anything
     levels_per_pass: int = 1  # tree levels that one pass of its layers predicts
@@ -150,6 +151,8 @@ class HeadKind(NamedTuple):
     numbers: tuple[str, ...] = ()  # changes that are whole numbers
     taps: bool = False  # True: the user may choose the streams of the target that it reads
     flags: tuple[str, ...] = ()  # changes that are yes or no
+    counts: tuple[str, ...] = ()  # changes that are whole numbers or 0
+    choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # changes that are words, each with all of its words
 
     @property
     def name(self) -> str:
@@ -158,11 +161,18 @@ class HeadKind(NamedTuple):
     @property
     def changes(self) -> tuple[str, ...]:
         """Return the names that `parse_change` accepts."""
-        return (("taps",) if self.taps else ()) + self.numbers + self.flags
+        words = tuple(name for name, _ in self.choices)
+        return (("taps",) if self.taps else ()) + self.numbers + self.counts + self.flags + words
 
     def parse_change(self, text: str) -> tuple[str, Any] | None:
-        """Parse `num_layers=1`, `taps=2+15+27` or `embeds=no` into a name and a value; return None for other texts."""
+        """Parse `num_layers=1`, `taps=2+15+27`, `embeds=no` or `norm_taps=each` into a name and a value.
+
+        Returns: None for other texts.
+        """
         name, _, value = text.partition("=")
+        words = dict(self.choices)
+        if name in words:
+            return (name, value) if value in words[name] else None
         if name in self.flags:
             return (name, YES_NO[value]) if value in YES_NO else None
         parts = value.split("+") if name == "taps" else [value]
@@ -171,12 +181,13 @@ class HeadKind(NamedTuple):
         numbers = tuple(map(int, parts))
         if name == "taps":
             return name, numbers
-        return (name, numbers[0]) if numbers[0] else None
+        return (name, numbers[0]) if numbers[0] or name in self.counts else None
 
     @property
     def forms(self) -> tuple[str, ...]:
         """Return one example of each change, as `parse_change` reads it."""
         forms = {"taps": "2+15+27"} | dict.fromkeys(self.flags, "no")
+        forms |= {name: "|".join(words) for name, words in self.choices}
         return tuple(f"{name}={forms.get(name, 'N')}" for name in self.changes)
 
 

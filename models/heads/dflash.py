@@ -402,35 +402,64 @@ def default_taps(target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def of_target(
-    target: LlamaConfig, *, num_layers: int = 5, block_size: int = 16, mlp_width: int | None = None,
-    taps: tuple[int, ...] | None = None, **changes,
+    target: LlamaConfig, *, kind: str = "dflash", num_layers: int = 5, block_size: int = 16,
+    mlp_width: int | None = None, taps: tuple[int, ...] | None = None, draft_vocab_size: int | None = None, **changes,
 ) -> DFlashConfig:  # fmt: skip
-    """Return the shapes that the authors train for a target. The mask is the last token of the vocabulary."""
+    """Return the shapes that the authors train for a target. The mask is the last token of the vocabulary.
+
+    Args: kind: the method that the changes must fit. draft_vocab_size: ids of an own output layer; None: the target's.
+
+    Raises: UsageError for changes that make a head of another method.
+    """
+    size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
     layer = target.draft_head_config(
         num_layers, mlp_width=mlp_width or target.mlp_width, qk_norm=True, qk_norm_scope="head", qkv_bias=False,
-        window=None,
+        window=None, vocab_size=size,
     )  # fmt: skip
     taps = check_taps(target, taps, default_taps(target.num_layers, num_layers))
-    return DFlashConfig(layer, taps, target.width, target.vocab_size, block_size, target.vocab_size - 1, **changes)
+    config = DFlashConfig(
+        layer, taps, target.width, target.vocab_size, block_size, target.vocab_size - 1,
+        own_head=draft_vocab_size is not None, **changes,
+    )  # fmt: skip
+    if config.kind != kind:
+        raise UsageError(f"a head of these parts is a {config.kind}, not a {kind}; use that method")
+    return config
 
 
-def dspark_of_target(target: LlamaConfig, *, block_size: int = 7, **changes) -> DFlashConfig:
+def dspark_of_target(target: LlamaConfig, *, block_size: int = 7, markov: str = "vanilla", **changes) -> DFlashConfig:
     """Return the shapes of DSpark for a target."""
-    parts: dict[str, Any] = {"from_anchor": True, "markov": "vanilla", "confidence": "markov"} | changes
-    return of_target(target, block_size=block_size, **parts)
+    confidence = "state" if markov == "no" else "markov"
+    parts: dict[str, Any] = {"from_anchor": True, "markov": markov, "confidence": confidence} | changes
+    return of_target(target, kind="dspark", block_size=block_size, **parts)
 
 
 def dflash2_of_target(target: LlamaConfig, **changes) -> DFlashConfig:
-    """Return the shapes of DFlash 2 for a target."""
-    return of_target(target, **({"conv_taps": 2, "selector_rank": 256} | changes))
+    """Return the shapes of DFlash 2 for a target. A small vocabulary limits the candidates."""
+    parts: dict[str, Any] = {"conv_taps": 2, "selector_rank": 256, "candidates": min(16, target.vocab_size)}
+    return of_target(target, kind="dflash2", **(parts | changes))
 
 
 def domino_of_target(target: LlamaConfig, **changes) -> DFlashConfig:
     """Return the shapes of Domino for a target."""
-    return of_target(target, **({"from_anchor": True, "prefix_rank": 256} | changes))
+    return of_target(target, kind="domino", **({"from_anchor": True, "prefix_rank": 256} | changes))
 
 
-KINDS = tuple(
-    HeadKind(method, DFlash, dflash_head, make, ("num_layers", "block_size", "mlp_width"), taps=True)
-    for method, make in zip(METHODS, (of_target, dflash2_of_target, domino_of_target, dspark_of_target), strict=True)
-)
+_SHAPES = ("num_layers", "block_size", "mlp_width")
+_FLAGS = ("from_anchor", "embeds")
+_MARKOV = (("markov", ("no", "vanilla", "gated", "rnn")), ("confidence", ("no", "state", "markov")))
+
+KINDS = (
+    HeadKind(METHODS[0], DFlash, dflash_head, of_target, (*_SHAPES, "draft_vocab_size"), taps=True, flags=_FLAGS),
+    HeadKind(
+        METHODS[1], DFlash, dflash_head, dflash2_of_target, (*_SHAPES, "conv_group", "candidates"), taps=True,
+        flags=_FLAGS, counts=("conv_taps", "selector_rank"),
+    ),
+    HeadKind(
+        METHODS[2], DFlash, dflash_head, domino_of_target, (*_SHAPES, "prefix_rank", "prefix_state"), taps=True,
+        flags=_FLAGS, counts=("pure_prefix",),
+    ),
+    HeadKind(
+        METHODS[3], DFlash, dflash_head, dspark_of_target, (*_SHAPES, "draft_vocab_size", "markov_rank"), taps=True,
+        flags=_FLAGS, choices=_MARKOV,
+    ),
+)  # fmt: skip

@@ -137,9 +137,10 @@ class Eagle(nnx.Module):
         return unembed(h, context)
 
 
-def of_target(target: LlamaConfig, **changes) -> EagleConfig:
+def of_target(target: LlamaConfig, *, num_layers: int = 1, mlp_width: int | None = None, **changes) -> EagleConfig:
     """Return the shapes that the authors train for a target: one layer like the target's."""
-    return EagleConfig(target.draft_head_config(**changes))
+    layer = target.draft_head_config(num_layers, mlp_width=mlp_width or target.mlp_width)
+    return EagleConfig(layer, vocab_size=target.vocab_size, **changes)
 
 
 def eagle_head(config: EagleConfig) -> Head:
@@ -147,4 +148,7 @@ def eagle_head(config: EagleConfig) -> Head:
     return autoregressive("eagle", Eagle, config)
 
 
-KIND = HeadKind(METHOD, Eagle, eagle_head, of_target)
+KIND = HeadKind(
+    METHOD, Eagle, eagle_head, of_target, ("num_layers", "mlp_width"),
+    flags=("bias", "norms", "embeds", "sampler", "split"),
+)  # fmt: skip

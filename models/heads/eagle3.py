@@ -136,24 +136,38 @@ def eagle3_head(config: Eagle3Config) -> Head:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' streams: the inputs of layers 2, L / 2 and L - 3 of L, limited to existing layers."""
+    """Return the authors' streams: the inputs of layers 2, L / 2 and L - 3 of L, limited to existing layers.
+
+    Files of shallow targets that list no streams mean these, even where they coincide or do not rise.
+    """
     return min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)
 
 
 def of_target(
-    target: LlamaConfig, *, draft_vocab_size: int = 32000, taps: tuple[int, ...] | None = None, head_rank: int = 0,
-    **changes,
+    target: LlamaConfig, *, draft_vocab_size: int | None = None, taps: tuple[int, ...] | None = None,
+    head_rank: int = 0, num_layers: int = 1, mlp_width: int | None = None, own_head: bool = True, **changes,
 ) -> Eagle3Config:  # fmt: skip
     """Return the shapes that the authors train for a target: a layer like the target's, and 32,000 drafted ids.
 
-    Raises: UsageError for a head_rank that is not below the width.
+    EAGLE-3.1 has `norm_taps="each"` and `norm_output=True`. changes: flags of `Eagle3Config`.
+
+    Raises: UsageError for a head_rank that is not below the width, or for a draft vocabulary or a rank without an
+      output layer.
     """
-    size = min(draft_vocab_size, target.vocab_size)
-    layer = target.draft_head_config(vocab_size=size, **changes)
+    if not own_head and (draft_vocab_size or head_rank):
+        raise UsageError("draft_vocab_size and head_rank are of the head's own output layer; leave own_head=False out")
+    size = min(draft_vocab_size or 32000, target.vocab_size) if own_head else target.vocab_size
+    layer = target.draft_head_config(num_layers, vocab_size=size, mlp_width=mlp_width or target.mlp_width)
     if not 0 <= head_rank < target.width:
         raise UsageError(f"head_rank must be below the width of the target, {target.width}, not {head_rank}")
     taps = check_taps(target, taps, default_taps(target.num_layers))
-    return Eagle3Config(layer, taps, target.width, target.vocab_size, head_rank=head_rank)
+    return Eagle3Config(layer, taps, target.width, target.vocab_size, head_rank=head_rank, own_head=own_head, **changes)
 
 
-KIND = HeadKind(METHOD, Eagle3, eagle3_head, of_target, ("draft_vocab_size", "mlp_width", "head_rank"), taps=True)
+FLAGS = ("embeds", "own_head", "norm_before_residual", "norm_output")
+CHOICES = (("norm_taps", ("no", "each", "joined")),)
+
+KIND = HeadKind(
+    METHOD, Eagle3, eagle3_head, of_target, ("num_layers", "draft_vocab_size", "mlp_width", "head_rank"), taps=True,
+    flags=FLAGS, choices=CHOICES,
+)  # fmt: skip

@@ -32,6 +32,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.blocks import (
     bind,
+    check_taps,
     drafted_mask,
     embed,
     empty_cache,
@@ -186,7 +187,7 @@ def decode_segment(module: Hamburger, last: Array, tokens: Array, context: Conte
 def of_target(target: LlamaConfig, *, num_layers: int = 4, segment: int = 4, **changes) -> HamburgerConfig:
     """Return the shapes that the authors train for a base: layers like the base's, and a stream after each quarter."""
     layer = target.draft_head_config(num_layers)
-    taps = tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5))
+    taps = check_taps(target, None, tuple(-(-target.num_layers * quarter // 4) for quarter in range(1, 5)))
     heads = next(heads for heads in (64, 32, 16, 8, 4, 2, 1) if target.width % heads == 0)
     return HamburgerConfig(layer, taps, segment, **{"merge_heads": heads} | changes)
 

@@ -17,7 +17,6 @@ Deviations: as in `eagle`. All trained depths are computed, however many are dra
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -91,11 +90,12 @@ def p_eagle_head(config: PEagleConfig) -> Head:
     return head._replace(start=start, follow=follow_depths, max_depth=config.depths, is_single_pass=True)
 
 
-def of_target(target: LlamaConfig, *, num_layers: int = 4, embeds: bool = True, **changes) -> PEagleConfig:
+def of_target(
+    target: LlamaConfig, *, num_layers: int = 4, embeds: bool = True, depths: int = 8, **changes
+) -> PEagleConfig:
     """Return the shapes that are trained for a target: four layers and an embedding. The mask is the last token id."""
-    shapes = vars(eagle3.of_target(target, **changes))
-    layer = dataclasses.replace(shapes["layer"], num_layers=num_layers)
-    return PEagleConfig(**shapes | {"layer": layer, "embeds": embeds}, mask_token=target.vocab_size - 1)
+    shapes = vars(eagle3.of_target(target, num_layers=num_layers, embeds=embeds, **changes))
+    return PEagleConfig(**shapes, mask_token=target.vocab_size - 1, depths=depths)
 
 
 KIND = HeadKind(
@@ -103,7 +103,8 @@ KIND = HeadKind(
     PEagle,
     p_eagle_head,
     of_target,
-    ("num_layers", "draft_vocab_size", "mlp_width", "head_rank"),
+    ("num_layers", "draft_vocab_size", "mlp_width", "head_rank", "depths"),
     taps=True,
-    flags=("embeds",),
+    flags=eagle3.FLAGS,
+    choices=eagle3.CHOICES,
 )

@@ -51,7 +51,14 @@ class RecurrentScratch(NamedTuple):
 
 
 @functools.cache
-def recurrent(kind: str, module: Callable[..., Any], config: Any, *, max_depth: int | None = None) -> Head:
+def recurrent(
+    kind: str,
+    module: Callable[..., Any],
+    config: Any,
+    *,
+    max_depth: int | None = None,
+    trained_depth: int | None = None,
+) -> Head:
     """Build the head of `module(config)`, a `RecurrentModule`.
 
     `config.layer` has the shapes of its layers or is None, and `config.output_width` is W. The memory of the head is a
@@ -95,6 +102,7 @@ def recurrent(kind: str, module: Callable[..., Any], config: Any, *, max_depth: 
         config=config,
         taps=config.taps,
         max_depth=max_depth,
+        trained_depth=trained_depth,
         axes=batch_axes.rows_first if layer is None else memory.axes,
         shardings=None if layer is None else memory.shardings(layer),
     )

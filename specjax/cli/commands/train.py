@@ -101,8 +101,8 @@ class StartOptions:
         list[str] | None,
         typer.Option(
             "--shape",
-            help="Change of the head's config: NAME=NUMBER, embeds=no, or taps=2+15+27 (layers of the target "
-            "whose hidden states the head reads). Repeatable.",
+            help="Change of the head's config: NAME=NUMBER, embeds=no, norm_taps=each, or taps=2+15+27 (layers of the "
+            "target whose hidden states the head reads). Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -425,6 +425,7 @@ def _read_head_options(kind: str, shape: list[str] | None, draft_vocab: int | No
             form = entry.forms[names.index(name)].replace("=N", "=4")
             value = "yes or no" if name in entry.flags else "number above 0"
             value = "streams of the target" if name == "taps" else value
+            value = "word of these" if name in dict(entry.choices) else value
             raise UsageError(f'--shape: "{text}" names no {value}; write {form}')
         options[change[0]] = change[1]
     if draft_vocab is not None:

@@ -150,7 +150,7 @@ def show_training(report: TrainingReport, out) -> None:
     write(
         f"{inputs['target']}, {inputs['method']} of {inputs['head_params'] / 1e6:,.0f} M parameters; a step of "
         f"{inputs['rows']} rows of {inputs['length']} tokens, with a loss on {report.places} of them and "
-        f"{inputs['recipe']['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
+        f"{inputs['depths']} drafts each\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     if not p.compiles or p.memory is None:
         write(f"it does not compile: {p.reason}; give fewer --rows, a shorter --length or more chips", style="yellow")

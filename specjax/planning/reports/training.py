@@ -72,20 +72,30 @@ def training_report(
     if places > length or places % (chunk or 1):
         raise UsageError(f"places must be at most the {length} tokens of a row and a multiple of {chunk}, not {places}")
     recipe = recipe or recipe_of(work.method)
-    program = _program(work, rows, length, places, chunk, recipe)
+    program, depths = _program(work, rows, length, places, chunk, recipe)
     (on_step or (lambda name: None))("training step")
     required_bytes = float(shard_bytes(program.arguments))
-    training_inputs = {"rows": rows, "length": length, "chunk": chunk, "recipe": dataclasses.asdict(recipe)}
+    training_inputs = {
+        "rows": rows,
+        "length": length,
+        "chunk": chunk,
+        "depths": depths,
+        "recipe": dataclasses.asdict(recipe),
+    }
     return TrainingReport(
         describe(work) | training_inputs, compile_program(work, program, required_bytes), rows * places
     )
 
 
-def _program(work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe) -> Program:
+def _program(
+    work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe
+) -> tuple[Program, int]:
+    """Return the compiled step, and the drafted tokens per round."""
     args = abstract_job(work, describe_devices(work.topology))
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
-    plan = TrainingPlan(recipe, build_head_objective(head.head), STEPS, chunk, main_dtype(head.params))
+    objective = build_head_objective(head.head)
+    plan = TrainingPlan(recipe, objective, STEPS, chunk, main_dtype(head.params))
     state, frozen = _state(plan, head.params, mesh)
 
     def by_rows(shape, dtype) -> Any:
@@ -99,7 +109,7 @@ def _program(work: Workload, rows: int, length: int, places: int, chunk: int | N
     def compiled():
         return train_step.lower(plan, *arguments).compile()
 
-    return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset())
+    return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset()), objective.depths(recipe)
 
 
 def _state(plan: TrainingPlan, params: PyTree, mesh) -> tuple[State, PyTree]:

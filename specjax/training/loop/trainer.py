@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.numerics.validation import check_integer
@@ -69,6 +70,7 @@ class TrainingProgress(NamedTuple):
     best: Any = None  # the trained head or model, if it has the most tokens per pass so far
 
 
+@with_standard_modes
 def train(
     target: Target | None,
     trainable: Trainable,
@@ -102,7 +104,7 @@ def train(
       rows, length: shape of a batch. The mesh axis "data" must divide the rows.
       starts_per_row: limit of the rounds that a row is trained on; None: all positions.
       chunk: positions of a row whose logits are computed together, to trade arithmetic for memory; None: all.
-      num_tokens: length of the measured chain; None: the depths of the recipe, at most the limit of the trainable.
+      num_tokens: length of the measured chain; None: the depths that are trained.
       evaluate_first: evaluate before the first step too. A trainable that no step improves is then returned unchanged.
       patience: evaluations in a row without improvement before training stops; None: unlimited.
       folder: the run is stored here at every evaluation. An interrupted run resumes from there, bit for bit.
@@ -155,20 +157,21 @@ def run_identity(
 
     Args: params: parameters of the trainable, or their shapes.
 
-    Raises: UsageError for a recipe that trains no parameters, or a chain that is longer than the trainable drafts.
+    Raises: UsageError for a recipe that trains no parameters, or depths or a chain beyond what the trainable drafts.
     """
     default = RECIPES.get(objective.kind)  # its frozen names do not exist in all heads of the kind
     check_frozen(params, [name for name in recipe.frozen if default is None or name not in default.frozen])
     trained, _ = split_params(params, recipe.frozen)
     if not jax.tree.leaves(trained):
         raise UsageError(f"all parameters are frozen ({', '.join(recipe.frozen)}); freeze fewer")
+    depths = objective.depths(recipe)
     num_tokens, limit = settings.num_tokens, objective.max_depth
     if num_tokens is not None and limit and num_tokens > limit:
         raise UsageError(f"num_tokens={num_tokens} is more than the {limit} that {objective.kind} drafts; lower it")
     return {
         "recipe": repr(recipe), "config": repr(objective.config), "seed": settings.seed, "epochs": settings.epochs,
         "chunk": settings.chunk, "target": None if target is None else digest_model(target), "activations": uses_cache,
-        "dtype": main_dtype(trained), "num_tokens": num_tokens or min(recipe.depths, limit or recipe.depths), **extra,
+        "dtype": main_dtype(trained), "num_tokens": num_tokens or depths, "depths": depths, **extra,
     }  # fmt: skip
 
 

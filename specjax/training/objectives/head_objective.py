@@ -12,7 +12,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
 from specjax.models.heads.contract import Head
 from specjax.training.objectives import losses
-from specjax.training.objectives.recipes import Recipe
+from specjax.training.objectives.recipes import Recipe, resolve_depths
 from specjax.training.objectives.unroll import DepthOutput, Rounds, unroll_rounds
 from specjax.types import Array, Context, PyTree, Target
 
@@ -50,7 +50,7 @@ def compute_head_loss(
     Raises: UsageError if the recipe has a loss for an output that the head lacks.
     """
     _check_outputs(recipe, head)
-    depths = min(recipe.depths, head.max_depth or recipe.depths)
+    depths = head_depths(recipe, head)
 
     def judge(outputs: list[DepthOutput]) -> DepthSums:
         teacher = [_teacher_logits(target, depth, rounds.ids) if recipe.reads_teacher else None for depth in outputs]
@@ -62,6 +62,12 @@ def compute_head_loss(
     each = total.loss + recipe.features * total.features + recipe.confidence * total.confidence
     report = StepReport(total.loss / count, total.hits / count, total.reached / count, total.weight[0])
     return jnp.sum(share * each / count), jax.lax.stop_gradient(report)
+
+
+def head_depths(recipe: Recipe, head: Head) -> int:
+    """Return the drafted tokens per round of a head. Raises: UsageError for more than it drafts."""
+    default = head.trained_depth or recipe.passes * head.levels_per_pass
+    return resolve_depths(recipe, head.kind, head.max_depth, default)
 
 
 def _check_outputs(recipe: Recipe, head: Head) -> None:

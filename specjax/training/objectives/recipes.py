@@ -17,7 +17,8 @@ class Recipe:
     """The loss of a training run, and its optimizer."""
 
     losses: tuple[tuple[str, float], ...] = (("soft_ce", 1.0),)  # (name, weight) of each loss of the logits
-    depths: int = 4  # drafted tokens per round
+    depths: int | None = None  # drafted tokens per round; None: all that the head drafts, see `resolve_depths`
+    passes: int = 4  # passes per round of a head that drafts chains of any length, unless `depths` is given
     decay: float = 0.8  # factor of the loss from one depth to the next
     weighting: Literal["decay", "d_pace"] = "decay"
     features: float = 0.0  # weight of the smooth L1 loss of predicted features
@@ -40,6 +41,24 @@ class Recipe:
     def reads_teacher(self) -> bool:
         """Return True if a loss reads the target's distributions, in addition to its tokens."""
         return any(name != "ce" for name, _ in self.losses)
+
+
+def resolve_depths(recipe: Recipe, kind: str, max_depth: int | None, default: int | None = None) -> int:
+    """Return the number of tokens that a round drafts in training.
+
+    Without `depths` these are all tokens that the head drafts, so that none of its parameters stays untrained.
+
+    Args: max_depth: longest chain that the head drafts; None: any length. default: depths of a head without a limit.
+
+    Raises: UsageError for more depths than the head drafts.
+    """
+    if recipe.depths is None:
+        return max_depth or default or recipe.passes
+    if max_depth and recipe.depths > max_depth:
+        raise UsageError(
+            f"depths={recipe.depths} is more than the {max_depth} tokens that {kind} drafts; lower it, or leave it out"
+        )
+    return recipe.depths
 
 
 MUON_FACTOR = 10
@@ -79,8 +98,10 @@ def check_recipe(recipe: Recipe) -> None:
     for name, choices in choices_by_name.items():
         if getattr(recipe, name) not in choices:
             raise UsageError(f'{name} must be {" or ".join(choices)}, not "{getattr(recipe, name)}"')
-    if recipe.depths < 1:
-        raise UsageError(f"depths must be at least 1, not {recipe.depths}")
+    for name in ("depths", "passes"):
+        count = getattr(recipe, name)
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
     for name, share in (("decay", recipe.decay), ("warmup", recipe.warmup)):
         if not 0 <= share <= 1:
             raise UsageError(f"{name} must be from 0 to 1, not {share}")
@@ -96,34 +117,36 @@ def check_recipe(recipe: Recipe) -> None:
         raise UsageError(f"the learning rate must be a number above 0, not {recipe.learning_rate}")
 
 
-_BLOCK = Recipe((("ce", 0.1), ("tv", 0.9)), depths=7, weighting="d_pace", learning_rate=6e-4, warmup=0.04)
-_FEATURES = Recipe((("soft_ce", 0.1),), depths=4, features=1.0, noise=0.1, learning_rate=3e-4)
+_BLOCK = Recipe((("ce", 0.1), ("tv", 0.9)), weighting="d_pace", learning_rate=6e-4, warmup=0.04)
+_FEATURES = Recipe((("soft_ce", 0.1),), features=1.0, noise=0.1, learning_rate=3e-4)
 _MODEL = Recipe((("kl", 1.0),), learning_rate=1e-4, warmup=0.02, weight_decay=0.1)
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         # The authors' training-time test of 7 steps, but with Muon instead of their AdamW (see MUON_FACTOR).
-        "eagle3": Recipe(depths=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
-        "p_eagle": Recipe(depths=8, decay=1.0),
+        "eagle3": Recipe(passes=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
+        "p_eagle": Recipe(decay=1.0),
         "eagle": _FEATURES,
-        "falcon": Recipe((("kl", 0.09), ("ce", 0.01)), features=1.0, noise=0.1, learning_rate=3e-4, packs=False),
-        "medusa": Recipe((("ce", 1.0),), depths=4),  # Medusa-1: 0.8^k, hard labels
-        "hydra": Recipe(depths=4, decay=1.0, weight_decay=0.1),
-        "clover": Recipe((("soft_ce", 1.0),), depths=4, decay=0.7),
-        "chimera": Recipe((("ce", 1.0),), depths=4),
-        "kangaroo": Recipe(depths=1, learning_rate=5e-4),
-        "m2r2": Recipe(depths=1, confidence=1.0, learning_rate=1e-3),  # `specjax.adaptive.train_m2r2` has its own loss
+        "falcon": Recipe(
+            (("kl", 0.09), ("ce", 0.01)), passes=2, features=1.0, noise=0.1, learning_rate=3e-4, packs=False
+        ),
+        "medusa": Recipe((("ce", 1.0),)),  # Medusa-1: 0.8^k, hard labels
+        "hydra": Recipe(decay=1.0, weight_decay=0.1),
+        "clover": Recipe((("soft_ce", 1.0),), decay=0.7),
+        "chimera": Recipe((("ce", 1.0),)),
+        "kangaroo": Recipe(passes=1, learning_rate=5e-4),
+        "m2r2": Recipe(passes=1, confidence=1.0, learning_rate=1e-3),  # `specjax.adaptive.train_m2r2` has its own loss
         "hamburger": Recipe(
-            (("ce", 1.0),), depths=3, decay=1.0, confidence=0.5, learning_rate=1e-4
+            (("ce", 1.0),), decay=1.0, confidence=0.5, learning_rate=1e-4
         ),  # for HAMburger as a drafter
-        "hidden_transfer": Recipe((("kl", 1.0),), depths=3),
-        "ppd": Recipe((("kl", 1.0),), depths=3, learning_rate=1e-2, weight_decay=0.0),
+        "hidden_transfer": Recipe((("kl", 1.0),)),
+        "ppd": Recipe((("kl", 1.0),), learning_rate=1e-2, weight_decay=0.0),
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # calibrated instead of trained
-        "mlp_speculator": Recipe((("ce", 1.0),), depths=3, decay=1.0),
-        "redrafter": Recipe((("ce", 1.0),), depths=5, decay=1.0),
+        "mlp_speculator": Recipe((("ce", 1.0),), decay=1.0),
+        "redrafter": Recipe((("ce", 1.0),), passes=5, decay=1.0),
         "distillspec": _MODEL,
         "direct_alignment": _MODEL.replace(losses=(("tvd++", 1.0),)),
         "fastdraft_pretraining": _MODEL.replace(losses=(("ce", 1.0),), learning_rate=1e-3),
@@ -132,5 +155,5 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "specdec++": Recipe(warmup=0.03, weight_decay=0.0, frozen=("draft",)),
     }
 )
-"""Recipes by kind. Training never goes deeper than the draft limit of a kind. The rows after `redrafter` are for draft
-models, denoisers and stopping heads. The `depths` of draft models is only the length of the measured chain."""
+"""Recipes by kind. The rows after `redrafter` are for draft models, denoisers and stopping heads. The `passes` of draft
+models are only the length of the measured chain."""

@@ -15,7 +15,7 @@ from specjax.models.heads.contract import DraftHead, Head
 from specjax.training.data.packing import PackedBatch
 from specjax.training.data.vocabulary import use_draft_ids
 from specjax.training.objectives import draft_models, masked, stopping
-from specjax.training.objectives.head_objective import StepReport, compute_head_loss, count_leading_hits
+from specjax.training.objectives.head_objective import StepReport, compute_head_loss, count_leading_hits, head_depths
 from specjax.training.objectives.recipes import Recipe
 from specjax.training.objectives.unroll import Rounds, TargetActivations, run_target
 from specjax.types import Array, Model, PyTree, Target
@@ -40,6 +40,8 @@ class TrainingObjective(NamedTuple):
     # `activations=`. None: the loss reads more of the target.
     taps: tuple[int, ...] | None = None
     whole_rounds: bool = False  # True: the loss covers all depths of a round; False: only its first token
+    # recipe -> drafted tokens per round. Raises a UsageError for more than can be drafted.
+    depths: Callable[[Recipe], int] = lambda recipe: recipe.depths or recipe.passes
 
 
 def build_objective(trainable: Trainable) -> TrainingObjective:
@@ -78,7 +80,10 @@ def build_head_objective(head: Head) -> TrainingObjective:
         return count_leading_hits(head, params, target, rounds, depths)
 
     taps = None if head.reads_cache else head.taps
-    return TrainingObjective(head.kind, head.config, head.max_depth, loss, leading_hits, taps, whole_rounds=True)
+    return TrainingObjective(
+        head.kind, head.config, head.max_depth, loss, leading_hits, taps, whole_rounds=True,
+        depths=lambda recipe: head_depths(recipe, head),
+    )  # fmt: skip
 
 
 @functools.cache

@@ -159,7 +159,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--shape", "taps=1,2"), "no streams of the target; write"),
         (("--out", out, "--prompts", prompts, "--shape", "taps=9+99"), "taps must be rising streams of the target"),
         (("--out", out, "--prompts", prompts, "--states", out), "--states needs --keep-states GIB"),
-        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'mlp_width, head_rank, not "layers"'),
+        (("--out", out, "--prompts", prompts, "--shape", "layers=2"), 'norm_output, norm_taps, not "layers"'),
         (("--out", out, "--prompts", prompts, "--method", "hydra", "--draft-vocab", 9), "drafts all of the target's"),
         (("--out", out, "--prompts", prompts, "--start", "zero"), "--start must be target, random or a head"),
         (("--out", out, "--prompts", prompts, "--method", "p_eagle", "--shape", "embeds=1"), "no yes or no; write"),
