@@ -25,6 +25,7 @@ import optax
 
 from specjax.adaptive.exits import every_so_many, leaving, threshold_level
 from specjax.adaptive.optimise import descend, one_pass
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
@@ -99,6 +100,7 @@ def judged(probes: Probes, layer: Array | int, stream: Array) -> Array:
     return x @ probes.weight[layer] + probes.bias[layer]
 
 
+@with_standard_modes
 def train_probes(
     target: Target, tokens: Array, length: Array, *, every: int = 4, steps: int = 200, learning_rate: float = 0.01
 ) -> Probes:
@@ -113,7 +115,7 @@ def train_probes(
     return _train(model, layers, steps, learning_rate, target.params, tokens, length)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: float, params, tokens, length) -> Probes:
     streams, agrees = lessons(model, layers, params, tokens)
     counts = jnp.arange(tokens.shape[1]) < length[:, None]

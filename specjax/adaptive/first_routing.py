@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.fitting import fit, surprise
 from specjax.adaptive.optimise import descend, one_pass
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
@@ -130,6 +131,7 @@ def _accumulate(sums: GateSums, gates: Array, places: TokenPositions, taken: Arr
     )
 
 
+@with_standard_modes
 def train_routers(
     target: Target,
     tokens: Array,
@@ -176,6 +178,7 @@ def _soft(layers: int) -> DepthPolicy:
     )
 
 
+@with_standard_modes
 def train_lora(
     target: Target,
     routers: Routers,
@@ -203,7 +206,7 @@ def train_lora(
     return apply_lora(target, changes, alpha), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@jit(static_argnums=(0, 1, 2, 3, 4))
 def _train_lora(
     model: Model, full_model: Model, alpha: float, steps: int, learning_rate: float, base, routers, changes, tokens,
     prompt,

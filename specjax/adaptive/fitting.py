@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.models.variants.layer_skipping import DepthPolicy
 from specjax.models.variants.skipping_model import skip_layers
 from specjax.types import Array, Model, PyTree, Target
@@ -19,6 +19,7 @@ def _free(noted: PyTree) -> Array:
     return jnp.float32(0)
 
 
+@with_standard_modes
 def fit(
     target: Target,
     depth: DepthPolicy,
@@ -41,7 +42,7 @@ def fit(
     return depth.replace(params=params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _fit(model: Model, penalty, steps: int, learning_rate: float, base, params, tokens, prompt, length):
     def loss(params) -> Array:
         both = {"base": base, "depth": params}

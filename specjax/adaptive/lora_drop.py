@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
@@ -73,6 +74,7 @@ def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) 
     return _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name).replace(params=corrections)
 
 
+@with_standard_modes
 def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
     """Return untrained corrections: A is random and B is zero, so dropped layers repeat their last output."""
     layers, width = target.model.capabilities.num_layers, target.model.config.width

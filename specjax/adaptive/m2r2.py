@@ -14,13 +14,13 @@ target's token. Only the router gets a gradient from this loss.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend, one_pass
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftHead
@@ -45,6 +45,7 @@ class Streams(NamedTuple):
         return self.predicted + ALIGNMENT * self.apart + self.sure
 
 
+@with_standard_modes
 def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
     """Return an untrained head, whose fast stream equals the target's stream.
 
@@ -58,6 +59,7 @@ def blank_m2r2(target: Target, key: Array, **changes) -> DraftHead:
     return init_head("m2r2", config, key)
 
 
+@with_standard_modes
 def train_m2r2(
     target: Target, head: DraftHead, tokens: Array, length: Array, *, steps: int = 200, learning_rate: float = 1e-3
 ) -> tuple[DraftHead, Array]:
@@ -75,7 +77,7 @@ def train_m2r2(
     return head.replace(params=params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(model: Model, config: M2R2Config, steps: int, learning_rate: float, base, params, tokens, length):
     loss = lambda params: streams(model, config, base, params, tokens, length).loss
     return descend(loss, params, steps, learning_rate)

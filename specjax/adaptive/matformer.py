@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend
 from specjax.adaptive.s2d import sorted_loss
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models import narrow_mlps
@@ -63,6 +63,7 @@ def _matformer(share: float) -> DepthPolicy:
     )  # fmt: skip
 
 
+@with_standard_modes
 def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[float, ...]) -> Array:
     """Return the mean over `shares` of the next-token cross entropy.
 
@@ -77,6 +78,7 @@ def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[floa
     return jnp.mean(jnp.stack([of_part(share) for share in shares]))
 
 
+@with_standard_modes
 def train_nested(
     target: Target, tokens: Array, length: Array, *, shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0),
     steps: int = 100, learning_rate: float = 1e-3,
@@ -86,7 +88,7 @@ def train_nested(
     return Target(target.model, params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(model: Model, shares, steps: int, learning_rate: float, params: PyTree, tokens, length):
     loss = lambda params: nested_loss(Target(model, params), tokens, length, shares)
     return descend(loss, params, steps, learning_rate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.models.variants.layer_skipping import SkippingPending
 from specjax.types import Array, Model, Sublayers, Target
@@ -26,6 +26,7 @@ class Reading(NamedTuple):
     likeliest: Array  # int32[B, L], the most likely token
 
 
+@with_standard_modes
 def read(target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array | Sequence[int]) -> Reading:
     """Return the layer use and log-probabilities of `target` on texts `tokens` int32[B, L].
 
@@ -35,7 +36,7 @@ def read(target: Target, tokens: Array | Sequence[Sequence[int]], prompt: Array 
     return _read(target.model, target.params, jnp.asarray(tokens, jnp.int32), jnp.asarray(prompt, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit(static_argnums=0)
 def _read(model: Model, params, tokens: Array, prompt: Array) -> Reading:
     batch, size = tokens.shape
     offset = jnp.arange(CHUNK)

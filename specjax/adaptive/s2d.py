@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from specjax.adaptive.exits import leaving, threshold_level
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams
@@ -79,6 +80,7 @@ def _likeliest(params, layer_streams: LayerStreams) -> Array:
     return jnp.exp(jnp.max(logits, -1) - jax.nn.logsumexp(logits, -1))
 
 
+@with_standard_modes
 def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exits: tuple[int, ...]) -> Array:
     """Return the mean next-token cross entropy over `exits`, which are numbers of layers.
 
@@ -95,6 +97,7 @@ def sorted_loss(model: Model, params: PyTree, tokens: Array, length: Array, exit
     return sum(map(of_exit, output.taps), jnp.float32(0)) / len(exits)
 
 
+@with_standard_modes
 def train_sorted(
     draft: Target, tokens: Array, length: Array, *, exits: int = 3, steps: int = 100, learning_rate: float = 1e-3
 ) -> tuple[Target, Array]:
@@ -113,7 +116,7 @@ def train_sorted(
     return Target(draft.model, params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(model: Model, layers: tuple[int, ...], steps: int, learning_rate: float, params, tokens, length):
     loss = lambda params: sorted_loss(model, params, tokens, length, layers)
     return descend(loss, params, steps, learning_rate)

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.trees import operations
@@ -42,6 +42,7 @@ class PassOutput(NamedTuple):
     stream: np.ndarray  # float32[layers, n, D], after each layer; 0 layers for models without taps
 
 
+@with_standard_modes
 def check_bits(
     target: Target,
     tokens: Sequence[int],
@@ -221,13 +222,13 @@ def _split(observed: PassOutput, places: Sequence[int]) -> dict[int, PassOutput]
     return {at: PassOutput(observed.logits[i : i + 1], observed.stream[:, i : i + 1]) for i, at in enumerate(places)}
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@jit(static_argnums=3)
 def _begin(target: Target, tokens: Array, lengths: Array, capacity: int):
     model, params = target.model, target.params
     return prefill(model, params, model.init_cache(params, None, len(tokens), capacity), tokens, lengths)
 
 
-@functools.partial(jax.jit, static_argnums=6)
+@jit(static_argnums=6)
 def _pass(target: Target, cache, tokens, positions, mask, earlier, num_layers: int):
     options = {} if earlier is None else {"earlier": earlier}
     if num_layers:
@@ -238,7 +239,7 @@ def _pass(target: Target, cache, tokens, positions, mask, earlier, num_layers: i
     return output.logits.astype(jnp.float32), stream.astype(jnp.float32), pending
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@jit(static_argnums=(3, 4))
 def _commit(target: Target, cache, pending, rows: int, width: int):
     path = jnp.broadcast_to(jnp.arange(width), (rows, width))
     return target.model.commit(cache, pending, path, jnp.full((rows,), width))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.analysis.model_probe import CAPACITIES, LENGTHS, LONGEST, PIECE, WIDTH, Pair, Passes
+from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.trees import operations
 from specjax.types import Array, Model, PyTree
@@ -47,6 +48,7 @@ class ModelCheck(NamedTuple):
         return self.sentence
 
 
+@with_standard_modes
 def check_model(
     model: Model,
     params: PyTree,

@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.api import job_of, refuse, settings_of
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.costs import Curve, dtype_of, evaluate
 from specjax.engine import run, value_checks
 from specjax.engine.job import Keep, Parts
@@ -32,6 +33,7 @@ class Round(NamedTuple):
     why: str | None  # the drafter's explanation of its draft (`Hooks.explain`)
 
 
+@with_standard_modes
 def explain(
     target: Target,
     drafter: Any,
@@ -97,7 +99,7 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
     return Round(tokens[valid], parents, chances[valid], path, added, int(accepted), width, cost, why)
 
 
-@jax.jit
+@jit
 def _chances(scored: Scored) -> Array:
     """Return float32[B, N], the target probability of each node given its path; 1 for the root."""
     tree, log_p = scored.tree, jax.nn.log_softmax(scored.logits, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays import batch_axes
+from specjax.arrays.modes import jit
 from specjax.engine import contract_checks
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
@@ -61,7 +61,7 @@ class Passes:
 
     def whole(self, reference, text: np.ndarray) -> np.ndarray:
         """Return the logits of the reference for whole texts [B, T]."""
-        logits = jax.jit(reference)(self.params, jnp.asarray(text))
+        logits = jit(reference)(self.params, jnp.asarray(text))
         expected, shape = [*text.shape, self.model.vocab_size], getattr(logits, "shape", None)
         if shape != tuple(expected):
             description = type(logits).__name__ if shape is None else list(shape)
@@ -137,29 +137,29 @@ class Passes:
 # Each program is compiled for the model functions that it calls, so models that share functions share programs.
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
+@jit(static_argnums=(0, 6))
 def _read(model: Model, params, inputs, text, count, prompts, capacity: int):
     text = jnp.pad(text, ((0, 0), (0, CHUNK - text.shape[1])))
     return prefill(model, params, model.start_cache(params, inputs, prompts, capacity), text, count)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit(static_argnums=0)
 def _pass(forward, params, cache, tokens, positions, mask, earlier):
     options = {} if earlier is None else {"earlier": earlier}
     output, pending = forward(params, tokens, cache, positions=positions, mask=mask, **options)
     return output, pending
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit(static_argnums=0)
 def _committed(commit, cache, pending, path, count):
     return commit(cache, pending, path, count)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit(static_argnums=0)
 def _rewound(rewind, cache, length):
     return rewind(cache, length)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jit(static_argnums=(0, 1))
 def _both(widen, insert, prior, new):
     return insert(widen(prior, WIDTH), new, PIECE)

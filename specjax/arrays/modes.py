@@ -31,6 +31,16 @@ def with_standard_modes(function: Callable[Arguments, Result]) -> Callable[Argum
     return in_standard_modes
 
 
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Return `jax.jit(function, **options)`, traced in JAX's default modes as by `with_standard_modes`.
+
+    Without a function, return a decorator: `@jit(static_argnames="count")`.
+    """
+    if function is None:
+        return functools.partial(jit, **options)
+    return jax.jit(with_standard_modes(function), **options)
+
+
 def _narrowed(tree: Any) -> Any:
     is_wide = lambda x: getattr(x, "dtype", None) == np.float64
     if not any(map(is_wide, jax.tree.leaves(tree))):  # the usual case, which keeps the identity of the objects

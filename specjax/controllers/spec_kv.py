@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info, Signals
 
@@ -169,7 +170,7 @@ def fit(
     return trained._replace(w1=w1, b1=trained.b1 - mean @ w1)
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@jit(static_argnames="steps")
 def _train(rows, gamma, accepted, start: Weights, learning_rate, steps: int) -> Weights:
     import optax  # imported here because no other decoding code needs it
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models import prune_layers
 from specjax.models.heads.contract import DraftHead
@@ -115,6 +116,7 @@ class TrainedDrafter:
     law: ScalingLaw | None = None  # fitted to these runs
 
 
+@with_standard_modes
 def train_drafter(
     target: Target,
     tokenizer: Any,

@@ -12,6 +12,7 @@ import toy
 
 import specjax
 from specjax.models.heads.kinds import init_head
+from specjax.training import TrainingSettings
 from specjax.training.data.packing import TrainingText
 from specjax.training.objectives.recipes import recipe_of
 
@@ -45,3 +46,26 @@ def recipe(kind: str = "eagle3", **changes):
     plain = {"losses": (("ce", 1.0),), "decay": 1.0, "weighting": "decay", "confidence": 0.0, "features": 0.0}
     plain["optimizer"] = "adamw"  # with which what is this small is learnt by heart at the rate below
     return recipe_of(kind, **{"depths": DEPTHS, "learning_rate": 1e-2, **plain, **changes})
+
+
+PROMPTS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
+SETTINGS = TrainingSettings(
+    held_out=2, max_new_tokens=8, rows=2, length=32, evaluate_every=2, epochs=2, num_draft_tokens=2
+)
+
+
+class LetterTokenizer:
+    """Each letter is one token of the tiny target's 64."""
+
+    eos = (1,)
+    vocab = tuple(map(str, range(64)))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [2 + ord(letter) % 60 for letter in text]
+
+    def chat(self, text) -> list[int]:
+        messages = [{"content": text}] if isinstance(text, str) else text
+        return [id for message in messages for id in self.encode(message["content"])]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(97 + id % 26) for id in ids)

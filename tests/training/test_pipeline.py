@@ -11,37 +11,17 @@ import jax
 import numpy as np
 import pytest
 import toy
+from training_runs import PROMPTS, SETTINGS, LetterTokenizer
 
 import specjax
 from specjax.cli import main
 from specjax.errors import UsageError
 from specjax.training import TrainingObserver, TrainingSettings, train_drafter
 
-PROMPTS = ["ab", "the cat", "one two", "x y z", "hello", "why not"]
-SETTINGS = TrainingSettings(
-    held_out=2, max_new_tokens=8, rows=2, length=32, evaluate_every=2, epochs=2, num_draft_tokens=2
-)
 FLAGS = (
     "--held-out", 2, "--max-new-tokens", 8, "--rows", 2, "--length", 32, "--every", 2, "--epochs", 2,
     "--num-draft-tokens", 2,
 )  # fmt: skip
-
-
-class LetterTokenizer:
-    """Each letter is one token of the tiny target's 64."""
-
-    eos = (1,)
-    vocab = tuple(map(str, range(64)))
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        return [2 + ord(letter) % 60 for letter in text]
-
-    def chat(self, text) -> list[int]:
-        messages = [{"content": text}] if isinstance(text, str) else text
-        return [id for message in messages for id in self.encode(message["content"])]
-
-    def decode(self, ids) -> str:
-        return "".join(chr(97 + id % 26) for id in ids)
 
 
 class Recorder(TrainingObserver):

@@ -30,6 +30,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.analysis.rules.optimal import check_distributions, optimal_acceptance, order_by_ratio
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog.method import Guarantee
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
@@ -54,6 +55,7 @@ class Acceptance(NamedTuple):
     standard_error: np.ndarray  # float64[...], 0 where the value is exact
 
 
+@with_standard_modes
 def acceptance(
     rule: str | Verifier,
     p,
@@ -92,6 +94,7 @@ def acceptance(
     return Acceptance(name, how, n, value.reshape(shape), error.reshape(shape))
 
 
+@with_standard_modes
 def acceptance_curve(rule: str | Verifier, p, q, drafts: Sequence[int] = (1, 2, 3, 4), **options) -> list[Acceptance]:
     """Return `acceptance` for each number of drafts."""
     return [acceptance(rule, p, q, n, **options) for n in drafts]
@@ -119,6 +122,7 @@ class Comparison(NamedTuple):
     rows: int
 
 
+@with_standard_modes
 def compare(
     p,
     q,
@@ -356,7 +360,7 @@ def _simulate(verifier, draws: How | Literal["chain"], p, q, n, samples, seed):
     return _fraction(np.array(counts), samples)
 
 
-@functools.partial(jax.jit, static_argnames=("builder", "samples"))
+@jit(static_argnames=("builder", "samples"))
 def _accepted(verifier: Verifier, p, q, key, builder: trees.Builder, samples: int):
     """Return int32, the number of `samples` one-level trees with an accepted node."""
     keys = jax.random.split(key, (2, samples))

@@ -9,7 +9,6 @@ The 1024 most probable tokens of either model take 16 kB and drop 4e-4.)
 
 from __future__ import annotations
 
-import functools
 import json
 import zipfile
 import zlib
@@ -23,6 +22,7 @@ import numpy as np
 
 from specjax.api import decode
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
@@ -47,6 +47,7 @@ class Record(NamedTuple):
     about: dict  # target, draft, vocab_size, keep, temperature, top_k, top_p
 
 
+@with_standard_modes
 def record(
     target: Target,
     draft: Target,
@@ -122,7 +123,7 @@ def _distributions_of_text(target, draft, prompt, new, max_new_tokens, warping, 
     return [np.asarray(x)[: len(new)] for x in distributions]
 
 
-@functools.partial(jax.jit, static_argnames=("count", "keep"))
+@jit(static_argnames=("count", "keep"))
 def _distributions(target: Target, draft: Target, tokens, length, warping: Sampling, count: int, keep: int):
     log_distributions = [
         _log_distribution(x.model, x.params, tokens, length, warping, count) for x in (target, draft)

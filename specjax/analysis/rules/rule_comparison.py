@@ -7,13 +7,13 @@ rule drives the decoding. At each step every rule verifies the same tree many ti
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings, prepare
@@ -25,6 +25,7 @@ from specjax.types import Drafter, Target
 from specjax.verifiers import Verifier
 
 
+@with_standard_modes
 def expected_tokens(
     verifiers: Sequence[Verifier],
     target: Target,
@@ -60,7 +61,7 @@ def expected_tokens(
     return {name: np.stack(columns, 1) for name, columns in counts.items()}
 
 
-@functools.partial(jax.jit, static_argnames="draws")
+@jit(static_argnames="draws")
 def _judge(verifier: Verifier, keys, length, scored, *, draws: int):
     """Return float32[B], the mean number of tokens over `draws` verdicts, one at a time to save memory."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.optimise import one_pass
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit
 from specjax.types import Array, Model, Target
 
 
@@ -66,7 +66,7 @@ def score_tokens(target: Target, tokens: Array) -> tuple[Array, Array]:
     return _score_tokens(target.model, target.params, tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit(static_argnums=0)
 def _score_tokens(model: Model, params, tokens: Array) -> tuple[Array, Array]:
     logits = one_pass(model, params, tokens, model.init_cache(params, None, len(tokens), 0))[0].logits[:, :-1]
     log_p = jax.nn.log_softmax(logits)

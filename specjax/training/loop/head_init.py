@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
@@ -92,6 +93,7 @@ def check_not_repeated(target: Target) -> None:
         )
 
 
+@with_standard_modes
 def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | None) -> dict:
     """Replace parameters by those of the target where they fit."""
     source: Any = target.params

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.modes import jit
 from specjax.training.data.packing import PackedBatch
 from specjax.training.loop.optimizers import make_optimizer, merge_params, split_params
 from specjax.training.objectives.head_objective import StepReport
@@ -77,7 +78,7 @@ def compute_step(
     return state, TrainingOutcome(loss, report, finite)
 
 
-train_step = jax.jit(compute_step, static_argnames="plan", donate_argnames="state")
+train_step = jit(compute_step, static_argnames="plan", donate_argnames="state")
 """Jitted `compute_step`. The state is donated and cannot be used again."""
 
 

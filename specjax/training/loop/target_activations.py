@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
 from specjax.numerics.global_arrays import gather
@@ -134,7 +135,7 @@ class ActivationCache:
             check_same((end, list(new)), f"activations in {self.folder}, which all hosts have to see,")
             if new:
                 self._check_room(end, sum(len(text.tokens) for text in new.values()), width)
-                jitted = jax.jit(compute)
+                jitted = jit(compute)
                 run = lambda packed: gather(jitted(target, place_batch(target, packed)))
                 self._append(run, new, end, (rows, length))
                 begins, end = self._read_index()

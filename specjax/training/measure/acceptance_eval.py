@@ -7,13 +7,12 @@ the same steps visits exactly the rounds of the decoder.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.numerics.global_arrays import gather, place
 from specjax.training.data.packing import PackedBatch, TrainingText, find_round_starts, pack
 from specjax.training.objectives.trainables import Trainable, build_objective
@@ -33,6 +32,7 @@ class MeasuredAcceptance(NamedTuple):
         return self.tokens / max(self.passes, 1)
 
 
+@with_standard_modes
 def measure_acceptance(
     target: Target, trainable: Trainable, texts: Sequence[TrainingText], *, depths: int, rows: int, length: int
 ) -> MeasuredAcceptance:
@@ -73,7 +73,7 @@ def find_runs(mask: np.ndarray) -> Iterable[tuple[int, int]]:
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
-@functools.partial(jax.jit, static_argnames="depths")
+@jit(static_argnames="depths")
 def _leading_hits(target: Target, trainable: Trainable, packed: PackedBatch, depths: int) -> Array:
     """Return int32[B, T - 1]: the number of correct leading tokens of the draft from every position."""
     return build_objective(trainable).leading_hits(trainable.params, target, packed, depths)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.measures import entropy
 from specjax.diffusion.types import Denoiser
@@ -78,6 +79,7 @@ def masked_mean(values: Array, mask: Array) -> Array:
     return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
+@with_standard_modes
 def train_certainty(
     denoiser: Denoiser,
     batches: Sequence[PackedBatch],
@@ -110,7 +112,7 @@ def _make_adamw(learning_rate: float) -> Any:
     return optax.adamw(learning_rate)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@jit(static_argnums=(4, 5, 6))
 def _take_step(
     denoiser: Denoiser, packed: PackedBatch, state: Any, key: Array, optimizer: Any, block: int, beta: float
 ) -> tuple[Any, Any, Array]:

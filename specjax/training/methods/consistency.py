@@ -19,7 +19,6 @@ Deviations: mixing labels token by token is our own choice. The text before a bl
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.decoders.ceed_vla import ceed_vla
 from specjax.engine.packing import Prompts, check_new_tokens
 from specjax.errors import UsageError
@@ -43,6 +43,7 @@ class JacobiTrajectories(NamedTuple):
     states: Array  # int32[R, n + 1, n], y^0 ... y^n; the last one is y*
 
 
+@with_standard_modes
 def collect_trajectories(
     target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16
 ) -> JacobiTrajectories:
@@ -68,7 +69,7 @@ def collect_trajectories(
     return JacobiTrajectories(text, start, _iterate(target.model, block, target.params, text, start, guess))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jit(static_argnums=(0, 1))
 def _iterate(model: Model, block: int, params: PyTree, text: Array, start: Array, guess: Array) -> Array:
     def step(guess, _):
         following = first_largest(_block_logits(model, params, text, start, guess))
@@ -86,6 +87,7 @@ def _block_logits(model: Model, params: PyTree, text: Array, start: Array, block
     return take_along(output.logits, (columns - 1)[:, :, None], 1)
 
 
+@with_standard_modes
 def mixed_labels(teacher: Array, truth: Array, values: Array, tolerance: float) -> Array:
     """Return labels int32[...] that mix the tokens of the teacher and of the ground truth.
 
@@ -103,6 +105,7 @@ class ConsistencyLosses(NamedTuple):
     labels: Array
 
 
+@with_standard_modes
 def compute_losses(
     model: Model, params: PyTree, data: JacobiTrajectories, indices: Array, labels: Array | None = None
 ) -> ConsistencyLosses:
@@ -125,6 +128,7 @@ def compute_losses(
     return ConsistencyLosses(consistency, -jnp.mean(log_p_label))
 
 
+@with_standard_modes
 def train_consistency(
     target: Target,
     data: JacobiTrajectories,
@@ -150,7 +154,7 @@ def train_consistency(
     return Target(target.model, params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(
     model: Model, weight: float, steps: int, learning_rate: float, params, data: JacobiTrajectories, labels, key
 ):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.modes import with_standard_modes
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
@@ -25,6 +26,7 @@ from specjax.models import LlamaConfig, abstract_params, init_params, make_model
 FIELDS = ("mask_token", "attention", "block", "alignment", "seeding")
 
 
+@with_standard_modes
 def init_denoiser(config: LlamaConfig, *, seed: int = 0, **fields: Any) -> Denoiser:
     """Return an untrained denoiser. Args: fields: fields of `Denoiser`, such as mask_token, attention and block."""
     return Denoiser(make_model(config), init_params(config, jax.random.key(seed)), **fields)

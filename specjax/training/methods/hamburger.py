@@ -15,7 +15,6 @@ Deviations: the authors' optional distillation from a teacher is not implemented
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ import optax
 
 from specjax.adaptive.optimise import descend
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.decoders.hamburger import check
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind, unembed
@@ -118,6 +118,7 @@ def compute_losses(
     return HamburgerLosses(total / jnp.maximum(count, 1), jnp.sum(stops * decides) / jnp.maximum(jnp.sum(decides), 1))
 
 
+@with_standard_modes
 def train_hamburger(
     target: Target,
     head: DraftHead,
@@ -160,7 +161,7 @@ def train_hamburger(
     return Target(target.model, params["base"]), head.replace(params=params["new"]), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@jit(static_argnums=(0, 1, 2, 3, 4))
 def _train(
     model: Model, head: Head, steps: int, base_rate: float, rate: float, params, macro: MacroSteps, prompt_length: Array
 ):

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
 from specjax.numerics.validation import check_range
 from specjax.training.data.packing import PackedBatch, TrainingText, pack
@@ -74,6 +75,7 @@ def label_tokens(response: JudgedResponse, after_error: Literal["drop", "wrong"]
     return np.where(position < prompt_length, -1, label).astype(np.int8)
 
 
+@with_standard_modes
 def make_examples(
     target: Target, responses: Sequence[JudgedResponse], *, rows: int, length: int,
     after_error: Literal["drop", "wrong"] = "drop",
@@ -95,7 +97,7 @@ def make_examples(
     return np.concatenate(features), np.concatenate(labels)
 
 
-@jax.jit
+@jit
 def _run_target(target: Target, packed: PackedBatch) -> Array:
     return forward_packed(target.model, target.params, packed)[0].hidden.astype(jnp.float32)
 
@@ -108,6 +110,7 @@ def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, we
     return jnp.sum(weights * each) / jnp.sum(weights) + l2 / 2 * jnp.sum(weight**2)
 
 
+@with_standard_modes
 def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeClassifier:
     """Fit a head to features float32[N, D] and labels int8[N].
 
@@ -128,7 +131,7 @@ def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, ste
     return JudgeClassifier(weight, float(bias - weight @ mean))
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@jit(static_argnames="steps")
 def _minimise(features: Array, labels: Array, weights: Array, l2: float, steps: int) -> tuple[Array, Array]:
     """Return (weight, bias) after `steps` steps of L-BFGS."""
     import optax
@@ -150,6 +153,7 @@ MAX_LOG_ODDS = 16.0
 """Largest log-odds whose probability is below 1 in float32."""
 
 
+@with_standard_modes
 def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) -> float:
     """Return the lowest threshold that accepts at most a share `wrong` of the wrong tokens.
 
@@ -177,4 +181,4 @@ def threshold_for(odds: np.ndarray, labels: np.ndarray, *, wrong: float = 0.02) 
     return float(threshold)
 
 
-_log_odds = jax.jit(log_odds_of)
+_log_odds = jit(log_odds_of)

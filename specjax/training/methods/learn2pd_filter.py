@@ -24,7 +24,6 @@ held out.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.methods.learn2pd import Filter
 from specjax.diffusion.types import Denoiser
@@ -49,6 +49,7 @@ class FilterExamples(NamedTuple):
     counted: Array  # bool[B, S, W], True for columns of a text in passes that the oracle needs
 
 
+@with_standard_modes
 def train_filter(
     denoiser: Denoiser, batches: Sequence[PackedBatch], *, block: int, key: Array | int, steps: int = 2000,
     learning_rate: float = 3e-3,
@@ -59,7 +60,7 @@ def train_filter(
     return fit_filter(examples, threefry(key), steps=steps, learning_rate=learning_rate)
 
 
-@functools.partial(jax.jit, static_argnames="block")
+@jit(static_argnames="block")
 def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExamples:
     """Run the oracle over texts, one per row, in blocks from the first response column on.
 
@@ -113,7 +114,7 @@ def fit_filter(examples: FilterExamples, key: Array, *, steps: int = 2000, learn
         updates, state = optimizer.update(jax.grad(compute_loss)(filter, examples), state, filter)
         return (optax.apply_updates(filter, updates), state), None
 
-    return jax.jit(lambda: jax.lax.scan(step, (initial, optimizer.init(initial)), None, steps)[0][0])()
+    return jit(lambda: jax.lax.scan(step, (initial, optimizer.init(initial)), None, steps)[0][0])()
 
 
 def compute_loss(filter: Filter, examples: FilterExamples) -> Array:

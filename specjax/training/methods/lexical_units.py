@@ -16,14 +16,13 @@ Deviations: the hidden unit is drawn at random. The equal weights and the thresh
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer, check_range
@@ -53,6 +52,7 @@ def unit_loss(model: Model, params: PyTree, inputs: Array, labels: Array, length
     return -jnp.sum(log_p_label * is_text) / jnp.sum(is_text)
 
 
+@with_standard_modes
 def train_lud(
     target: Target,
     tokens: Array,
@@ -90,7 +90,7 @@ def train_lud(
     return Target(target.model, params), losses
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3))
 def _train(model: Model, pad_token: int, steps: int, learning_rate: float, params, tokens, length, starts, key):
     def loss(params, key) -> Array:
         inputs = hide_unit(key, tokens, length, starts, pad_token)

@@ -26,7 +26,6 @@ Training only happens if `serve` runs through a trainer, which sends new paramet
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit
 from specjax.training.data.packing import PAIR_TOKENS, PackedBatch
 from specjax.training.loop.step import State, TrainingOutcome, TrainingPlan, compute_step, export_trainable, init_state
 from specjax.training.objectives.recipes import recipe_of
@@ -57,7 +57,7 @@ def empty_record(texts: int, size: int) -> RejectionRecord:
     return RejectionRecord(mask.astype(jnp.int32), jnp.zeros((texts,), jnp.int32), mask, mask, jnp.int32(0))
 
 
-@jax.jit
+@jit
 def add_text(record: RejectionRecord, tokens: Array, length: Array, rejected: Array, roots: Array) -> RejectionRecord:
     """Return the record with one more text. Pure. The arguments are arrays [S], and the length of the text."""
     slot = record.total % len(record.length)
@@ -80,7 +80,7 @@ def plan_updates(trainable: Trainable, *, chunk: int | None = None, **changes: A
     return TrainingPlan(recipe_of(objective.kind, **(online | changes)), objective, 1, chunk)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "limit"))
+@jit(static_argnames=("plan", "limit"))
 def update(
     plan: TrainingPlan, state: State, frozen: PyTree, target: Target, record: RejectionRecord, limit: int | None = None
 ) -> tuple[State, TrainingOutcome]:

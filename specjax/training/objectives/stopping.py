@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import with_standard_modes
 from specjax.models.heads.acceptance import AcceptanceHead, init_acceptance
 from specjax.models.vocabulary import match_vocabulary
 from specjax.training.data.packing import PackedBatch
@@ -51,6 +52,7 @@ class StoppingTrainable:
         return self.params["head"]
 
 
+@with_standard_modes
 def init_stopping(draft: Target, num_blocks: int = 3, **settings: float) -> StoppingTrainable:
     """Return an untrained head for a draft model. Args: settings: fields of `StoppingTrainable`."""
     zero = np.zeros((1, 1), np.int32)
