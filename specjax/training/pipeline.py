@@ -135,6 +135,7 @@ def train_drafter(
     responses: str | Path | None = None,
     activations: str | Path | None = None,
     saved_tokenizer: Any = None,
+    system: str | None = None,
     observer: TrainingObserver | None = None,
 ) -> TrainedDrafter:
     """Train a draft head or draft model on responses of the target, and write the best one to a folder.
@@ -157,6 +158,8 @@ def train_drafter(
       activations: folder of cached activations, which several runs may share; None: `folder/states`. It is only used
         if `settings.cache_gib` is set.
       saved_tokenizer: a tokenizer or model folder, saved with a draft model; None: `tokenizer`.
+      system: system prompt before each user message. It is stored with the responses, as are the variables of the chat
+        template (`Tokenizer.template_args`), and a folder of responses to others raises an error.
       observer: receives progress.
 
     Raises: UsageError for invalid arguments. Most of them are checked before responses are generated.
@@ -172,6 +175,7 @@ def train_drafter(
     job = _Job(
         target, tokenizer, _find_start(target, tokenizer, options, saved), recipe, settings, folder,
         Path(responses or folder / "answers"), Path(activations or folder / "states"), observer or TrainingObserver(),
+        system=system,
     )  # fmt: skip
     job.check()
     corpus = job.build_corpus(prompts, texts)
@@ -248,6 +252,7 @@ class _Job:
     responses: Path
     activations: Path
     observer: TrainingObserver
+    system: str | None = None  # system prompt before each user message
     writes: bool = field(default_factory=lambda: not jax.process_index())  # True on one host, which writes the results
 
     def check(self) -> None:
@@ -326,7 +331,7 @@ class _Job:
         settings = self.settings
         corpus_settings = CorpusSettings(
             settings.held_out, settings.max_new_tokens, settings.temperature, settings.generated_prompts,
-            settings.batch_size, settings.length, settings.seed, self.max_positions,
+            settings.batch_size, settings.length, settings.seed, self.max_positions, self.system,
         )  # fmt: skip
         builder = CorpusBuilder(
             self.target, self.tokenizer, corpus_settings, self.responses, self.folder / "held_out", self.observer,

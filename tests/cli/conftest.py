@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 
@@ -17,6 +18,7 @@ class ByteTokenizer:
     """Byte b is id b + 3; id 2 ends a text; ids 0 and 1 are never text."""
 
     eos = (2,)
+    template_args: dict = {}  # noqa: RUF012, replaced in copies only
 
     def __init__(self, vocab_size: int = 259, odd: int | None = None):
         self.vocab = tuple(f"<{i}>" if i != odd else "<odd>" for i in range(vocab_size))
@@ -26,7 +28,16 @@ class ByteTokenizer:
 
     def chat(self, text: str | list[dict[str, str]]) -> list[int]:
         messages = [{"content": text}] if isinstance(text, str) else text
-        return [1, *(id for message in messages for id in [*self.encode(message["content"]), 1])]
+        suffix = self.encode(self.template_args.get("suffix", ""))
+        return [1, *(id for message in messages for id in [*self.encode(message["content"]), *suffix, 1])]
+
+    def with_template_args(self, variables: dict):
+        """The template reads `suffix`, a text after each message."""
+        if variables.keys() - {"suffix"}:
+            raise specjax.UsageError(f"the model's chat template reads no variable {min(variables)}")
+        tokenizer = copy.copy(self)
+        tokenizer.template_args = variables
+        return tokenizer
 
     def decode(self, ids) -> str:
         return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="replace")

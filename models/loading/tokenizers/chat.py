@@ -1,65 +1,22 @@
-"""Conversations as text: chat templates in a process with limits, and protection against injected control tokens."""
+"""Conversations as text, with protection against control tokens that messages contain."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import itertools
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.models.loading.tokenizers import template_worker
-
-TIME_LIMIT_SECONDS = 10.0
-"""Time limit for rendering one conversation. An ordinary template takes milliseconds."""
-
-SKIP_TEMPLATE = "use --raw, or encode the prompt without the template"
-
-INVALID_MESSAGES = (
-    'messages must be dicts of strings, numbers, lists and dicts, such as {"role": "user", "content": "hi"}'
+from specjax.models.loading.tokenizers.templates.rendering import (
+    INVALID_MESSAGES,
+    SKIP_TEMPLATE,
+    Conversation,
 )
 
-Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]
-
-
-def render(template: str, messages: Messages, names: Mapping[str, str]) -> str:
-    """Render a conversation up to the start of the assistant's turn.
-
-    Raises: UsageError if the template refuses the messages, fails, or takes too much time, memory or text.
-    """
-    try:
-        request = json.dumps(
-            {"template": template, "messages": list(messages), "names": dict(names), "seconds": TIME_LIMIT_SECONDS}
-        )
-    except (TypeError, ValueError, RecursionError):
-        raise UsageError(INVALID_MESSAGES) from None
-    answer = _process.ask(request.encode() + b"\n") or _process.ask(request.encode() + b"\n")
-    if not answer:
-        raise UsageError(
-            "the process that renders the model's chat template was killed (out of memory?); free memory and try again"
-        )
-    if "late" in answer:
-        raise UsageError(
-            f"the model's chat template needs more than {TIME_LIMIT_SECONDS:g} s or "
-            f"{template_worker.MEMORY_LIMIT >> 30} GiB; {SKIP_TEMPLATE}"
-        )
-    if "refused" in answer:
-        raise UsageError(f"the model's chat template refuses these messages: {answer['refused']}")
-    if "text" not in answer:
-        why = f"is broken: {answer['broken']}" if "broken" in answer else f"fails ({answer.get('failed')})"
-        raise UsageError(f"the model's chat template {why}; {SKIP_TEMPLATE}")
-    return answer["text"]
 
 
 def appears_in_template(template: str, piece: str) -> bool:
@@ -67,106 +24,57 @@ def appears_in_template(template: str, piece: str) -> bool:
     return len(piece.strip()) > 2 and piece in template
 
 
-class _TemplateProcess:
-    """The process that runs `template_worker.py`.
+class _Texts(NamedTuple):
+    """The parts of a conversation whose texts are protected: the messages, and variables with texts inside, as tools.
 
-    It is started on first use, and restarted after a template that killed it.
+    Variables that are texts themselves choose what a template does. They are from the programmer, and not protected.
     """
 
-    def __init__(self):
-        self._lock, self._owner = threading.Lock(), 0
-        self._child: subprocess.Popen | None = None
+    values: list[Any]
+    by_model: list[bool]  # the model wrote the part
 
-    def ask(self, request: bytes) -> dict[str, str]:
-        """Return the answer to a request.
+    @classmethod
+    def of(cls, conversation: Conversation) -> _Texts:
+        messages = list(conversation.messages)
+        nested = [conversation.variables[name] for name in _nested(conversation)]
+        authors = [message.get("role") == "assistant" for message in messages]
+        return cls([*messages, *nested], authors + [False] * len(nested))
 
-        The answer is "late" if the process took too long or was killed by the template, and {} if it was killed from
-        outside.
-        """
-        with self._lock:
-            child = self._running()
-            assert child.stdin is not None and child.stdout is not None
-            late = threading.Event()
+    def put(self, conversation: Conversation, values: list[Any]) -> Conversation:
+        """Return the conversation with other values in the places of these."""
+        count = len(conversation.messages)
+        nested = zip(_nested(conversation), values[count:], strict=True)
+        return Conversation(values[:count], {**conversation.variables, **dict(nested)})
 
-            def end():
-                late.set()
-                child.kill()
-
-            timer = threading.Timer(TIME_LIMIT_SECONDS, end)
-            timer.start()
-            try:
-                child.stdin.write(request)
-                child.stdin.flush()
-                line = child.stdout.readline()
-                answer = json.loads(line) if line.endswith(b"\n") else None
-            except OSError:
-                answer = None
-            except BaseException:  # interrupted: the next request must not read this answer
-                self.stop()
-                raise
-            finally:
-                timer.cancel()
-            if answer is None:
-                self.stop()
-                killed = not late.is_set() and child.returncode in (-signal.SIGKILL, -signal.SIGTERM)
-                return {} if killed else {"late": ""}
-            return answer
-
-    def _running(self) -> subprocess.Popen:
-        ours = self._owner == os.getpid()  # False for the child of a process that this one was forked from
-        if self._child is not None and ours and self._child.poll() is None:
-            return self._child
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._child, self._owner = (
-            subprocess.Popen(
-                [sys.executable, "-S", "-P", str(Path(template_worker.__file__))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-                start_new_session=True,  # only this process handles Ctrl-C
-            ),
-            os.getpid(),
-        )  # fmt: skip
-        assert self._child.stdout is not None
+    def dump(self, values: list[Any]) -> str:
+        """Return values as JSON, to look for characters in them. Raises: UsageError for values without an end."""
         try:
-            greeting = self._child.stdout.readline()
-        except BaseException:  # interrupted: its late greeting would be taken for the next answer
-            self.stop()
-            raise
-        if not greeting:
-            self.stop()
-            raise UsageError("the model's chat template needs the package jinja2; run pip install jinja2")
-        return self._child
-
-    def stop(self) -> None:
-        child, self._child = self._child, None
-        if child is not None and self._owner == os.getpid():
-            child.kill()
-            with contextlib.suppress(OSError):
-                child.communicate()
+            return json.dumps(values, ensure_ascii=False, default=str)
+        except (ValueError, RecursionError):
+            raise UsageError(INVALID_MESSAGES) from None
 
 
-_process = _TemplateProcess()
-atexit.register(_process.stop)
+def _nested(conversation: Conversation) -> list[str]:
+    return [name for name, value in conversation.variables.items() if isinstance(value, Mapping | list | tuple)]
 
 
-def split_control_tokens(messages: Messages, find: Callable[..., Spans]) -> tuple[list, str | None]:
-    """Split control tokens that are written out in the messages.
+def split_control_tokens(conversation: Conversation, find: Callable[..., Spans]) -> tuple[Conversation, str | None]:
+    """Split control tokens that are written out in a conversation.
 
     Args:
       find: (text, by_model) -> the spans of a text that the tokenizer would read as control tokens.
 
-    Returns: the messages with a mark character in each such token, and that character; the unchanged messages and None
-    if there are none. A template sees the complete text, so that it can trim it or compare its first word.
+    Returns: the conversation with a mark character in each such token, and that character; the unchanged conversation
+    and None if there are none. A template sees the complete text, so that it can trim it or compare its first word.
     """
-    try:
-        text = json.dumps(messages, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):
-        raise UsageError(INVALID_MESSAGES) from None
-    mark = next(chr(code) for code in range(0x10FFFF, 0, -1) if chr(code) not in text)
-    finders = [functools.partial(find, by_model=message.get("role") == "assistant") for message in messages]
-    for message, finder in zip(messages, finders, strict=True):
-        _check_names(message, finder)
-    marked = [_mark_tokens(message, mark, finder) for message, finder in zip(messages, finders, strict=True)]
-    return marked, mark if mark in json.dumps(marked, ensure_ascii=False, default=str) else None
+    texts = _Texts.of(conversation)
+    contents = texts.dump(texts.values)
+    mark = next(chr(code) for code in range(0x10FFFF, 0, -1) if chr(code) not in contents)
+    finders = [functools.partial(find, by_model=by_model) for by_model in texts.by_model]
+    for value, finder in zip(texts.values, finders, strict=True):
+        _check_names(value, finder)
+    marked = [_mark_tokens(value, mark, finder) for value, finder in zip(texts.values, finders, strict=True)]
+    return texts.put(conversation, marked), mark if mark in texts.dump(marked) else None
 
 
 def _check_names(value: Any, find: Callable[[str], Spans]) -> None:
@@ -178,7 +86,8 @@ def _check_names(value: Any, find: Callable[[str], Spans]) -> None:
         names = [*value, *(value[key] for key in ("role", "type") if key in value)]
         if any(isinstance(name, str) and find(name) for name in names):
             raise UsageError(
-                "a role, type or key of the messages contains a control token, which only the template may write"
+                "a role, type or key of the messages or variables contains a control token, which only the template "
+                "may write"
             )
     for child in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         _check_names(child, find)
@@ -221,7 +130,11 @@ class MessageRegion(NamedTuple):
 
 
 def split_conversation(
-    text: str, mark: str | None, messages: list, render_messages: Callable[[list], str], find: Callable[..., Spans]
+    text: str,
+    mark: str | None,
+    conversation: Conversation,
+    render_conversation: Callable[[Conversation], str],
+    find: Callable[..., Spans],
 ) -> list[str]:
     """Split a conversation into parts so that every control token within a part comes from the template.
 
@@ -232,14 +145,14 @@ def split_conversation(
     Args:
       text: the rendered conversation.
       mark: character at which it is already split.
-      messages: the messages that were rendered.
-      render_messages: renders messages.
+      conversation: the conversation that was rendered.
+      render_conversation: renders a conversation.
       find: as for `split_control_tokens`.
 
     Raises: UsageError if the brackets change the text, and then also its control tokens.
     """
-    enclosed, brackets = _add_brackets(messages)
-    bracketed = render_messages(enclosed)
+    enclosed, brackets = _add_brackets(conversation)
+    bracketed = render_conversation(enclosed)
     without_brackets, regions = _find_regions(bracketed, brackets)
     if without_brackets == text:
         parts = _split_foreign_tokens(text, regions, find)
@@ -253,14 +166,15 @@ def split_conversation(
     return text.split(mark) if mark else [text]
 
 
-def _add_brackets(messages: list) -> tuple[list, dict[str, tuple[str, bool]]]:
-    """Put brackets around the texts of messages, inside of outer spaces.
+def _add_brackets(conversation: Conversation) -> tuple[Conversation, dict[str, tuple[str, bool]]]:
+    """Put brackets around the texts of a conversation, inside of outer spaces.
 
-    Templates that trim a text or compare its first word then still work. Returns: the messages, and for each bracket
-    its counterpart and whether the model wrote the text.
+    Templates that trim a text or compare its first word then still work. Returns: the conversation, and for each
+    bracket its counterpart and whether the model wrote the text.
     """
-    text_of_all = json.dumps(messages, ensure_ascii=False, default=str)
-    free = (chr(code) for code in range(0x10FFFD, 0xF0000, -1) if chr(code) not in text_of_all)
+    texts = _Texts.of(conversation)
+    contents = texts.dump(texts.values)
+    free = (chr(code) for code in range(0x10FFFD, 0xF0000, -1) if chr(code) not in contents)
     brackets: dict[str, tuple[str, bool]] = {}
 
     def change(text: str, by_model: bool) -> str:
@@ -272,9 +186,9 @@ def _add_brackets(messages: list) -> tuple[list, dict[str, tuple[str, bool]]]:
         leading, _, trailing = text.partition(inner) if inner else (text, "", "")
         return f"{leading}{left}{inner}{right}{trailing}"
 
-    by_model = [message.get("role") == "assistant" for message in messages]
-    enclosed = [_map_texts(m, functools.partial(change, by_model=by)) for m, by in zip(messages, by_model, strict=True)]
-    return enclosed, brackets
+    pairs = zip(texts.values, texts.by_model, strict=True)
+    enclosed = [_map_texts(value, functools.partial(change, by_model=by_model)) for value, by_model in pairs]
+    return texts.put(conversation, enclosed), brackets
 
 
 def _find_regions(text: str, brackets: Mapping[str, tuple[str, bool]]) -> tuple[str, list[MessageRegion]]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import first_line, quote
 from specjax.models.loading.tokenizers import chat
-from specjax.models.loading.tokenizers.chat import Messages, Spans, appears_in_template
+from specjax.models.loading.tokenizers.chat import Spans, appears_in_template
 from specjax.models.loading.tokenizers.spm import piece_bytes
+from specjax.models.loading.tokenizers.templates.rendering import (
+    INVALID_MESSAGES,
+    SKIP_TEMPLATE,
+    Conversation,
+    Messages,
+    render,
+)
 
 T = TypeVar("T")
 
@@ -67,6 +74,9 @@ class Tokenizer:
     chat_template: Any = field(default=None, repr=False)  # Jinja template in Hugging Face's form, as read from the file
     names: Mapping[str, str] = field(default_factory=dict)  # special tokens for templates, such as "bos_token"
     named_templates: Mapping[str, Any] = field(default_factory=dict, repr=False)  # other templates of the file by name
+    template_args: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # variables of the template that `chat` uses by default
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text. `special` adds the bos (and eos) that the model expects.
@@ -90,45 +100,85 @@ class Tokenizer:
         """
         return self.codec.spellings()
 
-    def chat(self, text_or_messages: str | Messages) -> list[int]:
+    def chat(
+        self,
+        text_or_messages: str | Messages,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int]:
         """Return the ids of a conversation up to the start of the assistant's turn.
 
         Without a template these are the ids of the plain text after bos. Only the template writes control tokens. A
-        control token that is written out in a message is encoded as plain text. So a user cannot end their turn and
-        start one of the system; `encode` has no such protection.
+        control token that is written out in a message or in `tools` is encoded as plain text. So a user cannot end
+        their turn and start one of the system; `encode` has no such protection.
 
-        Raises: UsageError if the template refuses the messages, is broken, or takes too long.
+        Args:
+          tools: JSON schemas of functions that the model may call.
+          chat_template: name of one of the file's templates, or a template in Jinja. None: the one called "tool_use"
+            for tools if there is one, or else the default.
+          variables: other variables of the template, for example `enable_thinking=False` for Qwen3. They take
+            precedence over `template_args`.
+
+        Raises: UsageError if the template refuses the messages, is broken, takes too long, or does not read a variable.
         """
         messages = text_or_messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not all(isinstance(message, Mapping) for message in messages):
-            raise UsageError(chat.INVALID_MESSAGES)
-        template = self.chat_template
-        if template is None and self.named_templates:
-            raise UsageError(
-                f"the model has the chat templates {', '.join(map(quote, self.named_templates))} and none of them is "
-                f"the default; {chat.SKIP_TEMPLATE}"
-            )
-        if not (template is None or isinstance(template, str)):
-            raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {chat.SKIP_TEMPLATE}")
-        messages, mark = chat.split_control_tokens(messages, self._find)
-        text = self._render(messages)
-        parts = chat.split_conversation(text, mark, messages, self._render, self._find)
+            raise UsageError(INVALID_MESSAGES)
+        variables = {**self.template_args, **variables} | ({} if tools is None else {"tools": tools})
+        default_name = variables.pop("chat_template", None)
+        template = self._template(chat_template or default_name, variables)
+        conversation = Conversation(list(messages), variables)
+        render_one, find = functools.partial(self._render, template), functools.partial(self._find, template)
+        conversation, mark = chat.split_control_tokens(conversation, find)
+        text = render_one(conversation)
+        parts = chat.split_conversation(text, mark, conversation, render_one, find)
         special = template is None
         return self.codec.encode_parts(parts, special) if len(parts) > 1 else self.codec.encode(text, special)
 
-    def _render(self, messages: list) -> str:
-        if self.chat_template is None:
-            return "\n".join(str(message.get("content", "")) for message in messages)
-        return chat.render(self.chat_template, messages, self.names)
+    def with_template_args(self, variables: Mapping[str, Any]) -> Tokenizer:
+        """Return the tokenizer with variables of the chat template that `chat` uses by default."""
+        return replace(self, template_args=dict(variables))
 
-    def _find(self, text: str, by_model: bool) -> Spans:
+    def _template(self, name: Any, variables: Mapping[str, Any]) -> str | None:
+        """Return a template of the file by name, or the name itself if it is a template; None: the model has none.
+
+        Raises: UsageError for an unknown name, for variables without a template, and for a template that is no text.
+        """
+        if "messages" in variables:
+            raise UsageError("messages is no variable of a chat template; give the messages themselves")
+        template = self.chat_template
+        if name is None and variables.get("tools") is not None:
+            template = self.named_templates.get("tool_use", template)
+        elif name is not None:
+            template = self.named_templates.get(name, template if name == "default" else None)
+            template = name if template is None and "{" in str(name) else template
+        if template is None and (name is not None or self.named_templates):
+            names = ", ".join(map(quote, self.named_templates))
+            fix = f"only {names}; give one of them as chat_template, {SKIP_TEMPLATE}" if names else "leave it out"
+            raise UsageError(f"the model has no chat template called {quote(name or 'default')}, {fix}")
+        if template is None and any(value is not None for value in variables.values()):
+            name = next(name for name, value in variables.items() if value is not None)
+            raise UsageError(f"the model has no chat template, which alone reads {quote(name)}; leave it out")
+        if not (template is None or isinstance(template, str)):
+            raise UsageError(f"the model's chat template is not text ({type(template).__name__}); {SKIP_TEMPLATE}")
+        return template
+
+    def _render(self, template: str | None, conversation: Conversation) -> str:
+        if template is None:
+            return "\n".join(str(message.get("content", "")) for message in conversation.messages)
+        return render(template, conversation, self.names)
+
+    def _find(self, template: str | None, text: str, by_model: bool) -> Spans:
         """Find control tokens, and for text that the model did not write also other tokens of the template.
 
         In DeepSeek's files, roles and <think> are not control tokens.
         """
-        return self.codec.find(text, "" if by_model else self.chat_template or "")
+        return self.codec.find(text, "" if by_model else template or "")
 
 
 def first_difference(a: Tokenizer, b: Tokenizer) -> tuple[int, str, str] | None:

@@ -121,6 +121,7 @@ def bench(
         ),
     ] = None,
 ) -> None:
+    models.check_raw(options.raw)
     flags = BenchRequest(prompts, list(method or ()), models, draft, sampling, options)
     if diffusion.is_diffusion(flags.methods, models.target):
         _bench_denoiser(flags)

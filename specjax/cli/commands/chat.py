@@ -64,13 +64,14 @@ def chat(
     from specjax.cli.runs.environment import open_program_cache
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.selection import select
-    from specjax.cli.runs.session import with_costs
+    from specjax.cli.runs.session import note_training, with_costs
 
     log = Console(stderr=True)
     selection = select([method] if method else [], models, draft, sampling)
     flags = flag_values(models, draft, sampling) | {"method": method, "context": context}
     programs = open_program_cache(flags)
     session, method = selection.open(log)
+    note_training(models.draft, "system", system, log)
     length, room = sampling.max_new_tokens, session.capacity - sampling.max_new_tokens
     require(
         room >= MIN_CONTEXT,

@@ -131,6 +131,7 @@ def compare_verifiers(
     from specjax.cli.runs.environment import stage
 
     build_decoding(sampling)  # checks the values
+    models.check_raw(options.raw)
     _check_sources(prompts, models, options)
     out, save_record = options.out, options.save_record
     files.check_writable(out, "--out")

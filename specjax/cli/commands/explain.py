@@ -88,8 +88,9 @@ def explain(
     from specjax.cli.output.console import Console
     from specjax.cli.runs.environment import stage
     from specjax.cli.runs.selection import select
-    from specjax.cli.runs.session import with_costs
+    from specjax.cli.runs.session import note_training, with_costs
 
+    models.check_raw(prompts.raw)
     if picture.out is not None:
         files.check_writable(picture.out, "--out")
     selection = select([method] if method else [], models, draft, sampling)
@@ -97,6 +98,7 @@ def explain(
     lines = source.read()
     log = Console(stderr=True)
     session, method = selection.open(log)
+    note_training(models.draft, "system", prompts.system, log)
     [row], _ = source.encode(lines, session, sampling.max_new_tokens)
     session = with_costs(session, selection.costs, 1, log)
 

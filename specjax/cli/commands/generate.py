@@ -146,6 +146,7 @@ def generate(
     flags = GenerateFlags(
         prompt, method, models, draft, sampling, processing, prompts, run, devices, checkpoints, speculative
     )
+    models.check_raw(prompts.raw)
     if method is not None and method in METHODS and METHODS[method].kind == "collaboration":
         _collaborate(flags, method)
         return
@@ -169,7 +170,7 @@ def _draft(flags: GenerateFlags) -> None:
     from specjax.cli.runs.environment import open_program_cache, stage
     from specjax.cli.runs.generation import Generation, GenerationOptions
     from specjax.cli.runs.run import Report, execute
-    from specjax.cli.runs.session import with_costs
+    from specjax.cli.runs.session import note_training, with_costs
     from specjax.parallel import check_same
 
     flags, selection = _select(flags)
@@ -186,6 +187,7 @@ def _draft(flags: GenerateFlags) -> None:
     mesh = hosts.make_mesh(flags.hosts.distributed, flags.hosts.data, flags.hosts.model)
     programs = open_program_cache(flags.values())
     session, method = selection.open(log, mesh)
+    note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
     session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log)

@@ -146,6 +146,8 @@ class TextOptions:
             "--answers", help="Folder of responses that runs share; default: OUT/answers.", show_default=False
         ),
     ] = None
+    system: o.SystemOption = None
+    template_args: o.TemplateArgsOption = None
     temperature: o.TemperatureOption = 0.0
     max_new_tokens: o.LengthOption = 256
     held_out: Annotated[
@@ -291,7 +293,10 @@ def train(
         hosts.join(values)
         _report(flags, kind, head_options, recipe)
         return
-    models = ModelOptions(target, flags.draft, dtype, no_cache, max_positions=max_positions, head_set=flags.head_set)
+    models = ModelOptions(
+        target, flags.draft, dtype, no_cache, max_positions=max_positions, head_set=flags.head_set,
+        template_args=text.template_args,
+    )  # fmt: skip
     models.check_head(head_kind is not None)
     training = _read_training(flags, kind, head_options, recipe)
     hosts.join(values)
@@ -322,7 +327,7 @@ def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, An
         kind=kind, out=flags.out, prompts=flags.prompts or [], texts=flags.texts or [],
         layers=_read_layers(flags, kind), start=flags.start or "target", head_options=head_options, recipe=recipe,
         on_policy=flags.on_policy or 0.0, settings=settings, responses=flags.answers, activations=flags.states,
-        target=flags.target, draft=flags.draft,
+        target=flags.target, draft=flags.draft, system=flags.system,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -9,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from specjax.cli.options import completion
+from specjax.cli.output.files import read_text
 from specjax.errors import UsageError, require
 
 Value = TypeVar("Value")
@@ -180,6 +183,15 @@ RawOption = Annotated[
 SystemOption = Annotated[
     str | None, typer.Option("--system", help="System prompt before the first turn.", show_default=False)
 ]
+TemplateArgsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--template-args",
+        help='Variables of the chat template: a JSON object such as {"enable_thinking": false}, or a file with one. '
+        '"tools" is a list of functions that the model may call.',
+        show_default=False,
+    ),
+]
 DtypeOption = Annotated[
     str,
     typer.Option(
@@ -279,3 +291,19 @@ def parse_flag(flag: str, parse: Callable[[Any], Value], text: Any) -> Value:
         return parse(text)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
+
+
+def parse_template_args(text: str | None) -> dict[str, Any]:
+    """Return the variables of --template-args; {} without the flag. Raises: UsageError if they are no JSON object."""
+    if text is None:
+        return {}
+    flag, form = "--template-args", 'a JSON object, such as {"enable_thinking": false}, or a file with one'
+    is_file = not text.lstrip().startswith("{")
+    require(not is_file or os.path.isfile(text), f'{flag} must be {form}, not "{text}"')
+    contents = read_text(Path(text), flag) if is_file else text
+    try:
+        variables = json.loads(contents)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} is not valid JSON ({error}); write {form}") from None
+    require(isinstance(variables, dict), f"{flag} must be {form}, not {type(variables).__name__}")
+    return variables

@@ -77,6 +77,7 @@ class ModelOptions:
     block: o.BlockOption = None
     mask_token: o.MaskTokenOption = None
     head_set: o.HeadSetOption = None
+    template_args: o.TemplateArgsOption = None
 
     def __post_init__(self):
         require(
@@ -89,6 +90,14 @@ class ModelOptions:
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
         )
         self.head_settings()
+        o.parse_template_args(self.template_args)
+
+    def check_raw(self, raw: bool) -> None:
+        """Raise a UsageError if --template-args meets --raw, which skips the template."""
+        require(
+            not raw or self.template_args is None,
+            "--template-args needs the chat template, and --raw leaves the template out; remove one of them",
+        )
 
     def check_head(self, has_head: bool) -> None:
         """Raise a UsageError for settings of a draft head without one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.bench import near_ties
 from specjax.catalog import METHODS
 from specjax.catalog.defaults import defaults
-from specjax.cli.options.common import parse_flag
+from specjax.cli.options.common import parse_flag, parse_template_args
 from specjax.cli.options.drafter_flags import NO_FLAGS, MethodOptions
 from specjax.cli.options.groups import ModelOptions
 from specjax.cli.options.processing import ProcessingOptions
@@ -34,7 +35,7 @@ from specjax.drafters.default import default_options
 from specjax.drafters.making import make_drafter
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError, require
-from specjax.files.untrusted import quote
+from specjax.files.untrusted import QUOTED, quote, read_json_object, shorten
 from specjax.models.heads.contract import DraftHead
 from specjax.models.layout import axis_that_changes_bits
 from specjax.models.loading import ModelKindError, first_difference
@@ -45,6 +46,9 @@ from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datasto
 from specjax.types import Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
+
+CARD = "card.json"
+"""File in the folder of a trained drafter, with the command and the settings of its training."""
 
 
 class Session(NamedTuple):
@@ -176,6 +180,7 @@ def open_session(
             "--target", models.target, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, same_bits=same_bits,
             max_positions=models.max_positions,
         )  # fmt: skip
+        tokenizer = _with_template_args(tokenizer, models)
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             parallel.check_same(store.summary, "datastores")
@@ -189,6 +194,8 @@ def open_session(
             )
             _check_vocabularies(tokenizer, other)
     check = None if head is None else compare_head(head, target, tokenizer, log)
+    if models.draft is not None:
+        note_training(models.draft, "template_args", template_args_of(tokenizer), log)
     return Session(
         target, tokenizer, draft, dtype, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits,
@@ -215,7 +222,22 @@ def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser
             ) from None
         except UsageError as error:
             raise _name_flag("--target", error) from None
+    tokenizer = _with_template_args(tokenizer, models)
     return Session(denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype), denoiser
+
+
+def _with_template_args(tokenizer: Any, models: ModelOptions) -> Any:
+    """Return the tokenizer with the variables of --template-args. Raises: UsageError if the template rejects them."""
+    variables = parse_template_args(models.template_args)
+    if not variables:
+        return tokenizer
+
+    def use(variables: dict[str, Any]) -> Any:
+        result = tokenizer.with_template_args(variables)
+        result.chat(QUESTION)
+        return result
+
+    return parse_flag("--template-args", use, variables)
 
 
 def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
@@ -311,6 +333,31 @@ def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console)
     return check
 
 
+def template_args_of(tokenizer: Any) -> dict[str, Any]:
+    """Return the variables of the chat template that a tokenizer uses by default; {} for one without a template."""
+    return dict(getattr(tokenizer, "template_args", {}))
+
+
+CHAT_FLAGS = {"template_args": "--template-args", "system": "--system"}
+"""Flags that change the prompts of chat models, by their name in the card of a drafter."""
+
+
+def note_training(source: str | None, name: str, value: Any, log: Console) -> None:
+    """Print a warning if the card of a drafter has another value of a flag of CHAT_FLAGS. `specjax train` writes it."""
+    file = Path(source or "").expanduser() / CARD
+    try:
+        card = read_json_object(file) or {}
+    except (UsageError, OSError):  # the file of another program
+        return
+    if name in card and card[name] != value:
+        show = lambda value: shorten(json.dumps(value, ensure_ascii=False), QUOTED) if value else "none"
+        log.print(
+            f"warning: the drafter was trained with {CHAT_FLAGS[name]} {show(card[name])}, and this run has "
+            f"{show(value)}; the text stays right, but drafting may be slow",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
+
+
 def describe_head(head: LoadedHead, check: SelfCheck) -> list[str]:
     """Return the format of a draft head, assumptions of its loading, and its agreement with the target, in words."""
     flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
@@ -357,4 +404,5 @@ def provenance(session: Session) -> dict[str, Any]:
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,
+        "template_args": template_args_of(session.tokenizer),
     }

@@ -22,7 +22,7 @@ from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.environment import stage
-from specjax.cli.runs.session import Session, open_session, provenance
+from specjax.cli.runs.session import CARD, Session, open_session, provenance
 from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.heads import read_head
@@ -32,7 +32,7 @@ from specjax.training.objectives.recipes import Recipe
 from specjax.training.observer import TrainingObserver
 from specjax.training.pipeline import DRAFT_MODEL, TrainedDrafter, TrainingSettings, prepare_folder, train_drafter
 
-PLOT, CARD = "training.png", "card.json"
+PLOT = "training.png"
 
 FLAGS = {
     "generated_prompts": "--own-prompts", "evaluate_every": "--every", "cache_gib": "--keep-states",
@@ -61,6 +61,7 @@ class TrainingFlags:
     activations: Path | None
     target: str | None
     draft: str | None
+    system: str | None
 
 
 def to_flag(name: str) -> str:
@@ -104,7 +105,7 @@ def run_training(
     start: Any = flags.start
     if start not in ("target", "random"):
         start = parse_flag("--start", lambda source: read_head(source, session.target), start).head
-    prompts = _read_ids(flags.prompts, "--prompts", session, flags.settings.max_new_tokens, log)
+    prompts = _read_ids(flags.prompts, "--prompts", session, flags.settings.max_new_tokens, log, flags.system)
     texts = _read_ids(flags.texts, "--texts", session, None, log)
     observer = ConsoleObserver(log)
     with in_flags(), contextlib.closing(observer):
@@ -112,10 +113,11 @@ def run_training(
             session.target, session.tokenizer, flags.kind, prompts, folder=flags.out, texts=texts,
             draft=head or session.draft, layers=flags.layers, start=start, head_options=flags.head_options,
             recipe=flags.recipe, on_policy=flags.on_policy, settings=flags.settings, responses=flags.responses,
+            system=flags.system,
             activations=flags.activations, saved_tokenizer=_find_tokenizer(flags),
             observer=observer,
         )  # fmt: skip
-    card = _make_card(session, trained, flags.settings)
+    card = _make_card(session, trained, flags.settings) | {"system": flags.system}
     if is_first:
         _write_report(trained, card, session, log)
     if not trained.improved:
@@ -131,7 +133,12 @@ def run_training(
 
 
 def _read_ids(
-    paths: list[Path], flag: str, session: Session, max_new_tokens: int | None, log: Console
+    paths: list[Path],
+    flag: str,
+    session: Session,
+    max_new_tokens: int | None,
+    log: Console,
+    system: str | None = None,
 ) -> list[list[int]]:
     """Return the token ids of prompts, or of raw texts if `max_new_tokens` is None, and print those that do not fit."""
     rows = []
@@ -139,7 +146,9 @@ def _read_ids(
         prompts, bad_lines = prompt_files.read(path, flag)
         is_raw = max_new_tokens is None
         capacity = sys.maxsize if is_raw else session.capacity
-        encoded, unfit = prompt_files.encode(prompts, session.tokenizer, capacity, max_new_tokens or 0, raw=is_raw)
+        encoded, unfit = prompt_files.encode(
+            prompts, session.tokenizer, capacity, max_new_tokens or 0, raw=is_raw, system=system
+        )
         rows += [row.ids for row in encoded]
         skipped = bad_lines if is_raw else [*bad_lines, *unfit]
         if skipped:

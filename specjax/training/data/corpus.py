@@ -20,6 +20,7 @@ from specjax.training.data.target_responses import (
     chat_prefix,
     decode_messages,
     generate_responses,
+    start_chat,
 )
 from specjax.types import Target
 
@@ -52,6 +53,7 @@ class CorpusSettings(NamedTuple):
     length: int
     seed: int
     max_positions: int
+    system: str | None = None  # system prompt before each user message
 
 
 class _Request(NamedTuple):
@@ -97,7 +99,8 @@ class CorpusBuilder:
         """Return the token ids of the prompts that fit, without duplicates and in a random order."""
         settings = self.settings
         sources = [*prompts, *(self.generate_prompts() if settings.generated_prompts else ())]
-        encoded = [list(map(int, self.tokenizer.chat(x) if isinstance(x, str) else x)) for x in sources]
+        chat = lambda text: self.tokenizer.chat(start_chat(text, settings.system))
+        encoded = [list(map(int, chat(x) if isinstance(x, str) else x)) for x in sources]
         fitting = [ids for ids in encoded if len(ids) + settings.max_new_tokens <= settings.max_positions]
         if len(fitting) < len(encoded):
             self.listener.on_note(
@@ -130,7 +133,7 @@ class CorpusBuilder:
     def generate_prompts(self) -> list[str]:
         """Return user messages that the target writes, without incomplete and repeated ones."""
         count, seed = self.settings.generated_prompts, self.settings.seed
-        prefixes = [chat_prefix(self.tokenizer)] * count
+        prefixes = [chat_prefix(self.tokenizer, self.settings.system)] * count
         identity = {"max_new_tokens": PROMPT_TOKENS, "seed": seed}
         request = _Request(prefixes, range(count), PROMPT_TOKENS, 1.0, identity)
         responses = self._load_or_generate(request, self.responses / "own_prompts", "writing prompts")
@@ -147,7 +150,8 @@ class CorpusBuilder:
         model, settings = self.target.model, self.settings
         identity = {
             "target": model.name, "weights": digest_weights(self.target.params), "vocabulary": model.vocab_size,
-            "temperature": request.temperature, **request.identity,
+            "temperature": request.temperature, **request.identity, "system": settings.system,
+            "template_args": dict(getattr(self.tokenizer, "template_args", {})) or None,
         }  # fmt: skip
         store = ResponseStore(folder, identity, writes=self.writes)
         pairs = list(zip(request.prompts, request.numbers, strict=True))

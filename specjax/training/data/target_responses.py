@@ -203,14 +203,21 @@ def _parse_response(entry: Any, vocab_size: int) -> TargetResponse:
     return TargetResponse(TrainingText((*prompt, *response), len(prompt)), str(entry["finish"]), int(number))
 
 
-def chat_prefix(tokenizer: Any) -> list[int]:
+def start_chat(text: str, system: str | None) -> str | list[dict[str, str]]:
+    """Return the messages of a chat that begins with a user message, after a system prompt if there is one."""
+    if system is None:
+        return text
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def chat_prefix(tokenizer: Any, system: str | None = None) -> list[int]:
     """Return the tokens of a chat before its first user message. The target continues them with a user message.
 
     Raises: UsageError for a tokenizer without a chat template, or with one that has no fixed beginning.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise UsageError("the target has no chat template, so it cannot write prompts; give prompts")
-    samples = [tokenizer.chat(message) for message in ("A b", "Zebras, 1 2 3", "But why?")]
+    samples = [tokenizer.chat(start_chat(message, system)) for message in ("A b", "Zebras, 1 2 3", "But why?")]
     common = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*samples, strict=False))
     prefix = [ids[0] for ids in common]
     if not prefix:

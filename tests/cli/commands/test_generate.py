@@ -264,6 +264,28 @@ def test_what_the_system_says_comes_first(cli):
     assert refused.code == 2 and "--system needs the chat template, and --raw leaves the template out" in refused.err
 
 
+def test_variables_of_the_template(cli, tmp_path):
+    (tmp_path / "args.json").write_text('{"suffix": "abc"}')
+    for text in ('{"suffix": "abc"}', tmp_path / "args.json"):
+        document = json.loads(cli("generate", "hello", "--template-args", text, *SHORT, "--json").out)
+        assert document["results"][0]["prompt_tokens"] == 1 + len("helloabc") + 1
+        assert document["template_args"] == {"suffix": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suffix=abc", '--template-args must be a JSON object, such as {"enable_thinking": false}, or a file with one'),
+        ("{suffix: 1}", "--template-args is not valid JSON"),
+        ('{"sufix": 1}', "--template-args: the model's chat template reads no variable sufix"),
+        ('{"suffix": "a"}', "--template-args needs the chat template, and --raw leaves the template out"),
+    ],
+)
+def test_variables_that_the_template_cannot_read(cli, text, words):
+    result = cli("generate", "hello", "--template-args", text, *SHORT, *(["--raw"] if "needs" in words else []))
+    assert result.code == 2 and words in " ".join(result.err.split())
+
+
 def test_raw_has_no_template(cli):
     assert json.loads(cli("generate", "hello", "--raw", *SHORT, "--json").out)["results"][0]["prompt_tokens"] == 5
 

@@ -51,6 +51,26 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     assert len({mode for name, mode in modes.items() if "." in name}) == 1, f"one as the other: {modes}"
 
 
+def test_the_prompts_of_training_and_those_of_a_run(cli, prompts, tmp_path):
+    """System prompt and variables of the template are stored with the answers and in the card, and compared."""
+    out, suffix = tmp_path / "head", ("--template-args", '{"suffix": "!"}')
+    arguments = ("train", "--method", "medusa", "--prompts", prompts, *SMALL, "--json")
+    card = json.loads(cli(*arguments, "--out", out, "--system", "be brief", *suffix).out)
+    assert card["system"] == "be brief" and card["template_args"] == {"suffix": "!"}
+    about = json.loads((out / "answers" / "answers.json").read_text())
+    assert about["system"] == "be brief" and about["template_args"] == {"suffix": "!"}
+    line = json.loads((out / "answers" / "answers-00000.jsonl").read_text().split("\n")[0])
+    assert bytes(i - 3 for i in line["prompt"] if i > 1).startswith(b"be brief!")
+    other = cli(*arguments, "--out", tmp_path / "other", "--answers", out / "answers", *suffix)
+    assert other.code == 2 and 'holds responses with system "be brief", not None' in other.err
+    run = ("generate", "ab", "--draft", out, "--method", "medusa", "--max-new-tokens", 4)
+    words = lambda *more: " ".join(cli(*run, *more).err.split())
+    assert "the drafter was trained with" not in words("--system", "be brief", *suffix)
+    warnings = words()
+    assert 'the drafter was trained with --system "be brief", and this run has none' in warnings
+    assert 'the drafter was trained with --template-args {"suffix": "!"}, and this run has none' in warnings
+
+
 def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
     out, history = tmp_path / "head", tmp_path / "head" / "history.jsonl"
     arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 4, *SMALL)

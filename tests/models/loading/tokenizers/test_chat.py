@@ -15,10 +15,11 @@ from tiers import exhaustive
 from specjax.errors import UsageError
 from specjax.models.loading import resolve
 from specjax.models.loading.formats.gguf import read_header
-from specjax.models.loading.tokenizers import chat
 from specjax.models.loading.tokenizers.gguf import from_metadata
 from specjax.models.loading.tokenizers.hf import from_folder
 from specjax.models.loading.tokenizers.spm import Spm
+from specjax.models.loading.tokenizers.templates import rendering
+from specjax.models.loading.tokenizers.templates.rendering import Conversation
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -31,11 +32,11 @@ CHATML = (
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(chat, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(rendering, "TIME_LIMIT_SECONDS", 1.0)
 
 
 def rendered(template, messages=HELLO) -> str:
-    return chat.render(template, messages, {"bos_token": "<s>"})
+    return rendering.render(template, Conversation(messages), {"bos_token": "<s>"})
 
 
 LONG = [
@@ -138,14 +139,14 @@ def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
 
 def test_a_process_that_died_meanwhile_is_replaced():
     assert rendered("x") == "x"
-    assert chat._process._child is not None
-    os.kill(chat._process._child.pid, signal.SIGKILL)
-    chat._process._child.wait()
+    assert rendering._process._child is not None
+    os.kill(rendering._process._child.pid, signal.SIGKILL)
+    rendering._process._child.wait()
     assert rendered("y") == "y"
 
 
 def test_a_template_is_not_blamed_for_a_process_that_was_killed(monkeypatch):
-    running, left = chat._TemplateProcess._running, [1]
+    running, left = rendering._TemplateProcess._running, [1]
 
     def killed(process):
         child = running(process)
@@ -154,7 +155,7 @@ def test_a_template_is_not_blamed_for_a_process_that_was_killed(monkeypatch):
             os.kill(child.pid, signal.SIGKILL)
         return child
 
-    monkeypatch.setattr(chat._TemplateProcess, "_running", killed)
+    monkeypatch.setattr(rendering._TemplateProcess, "_running", killed)
     assert rendered("x") == "x", "once more"
     left[0] = 2
     with pytest.raises(UsageError, match="was killed"):
@@ -355,7 +356,7 @@ def test_qwen(weights):
 
 
 def check_as_ever(tokenizer: Tokenizer, text: str) -> None:
-    full = chat.render(tokenizer.chat_template, [{"role": "user", "content": text}], tokenizer.names)
+    full = rendering.render(tokenizer.chat_template, Conversation([{"role": "user", "content": text}]), tokenizer.names)
     assert tokenizer.chat(text) == tokenizer.encode(full, special=False), text
 
 

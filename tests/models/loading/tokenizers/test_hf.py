@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -336,7 +337,7 @@ def test_where_templates_are(name, tmp_path):
     settings = files["tokenizer_config"] | {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = from_folder(library_folder(tmp_path, **files | {"tokenizer_config": settings}))
     if "without" in name:
-        with pytest.raises(UsageError, match='the chat templates "rag" and none of them is the default'):
+        with pytest.raises(UsageError, match='no chat template called "default", only "rag"'):
             tokenizer.chat(HELLO)
         assert tokenizer.encode("hello") == [259]
     else:
@@ -348,3 +349,89 @@ def test_templates_that_name_nothing_are_refused(listed, tmp_path):
     tokenizer = from_folder(library_folder(tmp_path, tokenizer_config={"chat_template": listed}))
     with pytest.raises(UsageError, match="chat template is not text"):
         tokenizer.chat(HELLO)
+
+
+# Variables of chat templates.
+
+TOOLS = [{"type": "function", "function": {"name": "hello", "description": "world", "parameters": {"type": "object"}}}]
+QWEN3 = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}{% if enable_thinking is defined and enable_thinking is false %}"
+    " world{% endif %}{% endif %}{% if documents %}{{ documents[0].text }}{% endif %}"
+    "{% if tools is not none and tools is not defined %}never{% endif %}{{ effort | default('') }}"
+)
+VARIABLES = [
+    {}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": TOOLS}, {"tools": None}, {"effort": "high"},
+    {"documents": [{"title": "a", "text": " hello"}]}, {"bos_token": "</s>"}, {"add_generation_prompt": False},
+    {"tools": TOOLS, "enable_thinking": False, "effort": 3},
+]  # fmt: skip
+
+
+@pytest.fixture
+def with_variables(tmp_path):
+    return library_folder(tmp_path, tokenizer_config={"chat_template": QWEN3, "bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.mark.parametrize("variables", VARIABLES)
+def test_variables_as_transformers_renders_them(variables, with_variables):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(with_variables)
+    options = {"add_generation_prompt": True} | variables
+    expected = theirs.apply_chat_template(HELLO, return_dict=False, **options)
+    tokenizer = from_folder(with_variables)
+    assert tokenizer.chat(HELLO, **variables) == expected
+    assert tokenizer.with_template_args(variables).chat(HELLO) == expected, "as defaults too"
+
+
+def test_a_call_overrides_the_defaults(with_variables):
+    tokenizer = from_folder(with_variables)
+    thinking, silent = (tokenizer.chat(HELLO, enable_thinking=value) for value in (True, False))
+    with_default = tokenizer.with_template_args({"enable_thinking": False})
+    assert with_default.chat(HELLO) == silent != thinking == with_default.chat(HELLO, enable_thinking=True)
+
+
+VARIABLES_WRONG = {
+    'reads no variable "enable_thinkng", only .*enable_thinking.*; leave it out': {"enable_thinkng": False},
+    "variables of a chat template must be strings": {"effort": object()},
+    "messages is no variable": {"messages": []},
+    'no chat template called "rag", leave it out': {"chat_template": "rag"},
+}
+
+
+@pytest.mark.parametrize("message", VARIABLES_WRONG)
+def test_variables_that_cannot_be(message, with_variables):
+    with pytest.raises(UsageError, match=message):
+        from_folder(with_variables).chat(HELLO, **VARIABLES_WRONG[message])
+
+
+def test_tools_are_never_dropped_silently(tmp_path):
+    tokenizer = from_folder(library_folder(tmp_path, tokenizer_config={"chat_template": "{{ messages[0].content }}"}))
+    assert tokenizer.chat(HELLO, tools=None) == [259]
+    with pytest.raises(UsageError, match='reads no variable "tools", only the messages'):
+        tokenizer.chat(HELLO, tools=TOOLS)
+    with pytest.raises(UsageError, match='no chat template, which alone reads "tools"'):
+        dataclasses.replace(tokenizer, chat_template=None).chat(HELLO, tools=TOOLS)
+
+
+def test_control_tokens_in_tools_are_text(with_variables):
+    """A template compares names of tools, and may print them. Nothing inside of them is a control token."""
+    tokenizer = from_folder(with_variables)
+    tools = [{"type": "function", "function": {"name": "x", "description": "</s><s> a"}}]
+    ids = tokenizer.chat(HELLO, tools=tools)
+    assert ids.count(265) == 1 and 266 not in ids and "</s><s> a" in tokenizer.decode(ids, special=True)
+    with pytest.raises(UsageError, match="a role, type or key of the messages or variables contains a control token"):
+        tokenizer.chat(HELLO, tools=[{"</s>": 1}])
+
+
+def test_templates_are_chosen_as_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    templates = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools | length }}",
+        "rag": "<s>{{ documents }}",
+    }
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    library_folder(tmp_path, tokenizer_config={"chat_template": listed, "bos_token": "<s>"})
+    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for options in ({}, {"tools": TOOLS}, {"chat_template": "rag"}, {"chat_template": "{{ messages[0].role }}"}):
+        assert ours.chat(HELLO, **options) == theirs.apply_chat_template(HELLO, return_dict=False, **options), options

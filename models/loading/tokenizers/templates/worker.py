@@ -1,8 +1,8 @@
 """Worker process that renders chat templates: it reads one request per line of stdin and writes one answer per line.
 
 A template is code from a model file. A sandbox alone does not limit the memory of an expression or the time of a
-filter. So templates run in a separate process with limits, which `chat.py` starts. This module imports no other part of
-specjax, so that it starts quickly.
+filter. So templates run in a separate process with limits, which `rendering.py` starts. This module imports no other
+part of specjax, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ EXTRA_CHARACTERS = 1 << 20
 """Characters that a template may write in addition to four times its input."""
 
 
+ALWAYS = {"add_generation_prompt": True, "tools": None, "documents": None}
+"""Variables that every template is given, as `transformers` does. Others are given only to templates that read them."""
+
+
 class OutputTooLong(Exception):
     pass
 
 
-@functools.lru_cache(maxsize=8)
-def compile_template(source: str):
-    """Compile a template in the environment of `transformers`, which templates are written for, without `lipsum`."""
+@functools.cache
+def make_environment():
+    """Return the environment of `transformers`, which templates are written for, without `lipsum`."""
     import jinja2
     import jinja2.ext
     from jinja2 import nodes
@@ -69,18 +73,34 @@ def compile_template(source: str):
     env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     env.globals["dict"] = Dict()
     del env.globals["lipsum"]
-    return env.from_string(source)
+    return env
+
+
+@functools.lru_cache(maxsize=8)
+def compile_template(source: str):
+    """Return the template, and the names of the variables that it reads."""
+    from jinja2 import meta
+
+    env = make_environment()
+    template = env.from_string(source)
+    return template, meta.find_undeclared_variables(env.parse(source)) - {*env.globals}
 
 
 def render_request(request: dict[str, Any], max_characters: int) -> dict[str, str]:
-    """Return {"text": ...}, or an error: "refused" by the template itself, "broken" or "failed"."""
+    """Return {"text": ...}, or an error.
+
+    Errors: "refused" by the template itself, "broken" or "failed", or "unread", a variable that it does not read.
+    """
     import jinja2
 
     try:
+        template, reads = compile_template(request["template"])
+        for name, value in request["variables"].items():
+            if name not in reads and name != "add_generation_prompt" and (name not in ALWAYS or value is not None):
+                return {"unread": name, "reads": ", ".join(sorted(reads - {*ALWAYS, "messages"}))[:300]}
+        values = ALWAYS | request["names"] | request["variables"]
         pieces, length = [], 0
-        for piece in compile_template(request["template"]).generate(
-            messages=request["messages"], add_generation_prompt=True, **request["names"]
-        ):
+        for piece in template.generate(messages=request["messages"], **values):
             pieces.append(piece)
             length += len(piece)
             if length > max_characters:
