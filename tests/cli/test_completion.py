@@ -14,7 +14,7 @@ from specjax.cli.options import completion
     [
         ("specjax gener", 1, {"generate"}),
         ("specjax co", 1, {"compare-verifiers", "compile"}),
-        ("specjax generate --temp", 2, {"--temperature"}),
+        ("specjax generate --tempe", 2, {"--temperature"}),
         ("specjax datastore b", 2, {"build"}),
         ("specjax generate --method token_", 3, {"token_recycling"}),
         ("specjax generate --method spec_", 3, {"spec_reason"}),
