@@ -124,7 +124,10 @@ def _add_to_library(backend: Any, companions: Companions, folder: Path) -> None:
         content: {**state, "special": True} for content, state in flags.items() if content in UNMISTAKABLE_END_TOKENS
     }
     places = place_pieces(companions, backend.get_vocab(), _rows(folder))
+    decides = companions.settings.get("added_tokens_decoder") is not None
     for entry, _ in places:
+        if entry.piece in flags and (entry.id is None or not decides):
+            continue  # only added_tokens_decoder takes precedence over tokenizer.json
         is_end = entry.piece in UNMISTAKABLE_END_TOKENS
         changes[entry.piece] = {
             "content": entry.piece, "special": entry.special or is_end, "lstrip": entry.left_strip,

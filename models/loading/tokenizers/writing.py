@@ -24,8 +24,10 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
             f"a tokenizer of type {type(codec).__name__} cannot be written; give a model folder with a tokenizer"
         )
     settings: dict[str, Any] = {**tokenizer.names, "tokenizer_class": "PreTrainedTokenizerFast"}
-    if isinstance(tokenizer.chat_template, str):
-        settings["chat_template"] = tokenizer.chat_template
+    templates = {"default": tokenizer.chat_template, **tokenizer.named_templates}
+    texts = [{"name": name, "template": text} for name, text in templates.items() if isinstance(text, str)]
+    if texts:
+        settings["chat_template"] = texts if tokenizer.named_templates else tokenizer.chat_template
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     token_ids = {"eos_token_id": list(tokenizer.eos)}
@@ -52,14 +54,20 @@ def to_library_tokenizer(spm: Spm) -> Any:
         vocab=ids, merges=[(left, right) for *_, left, right in merges], unk_token=unknown, byte_fallback=True
     )
     backend = tokenizers.Tokenizer(model)
-    first = "first" if spm.dummy_prefix else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=first, split=False)
+    scheme = ("first" if spm.first_only else "always") if spm.dummy_prefix else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
     strip = [decoders.Strip(" ", 1, 0)] if spm.dummy_prefix else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     added = [
-        tokenizers.AddedToken(spm.pieces[i], normalized=False, special=i in spm.hidden)
+        tokenizers.AddedToken(
+            spm.pieces[i],
+            normalized=False,
+            special=i in spm.hidden,
+            lstrip=i in spm.left_strip,
+            rstrip=i in spm.right_strip,
+        )
         for i in sorted(spm.atomic | spm.hidden)
     ]
     backend.add_tokens(added)

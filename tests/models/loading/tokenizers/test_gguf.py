@@ -8,6 +8,8 @@ from vocabularies import byte_level_vocabulary, spm_vocabulary
 from specjax.errors import UsageError
 from specjax.models.loading.tokenizers.byte_level import SPLIT_RULES
 from specjax.models.loading.tokenizers.gguf import from_metadata
+from specjax.models.loading.tokenizers.hf import from_folder
+from specjax.models.loading.tokenizers.writing import write_tokenizer
 
 LLAMA2_CHAT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -190,3 +192,17 @@ def test_named_templates():
     assert tokenizer.chat_template is None and tokenizer.named_templates == {"tool_use": "<s>"}
     with pytest.raises(UsageError, match="tool_use"):
         tokenizer.chat("Hi")
+
+
+def test_a_written_tokenizer_reads_the_same(tmp_path):
+    """The dummy space after control tokens, the spaces that Phi-3's remove and named templates survive."""
+    meta = spm_metadata(
+        "▁Hello", "▁hi", user=PHI3_TOKENS, **{"tokenizer.chat_template": PHI3_CHAT, "general.architecture": "phi3"}
+    )
+    ours = from_metadata(meta | {"tokenizer.chat_template.rag": "<s>hi"}, "x")
+    write_tokenizer(tmp_path, ours)
+    theirs = from_folder(tmp_path)
+    for text in ("<s>hi<|user|>\n hi<|end|>\n<|assistant|>\nHello", "hi"):
+        assert theirs.encode(text, special=False) == ours.encode(text, special=False)
+    assert theirs.chat("hi") == ours.chat("hi") and theirs.eos == ours.eos
+    assert theirs.chat("hi", chat_template="rag") == ours.chat("hi", chat_template="rag")

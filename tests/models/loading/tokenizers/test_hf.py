@@ -8,9 +8,11 @@ import struct
 from pathlib import Path
 
 import pytest
+from hostile import as_json, attacks, changed_bytes, changed_json, survives
 from vocabularies import byte_level_vocabulary, spm_vocabulary
 
 from specjax.errors import UsageError
+from specjax.models.loading import load_tokenizer
 from specjax.models.loading.tokenizers.hf import from_folder
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -90,6 +92,24 @@ def test_companions_as_transformers_reads_them(name, tmp_path):
     assert len(ours.vocab) == len(theirs)
     assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
     assert END not in ours.vocab or ours.vocab.index(END) in ours.eos
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_only_added_tokens_decoder_changes_tokenizer_json(decoder, tmp_path):
+    import tokenizers
+
+    transformers = pytest.importorskip("transformers")
+    library_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens(
+        [tokenizers.AddedToken(END, special=True, rstrip=True), tokenizers.AddedToken("<x>", lstrip=True)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": CHAT + "  " + END + "  hello <x>", "eos_token": END, "bos_token": "<s>"}
+    settings |= {"added_tokens_decoder": {"267": SAVED, "268": SAVED | {"content": "<x>"}}} if decoder else {}
+    write(tmp_path, tokenizer_config=settings, added_tokens={"<x>": 268})
+    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.chat(HELLO) == theirs.apply_chat_template(HELLO, return_dict=False)
 
 
 def test_names_of_a_class(tmp_path):
@@ -435,3 +455,37 @@ def test_templates_are_chosen_as_transformers_does(tmp_path):
     ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     for options in ({}, {"tools": TOOLS}, {"chat_template": "rag"}, {"chat_template": "{{ messages[0].role }}"}):
         assert ours.chat(HELLO, **options) == theirs.apply_chat_template(HELLO, return_dict=False, **options), options
+
+
+# Damaged files.
+
+
+@pytest.mark.parametrize(("rng", "count"), attacks(60, 20_000))
+@pytest.mark.parametrize(
+    "name", ["special_tokens_map.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"]
+)
+def test_damaged_companions(name, rng, count, tmp_path):
+    if name == "vocab.json":
+        vocabulary_folder(tmp_path)
+    else:
+        library_folder(tmp_path, tokenizer_config={"chat_template": QWEN3}, special_tokens_map={"bos_token": "<s>"})
+    write(tmp_path, added_tokens={END: 267})
+    if name == "tokenizer_config.json":
+        write(
+            tmp_path, tokenizer_config={"added_tokens_decoder": {"267": SAVED}, "extra_special_tokens": [SAVED, "<s>"]}
+        )
+    document = json.loads((tmp_path / name).read_text())
+    for case in range(count):
+        contents = as_json(rng, changed_json(rng, document))
+        (tmp_path / name).write_bytes(contents)
+        survives(
+            lambda: load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).chat("hello")), (case, contents[:500])
+        )
+
+
+@pytest.mark.parametrize(("rng", "count"), attacks(60, 20_000))
+def test_damaged_models_of_sentencepiece(rng, count, tmp_path):
+    contents = spm_bytes()
+    for case in range(count):
+        (tmp_path / "tokenizer.model").write_bytes(changed_bytes(rng, contents))
+        survives(lambda: load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("hello x")), case)
