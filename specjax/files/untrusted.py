@@ -17,6 +17,7 @@ from specjax.errors import UsageError
 
 MAX_BYTES = 1 << 26  # limit for a file that is read completely
 SENTENCE = 1000  # maximum characters of an error
+LFS_POINTER = b"version https://git-lfs"  # the first bytes of such a pointer
 QUOTED = 80  # maximum characters of a value from a file that an error quotes
 
 _repr = reprlib.Repr()
@@ -59,6 +60,14 @@ def check_regular(path: str | os.PathLike) -> None:
         raise UsageError(f"{path} is not a regular file; remove it or put the file itself there")
 
 
+def check_file(path: str | os.PathLike) -> None:
+    """Apply `check_regular`, and raise UsageError for a pointer of Git LFS in place of the file itself."""
+    check_regular(path)
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UsageError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
+
+
 def check_folder(folder: Path) -> None:
     """Apply `check_regular` to all entries of a folder, because libraries open any of them."""
     for entry in sorted(folder.iterdir()):
@@ -67,8 +76,8 @@ def check_folder(folder: Path) -> None:
 
 
 def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file. Raises: UsageError if it is not regular or has more than `max_bytes` bytes; OSError."""
-    check_regular(path)
+    """Read a file. Raises: UsageError if `check_file` does, or it has more than `max_bytes` bytes; OSError."""
+    check_file(path)
     with open(path, "rb") as file:
         contents = file.read(max_bytes + 1)
     if len(contents) > max_bytes:

@@ -62,6 +62,10 @@ class ConfigFields:
             elif isinstance(value, dict) or full_name not in self.record:
                 yield full_name, name, value
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigFields:
+        """Return the fields with values for those that are absent. A null value stays."""
+        return replace(self, values={**{self.prefix + name: value for name, value in defaults.items()}, **self.values})
+
     def unrecorded(self) -> ConfigFields:
         """Return the same fields with an empty record."""
         return replace(self, record=set())

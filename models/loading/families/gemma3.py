@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
@@ -18,19 +19,27 @@ GGUF_TYPES = ("gemma2", "gemma3")
 class GemmaDefaults(NamedTuple):
     """Properties of a Gemma version that its config omits, or may omit."""
 
+    fields: Mapping[str, Any]  # what config.json leaves out, as in the class of transformers
     pattern: int  # every n-th layer is global
     rope_base: float
     qk_norm: bool  # if set, windowed layers have their own rotary base
     attention_softcap: float | None
     logit_softcap: float | None
-    max_positions: int
     layers_of_27b: int
 
 
+_FIELDS = {
+    "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+    "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
 ROWS_OF_HF = {
-    "gemma2": GemmaDefaults(2, 10_000.0, False, 50.0, 30.0, 8192, 46),
-    "gemma3": GemmaDefaults(6, 1_000_000.0, True, None, None, 131_072, 62),
-}
+    "gemma2": GemmaDefaults(_FIELDS, 2, 10_000.0, False, 50.0, 30.0, 46),
+    "gemma3": GemmaDefaults(
+        _FIELDS | {"vocab_size": 262_208, "max_position_embeddings": 131_072}, 6, 1_000_000.0, True, None, None, 62
+    ),
+}  # fmt: skip
 
 _SHARED = tuple(w for w in llama.WEIGHTS if not w.path.startswith("layers.*.mlp_norm") and not w.path.endswith("bias"))
 WEIGHTS = (
@@ -56,9 +65,10 @@ def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
     `options`: dtype, stacked, cache_dtype, cache_lanes, name.
     """
     kind, where = hf.text("model_type"), hf.where
-    if kind == "gemma3":  # defaults of the 4B model
-        hf = llama.text_config(hf, {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4})
+    if kind == "gemma3":
+        hf = llama.text_config(hf, {})
     row = ROWS_OF_HF["gemma2" if kind == "gemma2" else "gemma3"]
+    hf = rope.with_length(hf).with_defaults(row.fields)
     if hf.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh" or hf.flag("attention_bias"):
         raise UsageError(
             f"{where} has another activation than gelu_pytorch_tanh or attention biases, which specjax does not support"
@@ -68,7 +78,7 @@ def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
     layers = hf.size("num_hidden_layers", maximum=LAYERS)
     pattern = hf.size("sliding_window_pattern", hf.size("_sliding_window_pattern", row.pattern))
     heads, kv_heads = (hf.size(f"num_{kind}_heads", maximum=HEADS) for kind in ("attention", "key_value"))
-    head_dim = hf.size("head_dim", 256, maximum=HEADS)
+    head_dim = hf.size("head_dim", maximum=HEADS)
     check_heads(hf, llama.HF_HEADS, heads, kv_heads, head_dim)
     base, scaling, _ = rope.rotary_from_hf(hf, head_dim, base=row.rope_base, layer_type=llama.FULL)
     softcap = lambda name, default: hf.number(name, None if hf.is_stated(name) else default)
@@ -83,17 +93,17 @@ def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
         head_dim=head_dim,
         mlp_width=hf.size("intermediate_size", maximum=ROWS),
         is_global=llama.global_layers(hf, layers) or llama.every_nth_layer(pattern, layers),
-        window=hf.size("sliding_window", 4096, maximum=UNLIMITED_WINDOW),
+        window=hf.size("sliding_window", maximum=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
         local_rope_base=local_base() if has_local else None,
-        query_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        query_scale=hf.number("query_pre_attn_scalar") ** -0.5,
         norm_eps=hf.number("rms_norm_eps", 1e-6, maximum=1.0),
-        tied=hf.flag("tie_word_embeddings", True),
+        tied=hf.flag("tie_word_embeddings"),
         qk_norm=row.qk_norm,
         attention_softcap=softcap("attn_logit_softcapping", row.attention_softcap),
         logit_softcap=softcap("final_logit_softcapping", row.logit_softcap),
-        max_positions=hf.size("max_position_embeddings", row.max_positions),
+        max_positions=rope.max_positions(hf, scaling),
         **options,
     )
 

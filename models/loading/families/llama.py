@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -14,6 +13,7 @@ from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.families.rope import FULL, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
 _ALL_GLOBAL = lambda hf, layers: (True,) * layers
@@ -24,9 +24,9 @@ class LlamaDefaults(NamedTuple):
     """Properties of an architecture that its config omits, or may omit."""
 
     shape: Mapping[str, Any] = MappingProxyType({})  # fields of LlamaConfig
+    fields: Mapping[str, Any] = MappingProxyType({})  # what config.json leaves out, as in the class of transformers
+    biases: tuple[str, ...] = ()  # fields that add biases, which its class reads
     layers: Callable[[ConfigFields, int], tuple[bool, ...]] = _ALL_GLOBAL  # True: global
-    window: int | None = 4096  # of windowed layers
-    head_dim: int | None = None  # None: width / heads
     rope_base: float = 10_000.0
     stretches_all: bool = True  # RoPE scaling applies to all layers, not only to global ones
     partial: bool = False  # a part of each head may be rotated
@@ -42,16 +42,36 @@ def _qwen_global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
     return tuple(i < first or not is_windowed for i in range(layers))
 
 
+_LLAMA_FIELDS = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+_MISTRAL_FIELDS = _LLAMA_FIELDS | {
+    "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
+}  # fmt: skip
+_QWEN_FIELDS = _LLAMA_FIELDS | {
+    "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+}  # fmt: skip
+_PHI_FIELDS = _LLAMA_FIELDS | {
+    "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_OLMO_FIELDS = _LLAMA_FIELDS | {"vocab_size": 50_304, "rms_norm_eps": 1e-5}
+
 ROWS_OF_HF = {
-    "llama": LlamaDefaults(),
-    "mistral": LlamaDefaults(layers=_ALL_WINDOWED),
-    "ministral": LlamaDefaults(layers=_ALL_WINDOWED),
-    "qwen2": LlamaDefaults({"qkv_bias": True}, layers=_qwen_global_layers),
-    "qwen3": LlamaDefaults({"qk_norm": True}, layers=_qwen_global_layers, head_dim=128),
-    "phi3": LlamaDefaults(layers=_ALL_WINDOWED, window=None, partial=True, joined=True),  # and Phi-3.5, Phi-4
-    "olmo2": LlamaDefaults(_POST_NORM),
+    "llama": LlamaDefaults(fields=_LLAMA_FIELDS, biases=("attention_bias", "mlp_bias")),
+    "mistral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
+    "ministral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
+    "qwen2": LlamaDefaults({"qkv_bias": True}, _QWEN_FIELDS, layers=_qwen_global_layers),
+    "qwen3": LlamaDefaults(
+        {"qk_norm": True}, _QWEN_FIELDS | {"head_dim": 128}, ("attention_bias",), layers=_qwen_global_layers
+    ),
+    "phi3": LlamaDefaults(fields=_PHI_FIELDS, layers=_ALL_WINDOWED, partial=True, joined=True),  # and Phi-3.5, Phi-4
+    "olmo2": LlamaDefaults(_POST_NORM, _OLMO_FIELDS, ("attention_bias",)),
     "olmo3": LlamaDefaults(
-        _POST_NORM, layers=lambda hf, layers: every_nth_layer(4, layers), rope_base=500_000.0, stretches_all=False
+        _POST_NORM, _OLMO_FIELDS | {"sliding_window": 4096}, ("attention_bias",),
+        layers=lambda hf, layers: every_nth_layer(4, layers), rope_base=500_000.0, stretches_all=False,
     ),
 }  # fmt: skip
 """Defaults by `model_type`."""
@@ -63,8 +83,6 @@ ROWS_OF_GGUF = {"llama": LlamaDefaults(), "olmo2": ROWS_OF_HF["olmo3"]} | {
 
 HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; only its text part is loaded
 GGUF_TYPES = tuple(ROWS_OF_GGUF)
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 HF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 GGUF_HEADS = "attention.head_count", "attention.head_count_kv", "attention.key_length"
@@ -156,14 +174,15 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
             f"(only {', '.join(ROWS_OF_HF)})"
         )
     row = ROWS_OF_HF[kind]
-    for field in ("attention_bias", "mlp_bias", "lm_head_bias"):
+    hf = rope.with_length(hf).with_defaults(row.fields)
+    for field in row.biases:
         if hf.flag(field):
             raise UsageError(f"{where} sets {field}, which specjax does not support")
     if hf.text("hidden_act", "silu") != "silu":
         raise UsageError(f"{where} has hidden_act {quote(hf.text('hidden_act'))}; specjax supports silu only")
     width, heads = hf.size("hidden_size", maximum=WIDTH), hf.size("num_attention_heads", maximum=HEADS)
     kv_heads = hf.size("num_key_value_heads", heads, maximum=HEADS)
-    head_dim = hf.size("head_dim", row.head_dim or width // heads, maximum=HEADS)
+    head_dim = hf.size("head_dim", width // heads, maximum=HEADS)
     check_heads(hf, HF_HEADS, heads, kv_heads, head_dim)
     layers = hf.size("num_hidden_layers", maximum=LAYERS)
     window, is_global = _windows(hf, row, layers)
@@ -187,7 +206,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         window=window,
         is_global=is_global,
         local_rope_base=local,
-        max_positions=hf.size("max_position_embeddings"),
+        max_positions=rope.max_positions(hf, scaling),
         **row.shape,
         **options,
     )
@@ -203,9 +222,8 @@ def text_config(hf: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
         raise UsageError(
             f"{hf.where} lacks the field text_config, so the shape of the model is unknown; download the file again"
         )
-    default_fields = {fields.prefix + name: value for name, value in defaults.items()}
-    tie_field = {fields.prefix + name: hf.value(name) for name in ("tie_word_embeddings",) if hf.has(name)}
-    return dataclasses.replace(fields, values={**default_fields, **tie_field, **fields.values})
+    tie_field = {name: hf.value(name) for name in ("tie_word_embeddings",) if hf.has(name)}
+    return fields.with_defaults({**defaults, **tie_field})
 
 
 def _windows(hf: ConfigFields, row: LlamaDefaults, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
@@ -217,8 +235,7 @@ def _windows(hf: ConfigFields, row: LlamaDefaults, layers: int) -> tuple[int | N
     is_global = global_layers(hf, layers) or default
     if row.layers is _ALL_GLOBAL and all(is_global):  # a model without windows; a field that names one stays unread
         return None, None
-    # Files of Mistral 0.1 and OLMo 3 may omit the window that the models have; null means no window.
-    window = hf.size("sliding_window", None if hf.is_stated("sliding_window") else row.window)
+    window = hf.size("sliding_window", None)
     if window is None or all(is_global):
         return None, None
     return window, is_global if any(is_global) or not row.stretches_all else None

@@ -16,6 +16,8 @@ from specjax.models.loading.families.config_fields import POSITIONS, ConfigField
 GGUF_DIVISORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of GGUF files that are divisors of rotary frequencies, not parameters."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 BASE = {"minimum": 1.0, "maximum": 1e15}
 FACTOR = {"minimum": 1e-6, "maximum": 1e9}
 
@@ -28,20 +30,58 @@ class Rotary(NamedTuple):
     rotary_dim: int | None  # rotated numbers of a head; None: all
 
 
+LENGTHS = (
+    "n_positions", "max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "model_max_length",
+    "n_ctx",
+)  # fmt: skip
+"""Other names of `max_position_embeddings`."""
+
+
+def with_length(hf: ConfigFields) -> ConfigFields:
+    """Return the fields with `max_position_embeddings`, if the file has it under another name."""
+    lengths = [hf.size(name) for name in LENGTHS if hf.has(name)]
+    return hf.with_defaults({"max_position_embeddings": min(lengths)}) if lengths else hf
+
+
+def max_positions(hf: ConfigFields, scaling: RopeScaling | None) -> int:
+    """Return the length of the longest text. YaRN lengthens it by its factor, whether or not the config counts it."""
+    length = hf.size("max_position_embeddings")
+    if scaling is None or scaling.kind != "yarn":
+        return length
+    return min(max(length, int(scaling.factor * scaling.original_positions)), POSITIONS)
+
+
 def rotary_from_hf(
     hf: ConfigFields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False
 ) -> Rotary:
     """Read the rotary settings of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
     Args:
+      base: the rotary base of the family, for a config without one.
       layer_type: the entry to read if the new form has one per kind of layer.
       partial: True if the family's code can rotate a part of each head.
+
+    Raises: UsageError for settings that are not supported, or that the config has twice with different values.
     """
-    rope = hf.subfields("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
+    blocks = [fields for name in ("rope_parameters", "rope_scaling") if (fields := hf.subfields(name)).values]
+    blocks = blocks or [hf.subfields("rope_parameters")]
+    rotary = [_rotary(hf, block, head_dim, base, layer_type, partial) for block in blocks]
+    if rotary[0] != rotary[-1]:
+        raise UsageError(
+            f"{hf.where} has rope_parameters and rope_scaling with different settings, and libraries read one or the "
+            "other; keep one"
+        )
+    return rotary[0]
+
+
+def _rotary(
+    hf: ConfigFields, rope: ConfigFields, head_dim: int, base: float, layer_type: str | None, partial: bool
+) -> Rotary:
+    """Read one object of rotary settings."""
     if layer_type is not None and rope.has(layer_type):
         rope = rope.subfields(layer_type)
-    base = rope.number("rope_theta", hf.number("rope_theta", base, **BASE), **BASE)
-    part = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0, maximum=1.0), maximum=1.0)
+    base = _stated_once(hf, rope, "rope_theta", base, **BASE)
+    part = _stated_once(hf, rope, "partial_rotary_factor", 1.0, maximum=1.0)
     if part != 1.0 and not partial:
         raise UsageError(f"{hf.where} has partial_rotary_factor {part:g}, which specjax supports for phi3 only")
     rotary_dim = int(head_dim * part)
@@ -56,18 +96,39 @@ def rotary_from_hf(
     return Rotary(base, scaling, None if rotary_dim == head_dim else rotary_dim)
 
 
+def _stated_once(hf: ConfigFields, rope: ConfigFields, name: str, default: float, **limits: float) -> float:
+    """Return a number of the rotary settings or of the top level. Raises: UsageError if both have it and differ."""
+    nested, top = rope.number(name, None, **limits), hf.number(name, None, **limits)
+    if nested is not None and top is not None and nested != top:
+        raise UsageError(
+            f"{hf.where} has {hf.prefix}{name} {top:g} and {rope.prefix}{name} {nested:g}, and libraries read one or "
+            "the other; keep one"
+        )
+    return next(value for value in (nested, top, default) if value is not None)
+
+
 def local_base_from_hf(hf: ConfigFields, head_dim: int, base: float) -> float:
     """Return the rotary base of windowed layers, which have no scaling. `base` is that of a file in the old form."""
-    if not hf.has("rope_parameters"):
+    rope = hf.subfields("rope_parameters")
+    if not rope.values:
         return base
-    rotary = rotary_from_hf(hf, head_dim, layer_type="sliding_attention")
-    if rotary.scaling is not None:
+    if not rope.has(SLIDING):
+        if not rope.has(FULL):
+            raise UsageError(f"{hf.where} has rope_parameters without {FULL} and {SLIDING}, which this family needs")
+        return base
+    entry = rope.subfields(SLIDING)
+    if _scaling(hf, entry, head_dim) is not None:
         raise UsageError(f"{hf.where} has RoPE scaling for its windowed layers, which specjax does not support")
-    return rotary.base
+    return entry.number("rope_theta", base, **BASE)
 
 
 def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling | None:
-    kind = rope.text("rope_type", None) or rope.text("type", "default")
+    new_name, old_name = rope.text("rope_type", None), rope.text("type", None)
+    if new_name and old_name and new_name != old_name:
+        raise UsageError(
+            f"{hf.where} has {rope.prefix}rope_type {quote(new_name)} and {rope.prefix}type {quote(old_name)}; keep one"
+        )
+    kind = new_name or old_name or "default"
     if kind == "default":
         hf.skip("original_max_position_embeddings")  # the length before scaling
         return None
@@ -77,8 +138,7 @@ def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScali
         low, high = (rope.number(f"{end}_freq_factor", **FACTOR) for end in ("low", "high"))
         if low >= high:
             raise UsageError(f"{hf.where} has low_freq_factor {low:g}, which must be below high_freq_factor, {high:g}")
-        original = rope.size("original_max_position_embeddings", maximum=POSITIONS)
-        return RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, original)
+        return RopeScaling("llama3", rope.number("factor", **FACTOR), low, high, _original_length(hf, rope))
     if kind in ("longrope", "su") or (
         kind == "yarn" and rope.has("long_factor")
     ):  # the first Phi-3 of 128k has "yarn" here
@@ -87,6 +147,12 @@ def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScali
         return _yarn(hf, rope)
     supported = "default, linear, llama3, yarn, longrope"
     raise UsageError(f"{hf.where} has RoPE scaling {quote(kind)}, which specjax does not support (only {supported})")
+
+
+def _original_length(hf: ConfigFields, rope: ConfigFields) -> int:
+    """Return the length before scaling. Phi states it outside of the rotary settings, and that one counts."""
+    length = rope.size("original_max_position_embeddings", hf.size("max_position_embeddings"), minimum=2)
+    return hf.size("original_max_position_embeddings", length, minimum=2)
 
 
 def rotary_to_hf(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -119,7 +185,7 @@ def to_rope_parameters(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _yarn(hf: ConfigFields, rope: ConfigFields) -> RopeScaling:
     """Read YaRN settings like transformers."""
-    original = rope.size("original_max_position_embeddings", maximum=POSITIONS)
+    original = _original_length(hf, rope)
     factor = rope.number("factor", hf.size("max_position_embeddings") / original, **FACTOR)
     low, high = rope.number("beta_slow", 1.0, **FACTOR), rope.number("beta_fast", 32.0, **FACTOR)
     if low >= high:
@@ -132,17 +198,12 @@ def _yarn(hf: ConfigFields, rope: ConfigFields) -> RopeScaling:
 
 
 def _longrope(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling:
-    """Read LongRoPE settings like transformers.
-
-    Phi stores its original length outside of `rope_scaling`, and that one counts.
-    """
+    """Read LongRoPE settings like transformers."""
     for name in ("short_mscale", "long_mscale"):
         if rope.has(name):
             raise UsageError(f"{hf.where} has {rope.prefix}{name}, which specjax does not support")
-    max_positions = hf.size("max_position_embeddings")
-    nested_length = rope.size("original_max_position_embeddings", max_positions, minimum=2, maximum=POSITIONS)
-    original = hf.size("original_max_position_embeddings", nested_length, minimum=2, maximum=POSITIONS)
-    factor = rope.number("factor", max_positions / original, **FACTOR)
+    original = _original_length(hf, rope)
+    factor = rope.number("factor", hf.size("max_position_embeddings") / original, **FACTOR)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     amplitude = rope.number("attention_factor", amplitude, **FACTOR)
     short, long = (_divisors(rope, name, rotary_dim // 2) for name in ("short_factor", "long_factor"))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specjax.errors import UsageError, optional_import
-from specjax.files.untrusted import check_regular, quote
+from specjax.files.untrusted import check_file, quote
 from specjax.models.loading.families import registry, rope
 from specjax.models.loading.families.config_fields import ROWS, ConfigFields
 from specjax.models.loading.families.unread_fields import warn_of_unread
@@ -25,6 +25,7 @@ from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, 
 T = TypeVar("T")
 
 MAGIC = b"GGUF"
+OLD_MAGICS = b"lmgg", b"fmgg", b"tjgg", b"algg"  # ggml, ggmf, ggjt and its adapter ggla, in reverse
 STRING, ARRAY = 8, 9  # nested arrays, which the format allows and no model has, are not read
 MAX_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -37,6 +38,7 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     """
     meta, tensors = read_header(file)
     where = str(file)
+    _check_whole_model(meta, where)
     arch = ConfigFields(meta, where, "general.").text("architecture", "unnamed")
     family = registry.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -47,12 +49,30 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), ignored), meta
 
 
+def _check_whole_model(meta: dict[str, Any], where: str) -> None:
+    """Raise a UsageError for a part of a model, an adapter or other contents."""
+    parts = ConfigFields(meta, where, "split.")
+    if parts.size("count", 1, minimum=0) > 1:
+        raise UsageError(
+            f"{where} is part {parts.size('no', 0, minimum=0) + 1} of {parts.size('count')} of a split GGUF file; "
+            "merge the parts with llama-gguf-split --merge, and give the result"
+        )
+    kind = ConfigFields(meta, where, "general.").text("type", "model")
+    if kind == "adapter":
+        raise UsageError(f"{where} is an adapter, not a model; merge it into its base model, and give the result")
+    if kind != "model":
+        raise UsageError(f"{where} contains {quote(kind)}, not a language model; give the file of the model")
+
+
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
     """Read the metadata and the table of tensors."""
-    check_regular(file)
+    check_file(file)
     size = file.stat().st_size
     with open(file, "rb") as handle:
-        if handle.read(4) != MAGIC:
+        start = handle.read(4)
+        if start in OLD_MAGICS:
+            raise UsageError(f"{file} has the format {start[::-1].decode()}, which is older than GGUF; download a GGUF")
+        if start != MAGIC:
             raise UsageError(f"{file} is not a GGUF file: it does not start with the letters GGUF")
         if size < 24:
             raise UsageError(f"{file} is cut short: it ends within its header; download it again")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import UsageError
-from specjax.files.untrusted import QUOTED, check_regular, first_line, parse_json, quote, read_json_object, shorten
+from specjax.errors import CheckpointWarning, UsageError
+from specjax.files.untrusted import QUOTED, check_file, first_line, parse_json, quote, read_json_object, shorten
 from specjax.models.bridge import Config
 from specjax.models.loading.families import denoisers, registry
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import maxtext
 from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
-from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes
+from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, equal_values
 
 DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files that are downloaded from a hub repository: no pickles, no code, no files of other frameworks."""
@@ -26,6 +28,7 @@ TORCH_FILES = "*.bin", "*.pt"
 SAFETENSORS_SUFFIX, TORCH_SUFFIX, TORCH_SUFFIXES = ".safetensors", ".bin", (".bin", ".pt")
 SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 INDEX = f"{SAFETENSORS_FILE}.index.json"
+ADAPTER = "adapter_"  # the beginning of the names of PEFT's files
 SHARD_NAME = r"[^/\\\0]+"  # a file name in the same folder, without its suffix
 
 _NON_TEXT_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -53,7 +56,7 @@ def read_config(folder: Path) -> ConfigFields:
     config = read_json_object(folder / "config.json")
     if config is None:
         message = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
-        raise UsageError(maxtext.explain_missing_config(folder) or message)
+        raise UsageError(_explain_other_files(folder) or maxtext.explain_missing_config(folder) or message)
     if config.get("quantization_config"):
         raise UsageError(f"{where} describes quantised weights; use the original checkpoint or a GGUF of it")
     return ConfigFields(config, where)
@@ -74,22 +77,45 @@ def read(folder: Path, fields: ConfigFields | None = None, **options) -> Checkpo
             raise UsageError(f"{folder} has both safetensors and a MaxText checkpoint; remove one of them")
         arrays, stored = maxtext.read(items, parsed, fields.text("model_type", "unnamed"))
         return Checkpoint(folder, parsed, arrays, stored)
+    files = [file for file in weight_files(folder) if not file.name.startswith(ADAPTER)]
+    if not files:
+        raise UsageError(_explain_other_files(folder))
+    if any(folder.glob(f"{ADAPTER}*")):
+        warnings.warn(
+            f"{folder} has an adapter beside the model, which is not applied", CheckpointWarning, stacklevel=5
+        )
     tensors: dict[str, TensorLocation] = {}
-    for file in weight_files(folder):
+    for file in files:
         for name, tensor in read_tensors(file).items():
             previous = tensors.setdefault(_text_name(name), tensor)
             if previous is not tensor:
                 raise UsageError(f"{folder} has {quote(name)} in {previous.file.name} and in {file.name}; remove one")
-    tied = parsed.tied
-
-    def ignored(name: str) -> bool:
-        return (
-            name.endswith("rotary_emb.inv_freq")
-            or (tied and name == "lm_head.weight")
-            or name.startswith(_NON_TEXT_PREFIXES)
-        )
-
+    if parsed.tied:
+        parsed = _resolve_tied_head(folder, parsed, tensors, stored)
+    ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
     return Checkpoint(folder, parsed, tensors, stored, ignored)
+
+
+def _resolve_tied_head(
+    folder: Path, config: Config, tensors: dict[str, TensorLocation], stored: dict[str, StoredTensor]
+) -> Config:
+    """Return the config of a model whose config.json ties the output layer to the embedding.
+
+    A file can have one table under the other's name, a copy of it, or another output layer. The last one counts, with a
+    note, as in transformers. Copies are removed from `tensors`.
+    """
+    embedding, head = stored["embed.weight"].name, stored["head.weight"].name
+    if head not in tensors:
+        return config
+    if embedding not in tensors:
+        tensors[embedding] = tensors.pop(head)
+    elif equal_values(tensors[embedding], tensors[head]):
+        tensors.pop(head)
+    else:
+        message = f"{folder} ties the output layer to the embedding, but its {head} is another matrix, which is used"
+        warnings.warn(message, CheckpointWarning, stacklevel=6)
+        return dataclasses.replace(config, tied=False)
+    return config
 
 
 def parse_config(fields: ConfigFields, **options) -> tuple[Config, dict[str, StoredTensor]]:
@@ -116,12 +142,33 @@ def weight_files(folder: Path) -> list[Path]:
     for filename, kind in ((SAFETENSORS_FILE, SAFETENSORS_SUFFIX), (TORCH_FILE, TORCH_SUFFIX)):
         index = read_json_object(folder / f"{filename}.index.json")
         if index is not None:
+            _check_one_model(folder, filename, index)
             return _shards(folder, f"{filename}.index.json", index, kind)
         files = [folder / filename] if (folder / filename).exists() else sorted(folder.glob(f"*{kind}"))
         if files and (kind == SAFETENSORS_SUFFIX or files == [folder / filename]):  # other .bin files may be anything
             return files
     message = f"{folder} has no *.safetensors file; save the model with safe_serialization=True"
-    raise UsageError(maxtext.explain_missing_weights(folder) or message)
+    raise UsageError(_explain_other_files(folder) or maxtext.explain_missing_weights(folder) or message)
+
+
+def _explain_other_files(folder: Path) -> str | None:
+    """Return an error message for a folder with an adapter, or with models in other formats; None for other folders."""
+    if any(folder.glob(f"{ADAPTER}*")):
+        return f"{folder} has an adapter, not a model; merge it into its base model (merge_and_unload), and save that"
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        return f"{folder} has GGUF files and no *.safetensors; give one of the files, such as {files[0]}"
+    return None
+
+
+def _check_one_model(folder: Path, filename: str, index: dict) -> None:
+    """Raise a UsageError if a folder has an index of shards and another whole file, which libraries may prefer."""
+    shards = ConfigFields(index, str(folder / f"{filename}.index.json")).subfields("weight_map").values.values()
+    if (folder / filename).exists() and filename not in shards:
+        raise UsageError(
+            f"{folder} has {filename}, and {filename}.index.json names other files; remove one of the two, because "
+            "libraries read one or the other"
+        )
 
 
 def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
@@ -155,7 +202,7 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLoca
     """
     from safetensors import SafetensorError, safe_open
 
-    check_regular(file)
+    check_file(file)
     try:
         with safe_open(file, framework="numpy"):
             pass

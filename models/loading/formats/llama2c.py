@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_regular, read_bytes
+from specjax.files.untrusted import check_file, read_bytes
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import LAYERS, ROWS, WIDTH
@@ -25,7 +25,7 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 
 def read(file: Path, **options) -> Checkpoint:
     """Parse a model file. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
-    check_regular(file)
+    check_file(file)
     with open(file, "rb") as handle:
         head = handle.read(HEADER.size)
     size = file.stat().st_size

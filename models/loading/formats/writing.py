@@ -78,6 +78,7 @@ def check_model_writable(target: Target) -> dict[str, Any]:
         )
     fields = registry.by_config(config).config_to_hf(config)
     parsed = hf.parse_config(ConfigFields(fields, config.name), dtype=config.dtype)[0]
+    parsed = dataclasses.replace(parsed, max_positions=config.max_positions)  # a limit: YaRN's is stated by its factor
     differing = [name for name, value in _stored_fields(config).items() if getattr(parsed, name) != value]
     if differing:
         raise UsageError(

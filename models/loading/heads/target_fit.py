@@ -81,6 +81,7 @@ def layer_config(
         raise UsageError(
             f"{fields.where} has num_hidden_layers {num_layers}, and the file has {count} layers of a head"
         )
+    fields = fields.with_defaults({"num_hidden_layers": count})
     config = llama.config_from_hf(fields, dtype=spec.dtype, cache_bits=jax.default_backend() == "cpu", name=spec.name)
     if config.is_global is not None:
         raise UsageError(

@@ -17,6 +17,7 @@ import numpy as np
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import quote
 
+COMPARED_ROWS = 4096  # rows that are compared at a time
 MAX_NAMES = 8  # names that an error lists
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
@@ -80,6 +81,15 @@ def read_rows(tensor: TensorLocation | LazyTensor, start: int, stop: int) -> np.
     if isinstance(tensor, LazyTensor):
         return tensor.rows(start, stop)
     return _to_float32(_read_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
+
+
+def equal_values(first: TensorLocation, second: TensorLocation) -> bool:
+    """Return True if two stored matrices have the same shape and values."""
+    if first.shape != second.shape:
+        return False
+    chunks = range(0, first.shape[0], COMPARED_ROWS)
+    rows = lambda tensor, start: read_rows(tensor, start, min(start + COMPARED_ROWS, tensor.shape[0]))
+    return all(np.array_equal(rows(first, start), rows(second, start), equal_nan=True) for start in chunks)
 
 
 def read_integers(tensor: TensorLocation) -> np.ndarray:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import check_regular, guarded_read, quote
+from specjax.files.untrusted import check_file, guarded_read, quote
 from specjax.models.loading.tensors.tensors import INTEGERS, TensorLocation, block_size, check_sizes, read_integers
 
 MAGIC = b"PK\x03\x04"
@@ -134,7 +134,7 @@ def read_numbers(file: Path) -> list[int]:
 
 def _read_pickle(file: Path) -> tuple[Any, dict[str, zipfile.ZipInfo], str]:
     """Return the unpickled contents, the entries of the zip, and the folder in it with the storages."""
-    check_regular(file)
+    check_file(file)
     with open(file, "rb") as handle:
         if handle.read(4) != MAGIC:
             raise UsageError(f"{file} is not a PyTorch zip file (1.6 or newer); load it in PyTorch and save it again")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.models import load
 from specjax.models.loading.families import gemma3, llama
 from specjax.models.loading.formats.gguf import read, read_header
@@ -232,3 +232,41 @@ def test_header_equals_the_reference_reader(whole):
     assert {t.name: (t.data_offset, tuple(map(int, t.shape[::-1]))) for t in reader.tensors} == {
         name: (t.offset, t.shape) for name, t in tensors.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("split.count", 3, "is part 1 of 3 of a split GGUF file; merge the parts with llama-gguf-split --merge"),
+        ("general.type", "adapter", "is an adapter, not a model; merge it into its base model"),
+        ("general.type", "mmproj", 'contains "mmproj", not a language model'),
+    ],
+)
+def test_parts_and_adapters_are_named(name, value, words, tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    (writer.add_uint16 if isinstance(value, int) else writer.add_string)(name, value)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UsageError, match=words):
+        load(tmp_path / "x.gguf")
+
+
+def test_formats_before_gguf_are_named(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"tjgg" + bytes(64))
+    with pytest.raises(UsageError, match="has the format ggjt, which is older than GGUF"):
+        load(tmp_path / "x.gguf")
+
+
+def test_a_field_that_is_not_read_is_named(tiny, tmp_path):
+    write(tiny.model("llama"), tmp_path / "x.gguf")
+    meta = read_header(tmp_path / "x.gguf")[0]
+    assert "llama.attention.temp" not in meta
+    contents = (tmp_path / "x.gguf").read_bytes()
+    name = b"llama.rope.freq_base"
+    assert contents.count(name) == 1
+    (tmp_path / "x.gguf").write_bytes(contents.replace(name, b"llama.attention.temp"))
+    with pytest.warns(CheckpointWarning, match=r"a field that is not read, .*: llama.attention.temp$"):
+        read(tmp_path / "x.gguf", dtype="float32", stacked=True, name="x")

@@ -1,13 +1,14 @@
 """Tiny random models of every variant against transformers, in float32."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.models import load
 from specjax.models.loading.formats import hf
 
@@ -20,6 +21,7 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+WHOLE_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}  # its original length is that of the config
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 3.0, 6.0],
     "partial_rotary_factor": 0.75,
@@ -29,6 +31,7 @@ LOCAL_THEN_GLOBAL = ["sliding_attention", "full_attention"]
 VARIANTS = {
     "llama-tied": dict(kind="llama", tie_word_embeddings=True),
     "llama-untied-yarn": dict(kind="llama", tie_word_embeddings=False, head_dim=16, rope_parameters=YARN),
+    "llama-yarn-of-the-whole-length": dict(kind="llama", rope_parameters=WHOLE_YARN),
     "llama-linear": dict(kind="llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}),
     "llama-llama3": dict(kind="llama", rope_parameters=LLAMA3),
     "mistral": dict(kind="mistral", sliding_window=5),
@@ -264,11 +267,10 @@ UNSUPPORTED = {
         dict(layer_types=["full_attention"]),
         "has 1 layer_types, but num_hidden_layers",
     ),
-    "text part": ("mistral", dict(model_type="mistral3", text_config={"model_type": "ministral3"}), '"ministral3"'),
-    "half of yarn": (
-        "llama",
-        dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-        "lacks the field rope_parameters.original_max_position_embeddings",
+    "text part": (
+        "mistral",
+        dict(model_type="mistral3", architectures=[], text_config={"model_type": "ministral3"}),
+        '"ministral3"',
     ),
     "yarn of one frequency": (
         "llama",
@@ -291,3 +293,92 @@ def test_unsupported_configurations_are_refused_by_name(name, tiny, tmp_path):
     rewrite(folder, lambda c: c.update(change))
     with pytest.raises(UsageError, match=message):
         hf.read(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_tied_config_with_another_head_in_the_file(kind, tiny, texts, tmp_path):
+    """The matrix of the file counts, as in transformers; a copy of the embedding is no other matrix."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.save(tiny.model(kind, tie_word_embeddings=True), tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone()}, file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(folder)[0].model.config.tied
+    save_file(tensors | {"lm_head.weight": torch.randn(table.shape, generator=torch.Generator().manual_seed(5))}, file)
+    with pytest.warns(CheckpointWarning, match=r"ties the output layer .* but its lm_head.weight is another matrix"):
+        target, _ = load(folder)
+    expected, _ = tiny.reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), texts)
+    assert difference(tiny.ours(target, texts)[0], expected) <= TOLERANCE
+
+
+def test_a_tied_table_under_the_name_of_the_head(tiny, tmp_path):
+    """safetensors' `save_model` keeps one of two names."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny.save(tiny.model("llama", tie_word_embeddings=True), tmp_path)
+    before, _ = load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    after, _ = load(folder)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before.params, after.params))
+
+
+def test_an_index_beside_a_whole_file_is_refused(tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path, max_shard_size="20KB")
+    whole = folder / "model.safetensors"
+    load(folder)
+    whole.write_bytes((sorted(folder.glob("model-0*"))[0]).read_bytes())
+    with pytest.raises(UsageError, match=r"has model.safetensors, and model.safetensors.index.json names other files"):
+        load(folder)
+    whole.unlink()
+    (folder / "consolidated.safetensors").write_bytes(b"of another library")
+    load(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "tokenizer_config.json"])
+def test_a_pointer_of_git_lfs_is_named(name, tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    (folder / "picture.png").write_bytes(POINTER)  # no loader opens it
+    load(folder)
+    (folder / name).write_bytes(POINTER)
+    with pytest.raises(UsageError, match=rf"{name} is a Git LFS pointer, not the file itself; run git lfs pull"):
+        load(folder)
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "bin"])
+def test_a_pointer_as_a_single_file_is_named(suffix, tmp_path):
+    (tmp_path / f"x.{suffix}").write_bytes(POINTER)
+    with pytest.raises(UsageError, match=rf"x.{suffix} is a Git LFS pointer"):
+        load(tmp_path / f"x.{suffix}")
+
+
+def test_an_adapter_is_named(tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.warns(CheckpointWarning, match="has an adapter beside the model, which is not applied"):
+        load(folder)
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match="has an adapter, not a model; merge it into its base model"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UsageError, match="has an adapter, not a model; merge it into its base model"):
+        load(folder)
+
+
+def test_a_folder_of_gguf_files_is_named(tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama"), tmp_path)
+    (folder / "model.safetensors").rename(folder / "a.gguf")
+    with pytest.raises(
+        UsageError, match=r"has GGUF files and no \*.safetensors; give one of the files, such as .*a.gguf"
+    ):
+        load(folder)
