@@ -34,8 +34,7 @@ from scipy.stats import binomtest
 
 import specjax
 from specjax.bench import measure
-from specjax.cli.runs.collaboration import JUDGING
-from specjax.collaborate import TextResult, after_strings, methods
+from specjax.collaborate import TextResult, after_sentences, after_strings, judge_prompt, methods
 
 BEFORE = {  # of each problem; without solved ones answers run to 300 tokens, or are a number alone
     "gsm8k": [
@@ -105,7 +104,6 @@ def make(
     name: str, task: str, small: specjax.Target, large: specjax.Target | None, tokenizer, samples: int
 ) -> Callable[..., Any]:
     """A method as a function of prompts and the settings of `decode`."""
-    ids = lambda text: list(tokenizer.encode(text, special=False))
     lines = lambda: after_strings(["\n"], tokenizer, small.model.vocab_size)
     score = lambda tokens: last_number(tokenizer.decode(tokens)) or 0.0
     if name in ("small", "one_sample"):
@@ -121,14 +119,13 @@ def make(
         return lambda rows, **options: method(small, rows, samples=samples, temperature=0.7, **more, **options)
     settings: dict[str, Any] = {
         "spec_reason": lambda: {
-            "segmenter": lines(), "judging": ids(JUDGING), "digits": [ids(str(i))[-1] for i in range(10)],
-            "max_step_tokens": 64,
+            "segmenter": lines(), **judge_prompt(tokenizer)._asdict(), "max_step_tokens": 64,
         },
         "entropy_adaptive": dict,
         "fs_gen": lambda: {"form": "threshold"},
         "oracle": lambda: {"form": "oracle"},
         "contrastive": lambda: {"form": "contrastive"},
-        "foreal": lambda: {"segmenter": lines()},
+        "foreal": lambda: {"segmenter": after_sentences(tokenizer, small.model.vocab_size)},
     }[name]()  # fmt: skip
     method = getattr(methods, "fs_gen" if name in ("oracle", "contrastive") else name)
     return lambda rows, **options: method(small, large, rows, **settings, **options)

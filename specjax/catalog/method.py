@@ -60,6 +60,7 @@ class Method(NamedTuple):
     needs: frozenset[Need] = frozenset()  # required inputs, besides the target
     takes: frozenset[Need] = frozenset()  # optional inputs
     options: tuple[Option, ...] = ()
+    words: tuple[Option, ...] = ()  # texts of --set that become arguments once the tokenizer is loaded
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines on which wide passes are slow
     wide_tree: str | None = None  # the command line's tree where passes over dozens of tokens are cheap
     alone: bool = False  # True: a head that drafts by itself by default; other heads join `auto`
@@ -92,13 +93,19 @@ class Method(NamedTuple):
     def load_check(self) -> Callable[..., Any]:
         """Import the module of a collaboration, and return the function that checks its options before models load.
 
-        It takes options and settings of `decode` by name, and returns the settings that the method uses.
+        It takes settings of `decode` and the options of the row by name, without switches and drafters, which are
+        never wrong. It returns the settings that the method uses.
         """
         return import_name(f"{self.module}:check_options")
 
     def option(self, name: str) -> Option | None:
         """Return the option with this name, or None."""
-        return next((option for option in self.options if option.name == name), None)
+        return next((option for option in self.settable if option.name == name), None)
+
+    @property
+    def settable(self) -> tuple[Option, ...]:
+        """Return all options of --set."""
+        return self.options + self.words
 
     @property
     def size(self) -> str | None:

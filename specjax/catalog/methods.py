@@ -56,6 +56,11 @@ def find_drafter(name: str) -> Method:
         raise UsageError(
             f"method {name} is for diffusion models; call specjax.denoise, or use a diffusion model as --target"
         )
+    if method.kind == "adaptive" and method.needs:
+        raise UsageError(
+            f"method {name} selects layers of the target and is not a drafter; its {' and '.join(method.needs)} are "
+            f"trained arrays, so call specjax.adaptive.{name} in Python"
+        )
     if method.kind == "adaptive":
         raise UsageError(
             f"method {name} selects layers of the target and is not a drafter; use --adapt {name}, or --method thinned "
@@ -83,6 +88,18 @@ def find_inner_drafter(spec: str) -> Method:
 def check_inner_drafter(spec: str) -> str:
     """Return the text itself. Raises: UsageError unless it names an inner drafter and options of it."""
     read_call(spec, find_inner_drafter(spec).options)
+    return spec
+
+
+def check_writing_drafter(spec: str) -> str:
+    """Return the text itself. Raises: UsageError unless it names two_model, or a drafter that needs no input."""
+    rows = [row for row in of_kind("drafter").values() if not row.needs or row.name == "two_model"]
+    name = spec.partition(":")[0]
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        listed = ", ".join(row.name for row in rows)
+        raise UsageError(f'"{name}" cannot draft in texts of several models or samples; choose one of {listed}')
+    read_call(spec, row.options)
     return spec
 
 

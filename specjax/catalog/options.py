@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -81,6 +82,15 @@ def two_integers(text: str) -> tuple[int, int]:
     return first, second
 
 
+def texts(text: str) -> tuple[str, ...]:
+    r"""Return texts that are joined by |, with \n and \t as in a program. Raises: ValueError for an empty one."""
+    escapes = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+    parts = [re.sub(r"\\[nt\\]", lambda match: escapes[match[0]], part) for part in text.split("|")]
+    if not all(parts):
+        raise ValueError("an empty text")
+    return tuple(parts)
+
+
 def rows_of_floats(text: str) -> tuple[tuple[float, ...], ...]:
     """Parse rows of numbers, written as A,B,.../C,D,... Raises: ValueError."""
     return tuple(tuple(float(part) for part in row.split(",")) for row in text.split("/"))
@@ -91,6 +101,8 @@ PARSERS: dict[str, OptionParser] = {
     "float": OptionParser("X", "a number", float),
     "yes_or_no": OptionParser("yes|no", "yes or no", yes_or_no),
     "integers": OptionParser("N,N,...", "whole numbers joined by commas", integers),
+    "texts": OptionParser("TEXT|...", "texts joined by |, none of them empty", texts),
+    "text_file": OptionParser("FILE", "a file with text", "specjax.files.untrusted:read_words"),
     "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
     "rows_of_floats": OptionParser("X,X,.../X,...", "rows of numbers such as .6,.2/.4,.1", rows_of_floats),
     "tree": OptionParser("TREE", "a tree", "specjax.trees:parse"),
@@ -101,6 +113,9 @@ PARSERS: dict[str, OptionParser] = {
     ),
     "judge_head": OptionParser("FILE", "a judge head", "specjax.models.loading.decision_heads:read_judge"),
     "drafter": OptionParser("NAME", "a drafter", "specjax.catalog.methods:check_inner_drafter"),
+    "writing_drafter": OptionParser(
+        "NAME", "a drafter without inputs, or two_model", "specjax.catalog.methods:check_writing_drafter"
+    ),
     "drafters": OptionParser("NAME", "drafters joined by +", "specjax.catalog.methods:check_inner_drafters"),
     "depth": OptionParser("NAME", "a method of adaptive depth", "specjax.adaptive.parsing:check_depth"),
 }

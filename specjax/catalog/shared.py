@@ -77,6 +77,19 @@ def tau(default: float) -> Option:
     return Option("tau", "float", default, "confidence at which a column is decided")
 
 
+# Methods of several models or samples.
+WRITING_DRAFTER = Option(
+    "drafter", "writing_drafter", None, "drafter of the target's own tokens, such as two_model or prompt_lookup"
+)
+
+
+def steps(default: str) -> Option:
+    """Return the option for the texts that end a step, with the default in words."""
+    return Option(
+        "steps", "texts", None, f"texts that end a step, joined by |; \\n is a line break; default: {default}"
+    )
+
+
 # Methods of adaptive depth.
 EVERY = Option("every", "int", 4, "layers between two exit tests")
 HORIZON = Option("horizon", "int", 128, "maximum number of new tokens; default: --max-new-tokens")

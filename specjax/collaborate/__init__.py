@@ -1,6 +1,7 @@
 """Texts that several models or samples write together: `TextState` is the text, `methods` contains the methods."""
 
 from specjax.collaborate import methods
+from specjax.collaborate.judging import JudgePrompt, judge_prompt
 from specjax.collaborate.multi_writer import (
     Scores,
     TextState,
@@ -15,11 +16,14 @@ from specjax.collaborate.multi_writer import (
     score,
     select,
 )
+from specjax.collaborate.phrases import PhraseCounter, count_strings, count_tokens
 from specjax.collaborate.prepare import TextJob, prepare_texts
 from specjax.collaborate.results import TextResult
-from specjax.collaborate.segments import Segmenter, after_any, after_strings, after_tokens
+from specjax.collaborate.segments import Segmenter, after_any, after_sentences, after_strings, after_tokens
 
 __all__ = [
+    "JudgePrompt",
+    "PhraseCounter",
     "Scores",
     "Segmenter",
     "TextJob",
@@ -27,12 +31,16 @@ __all__ = [
     "TextState",
     "Written",
     "after_any",
+    "after_sentences",
     "after_strings",
     "after_tokens",
     "append",
     "begin",
+    "count_strings",
+    "count_tokens",
     "extend",
     "fork",
+    "judge_prompt",
     "look",
     "methods",
     "prepare_texts",

@@ -127,6 +127,7 @@ class Written(NamedTuple):
 
     start: Array  # int32[B], length before
     complete: Array  # bool[B], True: a complete step, ended by the segmenter or an eos
+    run: segments.Run  # the segmenter's state at the end
     observations: PyTree
 
 
@@ -136,6 +137,7 @@ def extend(
     who: int,
     *,
     segmenter: Segmenter | None = None,
+    run: segments.Run | None = None,
     limit: Array | int | None = None,
     active: Array | None = None,
     observe: Callable[[PyTree, Info, Array], PyTree] = lambda observations, info, count: observations,
@@ -144,9 +146,10 @@ def extend(
 ) -> tuple[TextState, Written]:
     """Continue the rows `active` bool[B] with writer `who` until a step ends, an eos, `limit` new tokens or a full row.
 
-    Drafted tokens past the end of a step are rewound.
+    Tokens past the end of a step are rewound.
 
     Args:
+      run: the segmenter's state after the beginning of the step, which another turn wrote; None: the step begins here.
       limit: tokens per row, int32[] or int32[B].
       observe: `observe(observations, info, count[B]) -> observations`, called after each pass, which added `count`
         tokens.
@@ -165,7 +168,8 @@ def extend(
         writer_state.cache, writer_state.draft, writer_state.control, text.finite, writer_state.processed,
     )  # fmt: skip
     zero = jnp.zeros_like(text.length)
-    carry = state, segments.start(len(zero)), text.ended, text.length, zero, zero, observations
+    run = segments.start(len(zero)) if run is None else run
+    carry = state, run, text.ended, text.length, zero, zero, observations
 
     def goes_on(carry):
         return ~jnp.all(carry[0].done)
@@ -182,7 +186,7 @@ def extend(
         if halt is not None:
             done |= halt(length, ended | hit)
         cache = state.cache
-        if segmenter is not None and writer.drafter.num_nodes > 1:
+        if segmenter is not None:
             cache = writer.target.model.rewind_cache(cache, jnp.maximum(length - 1, 0))
         state = state._replace(length=length, done=done, cache=cache)
         read = read + jnp.where(info.active, info.drafted + 1, 0)
@@ -205,7 +209,7 @@ def extend(
         passes=text.passes.at[:, who].add(passes),
         read=text.read.at[:, who].add(read),
     )
-    return _with(new, who, writer_state), Written(text.length, run.over | (ended & writing), observations)
+    return _with(new, who, writer_state), Written(text.length, run.over | (ended & writing), run, observations)
 
 
 def append(text: TextState, tokens: Array, count: Array, who: Array | int) -> TextState:

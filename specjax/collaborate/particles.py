@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState, Writers
-from specjax.collaborate.results import check_scores
-from specjax.errors import UsageError
+from specjax.collaborate.results import TextResult, mark_failures, scalar
 from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, PyTree
 
@@ -36,6 +34,7 @@ class Particles(NamedTuple):
     keys: Array  # key[B], for draws that concern a whole prompt
     round: Array  # int32[], number of blocks so far
     resampled: Array  # int32[B], number of resamplings
+    size: Array  # float32[B], effective sample size at the end of the prompt's last block
     valid: Array  # bool[B], True: all weights were numbers
     alive: Array  # bool[B], True: some weights were above 0
 
@@ -46,7 +45,8 @@ def begin(writers: Writers, text: TextState, n: int, carried: PyTree) -> Particl
     zero = jnp.zeros((batch,))
     return Particles(
         texts.fork(writers, text, n), jnp.zeros((batch, n)), zero, carried, text.keys[:, 0], jnp.int32(0),
-        jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool), jnp.ones((batch,), bool),
+        jnp.zeros((batch,), jnp.int32), jnp.full((batch,), float(n)), jnp.ones((batch,), bool),
+        jnp.ones((batch,), bool),
     )  # fmt: skip
 
 
@@ -123,20 +123,27 @@ class Sample(NamedTuple):
     lengths: Array  # int32[B, n]
     log_z: Array  # float32[B], estimate of the target law's normaliser
     resampled: Array  # int32[B], number of resamplings
+    size: Array  # float32[B], effective sample size of the final weights, before any resampling of them
     valid: Array  # bool[B]
     alive: Array  # bool[B]
 
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the effective sample size of a row, its resamplings, and the tokens of its particles."""
+        return {
+            "effective_sample_size": scalar(self.size[row]),
+            "resamplings": scalar(self.resampled[row]),
+            "log_normaliser": scalar(self.log_z[row]),
+            "particle_tokens": int(self.lengths[row].sum()),
+        }
 
-def check(sample: Sample) -> None:
-    """Raise UsageError for a prompt without valid weights. Call it outside of traced programs."""
-    check_scores(
-        sample.valid, "a particle's weight", "rewards must be numbers of at least 0, and model outputs must be numbers"
-    )
-    if not isinstance(sample.alive, jax.core.Tracer) and not np.asarray(sample.alive).all():
-        row = np.flatnonzero(~np.asarray(sample.alive))[0]
-        raise UsageError(
-            f"no particle of row {row} is alive, as every reward was 0; give more particles, or a reward above 0"
-        )
+
+def mark(done: TextResult) -> TextResult:
+    """Mark the prompts without valid weights. Raises: RowsFailedError if there is no other prompt."""
+    return mark_failures(done, {INVALID: ~done.log.valid, DEAD: ~done.log.alive})
+
+
+INVALID = "a particle's weight is NaN; rewards must be numbers of at least 0, and model outputs must be numbers"
+DEAD = "no particle is alive, as every reward was 0; give more particles, or a reward above 0"
 
 
 def outcome(writers: Writers, particles: Particles) -> tuple[TextState, Sample]:
@@ -156,6 +163,7 @@ def outcome(writers: Writers, particles: Particles) -> tuple[TextState, Sample]:
         text.written.reshape(batch, n),
         particles.log_z + jax.nn.logsumexp(particles.logw, 1) - jnp.log(n),
         particles.resampled,
+        particles.size,
         particles.valid,
         particles.alive,
     )
@@ -175,14 +183,17 @@ def smc(
 ) -> Particles:
     """Write blocks, each followed by resampling, until all particles of all prompts have ended."""
 
-    def is_unfinished(particles: Particles) -> Array:
-        fine = (particles.valid & particles.alive)[:, None]
-        return jnp.any(particles.text.unfinished.reshape(particles.logw.shape) & fine)
+    def unfinished(particles: Particles) -> Array:
+        """Return bool[B], the prompts with a particle that may continue."""
+        fine = particles.valid & particles.alive
+        return fine & jnp.any(particles.text.unfinished.reshape(particles.logw.shape), 1)
 
     def body(particles: Particles) -> Particles:
-        particles, resampled = resample(writers, grow(particles), kappa)
+        writes, particles = unfinished(particles), grow(particles)
+        particles = particles._replace(size=jnp.where(writes, ess(particles.logw), particles.size))
+        particles, resampled = resample(writers, particles, kappa)
         if move is not None:
             particles = move(particles, resampled)
         return particles._replace(round=particles.round + 1)
 
-    return jax.lax.while_loop(is_unfinished, body, particles)
+    return jax.lax.while_loop(lambda particles: jnp.any(unfinished(particles)), body, particles)

@@ -2,25 +2,25 @@
 
 There are two loops. In `judged_steps` the draft model proposes a step and a judge scores it. A router then accepts
 it or lets the target write another step in its place. In `token_by_token` a function returns the logits of each
-token, from one model or from several. Traced programs cannot read strings, so words are matched as token sequences
-(`patterns`).
+token, from one model or from several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.collaborate import multi_writer as texts
+from specjax.collaborate import phrases
 from specjax.collaborate.multi_writer import TextState, Writers
+from specjax.collaborate.phrases import PhraseCounter
+from specjax.collaborate.results import scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.job import Parts
-from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.processors import pipeline
 from specjax.types import Array, PyTree
@@ -53,6 +53,19 @@ class StepLog(NamedTuple):
     steps: Array  # int32[B]
     valid: Array  # bool[B], True: the judge always returned a score
 
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the number of steps of a row, how many the target wrote, the mean score, and the first steps."""
+        steps = int(self.steps[row])
+        fields = {"author": self.author, "tokens": self.tokens, "score": self.score}
+        logged = [{name: scalar(x[row, i]) for name, x in fields.items()} for i in range(min(steps, LOGGED))]
+        scores = [step["score"] for step in logged if step["score"] is not None]
+        return {
+            "steps": steps,
+            "steps_by_target": sum(step["author"] == TARGET for step in logged),
+            "mean_score": sum(scores) / len(scores) if scores else None,
+            "logged_steps": logged,
+        }
+
 
 def judged_steps(
     writers: Writers,
@@ -63,7 +76,7 @@ def judged_steps(
     route: Route,
     max_step_tokens: int,
     first: Array | int = 0,
-    answer: Array | None = None,
+    answer: PhraseCounter | None = None,
 ) -> tuple[TextState, StepLog]:
     """Write steps of up to `max_step_tokens` tokens until every row has ended, repeats a step or contains an answer.
 
@@ -71,7 +84,7 @@ def judged_steps(
 
     Args:
       first: number of first steps that the target writes without a proposal.
-      answer: `patterns` of an answer. A step that contains one of them ends the row.
+      answer: counter of the marks of an answer. A step that contains one of them ends the row.
     """
     batch = len(text.length)
     log = StepLog(
@@ -95,7 +108,7 @@ def judged_steps(
         author = jnp.where(rewrites, TARGET, DRAFT)
         over |= ~valid | unfinished & _repeats(text, start, previous)
         if answer is not None:
-            over |= unfinished & (count_patterns(text, start, text.length, answer) > 0)
+            over |= unfinished & (phrases.count(answer, text.tokens, start, text.length) > 0)
         return (
             text,
             over,
@@ -169,30 +182,3 @@ def sample(writer: Parts, text: TextState, logits: Array, warped: bool = False) 
     """Return int32[B], the token after the text, drawn with the row's key as in `decode`."""
     keys = node_keys(text.keys[:, 0], text.length, jnp.zeros((len(text.length), 1), jnp.int32))[:, 0]
     return draw(keys, logits if warped else warp(logits, writer.sampling))
-
-
-# --- words as tokens --------------------------------------------------------------------------------------------------
-
-
-def patterns(sequences: Sequence[Sequence[int]]) -> Array:
-    """Return int32[K, W] of sequences of token ids, padded with -1: all tokenizations of the words to search for.
-
-    Raises: UsageError for an empty sequence.
-    """
-    if not all(len(ids) for ids in sequences):
-        raise UsageError("a pattern of tokens must not be empty; leave it out")
-    width = max((len(ids) for ids in sequences), default=1)
-    filled = [[*ids, *[-1] * (width - len(ids))] for ids in sequences]
-    return jnp.asarray(np.array(filled, np.int32).reshape(-1, width))
-
-
-def count_patterns(text: TextState, start: Array, end: Array, sequences: Array) -> Array:
-    """Count the occurrences int32[B] of the patterns `sequences` from `start` to `end` int32[B] of the text."""
-    size = text.tokens.shape[1]
-    matches = jnp.ones((*text.tokens.shape, len(sequences)), bool)
-    for offset in range(sequences.shape[1]):  # shifted compares
-        ahead = take_along(text.tokens, jnp.minimum(jnp.arange(size) + offset, size - 1)[None], 1)
-        matches &= (ahead[:, :, None] == sequences[:, offset]) | (sequences[:, offset] < 0)
-    place, length = jnp.arange(size)[:, None], jnp.sum(sequences >= 0, 1)
-    inside = (place >= start[:, None, None]) & (place + length <= end[:, None, None])
-    return jnp.sum(matches & inside, (1, 2))

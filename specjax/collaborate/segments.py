@@ -1,20 +1,20 @@
 """Segmenters, which find the end of a step: the first completed delimiter, a string or a sequence of tokens.
 
-A delimiter may lie within a token, such as ".\\n\\n", or span several tokens. So tokens drive an automaton over the
-characters of the delimiters (Aho, Corasick: Efficient string matching, 1975). Its table has one entry per state and
-token.
+A step ends with the token that completes a delimiter. A segmenter of sentences also ends a step before a token: a full
+stop after a digit ends a sentence only if no digit follows.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.collaborate import automata
+from specjax.collaborate.automata import ByteAutomaton
 from specjax.errors import UsageError
 from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array
@@ -23,7 +23,7 @@ from specjax.types import Array
 class Segmenter(NamedTuple):
     """An automaton that reads a step from its first token on."""
 
-    following: Array  # int32[S, V], the state after a token; S: the step ends with it
+    following: Array  # int32[S, V], the state after a token; S: the step ends with it, S + 1: it ended before the token
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ def follow(segmenter: Segmenter, run: Run, tokens: Array, count: Array) -> tuple
         place, token = column
         reads = ~over & (place < count)
         at = jnp.where(reads, segmenter.following[at, token], at)
-        return (Run(at, over | (at == last)), total + reads), None
+        return (Run(at, over | (at >= last)), total + (reads & (at <= last))), None
 
     columns = jnp.arange(tokens.shape[1]), tokens.T
     return jax.lax.scan(one, (run, jnp.zeros_like(count)), columns)[0]
@@ -58,14 +58,17 @@ def follow(segmenter: Segmenter, run: Run, tokens: Array, count: Array) -> tuple
 
 def after_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Segmenter:
     """Return a segmenter that ends steps after any of these token sequences. Raises: UsageError if one is empty."""
-    return _automaton([tuple(ids) for ids in sequences], [(token,) for token in range(vocab_size)])
+    automaton, classes = automata.of_words(sequences)
+    return _ending(automaton, [(classes.get(token, 0),) for token in range(vocab_size)])
 
 
 def after_strings(strings: Sequence[str], tokenizer: TextDecoder, vocab_size: int) -> Segmenter:
     """Return a segmenter that ends steps with the token that completes any of these strings. Raises: UsageError."""
     if isinstance(strings, str):
         raise UsageError("strings must be a list of strings, such as ['\\n\\n'], not one")
-    return _automaton([tuple(string) for string in strings], _texts(cast(Any, tokenizer), vocab_size))
+    automaton, classes = automata.of_words([string.encode() for string in strings])
+    tokens = automata.spellings(cast(Any, tokenizer), vocab_size)
+    return _ending(automaton, automata.classes_of_bytes(tokens, classes))
 
 
 def after_any(tokens: Sequence[int], vocab_size: int) -> Segmenter:
@@ -73,39 +76,41 @@ def after_any(tokens: Sequence[int], vocab_size: int) -> Segmenter:
     return after_tokens([(token,) for token in tokens], vocab_size)
 
 
-@functools.lru_cache(maxsize=4)
-def _texts(tokenizer: Any, vocab_size: int) -> list[tuple[str, ...]]:
-    return [tuple(tokenizer.decode([token])) for token in range(vocab_size)]
+def _ending(automaton: ByteAutomaton, tokens: Sequence[Sequence[int]]) -> Segmenter:
+    """Return the segmenter that ends a step with the token that completes a word of the automaton."""
+    table = automata.over_tokens(automaton, tokens)
+    return _segmenter(np.where(table.completed > 0, len(table.following), table.following))
 
 
-def _automaton(ends: Sequence[tuple], texts: Sequence[tuple]) -> Segmenter:
-    if not all(ends):
-        raise UsageError("a delimiter must not be empty; leave it out")
-    states: dict[tuple, int] = {(): 0}
-    for end in ends:
-        for length in range(1, len(end)):
-            states.setdefault(end[:length], len(states))
-    letters = {letter for end in ends for letter in end}
-    memo: dict[tuple[tuple, Hashable], tuple | None] = {}
+def _segmenter(following: np.ndarray) -> Segmenter:
+    return Segmenter(jnp.asarray(following, jnp.int32))
 
-    def advance(state: tuple, letter: Hashable) -> tuple | None:
-        """Return the longest suffix of the input that begins a delimiter, or None if a delimiter is complete."""
-        if (state, letter) not in memo:
-            read = (*state, letter)
-            suffixes = [read[i:] for i in range(len(read) + 1)]
-            complete = any(suffix in ends for suffix in suffixes)
-            memo[state, letter] = None if complete else next(suffix for suffix in suffixes if suffix in states)
-        return memo[state, letter]
 
-    following = np.zeros((len(states), len(texts)), np.int32)  # a token without any of the letters restarts
-    for token, text in enumerate(texts):
-        if not text:  # a special token: nothing was read
-            following[:, token] = np.arange(len(states))
-        if letters.isdisjoint(text):
-            continue
-        for state, row in states.items():
-            at: tuple | None = state
-            for letter in text:
-                at = advance(at, letter) if at is not None else None
-            following[row, token] = len(states) if at is None else states[at]
-    return Segmenter(jnp.asarray(following))
+OTHER, MARK, DOT, DIGIT = range(4)
+"""The classes of bytes of `after_sentences`."""
+TEXT, NUMBER, OPEN, OVER, EARLIER, DOTTED = range(6)
+"""The states within a token: a text, after a digit, after a digit and a full stop of an earlier token, the end of the
+sentence with this token or before it, and after a digit and a full stop of this token."""
+SENTENCES = ByteAutomaton(
+    np.array([
+        [TEXT, OVER, OVER, NUMBER],
+        [TEXT, OVER, DOTTED, NUMBER],
+        [EARLIER, EARLIER, EARLIER, NUMBER],
+        [OVER] * 4,
+        [EARLIER] * 4,
+        [OVER, OVER, OVER, NUMBER],
+    ]),
+    np.zeros((6, 4), np.int32),
+)  # fmt: skip
+
+
+def after_sentences(tokenizer: TextDecoder, vocab_size: int) -> Segmenter:
+    """Return a segmenter that ends steps with the token that has one of . ? ! or a line break.
+
+    A full stop between two digits belongs to a number. With byte-level tokens, the blank after a full stop belongs to
+    the next token, so the next sentence begins with that token.
+    """
+    classes = {byte: MARK for byte in b"?!\n"} | {ord("."): DOT} | {byte: DIGIT for byte in b"0123456789"}
+    tokens = automata.classes_of_bytes(automata.spellings(cast(Any, tokenizer), vocab_size), dict(classes))
+    following = automata.over_tokens(SENTENCES, tokens).following[: OPEN + 1]
+    return _segmenter(np.where(following == DOTTED, OPEN, following))

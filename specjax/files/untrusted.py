@@ -85,6 +85,19 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     return contents
 
 
+def read_words(path: str | os.PathLike) -> str:
+    """Return the text of a file. Raises: UsageError for a file that cannot be read or has no text."""
+    try:
+        text = read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from None
+    if not text.strip():
+        raise UsageError(f"{path} is empty; write some text")
+    return text
+
+
 def read_json(path: str | os.PathLike, fix: str = "") -> Any:
     """Parse a JSON file. `fix` is appended to the error. Raises: UsageError for invalid JSON; OSError."""
     return parse_json(read_bytes(path), path, fix)

@@ -20,6 +20,7 @@ class Words:
     """Token i is a number, but for the last two: a line's end, and the end."""
 
     eos = (15,)
+    chat_template = None
 
     def decode(self, ids):
         return "".join("\n" if token == 14 else f" {token}" for token in ids if token != 15)

@@ -1,6 +1,7 @@
 """What every method of kind `collaboration` must do, on models that compile in no time."""
 
 import inspect
+import json
 import pathlib
 
 import jax
@@ -10,7 +11,8 @@ import texts as lib
 
 from specjax import UsageError
 from specjax.catalog import REQUIRED, of_kind
-from specjax.collaborate import methods
+from specjax.collaborate import methods, results
+from specjax.engine.prepare import Settings
 
 ROWS = of_kind("collaboration")
 GIVEN = {
@@ -56,6 +58,36 @@ def test_rows_are_independent_and_tokens_are_accounted_for(name):
     assert (authors.max(1) < result.passes.shape[1]).all() and result.finite.all()
     assert (np.asarray(result.passes).sum(1) >= lengths - (authors == -1).sum(1)).all()
     assert (result.passes <= result.read).all() and (result.stats.target_passes == result.passes[:, -1]).all()
+
+
+WITHOUT_LOG = {"fs_gen", "momentum"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_log_has_a_summary_of_json(name):
+    result = lib.run(name)
+    rows = [result.summary(row) for row in range(3)]
+    assert bool(rows[0]) == (name not in WITHOUT_LOG)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    sums = results.totals(rows)
+    assert bool(sums) == bool(rows[0])
+    for key, value in sums.items():
+        numbers = [row[key] for row in rows if row[key] is not None]
+        assert value == pytest.approx(sum(numbers) / (1 if isinstance(value, int) else len(numbers)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_options_are_checked_without_a_model(name):
+    """The check takes every setting of `decode`, and returns the settings that the method uses."""
+    check, parameters = ROWS[name].load_check(), inspect.signature(ROWS[name].make).parameters
+    taken = inspect.signature(check).parameters
+    checked = {o.name: o.default for o in ROWS[name].options if o.type not in ("yes_or_no", "writing_drafter")}
+    free = {"temperature", "top_p", "tuned", "settings"}
+    assert checked.keys() == taken.keys() - free and taken["settings"].kind is inspect.Parameter.VAR_KEYWORD
+    settings = check(**checked)
+    assert isinstance(settings, Settings)
+    for setting in {"temperature", "top_p"} & parameters.keys():
+        assert getattr(settings, setting) == parameters[setting].default
 
 
 @pytest.mark.parametrize("name", ROWS)

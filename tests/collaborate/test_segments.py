@@ -46,3 +46,46 @@ def test_wrong_ends_are_one_sentence():
         segments.after_tokens([[]], 4)
     with pytest.raises(UsageError, match="list of strings"):
         segments.after_strings("\n\n", Pieces(), len(PIECES))
+
+
+SENTENCE_PIECES = ["a", "3", ".", ".", "14", " The", "1.5", "!", ".\n", "4.", "x.y", ".5", " 7", "\n", "?!", "2.", ".."]
+
+
+class SentencePieces:
+    """A tokenizer that knows the bytes of its tokens; decoding one alone loses the blank before a word."""
+
+    def spellings(self):
+        return [piece.encode() for piece in SENTENCE_PIECES] + [None]
+
+    def decode(self, ids):
+        return "".join(SENTENCE_PIECES[i] for i in ids).lstrip()
+
+
+def end_of_sentence(row):
+    """(tokens of the first sentence, True) or (all, False), in the text itself."""
+    text = "".join(SENTENCE_PIECES[i] for i in row)
+    ends = np.cumsum([len(SENTENCE_PIECES[i]) for i in row])
+    for place, letter in enumerate(text):
+        before, behind = text[place - 1 : place].isdigit(), text[place + 1 : place + 2]
+        if letter in "?!\n" or (letter == "." and not (before and (behind.isdigit() or not behind))):
+            return int(np.searchsorted(ends, place, side="right")) + 1, True
+    return len(row), False
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_sentence_ends_with_the_token_that_has_the_mark_unless_digits_surround_it(parts):
+    rows = np.random.default_rng(1).integers(0, len(SENTENCE_PIECES), (400, 10))
+    segmenter = segments.after_sentences(SentencePieces(), len(SENTENCE_PIECES) + 1)
+    kept, over = kept_of(segmenter, rows, parts)
+    assert list(zip(kept, over, strict=True)) == [end_of_sentence(row) for row in rows]
+    number = [SENTENCE_PIECES.index(piece) for piece in ("3", ".", "14", " The")]
+    ended = [SENTENCE_PIECES.index(piece) for piece in ("3", ".", " The", "a")]
+    assert kept_of(segmenter, [number, ended]) == ([4, 2], [False, True])
+
+
+def test_a_delimiter_has_the_blank_before_a_word():
+    """SentencePiece decodes a word alone without its blank."""
+    kept, over = kept_of(
+        segments.after_strings([". T"], SentencePieces(), len(SENTENCE_PIECES)), [[2, 5, 0], [2, 0, 5]]
+    )
+    assert (kept, over) == ([2, 3], [True, False])

@@ -48,7 +48,9 @@ target's distribution, not its text for a given seed.
 
 With a method of kind collaboration (`specjax methods`), several models or
 samples write one text: the target, and the model of --draft. Colours show the
-author; --compare also runs the target alone.
+author; --compare also runs the target alone. Without --temperature and --top-p
+such a method uses its own; "settings" of --json has the values that were used.
+A prompt that fails is listed in "errors", and the others keep their texts.
 
 The checkpoint of a diffusion model is recognised. --method is then one of the
 diffusion methods of `specjax methods` (default: llada, one column per pass).
@@ -271,23 +273,24 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
     from specjax.cli.options.drafter_flags import read_options
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
-    from specjax.cli.runs import collaboration
     from specjax.cli.runs.batch_checkpoint import make_folder
+    from specjax.cli.runs.collaboration import checks
+    from specjax.cli.runs.collaboration.run import Collaboration
     from specjax.cli.runs.decoding import build_decoding
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.session import open_session
 
     run, models = flags.run, flags.models
-    collaboration.check_inputs(method, models)
     allowed = frozenset(
         vars(run).keys() - {"adapt", "stop_string", "show"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every", "checkpoint"}
     )
     groups = (flags.draft, run, flags.hosts, flags.checkpoint, flags.speculative)
-    refuse_flags(groups, allowed, collaboration.REASON)
+    refuse_flags(groups, allowed, checks.REASON)
     decoding = build_decoding(flags.sampling)
     options = read_options(flags.draft.settings, {method: METHODS[method]})[method]
-    used = collaboration.check_options(method, options, flags.sampling, flags.processing)
+    checks.check_inputs(method, models, options.get("drafter"))
+    used = checks.check_options(method, options, flags.sampling, flags.processing)
     decoding = dataclasses.replace(decoding, settings=used)
     source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system)
     lines = source.read()
@@ -296,8 +299,9 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
     log, out = Console(stderr=True), Console(quiet=run.as_json)
     session = open_session(log, models)
     rows, bad = source.encode(lines, session, decoding.max_new_tokens)
-    writing = collaboration.Collaboration(
-        session, decoding, collaboration.CheckedMethod(method, options, flags.sampling.explicit), rows, run.batch_size,
+    writing = Collaboration(
+        session, decoding, checks.CheckedMethod(method, options, flags.sampling.explicit), rows, run.batch_size,
         compare=run.compare, processors=session.processors(flags.processing), checkpoint=flags.checkpoint.checkpoint,
+        raw=flags.prompts.raw,
     )  # fmt: skip
     execute(writing, Report(log, out, run.as_json, bad=bad, path=run.batch_file))

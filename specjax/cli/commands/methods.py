@@ -107,7 +107,7 @@ def _rules() -> list[dict[str, Any]]:
 
 def _describe(row: Method) -> dict[str, Any]:
     fields = {field: getattr(row, field) for field in ("name", "kind", "guarantee", "summary", "paper")}
-    return fields | {"needs": sorted(row.needs), "takes": sorted(row.takes), "options": _options(row.options)}
+    return fields | {"needs": sorted(row.needs), "takes": sorted(row.takes), "options": _options(row.settable)}
 
 
 def _options(options: Sequence[Option]) -> list[dict[str, Any]]:
@@ -146,24 +146,34 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     if row.kind == "decoder":
         write(f"has its own decoding loop; in Python, specjax.decoders.{factory}")
     if row.kind == "collaboration":
-        write(f"several models or samples write one text: specjax generate --method {name}")
+        write(f"several models or samples write one text{_command(row, 'generate --method')}")
         write(f"in Python, specjax.collaborate.methods.{factory}")
     if row.kind == "adaptive":
-        write(
-            f"runs a part of the target's layers: specjax generate --adapt {name}; in Python, specjax.adaptive.{name}"
-        )
+        write(f"runs a part of the target's layers{_command(row, 'generate --adapt')}")
+        write(f"in Python, specjax.adaptive.{name}")
     for word in ("needs", "takes"):
         if description[word]:
             write(f"{word}: {', '.join(description[word])}")
     if row.cpu_options:
         write(f"on CPU: {', '.join(f'{option}={value}' for option, value in row.cpu_options.items())}")
-    if not row.options:
+    if not row.settable:
         return
     table = Table("option", "value", "default", "meaning")
     for option in description["options"]:
         default = "required" if option["required"] else _text(option["default"])
         table.add_row(option["name"], option["form"], default, option["help"])
     out.print(table)
+
+
+def _command(row: Method, command: str) -> str:
+    """Return the command that runs a method or, if only Python can provide its inputs, the reason."""
+    from specjax.catalog.inputs import missing_inputs
+
+    missing = missing_inputs(row)
+    if missing:
+        return f"; the command line cannot provide its {' and '.join(missing)}"
+    draft = " --draft MODEL" if row.needs & {"draft", "safe"} else ""
+    return f": specjax {command} {row.name}{draft}"
 
 
 WIDE = 110

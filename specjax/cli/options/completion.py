@@ -18,14 +18,12 @@ import typer
 
 from specjax.catalog import METHODS, SAMPLING, Method, Option, of_kind
 from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
+from specjax.catalog.inputs import missing_inputs
 from specjax.catalog.rules import rule_summaries
 from specjax.cli.output.console import Console
 
 DEMO = "smollm2-135m"
 HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
-LOADABLE = {"draft", "head", "datastore"}
-"""Inputs of a drafter that a flag of the command line can provide."""
-
 Pairs = list[tuple[str, str]]  # a word and its help
 
 
@@ -33,11 +31,14 @@ Pairs = list[tuple[str, str]]  # a word and its help
 def section(name: str) -> dict[str, str]:
     """Return the words of a section and their help: a kind of method, or a flag's values."""
     if name == "drafters":
-        return _summaries(row for row in of_kind("drafter").values() if row.needs <= LOADABLE)
+        return _summaries(row for row in of_kind("drafter").values() if not missing_inputs(row))
     if name == "heads":
         return _summaries(row for row in of_kind("drafter").values() if "head" in row.needs)
-    if name in ("diffusion", "collaboration", "adaptive"):
-        return _summaries(of_kind(name).values())  # type: ignore[arg-type]
+    if name == "diffusion":
+        return _summaries(of_kind(name).values())
+    if name in ("collaboration", "adaptive"):
+        rows = of_kind(name).values()  # type: ignore[arg-type]
+        return _summaries(row for row in rows if not missing_inputs(row))
     if name == "rules":
         return rule_summaries()
     if name == "sampling":
@@ -88,7 +89,7 @@ def setting(ctx: typer.Context, incomplete: str) -> Pairs:
     names = [methods] if isinstance(methods, str) else list(methods)
     settings: dict[str, str] = {}
     for name in names:
-        for option in METHODS[name].options if name in METHODS else ():
+        for option in METHODS[name].settable if name in METHODS else ():
             key = option.name if len(names) == 1 else f"{name}.{option.name}"
             settings[f"{key}="] = option.help
             if incomplete.startswith(f"{key}="):

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specjax.catalog.inputs import missing_inputs
 from specjax.cli.options.common import parse_flag
-from specjax.cli.options.completion import LOADABLE
 from specjax.cli.options.groups import DraftOptions
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError, require
@@ -275,7 +275,7 @@ def _check_method(name: str, files: DraftFiles) -> None:
     row, head = parse_flag("--method", find_drafter, name), files.head
     needs, takes = row.needs, row.takes
     require(
-        needs <= LOADABLE,
+        not missing_inputs(row),
         f"--method: the command line cannot load the inputs of {name}; call "
         f"specjax.{'diffusion.' if 'denoiser' in needs else ''}drafters.{name} in Python",
     )
@@ -339,7 +339,7 @@ def read_setting(text: str, rows: Mapping[str, Method], flag: str = "--set") -> 
     )
     name = name or next(iter(rows))
     require(name in rows, f"{flag} {text}: {name} is not a method of this run; choose one of {', '.join(rows)}")
-    option, names = rows[name].option(word), ", ".join(option.name for option in rows[name].options)
+    option, names = rows[name].option(word), ", ".join(option.name for option in rows[name].settable)
     if option is None:
         fix = f"its options are {names}" if names else "it has no options; remove the flag"
         raise UsageError(f'{flag} {text}: method {name} has no option "{word}"; {fix}')

@@ -38,6 +38,7 @@ class PromptRun:
     """
 
     differences: Sequence[dict[str, Any]] = ()  # between texts that are compared
+    failures: Sequence[BadLine] = ()  # prompts without a text
 
     def __init__(self, session: Session, decoding: Decoding, rows: Sequence[Encoded], batch_size: int = 1):
         self.session, self.decoding, self.rows, self.batch_size = session, decoding, list(rows), batch_size
@@ -100,7 +101,7 @@ class PromptRun:
             "results": self.results(),
             "differences": list(self.differences),
             "left": self.num_left,
-            "errors": [entry._asdict() for entry in bad],
+            "errors": [entry._asdict() for entry in join_bad(bad, self.failures)],
         }
 
     def report(self, report: Report) -> None:
@@ -137,8 +138,14 @@ def execute(run: PromptRun, report: Report) -> None:
             raise KeyboardInterrupt(message) from None
         raise
     run.report(report)
-    if report.bad:
-        raise UsageError(describe(report.bad, report.path))
+    bad = join_bad(report.bad, run.failures)
+    if bad:
+        raise UsageError(describe(bad, report.path))
+
+
+def join_bad(bad: Sequence[BadLine], failures: Sequence[BadLine]) -> list[BadLine]:
+    """Return the bad lines and the prompts that failed, by line."""
+    return sorted([*bad, *failures], key=lambda entry: entry.line or 0)
 
 
 def print_table(lines: Mapping[str, str], out: Console) -> None:

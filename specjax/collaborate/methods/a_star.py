@@ -25,12 +25,12 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, check_scores, result
+from specjax.collaborate.results import TextResult, mark_failures, result, scalars
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -50,10 +50,14 @@ METHOD = Method(
         Option("expected", "float", 8.0, "expected number of steps of a text; 0: no estimate of the remaining cost"),
         Option("budget", "int", 64, "expansions per prompt"),
         Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
+        shared.WRITING_DRAFTER,
     ),
 )
 
 
+TEMPERATURE = 1.0
+"""The default sampling temperature."""
+NO_REWARD = "a reward is NaN or no number from 0 to 1; look at the function of the reward"
 LEAST = 1e-30
 """Lower bound of a reward, which makes all costs finite."""
 
@@ -79,6 +83,10 @@ class Search(NamedTuple):
     finished: Array  # bool[B], True: the text is complete; False: the budget was spent
     valid: Array  # bool[B], True: all rewards were numbers from 0 to 1
 
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the expansions of a row, the tokens of its steps, the cost of its text and whether it is complete."""
+        return scalars(self, row, ("expansions", "tokens", "cost", "finished"))
+
 
 def a_star(
     target: Target,
@@ -93,7 +101,7 @@ def a_star(
     expected: float = 8.0,
     budget: int = 64,
     max_step_tokens: int = 512,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -121,13 +129,13 @@ def a_star(
     )
     numbers = jnp.array([budget, max_step_tokens], jnp.int32)
     done = _run(job, segmenter, numbers, jnp.float32(expected), reward=reward, k=k, frontier=frontier)
-    check_scores(done.log.valid, "the reward", "a reward must be a number from 0 to 1")
-    return done.cut(max_new_tokens)
+    return mark_failures(done, {NO_REWARD: ~done.log.valid}).cut(max_new_tokens)
 
 
 def check_options(
-    *, k: int, frontier: int, expected: float, budget: int, max_step_tokens: int, temperature: float, **settings: Any
-) -> Settings:
+    *, k: int, frontier: int, expected: float, budget: int, max_step_tokens: int, temperature: float = TEMPERATURE,
+    **settings: Any,
+) -> Settings:  # fmt: skip
     """Check the options, and return the settings of the steps. Raises: UsageError."""
     for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("max_step_tokens", max_step_tokens)):
         whole(name, value, 1)

@@ -27,7 +27,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, refuse, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, result, scalar
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.job import Parts
 from specjax.engine.packing import Prompts
@@ -51,6 +51,8 @@ METHOD = Method(
 )
 
 
+TEMPERATURE = 1.0
+"""The default sampling temperature."""
 SAFE, RISKY = 0, 1
 NEWTON, BISECTIONS = 8, 12
 ROUNDING = 1e-5
@@ -65,6 +67,13 @@ class Budget(NamedTuple):
     spent: Array  # float32[B]
     debt: Array  # float32[B]
     theta: Array  # float32[B], sum over its tokens
+    tokens: Array  # int32[B], number of its tokens
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the divergence that a row spent, its debt, and the mean of theta."""
+        mean = self.theta[row] / max(int(self.tokens[row]), 1)
+        nats = {"spent_nats": self.spent, "debt_nats": self.debt}
+        return {name: scalar(x[row]) for name, x in nats.items()} | {"mean_theta": scalar(mean)}
 
 
 def anchored(
@@ -77,7 +86,7 @@ def anchored(
     budget: float = 0.15,
     debt: bool = True,
     tokens: int = 5,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     **settings: Any,
 ) -> TextResult:
     """Decode with the risky model, within a divergence budget from the safe model.
@@ -96,7 +105,7 @@ def anchored(
     return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
 
 
-def check_options(*, budget: float, tokens: int, temperature: float, **settings: Any) -> Settings:
+def check_options(*, budget: float, tokens: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:
     """Check the options, and return the settings of both models. Raises: UsageError."""
     number("budget", budget, budget >= 0, "at least 0")
     whole("tokens", tokens, 1)
@@ -186,9 +195,10 @@ def _run(job: TextJob, budget: Array, *, debt: bool, tokens: int) -> TextResult:
         allowance = jnp.maximum((text.written + 1) * budget - state.debt - state.spent, 0.0)
         log_q, theta, kl = fuse(log_p[SAFE], log_p[RISKY], allowance)
         add = lambda total, x: total + jnp.where(unfinished, x, 0.0)
-        state = Budget(add(state.spent, kl), state.debt, add(state.theta, theta))
+        state = Budget(add(state.spent, kl), state.debt, add(state.theta, theta), state.tokens + unfinished)
         return text, log_q, jnp.where(theta > 0, RISKY, SAFE), state
 
     zero = jnp.zeros(text.length.shape)
-    text, state = token_by_token(writers, text, choose, Budget(zero, owed, zero), warped=True)
+    budget_state = Budget(zero, owed, zero, jnp.zeros_like(text.length))
+    text, state = token_by_token(writers, text, choose, budget_state, warped=True)
     return result(text, state)

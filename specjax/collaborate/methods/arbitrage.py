@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, check_scores, result
+from specjax.collaborate.results import TextResult, mark_failures, result
 from specjax.collaborate.routing import TARGET, Step, judged_steps
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
@@ -47,6 +47,7 @@ METHOD = Method(
             "tau", "float", None, "threshold of the decision; default: 0.5 for router, 0.7 for reward, 0 for oracle"
         ),
         Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
+        shared.WRITING_DRAFTER,
     ),
 )
 
@@ -87,26 +88,27 @@ def arbitrage(
     Raises: UsageError for a form without its model or reward, a setting outside its range, models of different
       vocabularies, or a NaN score.
     """
-    if form not in get_args(Form):
-        raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
+    checked = check_options(form=form, tau=tau, max_step_tokens=max_step_tokens, **settings)
     if form == "router" and (router is None or head is None):
         raise UsageError('form="router" needs router=, a model, and head=, its (w, b)')
     if form != "router" and reward is None:
         raise UsageError(f'form="{form}" needs reward=, a function of steps')
     tau = DEFAULTS[form] if tau is None else tau
-    checked = check_options(tau=tau, max_step_tokens=max_step_tokens, **settings)
     models = (draft, target) if router is None else (draft, target, router)
     job = prepare_texts(
         models, prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter), settings=checked
     )
     done = _run(job, segmenter, jnp.float32(tau), head, form=form, reward=reward, max_step_tokens=max_step_tokens)
-    check_scores(done.log.valid, f"the score of the {form}", "look at its parameters")
-    return done.cut(max_new_tokens)
+    reason = f"the score of the {form} is NaN; look at its parameters"
+    return mark_failures(done, {reason: ~done.log.valid}).cut(max_new_tokens)
 
 
-def check_options(*, tau: float, max_step_tokens: int, **settings: Any) -> Settings:
+def check_options(*, form: Form, tau: float | None, max_step_tokens: int, **settings: Any) -> Settings:
     """Check the options, and return the settings of both models. Raises: UsageError."""
-    number("tau", tau, True, "a number")
+    if form not in get_args(Form):
+        raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
+    if tau is not None:
+        number("tau", tau, True, "a number")
     whole("max_step_tokens", max_step_tokens, 1)
     return Settings(**settings)
 

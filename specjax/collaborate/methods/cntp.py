@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, result, scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
@@ -43,10 +43,14 @@ METHOD = Method(
         Option("n_min", "int", 1, "minimum number of continuations"),
         Option("n_max", "int", 10, "maximum number of continuations"),
         Option("max_trial_tokens", "int", 32, "maximum number of tokens per continuation"),
+        shared.WRITING_DRAFTER,
     ),
+    words=(shared.steps("punctuation and line breaks"),),
 )
 
 
+TEMPERATURE, TOP_P = 0.8, 0.9
+"""The default temperature and nucleus of the trials."""
 SURE, UNSURE = 0.01, 1.5
 """Entropies in nats at which the number of trials starts to grow and reaches its maximum."""
 
@@ -57,6 +61,11 @@ class Trials(NamedTuple):
     rounds: Array  # int32[B]
     trials: Array  # int32[B], of all rounds
     tokens: Array  # int32[B], of all trials
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the counts of a row."""
+        counts = {"rounds": self.rounds, "trials": self.trials, "trial_tokens": self.tokens}
+        return {name: scalar(x[row]) for name, x in counts.items()}
 
 
 def cntp(
@@ -69,8 +78,8 @@ def cntp(
     n_min: int = 1,
     n_max: int = 10,
     max_trial_tokens: int = 32,
-    temperature: float = 0.8,
-    top_p: float = 0.9,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -95,7 +104,13 @@ def cntp(
 
 
 def check_options(
-    *, n_min: int, n_max: int, max_trial_tokens: int, temperature: float, top_p: float, **settings: Any
+    *,
+    n_min: int,
+    n_max: int,
+    max_trial_tokens: int,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    **settings: Any,
 ) -> Settings:
     """Check the options, and return the settings of the trials. Raises: UsageError."""
     whole("n_min", n_min, 1)

@@ -25,7 +25,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, result, scalars
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -50,6 +50,16 @@ METHOD = Method(
 
 
 SMALL, LARGE = 0, 1
+
+
+class Switches(NamedTuple):
+    """Counts of the changes of the writer."""
+
+    switches: Array  # int32[B]
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the count of a row."""
+        return scalars(self, row, self._fields)
 
 
 class Router(NamedTuple):
@@ -82,7 +92,7 @@ def entropy_adaptive(
       min_tokens: minimum number of tokens between two switches. start: "small" or "large", the model that writes first.
       settings: settings of `decode`, for both models.
 
-    Returns: TextResult of the writers draft, target; its log is int32[B], the number of switches.
+    Returns: TextResult of the writers draft, target; its log is a `Switches`.
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     checked = check_options(tau=tau, window=window, min_tokens=min_tokens, start=start, **settings)
@@ -133,4 +143,4 @@ def _run(job: TextJob, tau: Array, min_tokens: Array, large: Array, *, window: i
 
     text = job.begin()
     text, router = token_by_token(job.writers, text, choose, begin(len(text.length), window, large))
-    return result(text, router.switches)
+    return result(text, Switches(router.switches))

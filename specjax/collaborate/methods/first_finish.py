@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, result, scalar
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -37,8 +37,12 @@ METHOD = Method(
     guarantee="lossy",
     summary="samples several answers in parallel and returns the one that finishes first",
     paper="Agarwal et al. 2025, arXiv 2505.18149",
-    options=(Option("samples", "int", 4, "samples per prompt"),),
+    options=(Option("samples", "int", 4, "samples per prompt"), shared.WRITING_DRAFTER),
 )
+
+
+TEMPERATURE = 1.0
+"""The default sampling temperature."""
 
 
 class Race(NamedTuple):
@@ -49,6 +53,16 @@ class Race(NamedTuple):
     ended: Array  # bool[B, n]
     mean_logprob: Array  # float32[B, n]
 
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the counts of a row, and its samples; `is_answer` marks the winner."""
+        fields = {"tokens": self.lengths, "ended": self.ended, "mean_logprob": self.mean_logprob}
+        samples = [
+            {name: scalar(x[row, i]) for name, x in fields.items()} | {"is_answer": i == int(self.winner[row])}
+            for i in range(self.lengths.shape[1])
+        ]
+        counts = {"samples_that_ended": int(self.ended[row].sum()), "sampled_tokens": int(self.lengths[row].sum())}
+        return counts | {"samples": samples}
+
 
 def first_finish(
     target: Target,
@@ -57,7 +71,7 @@ def first_finish(
     key: Array | int,
     max_new_tokens: int,
     samples: int = 4,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -78,7 +92,7 @@ def first_finish(
     return _run(job, samples=samples).cut(max_new_tokens)
 
 
-def check_options(*, samples: int, temperature: float, **settings: Any) -> Settings:
+def check_options(*, samples: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:
     """Check the options, and return the settings of the samples. Raises: UsageError."""
     whole("samples", samples, 1)
     if samples > 1:

@@ -8,8 +8,7 @@ a shorter sentence, and the draft model writes the remaining ones. If g = 0, the
 model reads the other's tokens.
 Guarantee: lossy. With p = 0 the text is the draft model's. With p = 1 and n above the length of the longest sentence
 it is the leader's, with its own key of `multi_writer.writer_keys`.
-Deviations: n = 15 and p = 0.6 are our choice. The caller's segmenter detects the end of a sentence. It starts with the
-first token of each model's part.
+Deviations: n = 15 and p = 0.6 are our choice. The caller's segmenter detects the end of a sentence.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, result, scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -41,7 +40,9 @@ METHOD = Method(
     options=(
         Option("lead", "int", 15, "tokens of a sentence that the leading model writes"),
         Option("p", "float", 0.6, "probability that the leading model begins a sentence"),
+        shared.WRITING_DRAFTER,
     ),
+    words=(shared.steps("the ends of sentences"),),
 )
 
 
@@ -55,6 +56,10 @@ class Sentences(NamedTuple):
 
     all: Array  # int32[B]
     led: Array  # int32[B], those that the leader began
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the counts of a row."""
+        return {"sentences": scalar(self.all[row]), "led_sentences": scalar(self.led[row])}
 
 
 def foreal(
@@ -73,7 +78,7 @@ def foreal(
     """Decode sentences that the leader, `target`, begins and the draft model finishes.
 
     Args:
-      segmenter: detects the ends of sentences, such as `after_strings([".", "?", "!", "\\n"], ...)`.
+      segmenter: detects the ends of sentences, such as `after_sentences(tokenizer, vocab_size)`.
       lead: n. p: probability of g = 1. drafter: drafts within the leader's parts.
       settings: settings of `decode`, for both models.
 
@@ -105,9 +110,8 @@ def _run(job: TextJob, segmenter: Segmenter, lead: Array, p: Array) -> TextResul
         coins = fold_in(fold_in(text.keys[:, 0], text.length), COIN)
         led = unfinished & (uniform(coins, 1)[:, 0] < p)
         text, beginning = texts.extend(writers, text, LEADER, segmenter=segmenter, limit=lead, active=led)
-        text, _ = texts.extend(
-            writers, text, DRAFT, segmenter=segmenter, active=unfinished & ~(led & beginning.complete)
-        )
+        remains = unfinished & ~(led & beginning.complete)
+        text, _ = texts.extend(writers, text, DRAFT, segmenter=segmenter, run=beginning.run, active=remains)
         return text, Sentences(log.all + unfinished, log.led + led)
 
     text = job.begin()

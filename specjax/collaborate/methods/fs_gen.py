@@ -96,7 +96,7 @@ def fs_gen(
 
 
 def check_options(
-    *, form: Form, strength: float | None, alpha: float, tuned: Target | None, **settings: Any
+    *, form: Form, strength: float | None, alpha: float, tuned: Target | None = None, **settings: Any
 ) -> Settings:
     """Check the options, and return the settings of the fused logits. Raises: UsageError."""
     if form not in get_args(Form):

@@ -3,15 +3,16 @@
 Azizi et al.: Power-SMC: Low-Latency Sequence-Level Power Sampling for Training-Free
 LLM Reasoning (2026), arXiv 2602.10273.
 
-Rule: n particles are drawn at temperature 1 / alpha, q(v) = p(v)^alpha / sum_u p(u)^alpha. A token y_t adds
-(a_t - a_{t-1}) log p(y_<t) + a_t log p(y_t | y_<t) - log q(y_t) to a particle's log-weight. The exponent has the ramp
-a_t = 1 + (alpha - 1) min((t + 1) / ramp, 1). A particle that ends earlier is raised to alpha at its end. With
-ramp = 1 the increment is log sum_v p(v)^alpha, independent of the drawn token. After each block of tokens, a prompt
-with an ESS below kappa n is resampled. The text is one particle, drawn by weight.
+Rule: n particles are drawn at temperature 1 / alpha, q(v) = p(v)^alpha / sum_u p(u)^alpha. After t tokens a particle
+has the log-weight a_t log p(y) - log q(y) of its text y, with the ramp a_t = 1 + (alpha - 1) min(t / ramp, 1). All
+particles of a prompt share a_t, also those that ended earlier: t counts the tokens of the longest. When the last one
+ends, all are raised to alpha. With ramp = 1 a token adds log sum_v p(v)^alpha, whichever token was drawn. After each
+block of tokens, a prompt with an ESS below kappa n is resampled. The text is one particle, drawn by weight.
 Guarantee: lossy, as the target law differs from the model's distribution. The law of a particle converges to p^alpha
 as n grows. For any n, exp(log_z) has the mean sum_y p(y)^alpha. With alpha = 1 it is plain sampling.
 Deviations: there is no top-p, which would remove mass that p^alpha has. Every particle has a copy of the prompt's
-cache.
+cache. A ramp longer than `max_new_tokens` ends with the text. Sums of log-probabilities telescope once per block, so
+the exponent changes at the ends of blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.methods.reward_smc import CUTS
@@ -47,17 +48,18 @@ METHOD = Method(
         Option("particles", "int", 64, "particles per prompt"),
         Option("block", "int", 64, "tokens between two resampling tests"),
         Option("kappa", "float", 0.5, "effective fraction of particles below which they are resampled"),
-        Option("ramp", "int", 400, "tokens until the exponent has grown to alpha"),
+        Option("ramp", "int", 400, "tokens until the exponent has grown to alpha, at most --max-new-tokens"),
+        shared.WRITING_DRAFTER,
     ),
 )
 
 
 class Power(NamedTuple):
-    """The log-probabilities and the weight gain of a particle."""
+    """The log-probabilities of a particle, and its log-weight apart from resampling."""
 
     log_p: Array  # float32[R], log-probability of its tokens under the model
-    written: Array  # int32[R], number of its tokens
-    gain: Array  # float32[R], increase of its log-weight in this block
+    log_q: Array  # float32[R], log-probability of its tokens under the proposal
+    log_w: Array  # float32[R], a_t log p - log q at the end of the last block
 
 
 def power_smc(
@@ -78,7 +80,8 @@ def power_smc(
 
     Args:
       alpha: the power, at least 1. particles: n per prompt. block: tokens between two resampling tests.
-      kappa: fraction of n below which the ESS triggers resampling. ramp: tokens until the exponent reaches alpha.
+      kappa: fraction of n below which the ESS triggers resampling.
+      ramp: tokens until the exponent reaches alpha, at most `max_new_tokens`.
       drafter: drafts for all particles. settings: settings of `decode`: eos, capacity.
 
     Returns: TextResult with the passes and tokens read of all particles; its log is a `particles.Sample`.
@@ -89,9 +92,9 @@ def power_smc(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
         keep=Keep(logits=True), rewinds=False,
     )  # fmt: skip
+    ramp = min(ramp, max_new_tokens)
     done = _run(job, jnp.float32(alpha), jnp.int32(ramp), jnp.int32(block), jnp.float32(kappa), n=particles)
-    smc.check(done.log)
-    return done.cut(max_new_tokens)
+    return smc.mark(done).cut(max_new_tokens)
 
 
 def check_options(*, alpha: float, particles: int, block: int, kappa: float, ramp: int, **settings: Any) -> Settings:
@@ -107,22 +110,18 @@ def check_options(*, alpha: float, particles: int, block: int, kappa: float, ram
 
 
 def exponent(t: Array, alpha: Array, ramp: Array) -> Array:
-    """Return a_t float32 of the token t = 0, 1, ...; it is 1 for negative t."""
-    return jnp.where(t < 0, 1.0, 1 + (alpha - 1) * jnp.minimum((t + 1) / ramp, 1.0))
+    """Return a_t float32 after t int32 tokens: 1 without tokens, alpha from `ramp` tokens on."""
+    return 1 + (alpha - 1) * jnp.minimum(t / ramp, 1.0)
 
 
-def add_tokens(power: Power, logits: Array, tokens: Array, count: Array, alpha: Array, ramp: Array) -> Power:
+def add_tokens(power: Power, logits: Array, tokens: Array, count: Array, alpha: Array) -> Power:
     """Add the first `count` int32[R] of tokens [R, N], drawn from logits float32[R, N, V] of temperature 1 / alpha."""
     log_q = jax.nn.log_softmax(logits, -1)
     log_p = jax.nn.log_softmax(logits / alpha, -1)  # the temperature undone
-    gather = lambda x: take_along(x, jnp.clip(tokens, 0, x.shape[-1] - 1)[:, :, None], 2)[:, :, 0]
     inside = jnp.arange(tokens.shape[1]) < count[:, None]
-    p, q = jnp.where(inside, gather(log_p), 0.0), jnp.where(inside, gather(log_q), 0.0)
-    prefix_log_p = power.log_p[:, None] + jnp.cumsum(p, 1) - p
-    t = power.written[:, None] + jnp.arange(tokens.shape[1])
-    current, last = exponent(t, alpha, ramp), exponent(t - 1, alpha, ramp)
-    gain = jnp.where(inside, (current - last) * prefix_log_p + current * p - q, 0.0)
-    return Power(power.log_p + jnp.sum(p, 1), power.written + count, power.gain + jnp.sum(gain, 1))
+    place = jnp.clip(tokens, 0, logits.shape[-1] - 1)[:, :, None]
+    total = lambda x: jnp.sum(jnp.where(inside, take_along(x, place, 2)[:, :, 0], 0.0), 1)
+    return power._replace(log_p=power.log_p + total(log_p), log_q=power.log_q + total(log_q))
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
@@ -132,21 +131,23 @@ def _run(job: TextJob, alpha: Array, ramp: Array, block: Array, kappa: Array, *,
 
     def observe(power: Power, info: Info, count: Array) -> Power:
         assert info.logits is not None
-        return add_tokens(power, info.logits, info.tokens, count, alpha, ramp)
+        return add_tokens(power, info.logits, info.tokens, count, alpha)
 
     def grow(particles: Particles) -> Particles:
-        unfinished = particles.text.unfinished
-        power = particles.carried._replace(gain=jnp.zeros(unfinished.shape))
-        text, written = texts.extend(writers, particles.text, 0, limit=block, observe=observe, observations=power)
+        text, written = texts.extend(
+            writers, particles.text, 0, limit=block, observe=observe, observations=particles.carried
+        )
+        # One exponent for all particles of a prompt. Unfinished particles have written the same number of tokens.
+        longest = jnp.max(text.written.reshape(-1, n), 1)
+        goes_on = jnp.any(text.unfinished.reshape(-1, n), 1)
+        a_t = jnp.where(goes_on, exponent(longest, alpha, ramp), alpha)
         power = written.observations
-        # Add the rest of the ramp for particles that end here.
-        missing = (alpha - exponent(power.written - 1, alpha, ramp)) * power.log_p
-        gain = power.gain + jnp.where(unfinished & ~text.unfinished, missing, 0.0)
-        return smc.add_weights(particles._replace(text=text, carried=power), gain.reshape(-1, n))
+        log_w = jnp.repeat(a_t, n) * power.log_p - power.log_q
+        gain = (log_w - power.log_w).reshape(-1, n)
+        return smc.add_weights(particles._replace(text=text, carried=power._replace(log_w=log_w)), gain)
 
     text = job.begin()
-    rows = len(text.length) * n
-    power = Power(jnp.zeros((rows,)), jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,)))
-    particles = smc.smc(writers, smc.begin(writers, text, n, power), grow, kappa)
+    zero = jnp.zeros((len(text.length) * n,))
+    particles = smc.smc(writers, smc.begin(writers, text, n, Power(zero, zero, zero)), grow, kappa)
     best, sample = smc.outcome(writers, particles)
     return result(best, sample)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate import particles as smc
 from specjax.collaborate.multi_writer import TextState, Writers
@@ -58,10 +58,13 @@ METHOD = Method(
         Option(
             "move", "yes_or_no", True, "resample the last block of each particle after resampling (a Metropolis move)"
         ),
+        shared.WRITING_DRAFTER,
     ),
 )
 
 
+TEMPERATURE = 1.0
+"""The default sampling temperature."""
 CUTS = "top_k", "top_p", "min_p"
 """Settings that truncate a distribution."""
 Reward = Callable[[Array, Array, Array, Array], Array]
@@ -92,7 +95,7 @@ def reward_smc(
     kappa: float = 0.5,
     lookahead: int = 0,
     move: bool = True,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -119,12 +122,11 @@ def reward_smc(
     done = _run(
         job, jnp.int32(block), jnp.float32(kappa), reward=reward, n=particles, lookahead=lookahead, move=move
     )  # fmt: skip
-    smc.check(done.log)
-    return done.cut(max_new_tokens)
+    return smc.mark(done).cut(max_new_tokens)
 
 
 def check_options(
-    *, particles: int, block: int, kappa: float, lookahead: int, temperature: float, **settings: Any
+    *, particles: int, block: int, kappa: float, lookahead: int, temperature: float = TEMPERATURE, **settings: Any
 ) -> Settings:
     """Check the options, and return the settings of the particles. Raises: UsageError."""
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")

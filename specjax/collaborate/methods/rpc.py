@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +25,13 @@ import numpy as np
 import optax
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import FINE, TextResult, mark_failures, result
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.types import Array, Drafter, Info, Target
 
 METHOD = Method(
@@ -45,11 +45,15 @@ METHOD = Method(
         Option("samples", "int", 128, "samples per prompt"),
         Option("path", "yes_or_no", False, "use the probability of the whole text instead of the mean per token"),
         Option("prune", "yes_or_no", True, "drop improbable samples"),
+        shared.WRITING_DRAFTER,
     ),
 )
 
 
+TEMPERATURE = 1.0
+"""The default sampling temperature."""
 STEPS, RATE = 200, 0.05
+NO_ANSWER = "no sample has an answer; give more samples or max_new_tokens"
 
 
 class AnswerMixture(NamedTuple):
@@ -63,11 +67,20 @@ class AnswerMixture(NamedTuple):
 class Vote(NamedTuple):
     """The samples, answers and choices of each prompt, as numpy."""
 
-    choices: np.ndarray  # int[B]
+    choices: np.ndarray  # int[B], the sample of the answer; -1: no sample has an answer
     probability: np.ndarray  # float[B, K]
     survivors: np.ndarray  # bool[B, K]
     answers: list[list[Hashable]]
     samples: list[list[list[int]]]
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return the number of samples of a row that survived, and that of their answers."""
+        survivors = [reply for reply, stays in zip(self.answers[row], self.survivors[row], strict=True) if stays]
+        return {
+            "surviving_samples": len(survivors),
+            "different_answers": len({reply for reply in survivors if reply is not None}),
+            "mean_probability": float(np.mean(self.probability[row])),
+        }
 
 
 def rpc(
@@ -80,7 +93,7 @@ def rpc(
     samples: int = 128,
     path: bool = False,
     prune: bool = True,
-    temperature: float = 1.0,
+    temperature: float = TEMPERATURE,
     drafter: Drafter | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -93,7 +106,8 @@ def rpc(
       drafter: drafts for all samples. settings: settings of `decode`: eos, top_p, ...
 
     Returns: TextResult of the selected texts, with the passes and tokens read of all samples; its log is a `Vote`.
-    Raises: UsageError for a setting outside its range, or a prompt without an answer in any sample.
+    A prompt without an answer in any sample is among the result's `failures`.
+    Raises: UsageError for a setting outside its range, or if no prompt has an answer.
     """
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
@@ -107,25 +121,20 @@ def rpc(
     rows = [texts_of[row * samples : (row + 1) * samples] for row in range(batch)]
     answers = [[answer(tokens) for tokens in row] for row in rows]
     survivors = np.stack([keep(p) if prune else np.ones(samples, bool) for p in probability])
-    choices = []
-    for row in range(batch):
-        best = vote(answers[row], [tuple(tokens) for tokens in rows[row]], probability[row], survivors[row])
-        if best is None:
-            raise UsageError(f"there is no answer in any sample of row {row}; give more samples or max_new_tokens")
-        choices.append(best)
-    log = Vote(np.array(choices), probability, survivors, answers, rows)
-    place = np.arange(batch) * samples + log.choices
+    distinct = [[tuple(tokens) for tokens in row] for row in rows]
+    votes = [vote(answers[row], distinct[row], probability[row], survivors[row]) for row in range(batch)]
+    choices = np.array([FINE if choice is None else choice for choice in votes])
+    log = Vote(choices, probability, survivors, answers, rows)
+    place = np.arange(batch) * samples + np.maximum(choices, 0)
     total = lambda x: jnp.sum(x.reshape(batch, samples, -1), 1)
     passes, read = total(every.passes), total(every.read)
     best = jax.tree.map(lambda x: x[place], every)
     stats = best.stats._replace(target_passes=passes[:, -1])
-    return TextResult(
-        best.tokens, best.lengths, best.hit_eos, stats, finite=best.finite, authors=best.authors, passes=passes,
-        read=read, log=log,
-    ).cut(max_new_tokens)  # fmt: skip
+    done = replace(best, stats=stats, passes=passes, read=read, log=log)
+    return mark_failures(done, {NO_ANSWER: choices == FINE}).cut(max_new_tokens)
 
 
-def check_options(*, samples: int, temperature: float, **settings: Any) -> Settings:
+def check_options(*, samples: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:
     """Check the options, and return the settings of the samples. Raises: UsageError."""
     whole("samples", samples, 1)
     above_zero(temperature, "samples drawn at 0 are equal")

@@ -7,6 +7,7 @@ import pathlib
 
 import specjax
 from specjax import controllers, trees, verifiers
+from specjax.cli.options import completion
 
 
 def test_all_methods_with_what_they_are(cli):
@@ -29,6 +30,20 @@ def test_the_options_of_one(cli, refused):
     words = refused("methods", "jacobi", "--rules", "--all")
     assert "--rules and --all list values that apply to all methods; leave METHOD jacobi out" in words
     assert 'METHOD: unknown method "minerva"; choose one of auto' in refused("methods", "minerva")
+
+
+def test_commands_are_named_for_methods_that_they_run(cli):
+    """Every other method has its reason, and is completed nowhere."""
+    for name, row in specjax.METHODS.items():
+        if row.kind not in ("collaboration", "adaptive"):
+            continue
+        out = cli("methods", name).out
+        runs = name in completion.section(row.kind)
+        assert ("specjax generate --" in out) == runs != ("cannot provide its" in out), name
+        assert runs == (
+            not row.needs & {"reward", "answers", "probes", "routers", "corrections"} and name != "arbitrage"
+        )
+    assert "specjax generate --method anchored --draft MODEL" in cli("methods", "anchored").out
 
 
 def test_trees_controllers_and_sampling(cli):

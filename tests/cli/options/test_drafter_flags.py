@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import drafters
-from specjax.cli.options.completion import LOADABLE
+from specjax.catalog.inputs import missing_inputs
 from specjax.cli.options.drafter_flags import DraftFiles, FlagValue, read_method_options, resolve_defaults
 from specjax.cli.options.groups import DraftOptions
 from specjax.cli.runs.session import Session
@@ -267,7 +267,7 @@ def test_a_plan_that_drafts_nothing(refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and row.needs <= LOADABLE]
+    "name", [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and not missing_inputs(row)]
 )
 def test_every_option_can_be_written(name):
     """Of each kind of value one, read as what the factory takes."""

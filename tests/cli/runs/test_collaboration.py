@@ -6,17 +6,22 @@ import sys
 
 import numpy as np
 import pytest
+from tiers import exhaustive
 
 import specjax
 from specjax.bench import measure
 from specjax.catalog import of_kind
+from specjax.catalog.inputs import missing_inputs
 from specjax.cli.options.groups import GenerateSampling
 from specjax.cli.options.processing import ProcessingOptions
-from specjax.cli.runs import collaboration
+from specjax.cli.runs.collaboration import checks
+from specjax.cli.runs.collaboration.run import Collaboration
+from specjax.cli.runs.collaboration.words import word_arguments
 from specjax.collaborate import TextResult
+from specjax.collaborate.results import mark_failures
 
 SHORT = ("--max-new-tokens", 12)
-SERVED = [name for name, row in of_kind("collaboration").items() if not collaboration.missing_inputs(row)]
+SERVED = [name for name, row in of_kind("collaboration").items() if not missing_inputs(row)]
 
 
 def test_json_says_who_wrote_which_token(cli):
@@ -42,7 +47,8 @@ def test_a_table_of_costs(cli, name):
     draft = ("--draft", "draft") if of_kind("collaboration")[name].needs else ()
     said = cli("generate", "hello", "--method", name, *draft, *SHORT).out
     assert f"{name} (guarantee: lossy)" in said and "passes of tiny" in said and "compilation included" in said
-    assert ("written by the target" in said) == bool(draft)
+    assert ("written by the target" in said) == ("mean score" in said) == ("steps by target" in said) == bool(draft)
+    assert "greedy" in said
 
 
 def test_the_target_alone_beside_it(cli):
@@ -82,9 +88,9 @@ def test_a_temperature_is_obeyed_or_refused_and_recorded(monkeypatch, cli, refus
 
 
 def test_the_nucleus_of_a_method_is_used_and_a_flag_replaces_it():
-    used = lambda **flags: collaboration.check_options("cntp", {}, GenerateSampling(**flags), ProcessingOptions())
+    used = lambda **flags: checks.check_options("cntp", {}, GenerateSampling(**flags), ProcessingOptions())
     assert (used().top_p, used().temperature) == (0.9, 0.8) and used(top_p=1.0).top_p == 1.0
-    assert collaboration.describe_sampling(used(min_p=0.1)) == "temperature 0.8, top-p 0.9, min-p 0.1"
+    assert checks.describe_sampling(used(min_p=0.1)) == "temperature 0.8, top-p 0.9, min-p 0.1"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +118,92 @@ def test_refusals_come_before_a_model_is_loaded(monkeypatch, refused, name, flag
     assert words in refused("generate", "hello", "--method", name, *flags, *SHORT)
 
 
+def test_the_log_is_in_the_document(cli):
+    command = ("generate", "hello", "--method", "spec_reason", "--draft", "draft", "--set", "threshold=0.5")
+    command += ("--set", "steps=a|\\n", "--max-new-tokens", 24)
+    document = json.loads(cli(*command, "--json").out)
+    (entry,) = document["results"]
+    steps = entry["log"]["logged_steps"]
+    assert len(steps) == entry["log"]["steps"] and sum(step["tokens"] for step in steps) == entry["tokens"]
+    assert all(step["author"] == (step["score"] < 0.5) for step in steps)
+    assert document["log"]["steps"] == entry["log"]["steps"] and document["log"]["mean_score"] is not None
+
+
+def test_words_of_a_file_judge_the_steps(monkeypatch, cli, refused, tmp_path):
+    path, calls = tmp_path / "judge.txt", []
+    path.write_text("Is it true?\n---\nIts worth is ")
+    _, tokenizer = specjax.load()
+    ids = tokenizer.encode
+
+    def spy(*models, **arguments):
+        calls.append(arguments)
+        raise specjax.UsageError("that is all")
+
+    spy.__signature__ = inspect.signature(of_kind("collaboration")["spec_reason"].make)
+    monkeypatch.setattr(sys.modules[of_kind("collaboration")["spec_reason"].module], "spec_reason", spy)
+    command = ("generate", "hello", "--method", "spec_reason", "--draft", "draft", *SHORT)
+    words = ("--set", f"judging={path}", "--set", "steps=\\n|;", "--set", "answer=\\boxed{|Answer:")
+    assert "that is all" in refused(*command, *words, "--set", "drafter=two_model:num_tokens=3")
+    (arguments,) = calls
+    assert arguments["judging"] == [1, *ids("Is it true?"), 1, *ids("Its worth is ")]
+    assert arguments["digits"] == [ids(str(digit))[0] for digit in range(10)]
+    counter, end = arguments["answer"], arguments["segmenter"].following
+    assert counter.completed.max() == 1 and counter.following.shape[0] == 1 + len("boxed{answer:") + 2 - 1
+    assert [int(end[0, ids(letter)[0]]) for letter in ("\n", ";", "n")] == [len(end), len(end), 0]
+    assert arguments["drafter"].num_nodes == 4
+    assert refused(*command, *words, "--raw") and calls[1]["judging"] == ids("\nIs it true?\nIts worth is ")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("spec_reason", ("--draft", "draft", "--set", "judging=nowhere.txt"), "cannot read nowhere.txt"),
+        ("spec_reason", ("--draft", "draft", "--set", "steps="), "--set steps must be texts joined by |"),
+        ("cntp", ("--set", "judging=a.txt"), 'cntp has no option "judging"; its options are n_min'),
+        ("cntp", ("--set", "drafter=two_model"), "--set drafter=two_model needs a smaller model; add --draft MODEL"),
+        ("cntp", ("--set", "drafter=eagle3"), '"eagle3" cannot draft in texts of several models or samples'),
+        ("cntp", ("--draft", "draft"), "remove --draft, or add --set drafter=two_model"),
+        ("momentum", ("--set", "drafter=two_model"), 'momentum has no option "drafter"'),
+    ],
+)
+def test_words_that_do_not_fit_are_refused_before_a_model_is_loaded(monkeypatch, refused, name, flags, words):
+    monkeypatch.setattr(specjax, "load", lambda *arguments, **options: pytest.fail("loaded"), raising=False)
+    assert words in refused("generate", "hello", "--method", name, *flags, *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("first_finish", ("--set", "samples=2")), exhaustive("spec_reason", ("--draft", "draft"))],
+)
+def test_a_drafter_inside_changes_no_greedy_text(cli, name, flags):
+    command = ("generate", "hello hello", "--method", name, *flags, "--json", "--max-new-tokens", 20)
+    command += ("--set", "threshold=9") if name == "spec_reason" else ("--temperature", 0.01)
+    plain, inside = (json.loads(cli(*command, *more).out) for more in ((), ("--set", "drafter=prompt_lookup")))
+    assert inside["results"][0]["token_ids"] == plain["results"][0]["token_ids"]
+    assert inside["options"]["drafter"] == "prompt_lookup" and inside["tokens_read"] != plain["tokens_read"]
+
+
+def test_a_prompt_that_fails_is_reported_and_the_others_have_their_texts(monkeypatch, cli, prompts):
+    """In a batch with others, and in a batch of its own."""
+    row = of_kind("collaboration")["cntp"]
+
+    def some_fail(target, rows, **arguments):
+        tokens = np.full((len(rows), 4), 70, np.int32)
+        count = np.full((len(rows),), 4, np.int32)
+        each = np.ones((len(rows), 1), np.int32)
+        done = TextResult(tokens, count, count < 0, (), authors=tokens * 0, passes=each, read=each)
+        return mark_failures(done, {"no luck": np.array([bytes(i - 3 for i in r[1:4]) == b"two" for r in rows])})
+
+    some_fail.__signature__ = inspect.signature(row.make)
+    monkeypatch.setattr(sys.modules[row.module], "cntp", some_fail)
+    for size in (1, 3):
+        done = cli("generate", "--batch-file", prompts, "--method", "cntp", "--batch-size", size, *SHORT, "--json")
+        document = json.loads(done.out)
+        assert [entry["finish_reason"] for entry in document["results"]] == ["length", "failed", "length"]
+        assert document["errors"] == [{"line": 2, "error": "no luck"}] and document["tokens"] == 8
+        assert done.code == 2 and "line 2: no luck" in done.err
+
+
 def test_what_can_be_served():
     assert {"spec_reason", "speculative_thinking", "foreal", "entropy_adaptive", "fs_gen", "anchored"} <= {*SERVED}
     assert {"first_finish", "cntp", "power_smc", "momentum"} <= {*SERVED}
@@ -121,7 +213,7 @@ def test_what_can_be_served():
 def test_words_are_what_the_method_takes(name):
     """Of a method that is told something in words: the tokens that its function has parameters for."""
     _, tokenizer = specjax.load()
-    found = collaboration.word_arguments(name, tokenizer, 259)
+    found = word_arguments(name, tokenizer, 259)
     assert set(found) <= set(inspect.signature(of_kind("collaboration")[name].make).parameters)
     row = of_kind("collaboration")[name]
     assert ("segmenter" in row.needs) == bool({"segmenter", "punctuation"} & set(found))
@@ -165,7 +257,7 @@ def same(document):
 def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monkeypatch, compare):
     command = ("generate", "--batch-file", prompts, *FEW, *compare)
     whole = json.loads(cli(*command).out)
-    folder, written, asked = tmp_path / "kept", collaboration.Collaboration._write, []
+    folder, written, asked = tmp_path / "kept", Collaboration._write, []
 
     def killed(self, group, log):
         asked.append([row.ordinal for row in group])
@@ -173,12 +265,12 @@ def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monk
             raise KeyboardInterrupt
         return written(self, group, log)
 
-    monkeypatch.setattr(collaboration.Collaboration, "_write", killed)
+    monkeypatch.setattr(Collaboration, "_write", killed)
     ended = cli(*command, "--checkpoint", folder)
     assert ended.code == 130 and json.loads(ended.out)["left"] == 1
     assert [path.name for path in folder.iterdir()] == ["batch-00000.json"]
     asked.clear()
-    monkeypatch.setattr(collaboration.Collaboration, "_write", lambda *given: asked.append(0) or written(*given))
+    monkeypatch.setattr(Collaboration, "_write", lambda *given: asked.append(0) or written(*given))
     again = json.loads(cli(*command, "--checkpoint", folder).out)
     assert same(again) == same(whole) and len(asked) == 1
     assert bool(again["baseline_tokens_per_second"]) == bool(compare)

@@ -110,8 +110,9 @@ def test_with_drafts_the_search_is_the_same():
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="the reward is NaN in row 1; a reward must be a number from 0 to 1"):
-        lib.run("a_star", k=1, frontier=1, reward=too_much)
+    result = lib.run("a_star", k=1, frontier=1, reward=too_much)
+    assert list(result.failures) == [1] and "no number from 0 to 1" in result.failures[1]
+    assert [bool(text) for text in result.to_lists()] == [True, False, True]
     with pytest.raises(UsageError, match=r"temperature must be above 0, not 0\.0: steps drawn at 0 are equal"):
         lib.run("a_star", temperature=0.0)
     with pytest.raises(UsageError, match="frontier must be at least 1, not 0"):

@@ -70,5 +70,5 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("arbitrage", head=None)
     with pytest.raises(UsageError, match='form="oracle" needs reward='):
         lib.run("arbitrage", form="oracle")
-    with pytest.raises(UsageError, match="the score of the router is NaN in row 0; look at its parameters"):
+    with pytest.raises(UsageError, match="the score of the router is NaN; look at its parameters, in every row"):
         lib.run("arbitrage", head=(lib.HEAD, jnp.float32(jnp.nan)))

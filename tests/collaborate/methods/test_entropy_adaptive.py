@@ -41,7 +41,7 @@ def test_greedy_text_is_that_of_the_loop_by_hand(min_tokens, window):
         tokens, authors = by_hand(prompt, 2.2, window, min_tokens)
         assert result.to_lists()[row] == tokens
         assert result.authors[row, :12].tolist() == authors
-        assert result.log[row] <= 12 // min_tokens
+        assert result.log.switches[row] <= 12 // min_tokens
     assert {0, 1} == set(np.asarray(result.authors[:, :12]).ravel().tolist())
 
 
@@ -50,7 +50,7 @@ def test_never_and_always():
         for temperature in (0.0, 0.8):
             result = lib.run("entropy_adaptive", temperature=temperature, **options)
             assert result.to_lists() == lib.plain(model, temperature=temperature)
-            assert result.log.tolist() == [0, 0, 0]
+            assert result.log.switches.tolist() == [0, 0, 0]
             assert result.passes[:, 1 - int(model is LARGE)].tolist() == [0, 0, 0]
 
 

@@ -55,6 +55,44 @@ def test_the_coin_falls_as_often_as_it_should():
     assert abs(np.mean(result.log.led) / 50 - 0.6) < 3 * np.sqrt(0.24 / 2000)
 
 
+PIECES = ["The", " cat", " sat", ".", " A", " 3", "5", " dog"]
+
+
+class Pieces:
+    def decode(self, ids):
+        return "".join(PIECES[i] for i in ids)
+
+
+def chain(*pieces):
+    """A model that writes these pieces in a circle."""
+    ids = [PIECES.index(piece) for piece in pieces]
+    table = np.full((8, 8), 1e-3)
+    for token, following in zip(ids, ids[1:] + ids[:1], strict=True):
+        table[token, following] = 1.0
+    return markov((table / table.sum(1, keepdims=True)).astype(np.float32)), ids
+
+
+@pytest.mark.parametrize(
+    ("pieces", "authors"),
+    [
+        ((".", " A", " cat", " sat"), [1, 0, 0, 0]),  # the blank belongs to the word behind the full stop
+        ((".", "5", " dog", " 3"), [0, 0, 0, 0]),  # 3.5
+        ((".", " A", " dog", " 3"), [1, 0, 0, 0]),  # dog 3. A
+    ],
+)
+@pytest.mark.parametrize("lead", [1, 3])
+def test_the_leader_writes_the_first_words_of_sentences(pieces, authors, lead):
+    model, ids = chain(*pieces)
+    segmenter = segments.after_sentences(Pieces(), len(PIECES))
+    result = foreal(model, model, [ids[:1]], key=0, max_new_tokens=12, segmenter=segmenter, lead=lead, p=1.0)
+    assert result.to_lists() == [(ids[1:] + ids[:1]) * 3]
+    if authors[0]:
+        authors = ([1] * lead + [0] * (4 - lead)) * 3
+    else:  # one sentence without an end
+        authors = [1] * lead + [0] * (12 - lead)
+    assert result.authors[0].tolist() == authors
+
+
 def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match="p must be from 0 to 1, not 2"):
         lib.run("foreal", p=2)

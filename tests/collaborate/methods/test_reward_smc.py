@@ -112,11 +112,29 @@ def a_column(tokens, start, length, ended):
     return jnp.ones((len(length), 1))
 
 
+def ones(tokens, start, length, ended):
+    return jnp.ones(len(length))
+
+
+def all_zero(tokens, start, length, ended):
+    return jnp.zeros(len(length))
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "reason"),
+    [(never_a_number, 1, "a particle's weight is NaN; rewards must"), (always_zero, 2, "no particle is alive")],
+)
+def test_one_bad_prompt_does_not_lose_the_batch(reward, row, reason):
+    whole, result = (lib.run("reward_smc", reward=r, move=False) for r in (ones, reward))
+    wanted = whole.to_lists()
+    wanted[row] = []
+    assert result.to_lists() == wanted and list(result.failures) == [row] and reason in result.failures[row]
+    assert result.finish_reasons[row] == "failed" and result.authors[row].tolist() == [-1] * 12
+
+
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="a particle's weight is NaN in row 1; rewards must be numbers"):
-        lib.run("reward_smc", reward=never_a_number, move=False)
-    with pytest.raises(UsageError, match="no particle of row 2 is alive, as every reward was 0"):
-        lib.run("reward_smc", reward=always_zero, move=False)
+    with pytest.raises(UsageError, match=r"no particle is alive, as every reward was 0; .*, in every row"):
+        lib.run("reward_smc", reward=all_zero, move=False)
     with pytest.raises(UsageError, match=r"reward must return one number per row, \(12,\), not \(12, 1\)"):
         lib.run("reward_smc", reward=a_column, move=False)
     with pytest.raises(UsageError, match="temperature must be above 0"):

@@ -51,8 +51,17 @@ def test_equal_probabilities_are_all_kept():
     assert all(keep(np.full(count, p)).all() for count in (3, 7) for p in (0.1, 0.9999999))
 
 
+def test_a_prompt_without_an_answer_does_not_lose_the_batch():
+    whole = lib.run("rpc", prune=False)
+    texts = {tuple(text) for text in whole.log.samples[1]}
+    result = lib.run("rpc", prune=False, answer=lambda tokens: None if tuple(tokens) in texts else lib.last_of(tokens))
+    assert result.to_lists() == [whole.to_lists()[0], [], whole.to_lists()[2]]
+    assert list(result.failures) == [1] and result.log.choices[1] == -1
+    assert result.summary(1)["different_answers"] == 0 and whole.summary(1)["surviving_samples"] == 4
+
+
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match="there is no answer in any sample of row 0"):
+    with pytest.raises(UsageError, match="no sample has an answer; give more samples or max_new_tokens, in every row"):
         lib.run("rpc", answer=lambda tokens: None)
     with pytest.raises(UsageError, match="samples must be at least 1, not 0"):
         lib.run("rpc", samples=0)

@@ -1,5 +1,7 @@
 """SpecReason against a loop in numpy, its rating by hand, and its ends."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +11,6 @@ from toy import markov
 from specjax import UsageError, drafters
 from specjax.collaborate import segments
 from specjax.collaborate.methods.spec_reason import rating, spec_reason
-from specjax.collaborate.routing import patterns
 
 SMALL, LARGE = lib.history(0), lib.history(1)
 
@@ -21,7 +22,8 @@ def by_hand(prompt, threshold, first=0, max_step_tokens=512, count=12):
         left, who = min(max_step_tokens, count - len(authors)), 1
         if len(ratings) >= first:
             step = lib.greedy(SMALL, text, left, lib.ENDS)
-            ratings.append(int(lib.table_logits(LARGE, [*text, *step, *lib.JUDGING])[:10].argmax()))
+            top = int(lib.table_logits(LARGE, [*text, *step, *lib.JUDGING]).argmax())
+            ratings.append(top if top < 10 else 0)
             who = int(ratings[-1] < threshold)
         else:
             ratings.append(None)
@@ -67,11 +69,15 @@ def test_never_and_always():
 
 
 def test_ratings_by_hand():
+    """The digits are ids 1 to 10; id 0 is a word, which scores 0 if it is the likeliest."""
     uniform = np.log(np.full(10, 0.1))
     two = np.where(np.isin(np.arange(10), (7, 9)), np.log(0.5), -np.inf)
-    logits = jnp.array([uniform, two, np.full(10, -np.inf)], jnp.float32)
-    np.testing.assert_allclose(rating(logits, True), [4.5, 8.0, np.nan], rtol=1e-6)
-    np.testing.assert_array_equal(rating(logits, False), [0, 7, np.nan])
+    none = np.full(10, -np.inf)
+    words = np.array([-5.0, -5.0, 0.0, 0.0, np.nan])
+    logits = jnp.array(np.column_stack([words, [uniform, two, two, none, two]]), jnp.float32)
+    digits = jnp.arange(1, 11)
+    np.testing.assert_allclose(rating(logits, digits, True), [4.5, 8.0, 8.0, 0.0, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(rating(logits, digits, False), [0, 7, 0, 0, np.nan])
 
 
 CIRCLE = markov(np.roll(np.eye(6), 1, 1) * 0.94 + 0.01)  # 0 1 2 3 4 5 0 1 ...
@@ -106,9 +112,38 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("spec_reason", logprobs=True)
     with pytest.raises(UsageError, match="max_step_tokens must be at least 1"):
         in_a_circle(max_step_tokens=0)
-    silent = markov(np.where(np.arange(12) < 2, 0.5, 0.0) * np.ones((12, 1)))
-    with pytest.raises(UsageError, match="rating is NaN in row 0; no digit has any probability"):
-        spec_reason(silent, silent, [[0]], key=0, max_new_tokens=4, segmenter=segments.after_any([0], 12),
-            judging=[1], digits=range(2, 12))  # fmt: skip
     with pytest.raises(UsageError, match="must not be empty"):
-        patterns([[]])
+        in_a_circle(answer=[[]])
+
+
+def test_a_judge_without_digits_refuses_every_step():
+    silent = markov(np.where(np.arange(12) < 2, 0.5, 0.0) * np.ones((12, 1)))
+    result = spec_reason(silent, silent, [[0]], key=0, max_new_tokens=4, segmenter=segments.after_any([0], 12),
+        judging=[1], digits=range(2, 12))  # fmt: skip
+    steps = int(result.log.steps[0])
+    assert result.log.score[0, :steps].tolist() == [0.0] * steps and result.share(1).tolist() == [1.0]
+
+
+def broken(row):
+    """The large model, whose logits are NaN after one text of the judge: that of `row`."""
+    model = lib.history_model()
+
+    def forward(params, tokens, cache, **options):
+        output, pending = model.forward(params, tokens, cache, **options)
+        is_row = cache.tokens[:, :1] == lib.PROMPTS[row][0]
+        spoilt = jnp.where((is_row & (tokens.shape[1] == 3))[:, :, None], jnp.nan, output.logits)
+        return output._replace(logits=spoilt), pending
+
+    return dataclasses.replace(LARGE, model=model._replace(forward=forward))
+
+
+def test_one_judge_without_a_rating_does_not_lose_the_batch():
+    whole = lib.run("spec_reason")
+    method, (small, _), settings = lib.calls()["spec_reason"]
+    run = lambda prompts, key: method(small, broken(1), prompts, key=key, max_new_tokens=12, **settings)
+    result = run(lib.PROMPTS, lib.KEYS)
+    assert result.to_lists() == [whole.to_lists()[0], [], whole.to_lists()[2]]
+    assert result.failures == {1: "the target's rating is NaN; look at its parameters"}
+    assert result.finish_reasons == ["length", "failed", "length"]
+    with pytest.raises(UsageError, match="the target's rating is NaN; look at its parameters, in every row"):
+        run(lib.PROMPTS[1:2], lib.KEYS[1:2])

@@ -28,8 +28,17 @@ def found(text, words):
     return sum(text[i : i + len(word)] == list(word) for word in words for i in range(len(text)))
 
 
+NEGATIVE = [[4], [7, 11], [1], [2], [12]]
+
+
+def feeling(tokens):
+    positive, negative = found(tokens, [[6]]), found(tokens, [*NEGATIVE, [15]])
+    return 1 if positive > negative else -1 if negative else 0
+
+
 def by_hand(prompt, count, look=3, long=4, patience=2):
-    text, authors, negatives = list(prompt), [], 0
+    """The authors' loop: the small model draws anew from the delimiter if its look-ahead has no sentiment."""
+    text, authors, negatives, length = list(prompt), [], 0, long
 
     def write(who, limit, ends=()):
         new = lib.greedy((SMALL, LARGE)[who], text, min(limit, count - len(authors)), ends)
@@ -39,30 +48,30 @@ def by_hand(prompt, count, look=3, long=4, patience=2):
 
     while len(authors) < count:
         write(0, 512, lib.ENDS)
-        ahead = write(0, look)
-        positive, negative = found(ahead, [[6]]), found(ahead, [[4], [7, 11]])
-        verify = found(ahead, [[15]])
-        feels = 1 if positive > negative else -1 if negative else 0
-        if ahead and (feels or verify):
-            del text[-len(ahead) :], authors[-len(ahead) :]
-            write(1, look)
-            if verify:
-                write(1, 4)  # which does not grow
-        negatives += feels < 0
-        if negatives >= patience and len(authors) < count:
+        if len(authors) == count:
+            break
+        if negatives >= patience:
             check = [8, 8][: count - len(authors)]
             text.extend(check)
             authors.extend([-1] * len(check))
-            write(1, long)
-            negatives, patience, long = 0, min(patience + 5, 30), min(long + 25, 200)
+            write(1, length)
+            negatives, patience, length = 0, min(patience + 5, 30), min(length + 25, 200)
+            continue
+        ahead = lib.greedy(SMALL, text, min(look, count - len(authors)))
+        if not feeling(ahead):
+            continue
+        new = write(1, look)
+        negatives += feeling(new) < 0
+        if found(new, [[15]]):
+            write(1, long)  # which does not grow
     return text[len(prompt) :], authors
 
 
 @pytest.mark.parametrize("inside", [False, exhaustive(True)])
 def test_greedy_text_is_that_of_the_loop_by_hand(inside):
     drafter = drafters.two_model(lib.alike(1), 3) if inside else None
-    result = lib.run("speculative_thinking", max_new_tokens=48, drafter=drafter)
-    doubts = 0
+    result = lib.run("speculative_thinking", max_new_tokens=48, drafter=drafter, negative=NEGATIVE)
+    checks = 0
     for row, prompt in enumerate(lib.PROMPTS):
         tokens, authors = by_hand(prompt, 48)
         assert result.to_lists()[row] == tokens
@@ -70,20 +79,38 @@ def test_greedy_text_is_that_of_the_loop_by_hand(inside):
         takes = result.log
         written = takes.short[row] + takes.verifying[row] + takes.long[row] + takes.opening[row]
         assert written == authors.count(1)
-        doubts += authors.count(-1)
-    assert doubts
+        checks += authors.count(-1)
+    assert checks
+
+
+DOUBTING = markov(jnp.array([[0.1, 0.8, 0.1], [0.8, 0.1, 0.1], [0.8, 0.1, 0.1]]))
+
+
+def doubts(large, **options):
+    """Two models that write one text of 500 tokens; 0 ends a thought and 1 is a doubt of the small model."""
+    cues = {"negative": [[1]], "look_ahead": 3} | options
+    return speculative_thinking(
+        DOUBTING, large, [[0]], key=0, max_new_tokens=500, segmenter=segments.after_any([0], 3), **cues
+    )
 
 
 def test_long_takeovers_grow():
-    """A small model that always doubts: at the 15th a takeover of 125, at the 20th after that one of 150."""
-    doubting = markov(jnp.array([[0.1, 0.8, 0.1], [0.8, 0.1, 0.1], [0.8, 0.1, 0.1]]))
-    result = speculative_thinking(
-        doubting, scripted([[2] * 1024], 3), [[0]], key=0, max_new_tokens=500,
-        segmenter=segments.after_any([0], 3), negative=[[1]], look_ahead=3,
-    )  # fmt: skip
+    """Both models always doubt: at the 15th a takeover of 125, at the 20th after that one of 150."""
+    result = doubts(scripted([[1] * 1024], 3))
     takes = result.log
     assert takes.long.tolist() == [125 + 150] and takes.patience.tolist() == [25] and takes.length.tolist() == [175]
-    assert int(takes.short[0]) + 275 == (result.authors == 1).sum()
+    assert takes.checks.tolist() == [2] and int(takes.short[0]) + 275 == (result.authors == 1).sum()
+    assert result.summary(0)["long_takeover_tokens"] == 275
+
+
+def test_the_counter_and_the_verifying_cue_are_of_the_large_models_text():
+    """A large model without doubts is never called for long, however often the small one doubts."""
+    calm = doubts(scripted([[2] * 1024], 3))
+    assert calm.log.checks.tolist() == [0] and calm.log.cues[0] > 35 and calm.log.negatives.tolist() == [0]
+    small_only = doubts(scripted([[2] * 1024], 3), negative=[], verify=[[1]])
+    assert small_only.log.verifying.tolist() == [0] and small_only.log.cues[0] > 35  # a verifying word is a sentiment
+    large_too = doubts(scripted([[1] * 1024], 3), negative=[], verify=[[1]], long=7)
+    assert large_too.log.verifying[0] >= 7 * (large_too.log.cues[0] - 1) and large_too.log.checks[0] > 0
 
 
 def test_a_model_that_does_not_reason_is_opened_for():

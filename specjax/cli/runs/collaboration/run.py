@@ -1,11 +1,9 @@
-"""The run of `specjax generate` for texts that several models or samples write: authors, and the cost of each model."""
+"""The run of a collaboration over prompts: texts with their authors, the cost of each model, and the log."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,126 +12,22 @@ from rich.text import Text
 
 import specjax
 from specjax.bench.measure import row_keys
-from specjax.catalog import METHODS, Method
-from specjax.cli.options.drafter_flags import find_head_kind
-from specjax.cli.options.groups import GenerateSampling, ModelOptions
-from specjax.cli.options.processing import ProcessingOptions
-from specjax.cli.options.prompts import Encoded
+from specjax.catalog import METHODS
+from specjax.cli.options.prompts import BadLine, Encoded
 from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
-from specjax.cli.runs.decoding import Decoding, name_flags
+from specjax.cli.runs.collaboration.checks import WARPS, CheckedMethod, describe_sampling, uses_second_model
+from specjax.cli.runs.collaboration.words import make_writing_drafter, word_arguments
+from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
-from specjax.collaborate import TextResult, after_strings
-from specjax.engine.prepare import Settings
-from specjax.errors import UsageError, require
+from specjax.collaborate import TextResult
+from specjax.collaborate.results import RowsFailedError, totals
 from specjax.files.untrusted import guarded_read
 from specjax.persistence.fingerprint import describe, digest, digest_model
-from specjax.processors import presence
 from specjax.types import Processor
-
-PROVIDED = {"draft", "safe", "segmenter", "judging", "cues"}
-"""Inputs that the command line provides: --draft, also as the safe model, and the words below."""
-
-REASON = "does not apply to texts that several models or samples write"
-"""The reason of errors about flags that only drafts need."""
-
-STEP_ENDS = {
-    "spec_reason": ["\n\n"],
-    "speculative_thinking": ["\n\n"],
-    "foreal": [". ", "? ", "! ", "\n"],
-    "cntp": list(".,;:?!\n)]}"),
-}
-"""The strings that end a step, or a trial of cntp."""
-JUDGING = "\nFrom 0 (wrong) to 9 (right), the last step above is worth "
-CUES = {
-    "positive": ("yeah", "yes", "final answer", "confident"),
-    "negative": ("wait", "alternatively", "hold on", "another"),
-    "verify": ("verify", "think again", "recap", "check"),
-}
-WARPS = "temperature", "top_k", "top_p", "min_p"
-"""The settings that shape a distribution."""
-STAND_IN = presence(0.0)
-"""A processor for checks that are made before the tokenizer of the real ones is loaded."""
-CHECK = "Let me check whether there are some wrong steps:"
-
-
-def missing_inputs(row: Method) -> list[str]:
-    """Return the inputs of a method that only Python can provide. An optional router counts: it replaces the judge."""
-    return sorted((row.needs | (row.takes & {"router"})) - PROVIDED)
-
-
-def check_inputs(method: str, models: ModelOptions) -> None:
-    """Raise a UsageError for a method that the command line cannot run, or a wrong number of models."""
-    row, draft = METHODS[method], models.draft
-    missing = missing_inputs(row)
-    require(
-        not missing,
-        f"--method: the command line cannot provide the {' and '.join(missing)} of {method}; call "
-        f"specjax.collaborate.methods.{method} in Python",
-    )
-    needs_model = bool(row.needs & {"draft", "safe"})
-    kind = "safe" if "safe" in row.needs else "smaller"
-    require(draft is not None or not needs_model, f"method {method} needs a {kind} model; add --draft MODEL")
-    require(draft is None or needs_model, f"method {method} uses one model only; remove --draft")
-    head = find_head_kind(draft)
-    require(head is None, f"--draft {draft} is a draft head of kind {head}, and method {method} needs a {kind} model")
-
-
-def check_options(
-    name: str, options: Mapping[str, Any], sampling: GenerateSampling, processing: ProcessingOptions
-) -> Settings:
-    """Check the options of a method before its models are loaded, and return the settings that it uses.
-
-    Flags that are set replace the method's own temperature and top-p.
-
-    Raises: UsageError that names the flag of a value that the method refuses.
-    """
-    row = METHODS[name]
-    check = row.load_check()
-    parameters = inspect.signature(row.make).parameters.values()
-    values = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
-    checked = inspect.signature(check).parameters
-    values = {name: value for name, value in values.items() if name in checked}
-    if processing.flags:
-        values["processors"] = (STAND_IN,)
-    try:
-        return check(**values | sampling.explicit)  # type: ignore[no-any-return]
-    except UsageError as error:
-        raise UsageError(_name_flags(str(error), options, processing)) from None
-
-
-def _name_flags(message: str, options: Mapping[str, Any], processing: ProcessingOptions) -> str:
-    """Return an error message of a method with flags in place of the names of its arguments."""
-    for name in options:
-        message = re.sub(rf"(?<![\w-]){name}\b", f"--set {name}", message, count=1)
-    return name_flags(message.replace("processors", " and ".join(processing.flags), 1))
-
-
-def word_arguments(name: str, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """Return the arguments of a method that are words, as tokens."""
-    ids = lambda text: list(tokenizer.encode(text, special=False))
-    arguments: dict[str, Any] = {}
-    if name in STEP_ENDS:
-        argument = "punctuation" if name == "cntp" else "segmenter"
-        arguments[argument] = after_strings(STEP_ENDS[name], tokenizer, vocab_size)
-    if name == "spec_reason":
-        arguments |= {"judging": ids(JUDGING), "digits": [ids(str(digit))[-1] for digit in range(10)]}
-    if name == "speculative_thinking":
-        forms = lambda cue: (cue, f" {cue}", cue.capitalize(), f" {cue.capitalize()}")
-        arguments |= {side: [ids(form) for cue in cues for form in forms(cue)] for side, cues in CUES.items()}
-        arguments["check"] = ids(CHECK)
-    return arguments
-
-
-class CheckedMethod(NamedTuple):
-    """A method, and the options and settings that flags set."""
-
-    name: str
-    options: Mapping[str, Any]
-    sampling: Mapping[str, Any]  # temperature, top_k, top_p and min_p, without those that keep the method's default
 
 
 class WrittenText(NamedTuple):
@@ -144,6 +38,8 @@ class WrittenText(NamedTuple):
     hit_eos: bool
     passes: list[int]  # [M]
     read: list[int]  # [M]
+    log: dict[str, Any]  # the method's summary of the row
+    error: str | None = None  # the reason of a row that failed
 
 
 class WrittenBatch(NamedTuple):
@@ -161,17 +57,25 @@ class Collaboration(PromptRun):
     def __init__(
         self, session: Session, decoding: Decoding, method: CheckedMethod, rows: Sequence[Encoded], batch_size: int,
         *, compare: bool = False, processors: tuple[Processor, ...] = (), checkpoint: str | None = None,
+        raw: bool = False,
     ):  # fmt: skip
         """Create the run.
 
         decoding: with the settings that the method uses. checkpoint: a folder for finished batches; those of an
-        earlier run are read.
+        earlier run are read. raw: the prompts have no chat template.
         """
         super().__init__(session, decoding, rows, batch_size)
         name, options, explicit = method
         self.method, self.options, self.compare = METHODS[name], dict(options), compare
-        self.models = [session.target] if session.draft is None else [session.draft, session.target]
-        self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size)
+        second = [session.draft] if session.draft is not None and uses_second_model(self.method) else []
+        self.models = [*second, session.target]
+        names = {option.name for option in self.method.words}
+        texts = {name: value for name, value in self.options.items() if name in names}
+        self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size, texts, raw=raw)
+        self.arguments = {name: value for name, value in self.options.items() if name not in names}
+        drafter = make_writing_drafter(self.arguments.pop("drafter", None), session)
+        if drafter is not None:
+            self.arguments["drafter"] = drafter
         self.processors: dict[str, Any] = {"processors": processors} if processors else {}
         self.sampling = {**explicit, **self.processors}
         self.finished: list[WrittenBatch] = []
@@ -182,8 +86,9 @@ class Collaboration(PromptRun):
         settings = [self.method.name, self.decoding.record(), self.options, self.sampling, self.words, self.compare]
         settings += [np.asarray(x) for x in jax.tree.leaves((self.sampling, self.words)) if isinstance(x, jax.Array)]
         prompts = [[(list(row.ids), row.ordinal) for row in batch] for batch in self.batches]
-        names = ["target"] if len(self.models) == 1 else ["draft model", "target"]
-        models = {name: digest_model(model) for name, model in zip(names, self.models, strict=True)}
+        models = {"target": digest_model(self.session.target)}
+        if self.session.draft is not None:
+            models["draft model"] = digest_model(self.session.draft)
         return {"prompts": digest(prompts), "settings": digest(describe(settings)), **models}
 
     def run_batch(self, number: int, report: Report) -> None:
@@ -224,18 +129,25 @@ class Collaboration(PromptRun):
                 assert all(type(token) is int and 0 <= token < size for token in row.tokens), "no tokens of this model"
                 assert len(row.passes) == len(row.read) == len(self.models), "passes are missing"
                 assert sum(row.authors) + sum(row.passes) + sum(row.read) >= 0, "counts are negative"
+                assert isinstance(row.log, dict) and isinstance(row.error, str | None), "the log is damaged"
         return batch
 
     def _write(self, batch: Sequence[Encoded], log: Console) -> WrittenBatch:
         """Decode a batch with the method."""
         prompts = [list(row.ids) for row in batch]
-        arguments = {**self._arguments(batch), **self.words, **self.options, **self.sampling}
-        decode = lambda: jax.block_until_ready(self.method.make(*self.models, prompts, **arguments))
+        arguments = {**self._arguments(batch), **self.words, **self.arguments, **self.sampling}
+
+        def decode() -> TextResult:
+            try:
+                return jax.block_until_ready(self.method.make(*self.models, prompts, **arguments))
+            except RowsFailedError as error:  # other batches may have texts
+                return error.result
+
         with stage(log, "writing", "wrote"):
             if self.compare:
                 decode()
             start = time.perf_counter()
-            result: TextResult = decode()
+            result = decode()
             seconds = time.perf_counter() - start
         return WrittenBatch([_text_of(result, row) for row in range(len(batch))], seconds)
 
@@ -269,6 +181,12 @@ class Collaboration(PromptRun):
             )
 
     @property
+    def failures(self) -> list[BadLine]:
+        """Return the prompts without a text, and the reason of each."""
+        pairs = zip(self.rows, self.texts, strict=False)
+        return [BadLine(prompt.prompt.line, row.error) for prompt, row in pairs if row.error is not None]
+
+    @property
     def texts(self) -> list[WrittenText]:
         """Return all finished texts."""
         return [row for batch in self.finished for row in batch.rows]
@@ -297,6 +215,7 @@ class Collaboration(PromptRun):
             "models": [model.model.name for model in self.models],
             "passes": per_model("passes"),
             "tokens_read": per_model("read"),
+            "log": totals([row.log for row in rows]),
             "baseline_tokens_per_second": plain,
             "speedup": speed and plain and speed / plain,
         }
@@ -310,10 +229,11 @@ class Collaboration(PromptRun):
                 "text": self.session.tokenizer.decode(row.tokens),
                 "token_ids": row.tokens,
                 "authors": row.authors,
-                "finish_reason": "eos" if row.hit_eos else "length",
+                "finish_reason": "failed" if row.error is not None else "eos" if row.hit_eos else "length",
                 "prompt_tokens": len(prompt.ids),
                 "tokens": len(row.tokens),
                 "passes": row.passes,
+                "log": row.log,
             }
             for prompt, row in zip(self.rows, self.texts, strict=False)
         ]
@@ -331,6 +251,8 @@ class Collaboration(PromptRun):
             lines["written by the target"] = f"{record['share_of_target']:.0%}"
         for name, passes, read in zip(record["models"], record["passes"], record["tokens_read"], strict=True):
             lines[f"passes of {name}"] = f"{passes}, over {read} tokens"
+        for name, value in record["log"].items():
+            lines[name.replace("_", " ")] = str(value) if isinstance(value, int) else f"{value:.3g} on average"
         if record["baseline_tokens_per_second"] is not None:
             lines["tokens/s"] = f"{record['tokens_per_second']:.1f}"
             lines["the target alone"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
@@ -338,16 +260,9 @@ class Collaboration(PromptRun):
         return lines
 
 
-def describe_sampling(settings: Settings) -> str:
-    """Return the temperature and the cuts of a run in words."""
-    if settings.is_greedy:
-        return "greedy"
-    values = {name.replace("_", "-"): getattr(settings, name) for name in WARPS}
-    return ", ".join(f"{name} {value:g}" for name, value in values.items() if value is not None)
-
-
 def _text_of(result: TextResult, row: int) -> WrittenText:
     """Return one row of a result."""
-    count = int(result.lengths[row])
+    count, error = int(result.lengths[row]), result.failures.get(row)
     text = result.tokens[row, :count].tolist(), result.authors[row, :count].tolist()
-    return WrittenText(*text, bool(result.hit_eos[row]), result.passes[row].tolist(), result.read[row].tolist())
+    cost = result.passes[row].tolist(), result.read[row].tolist()
+    return WrittenText(*text, bool(result.hit_eos[row]), *cost, {} if error else result.summary(row), error)

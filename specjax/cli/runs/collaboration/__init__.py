@@ -1,0 +1,1 @@
+"""Runs of `specjax generate` for texts that several models or samples write: checks, words, and the run itself."""

@@ -1,0 +1,71 @@
+"""Arguments of collaborations that the loaded tokenizer and models make from words: steps, judges, cues, drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from specjax.catalog import METHODS
+from specjax.catalog.options import read_call
+from specjax.cli.options.common import parse_flag
+from specjax.cli.runs.session import Session
+from specjax.collaborate import after_sentences, after_strings, count_strings, judge_prompt
+from specjax.drafters.making import make_drafter, make_inner_drafter
+from specjax.types import Drafter
+
+STEP_ENDS = {"spec_reason": ("\n\n",), "speculative_thinking": ("\n\n",), "cntp": tuple(".,;:?!\n)]}")}
+"""The texts that end a step, or a trial of cntp, without --set steps. Those of foreal are the ends of sentences."""
+ANSWER_MARK = "\n---\n"
+"""The line between the question and the answer in the file of --set judging."""
+CUES = {
+    "positive": ("yeah", "yes", "final answer", "confident"),
+    "negative": ("wait", "alternatively", "hold on", "another"),
+    "verify": ("verify", "think again", "recap", "check"),
+}
+CHECK = "Let me check whether there are some wrong steps:"
+
+
+def word_arguments(
+    name: str, tokenizer: Any, vocab_size: int, options: Mapping[str, Any] = MappingProxyType({}), *, raw: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of a method that are words, as tokens and automata.
+
+    options: values of --set for the method's `words`. raw: the prompts have no chat template.
+
+    Raises: UsageError that names the flag of words that the tokenizer or its template cannot write.
+    """
+    arguments: dict[str, Any] = {}
+    steps = options.get("steps") or STEP_ENDS.get(name)
+    argument = "punctuation" if name == "cntp" else "segmenter"
+    if steps is not None:
+        arguments[argument] = after_strings(steps, tokenizer, vocab_size)
+    elif name == "foreal":
+        arguments[argument] = after_sentences(tokenizer, vocab_size)
+    if name == "spec_reason":
+        arguments |= judge_arguments(tokenizer, options.get("judging"), raw)
+        if options.get("answer"):
+            arguments["answer"] = count_strings(options["answer"], tokenizer, vocab_size)
+    if name == "speculative_thinking":
+        arguments |= {side: count_strings(cues, tokenizer, vocab_size) for side, cues in CUES.items()}
+        arguments["check"] = list(tokenizer.encode(CHECK, special=False))
+    return arguments
+
+
+def judge_arguments(tokenizer: Any, judging: str | None, raw: bool) -> dict[str, Any]:
+    """Return the judge's prompt and its digits. judging: the text of the file, or None."""
+    if judging is None:
+        return judge_prompt(tokenizer, raw=raw)._asdict()
+    question, mark, answer = judging.partition(ANSWER_MARK)
+    words = {"question": question.strip()} | ({"answer": answer.rstrip("\n")} if mark else {})
+    return parse_flag("--set judging", lambda _: judge_prompt(tokenizer, raw=raw, **words)._asdict(), judging)
+
+
+def make_writing_drafter(spec: str | None, session: Session) -> Drafter | None:
+    """Return the drafter of --set drafter for the target's own tokens, or None. Raises: UsageError."""
+    if spec is None:
+        return None
+    if spec.partition(":")[0] != "two_model":
+        return make_inner_drafter(spec, session.target)
+    options = read_call(spec, METHODS["two_model"].options)
+    return make_drafter("two_model", session.target, session.draft, **options)
