@@ -101,7 +101,7 @@ PARSERS: dict[str, OptionParser] = {
     "float": OptionParser("X", "a number", float),
     "yes_or_no": OptionParser("yes|no", "yes or no", yes_or_no),
     "integers": OptionParser("N,N,...", "whole numbers joined by commas", integers),
-    "texts": OptionParser("TEXT|...", "texts joined by |, none of them empty", texts),
+    "texts": OptionParser("TEXT", "texts joined by |, none of them empty", texts),
     "text_file": OptionParser("FILE", "a file with text", "specjax.files.untrusted:read_words"),
     "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
     "rows_of_floats": OptionParser("X,X,.../X,...", "rows of numbers such as .6,.2/.4,.1", rows_of_floats),

@@ -98,7 +98,7 @@ def mark_failures(done: TextResult, problems: Mapping[str, Array]) -> TextResult
 
     Raises: RowsFailedError if every row failed, unless the caller traces the method.
     """
-    problem = jnp.full(done.lengths.shape, FINE)
+    problem = jnp.full(done.lengths.shape, FINE, jnp.int32)
     for number, rows in reversed(list(enumerate(problems.values()))):
         problem = jnp.where(jnp.asarray(rows), number, problem)
     fine = problem == FINE

@@ -146,10 +146,10 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     if row.kind == "decoder":
         write(f"has its own decoding loop; in Python, specjax.decoders.{factory}")
     if row.kind == "collaboration":
-        write(f"several models or samples write one text{_command(row, 'generate --method')}")
+        write(f"several models or samples write one text{_command(row, '--method')}")
         write(f"in Python, specjax.collaborate.methods.{factory}")
     if row.kind == "adaptive":
-        write(f"runs a part of the target's layers{_command(row, 'generate --adapt')}")
+        write(f"runs a part of the target's layers{_command(row, '--adapt')}")
         write(f"in Python, specjax.adaptive.{name}")
     for word in ("needs", "takes"):
         if description[word]:
@@ -165,7 +165,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     out.print(table)
 
 
-def _command(row: Method, command: str) -> str:
+def _command(row: Method, flag: str) -> str:
     """Return the command that runs a method or, if only Python can provide its inputs, the reason."""
     from specjax.catalog.inputs import missing_inputs
 
@@ -173,7 +173,7 @@ def _command(row: Method, command: str) -> str:
     if missing:
         return f"; the command line cannot provide its {' and '.join(missing)}"
     draft = " --draft MODEL" if row.needs & {"draft", "safe"} else ""
-    return f": specjax {command} {row.name}{draft}"
+    return f": specjax generate PROMPT {flag} {row.name}{draft}"
 
 
 WIDE = 110

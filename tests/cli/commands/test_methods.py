@@ -39,11 +39,11 @@ def test_commands_are_named_for_methods_that_they_run(cli):
             continue
         out = cli("methods", name).out
         runs = name in completion.section(row.kind)
-        assert ("specjax generate --" in out) == runs != ("cannot provide its" in out), name
+        assert ("specjax generate PROMPT --" in out) == runs != ("cannot provide its" in out), name
         assert runs == (
             not row.needs & {"reward", "answers", "probes", "routers", "corrections"} and name != "arbitrage"
         )
-    assert "specjax generate --method anchored --draft MODEL" in cli("methods", "anchored").out
+    assert "specjax generate PROMPT --method anchored --draft MODEL" in cli("methods", "anchored").out
 
 
 def test_trees_controllers_and_sampling(cli):
