@@ -35,7 +35,7 @@ def section(name: str) -> dict[str, str]:
     if name == "heads":
         return _summaries(row for row in of_kind("drafter").values() if "head" in row.needs)
     if name == "diffusion":
-        return _summaries(of_kind(name).values())
+        return _summaries(of_kind("diffusion").values())
     if name in ("collaboration", "adaptive"):
         rows = of_kind(name).values()  # type: ignore[arg-type]
         return _summaries(row for row in rows if not missing_inputs(row))
