@@ -48,11 +48,13 @@ The JSON file is written after every prompt, so an interrupted run leaves the
 finished prompts ("left" counts the others).
 
 The baseline of diffusion models is one column per pass in the same blocks.
-The cost of a pass depends on its columns, so the report has columns per
-token, tokens per pass and the share of equal tokens. --grid runs several
-values of a method's options, such as --grid tau=0.5,0.7,0.9. In float32, a
-method with the guarantee "identical" gets no speedup if its text differs from
-that of the original procedure.
+The cost of a pass depends on its columns. The report therefore has tokens per
+pass, columns of the canvas per token (col/tok), and columns computed per token
+with padding. It also has the share of equal tokens. --grid runs several values
+of a method's options, such as --grid tau=0.5,0.7,0.9. Some methods guarantee
+the text of another procedure: "identical" that of the procedure without
+drafts, and "distribution" at temperature 0 that of the model's autoregressive
+mode. In float32, such a method gets no speedup if its text differs.
 
 Prompts that do not fit the model are skipped and listed. Bad lines are listed
 with their numbers, the other lines run, and the exit code is 2.

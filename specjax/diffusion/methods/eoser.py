@@ -48,8 +48,8 @@ METHOD = Method(
         shared.STEPS,
         Option("ascending", "yes_or_no", False, "decide 1, 2, 4, ... columns per pass"),
         Option("parts", "int", 1, "blocks of ascending schedules"),
-        Option("first_factor", "float", None, "factor on the confidence of end tokens in the first pass"),
-        Option("last_factor", "float", 1.0, "factor on the confidence of end tokens in the last pass"),
+        Option("first_factor", "float", None, "factor on the confidence of end tokens in the first pass over a block"),
+        Option("last_factor", "float", 1.0, "factor on their confidence in the last pass, if there is one block"),
     ),
 )
 
@@ -70,8 +70,8 @@ def eoser(
     Args:
       block: columns of a block; None: all new ones. steps: passes for a block; None: one for each column.
       ascending: take 1, 2, 4 ... columns per pass instead. parts: blocks of an ascending schedule.
-      first_factor, last_factor: factors on the confidence of end tokens in the first and the last pass. first_factor
-        defaults to 0.4, or 0.01 for ascending passes.
+      first_factor, last_factor: factors on the confidence of end tokens in the first and the last pass. With several
+        blocks, last_factor is not reached. first_factor defaults to 0.4, or 0.01 for ascending passes.
 
     Raises: UsageError for ascending passes with block or steps or with a block-causal model, or for parts without
     ascending passes.

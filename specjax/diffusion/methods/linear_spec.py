@@ -1,7 +1,7 @@
 """LinearSpec: a block-causal model drafts a block in one pass and verifies it in its autoregressive mode.
 
 Fu, Whalen, Garg et al.: Nemotron-Labs-Diffusion: A Tri-Mode Language Model Unifying Autoregressive, Diffusion, and
-Self-Speculation Decoding (2026), arXiv 2607.05722. SGLang's implementation of it is called LinearSpec.
+Self-Speculation Decoding (2026), arXiv 2607.05722, the linear form of self-speculation. SGLang calls it LinearSpec.
 
 Rule: one bidirectional pass over the next W columns gives drafts d_i. One causal pass over the last decided token and d
 gives the autoregressive distributions p_i. The chain verifier (`specjax.verifiers.exact.standard`) accepts a prefix of
@@ -10,7 +10,7 @@ Guarantee: distribution, that of the model's autoregressive mode: the same weigh
 All columns are drafted in one pass, independently given the text. The distribution that d_i was drawn from is therefore
 its conditional distribution given the earlier drafts, as the verifier requires. Drafts have separate noise.
 Deviations: the release is greedy. The window starts after the last decided column, not at a multiple of the block,
-because the cache is token-causal and has no blocks.
+because the cache is token-causal and has no blocks. The paper's quadratic form is not implemented.
 """
 
 from __future__ import annotations

@@ -203,6 +203,25 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     assert len(document["tasks"]) == 2 and (tmp_path / "b.png").exists()
 
 
+def test_bench_compares_a_verified_method_with_the_autoregressive_mode(cli, prompts, tmp_path, monkeypatch):
+    from specjax.bench import measure
+
+    honest, blocks = measure.run_decode, []
+
+    def counted(task):
+        blocks.append(task.target.block)
+        return honest(task)
+
+    monkeypatch.setattr(measure, "run_decode", counted)
+    options = ("--target", "blocks", "--method", "linear_spec", "--limit", 1, "--repeats", 1)
+    result = cli("bench", prompts, *options, "--out", tmp_path / "b.json", *SHORT, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    entry = document["overall"]["linear_spec"]
+    assert entry["guarantee"] == "distribution" and entry["identical"] is True and document["differences"] == []
+    assert set(blocks) == {1, 4}
+
+
 def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
     """A threshold that nothing reaches is one column per pass, one that all reach is a block a pass."""
     grid = ("--method", "fast_dllm", "--grid", "tau=2,0", "--grid", "block=5,10", "--set", "rule=threshold")
