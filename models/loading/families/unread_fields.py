@@ -60,9 +60,11 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 """Fields that change nothing with this value, in families that do not read them."""
 
 
-def warn_of_unread(fields: ConfigFields, stacklevel: int = 3) -> None:
+def warn_of_unread(
+    fields: ConfigFields, stacklevel: int = 3, neutral: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Give a CheckpointWarning with the sentence of `describe_unread`, if there is one."""
-    for note in describe_unread(fields):
+    for note in describe_unread(fields, neutral):
         warnings.warn(note, CheckpointWarning, stacklevel=stacklevel)
 
 

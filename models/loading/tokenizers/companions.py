@@ -6,12 +6,16 @@ exists. Folders without that field may have special_tokens_map.json and added_to
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote, read_bytes, read_json_object
+from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.unread_fields import ANY, warn_of_unread
+from specjax.models.loading.tokenizers.tokenizer import TextCodec
 
 SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -24,6 +28,30 @@ CLASS_NAMES = {
 }
 """Special tokens of a `tokenizer_class` whose folder does not name them. Llama's class has byte-level vocabularies too,
 with other tokens."""
+
+
+READ = ("added_tokens_decoder", "auto_map", "chat_template", "tokenizer_class", *LISTS)
+
+HARMLESS = (
+    # files and classes of other libraries
+    "backend", "is_local", "local_files_only", "merges_file", "name_or_path", "processor_class",
+    "special_tokens_map_file", "tokenizer_file", "use_fast", "vocab_file",
+    # lengths and padding of batches, which the caller sets
+    "max_length", "model_input_names", "model_max_length", "pad_to_multiple_of", "pad_token_type_id", "padding",
+    "padding_side", "padding_strategy", "stride", "truncation", "truncation_side", "truncation_strategy",
+    # cosmetics of decoded text, which specjax does not apply: its text is that of the tokens
+    "clean_up_tokenization_spaces", "errors", "spaces_between_special_tokens",
+    # rules that tokenizer.json and tokenizer.model state themselves
+    "add_prefix_space", "legacy",
+)  # fmt: skip
+
+NEUTRAL = {
+    "do_lower_case": False,
+    "sp_model_kwargs": {},
+    "split_special_tokens": False,
+    "use_default_system_prompt": False,
+}
+"""Fields of tokenizer_config.json that change nothing with this value, although no code reads them."""
 
 
 class AddedPiece(NamedTuple):
@@ -189,3 +217,21 @@ def _template_text(file: Path) -> Any:
         return contents.decode()
     except UnicodeDecodeError:
         return contents
+
+
+def warn_of_unread_settings(companions: Companions, codec: TextCodec) -> None:
+    """Give a CheckpointWarning that names the fields of tokenizer_config.json that can change token ids."""
+    fields = ConfigFields(companions.settings, companions.where)
+    special = {name: ANY for name in companions.settings if name.endswith("_token") and not name.startswith("add_")}
+    ends = _added_ends(codec) if companions.settings.keys() & {"add_bos_token", "add_eos_token"} else {}
+    warn_of_unread(fields, 5, {**dict.fromkeys((*READ, *HARMLESS), ANY), **NEUTRAL, **special, **ends})
+
+
+def _added_ends(codec: TextCodec) -> dict[str, Any]:
+    """Return whether the tokenizer adds bos and eos, under the names of the fields that ask for it."""
+    with contextlib.suppress(UsageError):  # it fails on every text
+        plain, full = codec.encode("a", False), codec.encode("a", True)
+        extra = len(full) - len(plain)
+        is_prefix = extra > 0 and full[:1] != plain[:1]
+        return {"add_bos_token": is_prefix, "add_eos_token": extra > (1 if is_prefix else 0)}
+    return {}

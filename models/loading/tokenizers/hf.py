@@ -19,7 +19,13 @@ from specjax.models.loading.tokenizers.byte_level import (
     check_merges,
     read_merges,
 )
-from specjax.models.loading.tokenizers.companions import Companions, place_pieces, read_companions, read_templates
+from specjax.models.loading.tokenizers.companions import (
+    Companions,
+    place_pieces,
+    read_companions,
+    read_templates,
+    warn_of_unread_settings,
+)
 from specjax.models.loading.tokenizers.expansion_limit import MAX_EXPANSION, expansion_factor
 from specjax.models.loading.tokenizers.spm import BYTE, Spm
 from specjax.models.loading.tokenizers.spm_file import read_spm_file
@@ -41,6 +47,8 @@ NO_MERGES = re.compile(rb'"merges"\s*:\s*\[\s*\]')
 def from_folder(folder: Path) -> Tokenizer:
     """Build the tokenizer from tokenizer.json, tokenizer.model or vocab.json, and its companions.
 
+    Warns: CheckpointWarning that names the fields of tokenizer_config.json that are not read and can change token ids.
+
     Raises: UsageError if the folder lacks a file that its kind of tokenizer needs, or has one that is not supported.
     """
     check_folder(folder)
@@ -51,6 +59,7 @@ def from_folder(folder: Path) -> Tokenizer:
             break
     else:
         raise UsageError(_explain_missing(folder))
+    warn_of_unread_settings(companions, codec)
     pieces, control = _pieces(codec, folder)
     end_tokens = [pieces.index(names["eos_token"])] if names.get("eos_token") in pieces else []
     for file in ("generation_config.json", "config.json"):
