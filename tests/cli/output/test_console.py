@@ -161,3 +161,14 @@ def test_as_a_module():
         [sys.executable, "-m", "specjax.cli", "--version"], capture_output=True, text=True, timeout=120
     )
     assert (run.returncode, run.stdout.strip()) == (0, specjax.__version__), run.stderr
+
+
+def test_a_warning_about_a_checkpoint_is_a_note(capsys):
+    """Other warnings keep Python's form."""
+    from specjax.cli.output.console import show_warning
+    from specjax.errors import CheckpointWarning
+
+    show_warning(CheckpointWarning("odd\x1b field"), CheckpointWarning, "library.py", 3)
+    assert capsys.readouterr().err == "specjax: note: odd\\x1b field\n"
+    show_warning(UserWarning("other"), UserWarning, "library.py", 3)
+    assert "library.py:3: UserWarning: other" in capsys.readouterr().err
