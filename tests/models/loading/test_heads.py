@@ -683,11 +683,11 @@ def test_fields_that_no_format_reads_are_named(kind, layout, inner, tmp_path):
         config, weights = d.eagle3_dialects(d.eagle3())[layout]
         d.write(tmp_path, config, weights)
     assert read_head(tmp_path, target()).unread == ()
-    config |= {"input_embedding_scale": 2.0, "rope_scaling": {"rope_type": "default", "beta_fast": 32.0}}
+    config |= {"residual_multiplier": 2.0, "rope_scaling": {"rope_type": "default", "beta_fast": 32.0}}
     config[inner] = config[inner] | {"attention_sinks": True, "use_cache": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.warns(CheckpointWarning, match="3 fields that are not read") as caught:
         load_head(tmp_path, target())
     (message,) = {str(warning.message) for warning in caught}
     names = message.rpartition(": ")[2].split(", ")
-    assert sorted(names) == [f"{inner}.attention_sinks", "input_embedding_scale", "rope_scaling.beta_fast"]
+    assert sorted(names) == [f"{inner}.attention_sinks", "residual_multiplier", "rope_scaling.beta_fast"]
