@@ -1,9 +1,11 @@
 """`specjax generate` of texts that several models or samples write."""
 
+import dataclasses
 import inspect
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 from tiers import exhaustive
@@ -202,6 +204,21 @@ def test_a_prompt_that_fails_is_reported_and_the_others_have_their_texts(monkeyp
         assert [entry["finish_reason"] for entry in document["results"]] == ["length", "failed", "length"]
         assert document["errors"] == [{"line": 2, "error": "no luck"}] and document["tokens"] == 8
         assert done.code == 2 and "line 2: no luck" in done.err
+
+
+def test_a_model_that_returns_no_numbers_fails_by_the_name_of_its_parameter(monkeypatch, cli):
+    plain = specjax.load
+
+    def broken(*arguments, **options):
+        target, tokenizer = plain(*arguments, **options)
+        return dataclasses.replace(target, params=jax.tree.map(lambda x: x * np.nan, target.params)), tokenizer
+
+    monkeypatch.setattr(specjax, "load", broken, raising=False)
+    done = cli("generate", "hello", "--method", "momentum", "--max-new-tokens", 2, "--json")
+    document = json.loads(done.out)
+    assert done.code == 2 and document["results"][0]["finish_reason"] == "failed" and document["tokens"] == 0
+    (error,) = [entry["error"] for entry in document["errors"]]
+    assert "the model tiny returns NaN or Inf, because its parameter" in error
 
 
 def test_what_can_be_served():

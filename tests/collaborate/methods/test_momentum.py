@@ -55,6 +55,10 @@ def occurs(part, text):
 
 
 def test_what_is_wrong_is_one_sentence():
+    with pytest.raises(UsageError, match=r"temperature must be 0, as this method draws no token, not 0\.7"):
+        lib.run("momentum", temperature=0.7)
+    with pytest.raises(UsageError, match="top_k would change the token that this method chooses"):
+        lib.run("momentum", top_k=3)
     with pytest.raises(UsageError, match="processors would change the token that this method chooses"):
         lib.run("momentum", processors=[processors.repetition(2.0)])
     with pytest.raises(UsageError, match="k must be from 1 to the vocabulary, not 17"):

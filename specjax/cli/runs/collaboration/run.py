@@ -25,6 +25,7 @@ from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.collaborate import TextResult
 from specjax.collaborate.results import RowsFailedError, totals
+from specjax.engine.value_checks import explain_failure, find_bad_parameter
 from specjax.files.untrusted import guarded_read
 from specjax.persistence.fingerprint import describe, digest, digest_model
 from specjax.types import Processor
@@ -149,7 +150,17 @@ class Collaboration(PromptRun):
             start = time.perf_counter()
             result = decode()
             seconds = time.perf_counter() - start
-        return WrittenBatch([_text_of(result, row) for row in range(len(batch))], seconds)
+        return WrittenBatch(self._rows(result), seconds)
+
+    def _rows(self, result: TextResult) -> list[WrittenText]:
+        """Return the texts of a result. A row with outputs that are no numbers has failed."""
+        failures = dict(result.failures)
+        bad = [] if result.finite is None else np.flatnonzero(~np.asarray(result.finite)).tolist()
+        if bad:
+            broken = next((model for model in self.models if find_bad_parameter(model)), self.models[-1])
+            reason = explain_failure(broken, self.processors.get("processors", ()))
+            failures = dict.fromkeys(bad, reason) | failures
+        return [_text_of(result, row, failures.get(row)) for row in range(len(result.lengths))]
 
     def _run_target(self, batch: Sequence[Encoded], written: WrittenBatch, log: Console) -> WrittenBatch:
         """Decode a batch with the target alone, and add its time."""
@@ -260,9 +271,9 @@ class Collaboration(PromptRun):
         return lines
 
 
-def _text_of(result: TextResult, row: int) -> WrittenText:
-    """Return one row of a result."""
-    count, error = int(result.lengths[row]), result.failures.get(row)
+def _text_of(result: TextResult, row: int, error: str | None) -> WrittenText:
+    """Return one row of a result, without text if it failed."""
+    count = 0 if error else int(result.lengths[row])
     text = result.tokens[row, :count].tolist(), result.authors[row, :count].tolist()
     cost = result.passes[row].tolist(), result.read[row].tolist()
     return WrittenText(*text, bool(result.hit_eos[row]), *cost, {} if error else result.summary(row), error)
