@@ -38,7 +38,6 @@ class PromptRun:
     """
 
     differences: Sequence[dict[str, Any]] = ()  # between texts that are compared
-    failures: Sequence[BadLine] = ()  # prompts without a text
 
     def __init__(self, session: Session, decoding: Decoding, rows: Sequence[Encoded], batch_size: int = 1):
         self.session, self.decoding, self.rows, self.batch_size = session, decoding, list(rows), batch_size
@@ -69,6 +68,11 @@ class PromptRun:
 
     def verdict(self) -> Sequence[str]:
         """Return the result of a comparison in words."""
+        return ()
+
+    @property
+    def failures(self) -> Sequence[BadLine]:
+        """Return the finished prompts without a text, and the reason of each."""
         return ()
 
     @property
