@@ -110,8 +110,8 @@ def after_sentences(tokenizer: TextDecoder, vocab_size: int) -> Segmenter:
     A full stop between two digits belongs to a number. With byte-level tokens, the blank after a full stop belongs to
     the next token, so the next sentence begins with that token.
     """
-    classes: dict[Hashable, int] = {byte: MARK for byte in b"?!\n"} | {ord("."): DOT}
-    classes |= dict.fromkeys(b"0123456789", DIGIT)
+    digits: dict[Hashable, int] = {byte: DIGIT for byte in b"0123456789"}
+    classes = digits | {ord("?"): MARK, ord("!"): MARK, ord("\n"): MARK, ord("."): DOT}
     tokens = automata.classes_of_bytes(automata.spellings(cast(Any, tokenizer), vocab_size), classes)
     following = automata.over_tokens(SENTENCES, tokens).following[: OPEN + 1]
     return _segmenter(np.where(following == DOTTED, OPEN, following))
