@@ -13,6 +13,7 @@ Other methods have their own functions. The docstrings of their modules have exa
 - `OnlineTrainer` updates a drafter while `serve` runs.
 """
 
+from specjax.training.data.conversation_files import TextFile, read_text_file
 from specjax.training.data.packing import PackedBatch, TrainingText, pack
 from specjax.training.data.target_responses import (
     ResponseStore,
@@ -51,6 +52,7 @@ __all__ = [
     "Recipe",
     "ResponseStore",
     "TargetResponse",
+    "TextFile",
     "TrainedDrafter",
     "TrainingObserver",
     "TrainingProgress",
@@ -68,6 +70,7 @@ __all__ = [
     "mixed_labels",
     "new_head",
     "pack",
+    "read_text_file",
     "recipe_of",
     "save_denoiser",
     "threshold_for",

@@ -27,7 +27,8 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS
 from specjax.parallel import check_same, gather
 from specjax.persistence.fingerprint import digest_model
-from specjax.training.data.corpus import Corpus, CorpusBuilder, CorpusSettings, TextSource
+from specjax.training.data.conversations import TextSource
+from specjax.training.data.corpus import Corpus, CorpusBuilder, CorpusSettings
 from specjax.training.data.packing import TrainingText
 from specjax.training.loop.checkpoints import read_position
 from specjax.training.loop.history import TrainingHistory
@@ -48,8 +49,8 @@ CHAIN_LENGTH = 3
 """Default length of the measured chain, unless the head has a lower limit."""
 
 MINIMA = {
-    "held_out": 1, "max_new_tokens": 2, "generated_prompts": 0, "batch_size": 1, "epochs": 1, "rows": 1, "length": 8,
-    "chunk": 1, "evaluate_every": 1, "patience": 0, "num_draft_tokens": 1, "seed": 0, "temperature": 0,
+    "held_out": 2, "max_new_tokens": 2, "generated_prompts": 0, "batch_size": 1, "epochs": 1, "rows": 1, "length": 8,
+    "accumulate": 1, "chunk": 1, "evaluate_every": 1, "patience": 0, "num_draft_tokens": 1, "seed": 0, "temperature": 0,
 }  # fmt: skip
 
 
@@ -57,14 +58,15 @@ MINIMA = {
 class TrainingSettings:
     """Numeric settings of `train_drafter`. The command line has a flag with the same default for each of them."""
 
-    held_out: int = 16  # prompts for evaluation, which are not trained on
+    held_out: int = 16  # prompts that are not trained on; half of them select the best result, the others measure it
     max_new_tokens: int = 256  # limit of a response
-    temperature: float = 0.0  # temperature of the responses; those to held-out prompts are greedy
+    temperature: float = 0.0  # temperature of all responses and of the measured chain
     generated_prompts: int = 0  # additional prompts, which the target writes
     batch_size: int = 16  # prompts that are answered together
     epochs: int = 1
     rows: int = 4  # rows of a training batch
     length: int = 512  # tokens per row
+    accumulate: int = 1  # batches whose gradients are added in one step
     chunk: int | None = None  # positions of a row whose logits are computed together; None: all
     evaluate_every: int = 50  # steps between evaluations
     patience: int | None = None  # evaluations in a row without improvement before training stops; None: unlimited
@@ -106,8 +108,8 @@ class TrainedDrafter:
     folder: Path
     recipe: Recipe
     num_draft_tokens: int  # length of the measured chain
-    measured: MeasuredAcceptance  # on the held-out responses
-    held_out: int  # number of held-out responses
+    measured: MeasuredAcceptance  # on held-out responses that did not select the result
+    held_out: int  # number of these responses
     improved: bool  # False if no step improved a trained starting point, which is then returned
     texts: int  # number of texts that were trained on
     response_tokens: int  # number of response tokens in these texts
@@ -136,6 +138,7 @@ def train_drafter(
     activations: str | Path | None = None,
     saved_tokenizer: Any = None,
     system: str | None = None,
+    target_name: str | None = None,
     observer: TrainingObserver | None = None,
 ) -> TrainedDrafter:
     """Train a draft head or draft model on responses of the target, and write the best one to a folder.
@@ -144,10 +147,13 @@ def train_drafter(
 
     Args:
       kind: a kind of head, such as "eagle3", or "two_model" for a draft model. None: the kind of `draft`, or "eagle3".
-      prompts: user messages, or the token ids of complete prompts. Some are held out.
+      prompts: user messages, conversations, or the token ids of complete prompts. The target answers every turn of a
+        conversation, after its own earlier answers. Some prompts are held out.
       folder: receives the head or model, `history.jsonl`, `run/` with the state, and by default the responses in
-        `answers/` and `held_out/` and the activations in `states/`.
-      texts: texts, or token ids, to train on instead of responses. The prompts then only serve for evaluation.
+        `answers/` and the activations in `states/`.
+      texts: texts, token ids, or conversations whose given answers are trained on instead of responses. The prompts
+        then only serve for evaluation. Without prompts, some of the conversations are held out, and the target answers
+        their questions.
       draft: a head or draft model to continue from. layers: target layers with which a draft model starts instead.
       start: a new head copies parameters of the "target" or of another head, or is "random".
       head_options: changes of the head's config, such as draft_vocab_size.
@@ -160,6 +166,7 @@ def train_drafter(
       saved_tokenizer: a tokenizer or model folder, saved with a draft model; None: `tokenizer`.
       system: system prompt before each user message. It is stored with the responses, as are the variables of the chat
         template (`Tokenizer.template_args`), and a folder of responses to others raises an error.
+      target_name: a hub id or path by which other engines load the target, for the head's config; None: its name.
       observer: receives progress.
 
     Raises: UsageError for invalid arguments. Most of them are checked before responses are generated.
@@ -169,7 +176,9 @@ def train_drafter(
     check_recipe(recipe)
     settings = settings or TrainingSettings()
     settings.check()
-    options = _StartOptions(kind, draft, tuple(layers), start, head_options or {}, on_policy, settings.seed)
+    options = _StartOptions(
+        kind, draft, tuple(layers), start, head_options or {}, on_policy, settings.seed, target_name
+    )
     saved = tokenizer if saved_tokenizer is None else saved_tokenizer
     folder = Path(folder)
     job = _Job(
@@ -216,6 +225,7 @@ class _StartOptions(NamedTuple):
     head_options: Mapping[str, Any]
     on_policy: float
     seed: int
+    target_name: str | None
 
 
 def _find_start(target: Target, tokenizer: Any, options: _StartOptions, saved_tokenizer: Any) -> StartingPoint:
@@ -225,8 +235,8 @@ def _find_start(target: Target, tokenizer: Any, options: _StartOptions, saved_to
         if layers or options.on_policy:
             raise UsageError(f"`layers` and `on_policy` are for draft models, and {kind} is a head; leave them out")
         if isinstance(draft, DraftHead):
-            return TrainedHead(target, draft)
-        return NewHead(target, eos, kind, options.head_options, options.source)
+            return TrainedHead(target, draft, options.target_name)
+        return NewHead(target, eos, kind, options.head_options, options.source, options.target_name)
     if (draft is None) == (not layers):
         raise UsageError("a draft model starts from `draft`, or from `layers` of the target; give one of the two")
     if isinstance(draft, Target):
@@ -274,6 +284,11 @@ class _Job:
             read_position(self.folder / f"run{name}", identity)
         if self.settings.cache_gib is not None:
             self._open_cache().check(self.target, objective)
+        depths, limit = objective.depths(self.recipe), objective.max_depth
+        if limit and depths < limit:
+            self.observer.on_note(
+                f"{objective.kind} drafts {limit} tokens, and only the first {depths} are trained (`depths`)"
+            )
         if remark:
             self.observer.on_note(remark)
 
@@ -315,7 +330,9 @@ class _Job:
 
     def _loop_settings(self) -> LoopSettings:
         """Return the settings of the training loop."""
-        names = ("epochs", "rows", "length", "chunk", "evaluate_every", "patience", "seed")
+        names = (
+            "epochs", "rows", "length", "accumulate", "chunk", "temperature", "evaluate_every", "patience", "seed",
+        )  # fmt: skip
         return LoopSettings(**{name: getattr(self.settings, name) for name in names}, num_tokens=self.num_draft_tokens)
 
     def _run_names(self) -> list[str]:
@@ -334,9 +351,8 @@ class _Job:
             settings.batch_size, settings.length, settings.seed, self.max_positions, self.system,
         )  # fmt: skip
         builder = CorpusBuilder(
-            self.target, self.tokenizer, corpus_settings, self.responses, self.folder / "held_out", self.observer,
-            self.writes,
-        )  # fmt: skip
+            self.target, self.tokenizer, corpus_settings, self.responses, self.observer, self.writes
+        )
         return builder.build(prompts, texts)
 
     def train_once(self, corpus: Corpus) -> TrainedDrafter:
@@ -358,7 +374,7 @@ class _Job:
             part = corpus._replace(texts=_take_tokens(corpus.texts, budget))
             self.observer.on_note(f"a budget of {budget} tokens: {len(part.texts)} responses")
             model, history = self._train(part, name)
-            runs.append(BudgetRun(budget, self._measure(model, history, part).per_pass))
+            runs.append(BudgetRun(budget, self._measure(model, part).per_pass))
         law = fit(budgets, [run.per_pass for run in runs])
         return replace(self._finish(model, history, part), runs=tuple(runs), law=law)
 
@@ -387,12 +403,12 @@ class _Job:
             raise KeyboardInterrupt(f"{stored} same run resumes from its last evaluation") from None
         return trained, history
 
-    def _measure(self, model: Any, history: TrainingHistory, corpus: Corpus) -> MeasuredAcceptance:
-        """Return the measurement of the best result, from its history if possible."""
+    def _measure(self, model: Any, corpus: Corpus) -> MeasuredAcceptance:
+        """Measure the best result on prompts that did not select it."""
         settings = self.settings
-        return history.last_best() or measure_acceptance(
-            self.target, model, corpus.held_out, depths=self.num_draft_tokens, rows=settings.rows,
-            length=settings.length,
+        return measure_acceptance(
+            self.target, model, corpus.reported, depths=self.num_draft_tokens, rows=settings.rows,
+            length=settings.length, temperature=settings.temperature,
         )  # fmt: skip
 
     def _save(self, model: Any) -> None:
@@ -402,11 +418,11 @@ class _Job:
 
     def _finish(self, model: Any, history: TrainingHistory, corpus: Corpus) -> TrainedDrafter:
         """Write and return the result."""
-        measured = self._measure(model, history, corpus)
+        measured = self._measure(model, corpus)
         self._save(model)
         improved = not self.start.is_trained or any(entry["best"] and entry["step"] for entry in history.entries)
         return TrainedDrafter(
-            model, self.start.kind, self.folder, self.recipe, self.num_draft_tokens, measured, len(corpus.held_out),
+            model, self.start.kind, self.folder, self.recipe, self.num_draft_tokens, measured, len(corpus.reported),
             improved, len(corpus.texts), sum(text.response_length for text in corpus.texts), history.entries,
         )  # fmt: skip
 

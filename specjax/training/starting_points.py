@@ -33,6 +33,7 @@ class NewHead:
     kind: str
     changes: Mapping[str, Any]  # changed fields of the head's config
     source: str | DraftHead = "target"  # "target", "random", or a head whose parameters are copied where they fit
+    target_name: str | None = None  # name of the target for other engines
     is_trained: ClassVar[bool] = False
 
     @property
@@ -76,7 +77,9 @@ class NewHead:
             )
         head = abstract_head(self.kind, self.config())
         ones = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), head.params)
-        check_writable(head.replace(params=ones), target=self.target, num_tokens=num_tokens)
+        check_writable(
+            head.replace(params=ones), target=self.target, num_tokens=num_tokens, target_name=self.target_name
+        )
         if isinstance(self.source, str):
             return None
         try:
@@ -98,7 +101,7 @@ class NewHead:
 
     def save(self, folder: Path, head: Any, num_tokens: int) -> None:
         """Write the head."""
-        save_head(folder, head, target=self.target, num_tokens=num_tokens)
+        save_head(folder, head, target=self.target, num_tokens=num_tokens, target_name=self.target_name)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class TrainedHead:
 
     target: Target
     head: DraftHead
+    target_name: str | None = None  # name of the target for other engines
     is_trained: ClassVar[bool] = True
 
     @property
@@ -141,7 +145,8 @@ class TrainedHead:
     def check(self, num_tokens: int) -> None:
         """Raise a UsageError for a head that cannot be written."""
         shapes = jax.tree.map(lambda x: np.broadcast_to(np.ones((), x.dtype), x.shape), self.head.params)
-        check_writable(self.head.replace(params=shapes), target=self.target, num_tokens=num_tokens)
+        head = self.head.replace(params=shapes)
+        check_writable(head, target=self.target, num_tokens=num_tokens, target_name=self.target_name)
 
     def build(self, texts: Sequence[TrainingText], seed: int) -> Any:
         """Return the head."""
@@ -149,7 +154,7 @@ class TrainedHead:
 
     def save(self, folder: Path, head: Any, num_tokens: int) -> None:
         """Write the head."""
-        save_head(folder, head, target=self.target, num_tokens=num_tokens)
+        save_head(folder, head, target=self.target, num_tokens=num_tokens, target_name=self.target_name)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
     vocab_size=VOCAB, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16, max_positions=64,
     name="tiny",
 )  # fmt: skip
-SMALL = ("--max-new-tokens", 6, "--held-out", 1, "--rows", 2, "--length", 16, "--every", 1, "--num-draft-tokens", 2)
+SMALL = ("--max-new-tokens", 6, "--held-out", 2, "--rows", 2, "--length", 16, "--every", 1, "--num-draft-tokens", 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def target(tmp_path_factory):
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("w2 w3\nw4\nw5 w6 w7\n")
+    path.write_text("w2 w3\nw4\nw5 w6 w7\nw8 w9\n")
     return path
 
 
@@ -66,7 +66,7 @@ def test_from_a_target_to_a_draft_model_that_is_loaded(cli, target, prompts, tmp
     weights = digest_weights(specjax.load(target)[0].params)
     about = {"target": target.name, "weights": weights, "vocabulary": VOCAB, "temperature": 0.0, "max_new_tokens": 6}
     answers = ResponseStore(out / "answers", about)  # that are there already
-    for prompt in ((2, 3), (4,), (5, 6, 7)):
+    for prompt in ((2, 3), (4,), (5, 6, 7), (8, 9)):
         answers.add(TargetResponse(TrainingText((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
     arguments = ("train", "--method", "two_model", "--target", target, "--layers", 1, "--prompts", prompts, *SMALL)
     code, said, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--json")

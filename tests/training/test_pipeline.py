@@ -16,7 +16,8 @@ from training_runs import PROMPTS, SETTINGS, LetterTokenizer
 import specjax
 from specjax.cli import main
 from specjax.errors import UsageError
-from specjax.training import TrainingObserver, TrainingSettings, train_drafter
+from specjax.training import TrainingObserver, TrainingSettings, recipe_of, train_drafter
+from specjax.training.data.corpus import CorpusBuilder, CorpusSettings
 
 FLAGS = (
     "--held-out", 2, "--max-new-tokens", 8, "--rows", 2, "--length", 32, "--every", 2, "--epochs", 2,
@@ -89,7 +90,7 @@ def test_flags_have_the_defaults_of_settings():
 def test_what_is_wrong_is_found_before_responses_are_generated(tmp_path):
     target, tokenizer = toy.tiny_llama(), LetterTokenizer()
     for options, words in (
-        ({"settings": SETTINGS.replace(held_out=0)}, "`held_out` must be at least 1, not 0"),
+        ({"settings": SETTINGS.replace(held_out=1)}, "`held_out` must be at least 2, not 1"),
         ({"settings": SETTINGS.replace(length=9999)}, "length=9999 is more than the .* that the model takes"),
         (
             {"settings": SETTINGS.replace(num_draft_tokens=9)},
@@ -114,3 +115,108 @@ def test_a_draft_model_starts_from_layers_of_the_target(tmp_path):
     )  # fmt: skip
     assert trained.kind == "two_model" and trained.model.model.capabilities.num_layers == 1
     assert (tmp_path / "model.safetensors").exists()
+
+
+CONVERSATIONS = [
+    [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, turns, strict=True)]
+    for turns in (("ab", "c", "de", "f"), ("gh", "i", "jk", "l"), ("mn", "o", "pq", "r"), ("st", "u", "vw", "x"))
+]
+
+
+class Turns(LetterTokenizer):
+    """A template with a mark of the role before every message, an end after it, and a start of the answer."""
+
+    def encode(self, text, special=True):
+        return [ord(letter) - 87 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(87 + id) for id in ids)
+
+    def chat(self, text):
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        marks = {"user": 2, "assistant": 3}
+        return [id for m in messages for id in (marks[m["role"]], *self.encode(m["content"]), 1)] + [3]
+
+
+def build(tmp_path, prompts=(), texts=(), temperature=0.0, **changes):
+    numbers = {"held_out": 2, "max_new_tokens": 6, "generated_prompts": 0, "batch_size": 4, "length": 64, "seed": 0}
+    settings = CorpusSettings(**numbers | changes, temperature=temperature, max_positions=128)
+    return CorpusBuilder(toy.tiny_llama(), Turns(), settings, tmp_path / "answers", Recorder()).build(prompts, texts)
+
+
+def test_the_target_answers_every_turn_after_its_own_answers(tmp_path):
+    corpus = build(tmp_path, CONVERSATIONS)
+    assert len(corpus.texts) == 2 and (len(corpus.held_out), len(corpus.reported)) == (1, 1)
+    target, tokenizer = toy.tiny_llama(), Turns()
+    for text in (*corpus.texts, *corpus.held_out, *corpus.reported):
+        (begin, end), (later, stop) = text.responses
+        for start, finish in ((begin, end), (later, stop)):
+            prompt = [list(text.tokens[:start])]
+            answer = specjax.decode(target, None, prompt, key=0, max_new_tokens=6, eos=tokenizer.eos).to_lists()[0]
+            assert tuple(answer) == text.tokens[start:finish], "after exactly these tokens the target writes this"
+
+
+def test_selection_and_report_have_different_prompts_at_the_temperature_of_the_run(tmp_path):
+    prompts = ["abc" + chr(97 + i) * 3 for i in range(9)]
+    corpus = build(tmp_path, prompts, held_out=5, temperature=0.9)
+    parts = corpus.texts, corpus.held_out, corpus.reported
+    assert [len(part) for part in parts] == [4, 3, 2]
+    questions = [text.tokens[: text.prompt_length] for part in parts for text in part]
+    assert len(set(questions)) == 9
+    assert json.loads((tmp_path / "answers" / "answers.json").read_text())["temperature"] == 0.9
+    assert not (tmp_path / "held_out").exists()
+
+
+def test_given_answers_are_trained_and_some_conversations_are_held_out(tmp_path):
+    corpus = build(tmp_path, texts=[*CONVERSATIONS, "sometext"])
+    letters = lambda text: Turns().encode(text)
+    expected = [[*letters(turns[1]["content"]), 1, *letters(turns[3]["content"]), 1] for turns in CONVERSATIONS]
+    trained = [text.response_tokens for text in corpus.texts]
+    assert sum(answer in expected for answer in trained) == 2 and letters("sometext") in trained
+    assert len(corpus.held_out) == len(corpus.reported) == 1, "answered by the target"
+    assert all(text.response_tokens not in expected for text in (*corpus.held_out, *corpus.reported))
+
+
+def test_the_number_in_the_report_is_that_of_other_prompts(tmp_path):
+    trained = train_drafter(toy.tiny_llama(), LetterTokenizer(), "medusa", PROMPTS, folder=tmp_path, settings=SETTINGS)
+    stored = [json.loads(line)["served"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert trained.held_out == 1 and trained.measured.tokens == 8
+    assert all(entry is None or entry["tokens"] == 8 for entry in stored)
+
+
+def test_responses_are_written_as_they_come(tmp_path):
+    """An interrupted run keeps every response that was complete."""
+
+    class Stopped(Exception):
+        pass
+
+    class Stopping(Recorder):
+        def on_responses(self, stage, done, total, tokens):
+            lines = [line for path in tmp_path.glob("answers/*.jsonl") for line in path.read_text().splitlines()]
+            assert len(lines) == done
+            if done == 3:
+                raise Stopped
+
+    call = lambda observer: train_drafter(
+        toy.tiny_llama(), LetterTokenizer(), "medusa", PROMPTS, folder=tmp_path, observer=observer,
+        settings=SETTINGS.replace(batch_size=2),
+    )  # fmt: skip
+    with pytest.raises(Stopped):
+        call(Stopping())
+    again = Recorder()
+    call(again)
+    assert len(again.responses) == 1 + 3, "three of six were there"
+
+
+def test_fewer_depths_than_the_head_drafts_are_noted(tmp_path):
+    notes = []
+
+    class Noting(TrainingObserver):
+        def on_note(self, note):
+            notes.append(note)
+
+    train_drafter(
+        toy.tiny_llama(), LetterTokenizer(), "medusa", PROMPTS, folder=tmp_path, settings=SETTINGS,
+        recipe=recipe_of("medusa", depths=2), head_options={"num_heads": 6}, observer=Noting(),
+    )  # fmt: skip
+    assert notes == ["medusa drafts 6 tokens, and only the first 2 are trained (`depths`)"]

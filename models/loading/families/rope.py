@@ -124,12 +124,15 @@ def local_base_from_hf(hf: ConfigFields, head_dim: int, base: float) -> float:
 
 def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     new_name, old_name = rope.text("rope_type", None), rope.text("type", None)
+    if "mrope" in (new_name, old_name) and {new_name, old_name} <= {"mrope", "default", None}:
+        new_name = old_name = "default"  # the three positions of a token of text are equal, and so are its sections
     if new_name and old_name and new_name != old_name:
         raise UsageError(
             f"{hf.where} has {rope.prefix}rope_type {quote(new_name)} and {rope.prefix}type {quote(old_name)}; keep one"
         )
     kind = new_name or old_name or "default"
     if kind == "default":
+        rope.skip("mrope_section")
         hf.skip("original_max_position_embeddings")  # the length before scaling
         return None
     if kind == "linear":

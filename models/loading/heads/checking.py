@@ -12,6 +12,7 @@ from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.loading.heads import LoadedHead
 from specjax.models.loading.heads.registry import format_of
 from specjax.models.loading.heads.settings import HeadVariant
+from specjax.models.loading.heads.target_fit import hub_name
 from specjax.types import Target
 
 LOW = 0.2
@@ -85,4 +86,4 @@ def _other_reason(loaded: LoadedHead, target: Target) -> str:
 
 
 def _short_name(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return hub_name(name).rstrip("/").rsplit("/", 1)[-1].lower()

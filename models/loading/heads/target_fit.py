@@ -107,6 +107,15 @@ def target_layer_config(spec: TargetSpec, layer: str) -> LlamaConfig:
     return config.draft_head_config()
 
 
+HUB_NAMES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""The hub ids of models that have another name here."""
+
+
+def hub_name(name: str) -> str:
+    """Return the name by which other engines load a target, for the name of its model."""
+    return HUB_NAMES.get(name, name)
+
+
 def trained_target(contents: Contents) -> str | None:
     """Return the name of the target in the config, or None."""
     verifier = contents.config.subfields("speculators_config").subfields("verifier")

@@ -21,7 +21,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.registry import format_of
-from specjax.models.loading.heads.target_fit import target_spec
+from specjax.models.loading.heads.target_fit import hub_name, target_spec
 from specjax.types import Target
 
 NUMBER = r"(?<=\.)\d+(?=\.)"
@@ -40,14 +40,16 @@ def stored_name(table: Mapping[str, str], path: str) -> str:
 
 
 def save_head(
-    folder: str | Path, head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
-) -> None:
+    folder: str | Path, head: DraftHead, *, layout: str | None = None, target: Target | None = None,
+    num_tokens: int = 5, target_name: str | None = None,
+) -> None:  # fmt: skip
     """Write config.json and model.safetensors into a folder, and replace existing ones.
 
     Args:
       layout: a layout of the kind, for example "speculators" or "safeailab" for EAGLE-3 (docs/heads.md); None: the
         first one that can represent the head.
       target: the model that the config names as the head's target. num_tokens: the draft length that it suggests.
+      target_name: a hub id or path by which other engines load the target; None: the target's name.
 
     Raises: UsageError for a layout that the kind lacks or that cannot represent the head, or a folder that cannot be
       written.
@@ -55,7 +57,9 @@ def save_head(
     from safetensors import SafetensorError
 
     kind, head_format = head.head.kind, format_of(head.head.kind)
-    layout, described = check_writable(head, layout=layout, target=target, num_tokens=num_tokens)
+    layout, described = check_writable(
+        head, layout=layout, target=target, num_tokens=num_tokens, target_name=target_name
+    )
     rules = head_format.layouts[layout]
     tensors, maps = {}, {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
@@ -79,8 +83,9 @@ def save_head(
 
 
 def check_writable(
-    head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5
-) -> tuple[str, dict[str, Any]]:
+    head: DraftHead, *, layout: str | None = None, target: Target | None = None, num_tokens: int = 5,
+    target_name: str | None = None,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """Return the layout and the config.json that `save_head` writes. Shapes are enough, so call it before training.
 
     Raises: UsageError like `save_head`.
@@ -88,8 +93,8 @@ def check_writable(
     head_format = format_of(head.head.kind)
     if layout is not None and layout not in head_format.layouts:
         raise UsageError(f'heads of {head.head.kind} have the layouts {", ".join(head_format.layouts)}, not "{layout}"')
-    name = target.model.name if target is not None else ""
-    info = SaveInfo(name, _architectures(target), num_tokens, head.params)
+    name = hub_name(target.model.name) if target is not None else ""
+    info = SaveInfo(target_name or name, _architectures(target), num_tokens, head.params)
     return _describe(head_format, head.head.config, [layout] if layout else list(head_format.layouts), info)
 
 

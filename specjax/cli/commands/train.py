@@ -26,14 +26,17 @@ HELP = """Train a drafter for a target, on responses of the target itself.
 specjax first generates responses to the prompts, at --temperature. It should
 be the temperature of later decoding. The responses are stored in OUT/answers,
 and later runs reuse them. Some prompts are held out. Every few steps the head
-is measured on them, in tokens per target pass of a greedy chain, as `specjax
-generate` counts them. The best head is kept.
+is measured on half of them, in tokens per target pass of a chain at the same
+temperature, as `specjax generate` counts them. The best head is kept, and
+measured on the other half.
 
 OUT gets the head (`specjax generate --draft OUT`), history.jsonl, and a plot
 of the run. Repeat an interrupted command to resume it from its last
 measurement, bit for bit. Ctrl-C keeps the best head so far.
 
 Responses of chat models follow their template. Only responses are trained on.
+Files of ShareGPT and OpenAI have conversations: --prompts FILE has the target
+answer every turn, and --texts FILE trains on the answers that are given.
 
 --draft HEAD continues from a trained head, on your own texts. --method
 two_model trains a draft model. It starts from the model of --draft, or from
@@ -122,7 +125,8 @@ class TextOptions:
         list[Path] | None,
         typer.Option(
             "--prompts",
-            help='File of prompts: one per line, or JSONL with "turns" or "prompt". Repeatable.',
+            help="File of prompts: one per line, or JSON with prompts or conversations, of which the target answers "
+            "all turns. Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -136,7 +140,8 @@ class TextOptions:
         list[Path] | None,
         typer.Option(
             "--texts",
-            help="File of texts to train on instead of responses: one per line, or JSONL. Repeatable.",
+            help="File of texts to train on instead of responses: one per line, or JSON with texts or conversations, "
+            "of which only the answers are trained. Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -151,7 +156,12 @@ class TextOptions:
     temperature: o.TemperatureOption = 0.0
     max_new_tokens: o.LengthOption = 256
     held_out: Annotated[
-        int, typer.Option("--held-out", help="Number of prompts that are measured and not trained on.")
+        int,
+        typer.Option(
+            "--held-out",
+            help="Number of prompts that are not trained on. Half of them select the best head, and the others "
+            "measure it.",
+        ),
     ] = 16
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Number of prompts whose responses are generated together.")
@@ -192,10 +202,22 @@ class LoopOptions:
         ),
     ] = None
     depths: Annotated[
-        int | None, typer.Option("--depths", help="Drafted tokens per round of training.", show_default=False)
+        int | None,
+        typer.Option(
+            "--depths",
+            help="Drafted tokens per round of training; default: all that the head drafts, or the authors' number.",
+            show_default=False,
+        ),
     ] = None
     rows: Annotated[int, typer.Option("--rows", help="Rows of a training batch.")] = 4
     length: Annotated[int, typer.Option("--length", help="Tokens per row.")] = 512
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            "--accumulate",
+            help="Batches whose gradients are added in one step, which is that of so many times --rows in less memory.",
+        ),
+    ] = 1
     chunk: Annotated[
         int | None,
         typer.Option(
@@ -256,6 +278,15 @@ def train(
     begin: StartOptions,
     text: TextOptions,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the head.", show_default=False)] = None,
+    target_name: Annotated[
+        str | None,
+        typer.Option(
+            "--target-name",
+            help="Name of the target in the head's config, by which other engines load it; default: the hub id or the "
+            "path of --target.",
+            show_default=False,
+        ),
+    ] = None,
     loop: LoopOptions,
     report: Annotated[
         str | None,
@@ -273,8 +304,9 @@ def train(
     no_cache: o.NoCacheOption = False,
 ) -> None:
     values = {
-        "target": target, "out": out, "report": report, "dtype": dtype, "max_positions": max_positions,
-        "as_json": as_json, "no_cache": no_cache, **flag_values(begin, text, loop, host),
+        "target": target, "out": out, "target_name": target_name, "report": report, "dtype": dtype,
+        "max_positions": max_positions, "as_json": as_json, "no_cache": no_cache,
+        **flag_values(begin, text, loop, host),
     }  # fmt: skip
     flags = SimpleNamespace(**values)
     kind, head_kind = _read_kind(flags)
@@ -312,7 +344,14 @@ train.__doc__ = HELP
 
 def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], recipe: Recipe) -> TrainingFlags:
     """Return the parsed flags. Raises: UsageError for numbers out of range, and folders that must not be written."""
-    from specjax.cli.runs.training import TrainingFlags, in_flags, read_settings
+    from specjax.cli.runs.training import (
+        TrainingFlags,
+        check_folder,
+        has_conversation,
+        in_flags,
+        read_files,
+        read_settings,
+    )
 
     with in_flags():
         settings = read_settings(vars(flags), budgets=_read_budgets(flags.budgets))
@@ -323,11 +362,19 @@ def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, An
     for flag, source in (("--draft", flags.draft), ("--start", flags.start)):
         is_same = source is not None and Path(source).expanduser().resolve() == flags.out.resolve()
         require(not is_same, f"--out {flags.out} is the folder of {flag}, which must not change; give another folder")
+    prompts, texts = read_files(flags.prompts or [], "--prompts"), read_files(flags.texts or [], "--texts")
+    require(
+        bool(prompts) or flags.own_prompts > 0 or has_conversation(texts),
+        "--texts has no conversations, so the measurement needs prompts; give --prompts FILE, or --own-prompts N to "
+        "have the target write them",
+    )
+    for flag, folder in (("--out", flags.out), ("--answers", flags.answers), ("--states", flags.states)):
+        check_folder(folder, flag)
     return TrainingFlags(
-        kind=kind, out=flags.out, prompts=flags.prompts or [], texts=flags.texts or [],
+        kind=kind, out=flags.out, prompts=prompts, texts=texts,
         layers=_read_layers(flags, kind), start=flags.start or "target", head_options=head_options, recipe=recipe,
         on_policy=flags.on_policy or 0.0, settings=settings, responses=flags.answers, activations=flags.states,
-        target=flags.target, draft=flags.draft, system=flags.system,
+        target=flags.target, draft=flags.draft, system=flags.system, target_name=flags.target_name,
     )  # fmt: skip
 
 
@@ -357,7 +404,7 @@ def _check_output(flags: SimpleNamespace) -> None:
     """Raise a UsageError without --out or prompts, unless there is a report."""
     if flags.report is None:
         require(flags.out is not None, "--out FOLDER is missing; name the folder of the head")
-        has_prompts = bool(flags.prompts) or flags.own_prompts > 0
+        has_prompts = bool(flags.prompts or flags.texts) or flags.own_prompts > 0
         require(has_prompts, "give --prompts FILE, or --own-prompts N to have the target write them")
 
 
@@ -365,10 +412,6 @@ def _check_combinations(flags: SimpleNamespace, kind: str, head_kind: str | None
     """Raise a UsageError for flags that do not fit the kind, or each other."""
     require(
         flags.states is None or flags.keep_states is not None, "--states needs --keep-states GIB; give both or none"
-    )
-    require(
-        not flags.texts or not flags.temperature,
-        "--temperature is for responses, and --texts replace them; leave it out",
     )
     new_head = {"--shape": flags.shape, "--draft-vocab": flags.draft_vocab, "--start": flags.start}
     for flag, value in new_head.items():
@@ -504,7 +547,7 @@ def _report(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], rec
         try:
             result = training_report(
                 flags.target or "smollm2_135m", flags.report, head=f"{kind}:{changes}" if changes else kind,
-                rows=flags.rows, length=flags.length, chunk=flags.chunk, recipe=recipe,
+                rows=flags.rows, length=flags.length, accumulate=flags.accumulate, chunk=flags.chunk, recipe=recipe,
                 dtype="bfloat16" if flags.dtype == "auto" else flags.dtype, on_step=notify, **axes,
             )  # fmt: skip
         except UsageError as error:

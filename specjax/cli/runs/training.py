@@ -5,27 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.cli.options import hosts
-from specjax.cli.options import prompts as prompt_files
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions
+from specjax.cli.options.prompts import LISTED
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.session import CARD, Session, open_session, provenance
-from specjax.errors import UsageError
+from specjax.errors import UsageError, require
 from specjax.models import loading
 from specjax.models.loading.heads import read_head
+from specjax.training.data.conversation_files import TextFile, read_text_file
+from specjax.training.data.conversations import TextSource, is_conversation
 from specjax.training.loop.trainer import TrainingProgress
 from specjax.training.measure.plot import plot
 from specjax.training.objectives.recipes import Recipe
@@ -40,7 +42,14 @@ FLAGS = {
 }  # fmt: skip
 """Flags whose names differ from those of settings."""
 
-NAMES = {field.name for field in dataclasses.fields(TrainingSettings)} | {*FLAGS, "layers", "start", "draft"}
+NAMES = {field.name for field in dataclasses.fields(TrainingSettings)} | {*FLAGS, "layers", "start", "draft", "depths"}
+
+
+class SourceFile(NamedTuple):
+    """A file of prompts or texts, which is read before the models are loaded."""
+
+    path: Path
+    content: TextFile
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,8 @@ class TrainingFlags:
 
     kind: str
     out: Path
-    prompts: list[Path]
-    texts: list[Path]
+    prompts: list[SourceFile]
+    texts: list[SourceFile]
     layers: tuple[int, ...]
     start: str
     head_options: Mapping[str, Any]
@@ -62,6 +71,7 @@ class TrainingFlags:
     target: str | None
     draft: str | None
     system: str | None
+    target_name: str | None
 
 
 def to_flag(name: str) -> str:
@@ -105,16 +115,15 @@ def run_training(
     start: Any = flags.start
     if start not in ("target", "random"):
         start = parse_flag("--start", lambda source: read_head(source, session.target), start).head
-    prompts = _read_ids(flags.prompts, "--prompts", session, flags.settings.max_new_tokens, log, flags.system)
-    texts = _read_ids(flags.texts, "--texts", session, None, log)
+    prompts, texts = _list_sources(flags.prompts, log), _list_sources(flags.texts, log)
     observer = ConsoleObserver(log)
     with in_flags(), contextlib.closing(observer):
         trained = train_drafter(
             session.target, session.tokenizer, flags.kind, prompts, folder=flags.out, texts=texts,
             draft=head or session.draft, layers=flags.layers, start=start, head_options=flags.head_options,
             recipe=flags.recipe, on_policy=flags.on_policy, settings=flags.settings, responses=flags.responses,
-            system=flags.system,
-            activations=flags.activations, saved_tokenizer=_find_tokenizer(flags),
+            system=flags.system, activations=flags.activations, saved_tokenizer=_find_tokenizer(flags),
+            target_name=_name_target(flags),
             observer=observer,
         )  # fmt: skip
     card = _make_card(session, trained, flags.settings) | {"system": flags.system}
@@ -132,28 +141,47 @@ def run_training(
         print_json(card)
 
 
-def _read_ids(
-    paths: list[Path],
-    flag: str,
-    session: Session,
-    max_new_tokens: int | None,
-    log: Console,
-    system: str | None = None,
-) -> list[list[int]]:
-    """Return the token ids of prompts, or of raw texts if `max_new_tokens` is None, and print those that do not fit."""
-    rows = []
-    for path in paths:
-        prompts, bad_lines = prompt_files.read(path, flag)
-        is_raw = max_new_tokens is None
-        capacity = sys.maxsize if is_raw else session.capacity
-        encoded, unfit = prompt_files.encode(
-            prompts, session.tokenizer, capacity, max_new_tokens or 0, raw=is_raw, system=system
-        )
-        rows += [row.ids for row in encoded]
-        skipped = bad_lines if is_raw else [*bad_lines, *unfit]
-        if skipped:
-            log.print(f"left out: {prompt_files.describe(skipped, path)}", soft_wrap=True)
-    return rows
+def read_files(paths: Sequence[Path], flag: str) -> list[SourceFile]:
+    """Read files of prompts or texts. Raises: UsageError that names the flag."""
+    return [SourceFile(path, parse_flag(flag, read_text_file, path)) for path in paths]
+
+
+def has_conversation(files: Sequence[SourceFile]) -> bool:
+    """Return True if one of the texts is a conversation."""
+    return any(is_conversation(source) for _, content in files for source in content.sources)
+
+
+def check_folder(folder: Path | None, flag: str) -> None:
+    """Raise a UsageError for a folder that cannot be written, without creating it."""
+    if folder is None:
+        return
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    require(existing.is_dir(), f"{flag}: {folder} cannot be written ({existing} is no folder); give another folder")
+    require(
+        os.access(existing, os.W_OK | os.X_OK),
+        f"{flag}: {folder} cannot be written (no permission in {existing}); give another folder",
+    )
+
+
+def _list_sources(files: Sequence[SourceFile], log: Console) -> list[TextSource]:
+    """Return the prompts or texts of all files, and print the entries that cannot be used."""
+    for path, content in files:
+        if content.bad:
+            shown = "; ".join(f"{path}, {entry.number}: {entry.error}" for entry in content.bad[:LISTED])
+            more = f"; and {len(content.bad) - LISTED} more" if len(content.bad) > LISTED else ""
+            log.print(f"left out: {shown}{more}", soft_wrap=True)
+    return [source for _, content in files for source in content.sources]
+
+
+def _name_target(flags: TrainingFlags) -> str | None:
+    """Return the name by which other engines load the target; None: the name of the model, a hub id."""
+    if flags.target_name is not None or flags.target is None:
+        return flags.target_name
+    path = Path(flags.target).expanduser()
+    if not path.exists():
+        return None
+    in_hub_cache = re.fullmatch(r"models--([^/]+?)--([^/]+)", path.resolve().parent.parent.name)
+    return "/".join(in_hub_cache.groups()) if in_hub_cache else str(path.resolve())
 
 
 def _find_tokenizer(flags: TrainingFlags) -> Any:
@@ -270,8 +298,10 @@ def _write_report(trained: TrainedDrafter, card: dict[str, Any], session: Sessio
 def _print_result(trained: TrainedDrafter, card: dict[str, Any], out: Console) -> None:
     """Print the result for people."""
     measured = trained.measured
+    temperature = card["temperature"]
+    chain = f"sampled chain at temperature {temperature:g}" if temperature else "greedy chain"
     out.print(
-        f"{trained.kind}: {measured.per_pass:.2f} tokens per pass on {trained.held_out} held-out texts (greedy chain "
+        f"{trained.kind}: {measured.per_pass:.2f} tokens per pass on {trained.held_out} held-out texts ({chain} "
         f"of {trained.num_draft_tokens}, with bonus tokens), first draft correct at {measured.first:.0%}",
         soft_wrap=True,
     )

@@ -50,6 +50,7 @@ def training_report(
     head: str,
     rows: int = 8,
     length: int = 2048,
+    accumulate: int = 1,
     places: int | None = None,
     chunk: int | None = None,
     recipe: Recipe | None = None,
@@ -60,6 +61,7 @@ def training_report(
 
     Args:
       target, topology, head: as in `compile_report`. rows, length: shape of a packed batch.
+      accumulate: batches whose gradients are added in a step.
       places: start positions of drafts per row. The default is half of the row, as in a chat that is half responses.
       chunk: number of places whose loss is computed together.
       options: arguments of `make_workload`: dtype, data, model.
@@ -72,39 +74,49 @@ def training_report(
     if places > length or places % (chunk or 1):
         raise UsageError(f"places must be at most the {length} tokens of a row and a multiple of {chunk}, not {places}")
     recipe = recipe or recipe_of(work.method)
-    program, depths = _program(work, rows, length, places, chunk, recipe)
+    program, depths = _program(work, _StepShape(rows, length, places, chunk, accumulate), recipe)
     (on_step or (lambda name: None))("training step")
     required_bytes = float(shard_bytes(program.arguments))
     training_inputs = {
         "rows": rows,
         "length": length,
+        "accumulate": accumulate,
         "chunk": chunk,
         "depths": depths,
         "recipe": dataclasses.asdict(recipe),
     }
     return TrainingReport(
-        describe(work) | training_inputs, compile_program(work, program, required_bytes), rows * places
+        describe(work) | training_inputs, compile_program(work, program, required_bytes), accumulate * rows * places
     )
 
 
-def _program(
-    work: Workload, rows: int, length: int, places: int, chunk: int | None, recipe: Recipe
-) -> tuple[Program, int]:
+class _StepShape(NamedTuple):
+    """The shape of a step."""
+
+    rows: int
+    length: int
+    places: int
+    chunk: int | None
+    parts: int
+
+
+def _program(work: Workload, shape: _StepShape, recipe: Recipe) -> tuple[Program, int]:
     """Return the compiled step, and the drafted tokens per round."""
     args = abstract_job(work, describe_devices(work.topology))
     target, head, mesh = args.job.parts.target, args.head, args.mesh
     assert head is not None
     objective = build_head_objective(head.head)
-    plan = TrainingPlan(recipe, objective, STEPS, chunk, main_dtype(head.params))
+    plan = TrainingPlan(recipe, objective, STEPS, shape.chunk, shape.parts, main_dtype(head.params))
     state, frozen = _state(plan, head.params, mesh)
 
-    def by_rows(shape, dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    def by_rows(columns: int, dtype) -> Any:
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        return jax.ShapeDtypeStruct((shape.parts * shape.rows, columns), dtype, sharding=sharding)
 
-    tokens = lambda dtype: by_rows((rows, length), dtype)
+    tokens = lambda dtype: by_rows(shape.length, dtype)
     packed = PackedBatch(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.bool_))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    arguments = state, frozen, target, packed, by_rows((rows, places), jnp.int32), key
+    arguments = state, frozen, target, packed, by_rows(shape.places, jnp.int32), key
 
     def compiled():
         return train_step.lower(plan, *arguments).compile()

@@ -12,6 +12,18 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.parallel import check_same
 from specjax.persistence.fingerprint import digest_weights
+from specjax.training.data.conversations import (
+    ASSISTANT,
+    Message,
+    TextSource,
+    Turn,
+    given_turns,
+    is_conversation,
+    join_turns,
+    question_turns,
+    split_ids,
+    with_system,
+)
 from specjax.training.data.packing import PAIR_TOKENS, TrainingText
 from specjax.training.data.target_responses import (
     PROMPT_TOKENS,
@@ -20,19 +32,16 @@ from specjax.training.data.target_responses import (
     chat_prefix,
     decode_messages,
     generate_responses,
-    start_chat,
 )
 from specjax.types import Target
-
-TextSource = str | Sequence[int]
-"""A text, or its token ids."""
 
 
 class Corpus(NamedTuple):
     """The texts of a run."""
 
     texts: list[TrainingText]
-    held_out: list[TrainingText]  # greedy responses of the target
+    held_out: list[TrainingText]  # responses on which the best result is selected
+    reported: list[TrainingText]  # responses to other prompts, on which it is measured
 
 
 class CorpusListener(Protocol):
@@ -66,6 +75,43 @@ class _Request(NamedTuple):
     identity: dict[str, Any]
 
 
+class _Dialogue:
+    """The turns of a conversation that the target answers."""
+
+    def __init__(self, source: TextSource, system: str | None):
+        self.ids: list[int] | None = None  # the whole prompt, if it is given as token ids
+        self.questions: list[list[Message]] = []  # messages before each answer
+        self.history: list[Message] = []
+        self.turns: list[Turn] = []
+        if isinstance(source, str):
+            self.questions = [list(with_system([{"role": "user", "content": source}], system))]
+        elif is_conversation(source):
+            self.questions = question_turns(with_system(source, system))  # type: ignore[arg-type]
+        else:
+            self.ids = list(map(int, source))  # type: ignore[arg-type]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the target has answered all turns."""
+        return len(self.turns) >= (1 if self.ids is not None else len(self.questions))
+
+    def next_prompt(self, tokenizer: Any) -> list[int]:
+        """Return the token ids up to the next answer."""
+        if self.ids is not None:
+            return self.ids
+        messages = [*self.history, *self.questions[len(self.turns)]]
+        is_single = len(messages) == 1
+        return list(map(int, tokenizer.chat(messages[0]["content"] if is_single else messages)))
+
+    def add_answer(self, prompt: Sequence[int], answer: Sequence[int], tokenizer: Any) -> None:
+        """Add the answer to the next turn."""
+        if len(self.turns) + 1 < len(self.questions):  # a further prompt contains the answer
+            content = [token for token in answer if token not in tokenizer.eos]
+            message = {"role": ASSISTANT, "content": tokenizer.decode(content)}
+            self.history += [*self.questions[len(self.turns)], message]
+        self.turns.append(Turn(tuple(prompt), tuple(answer)))
+
+
 @dataclass
 class CorpusBuilder:
     """A builder of the texts of a run. Responses are read from a folder, and missing ones are generated into it."""
@@ -74,46 +120,64 @@ class CorpusBuilder:
     tokenizer: Any
     settings: CorpusSettings
     responses: Path  # folder of the responses
-    greedy_responses: Path  # folder of held-out responses, if the responses for training are sampled
     listener: CorpusListener
     writes: bool = True  # write new responses; True on one host only
 
     def build(self, prompts: Sequence[TextSource], texts: Sequence[TextSource]) -> Corpus:
         """Return responses to the prompts, or the texts with responses to the held-out prompts.
 
+        Without prompts, conversations among the texts are held out, and the target answers their questions.
+
         Raises: UsageError for too few prompts, and for folders that hold other responses.
         """
+        count = self.settings.held_out
+        if texts and not prompts and not self.settings.generated_prompts:
+            order = np.random.default_rng(self.settings.seed).permutation(len(texts))
+            shuffled = [texts[i] for i in order]
+            held_out = [text for text in shuffled if is_conversation(text)][:count]
+            if not held_out:
+                raise UsageError("the texts are no conversations, so the evaluation needs prompts; give some")
+            texts, prompts = [text for text in shuffled if all(text is not other for other in held_out)], held_out
         selected = self.select_prompts(prompts, has_texts=bool(texts))
-        count, temperature = self.settings.held_out, self.settings.temperature
-        if texts:
-            pieces = self.cut_texts(texts)
-            check_same(pieces, "texts")
-            return Corpus(pieces, self.respond(selected[:count], self.responses, 0.0))
-        responses = self.respond(selected, self.responses, temperature)
-        held_out, training = responses[:count], responses[count:]
-        if temperature > 0:  # held-out responses must be greedy, because the measured chain is
-            held_out = self.respond(selected[:count], self.greedy_responses, 0.0)
-        return Corpus(training, held_out)
+        pieces = self.read_texts(texts) if texts else []
+        answered = self.respond(selected[:count] if texts else selected)
+        middle = -(-count // 2)
+        flat = lambda parts: [text for part in parts for text in part]
+        return Corpus(
+            pieces if texts else flat(answered[count:]), flat(answered[:middle]), flat(answered[middle:count])
+        )
 
-    def select_prompts(self, prompts: Sequence[TextSource], has_texts: bool) -> list[list[int]]:
-        """Return the token ids of the prompts that fit, without duplicates and in a random order."""
+    def select_prompts(self, prompts: Sequence[TextSource], has_texts: bool) -> list[_Dialogue]:
+        """Return the conversations whose first prompt fits, without duplicates and in a random order."""
         settings = self.settings
         sources = [*prompts, *(self.generate_prompts() if settings.generated_prompts else ())]
-        chat = lambda text: self.tokenizer.chat(start_chat(text, settings.system))
-        encoded = [list(map(int, chat(x) if isinstance(x, str) else x)) for x in sources]
-        fitting = [ids for ids in encoded if len(ids) + settings.max_new_tokens <= settings.max_positions]
-        if len(fitting) < len(encoded):
+        dialogues, refused = [], []
+        for source in sources:
+            try:
+                dialogue = _Dialogue(source, settings.system)
+                ids = [] if not (dialogue.ids or dialogue.questions) else dialogue.next_prompt(self.tokenizer)
+            except UsageError as error:
+                refused.append(str(error))
+                continue
+            if ids:
+                dialogues.append((dialogue, ids))
+            else:
+                refused.append("the prompt has no tokens")
+        if refused:
+            self.listener.on_note(f"left out: {len(refused)} prompts ({refused[0]})")
+        fitting = [entry for entry in dialogues if self._has_room(entry[1])]
+        if len(fitting) < len(dialogues):
             self.listener.on_note(
-                f"left out: {len(encoded) - len(fitting)} prompts that leave no room for {settings.max_new_tokens} "
+                f"left out: {len(dialogues) - len(fitting)} prompts that leave no room for {settings.max_new_tokens} "
                 "tokens (`max_new_tokens`)"
             )
-        trainable = [ids for ids in fitting if len(ids) + PAIR_TOKENS <= settings.length]
+        trainable = [entry for entry in fitting if len(entry[1]) + PAIR_TOKENS <= settings.length]
         if len(trainable) < len(fitting):
             self.listener.on_note(
                 f"left out: {len(fitting) - len(trainable)} prompts that fill rows of {settings.length} tokens "
                 "(`length`)"
             )
-        different = list({tuple(ids): ids for ids in trainable}.values())
+        different = [dialogue for dialogue, _ in {tuple(entry[1]): entry for entry in trainable}.values()]
         if len(different) < settings.held_out + (not has_texts):
             raise UsageError(
                 f"there are {len(different)} prompts that fit rows of {settings.length} tokens, and "
@@ -122,13 +186,26 @@ class CorpusBuilder:
         order = np.random.default_rng(settings.seed).permutation(len(different))
         return [different[i] for i in order]
 
-    def cut_texts(self, texts: Sequence[TextSource]) -> list[TrainingText]:
-        """Cut texts into pieces as long as a row."""
-        length, pieces = self.settings.length, []
+    def _has_room(self, ids: Sequence[int]) -> bool:
+        return len(ids) + self.settings.max_new_tokens <= self.settings.max_positions
+
+    def read_texts(self, texts: Sequence[TextSource]) -> list[TrainingText]:
+        """Return the conversations with their answers masked, and other texts cut into pieces as long as a row."""
+        length, pieces, refused = self.settings.length, [], []
         for text in texts:
-            ids = list(map(int, self.tokenizer.encode(text) if isinstance(text, str) else text))
-            pieces += [ids[i : i + length] for i in range(0, len(ids), length)]
-        return [TrainingText(tuple(ids), 0) for ids in pieces if len(ids) > PAIR_TOKENS]
+            try:
+                if is_conversation(text):
+                    pieces += join_turns(given_turns(with_system(text, self.settings.system), self.tokenizer))  # type: ignore[arg-type]
+                else:
+                    ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+                    pieces += split_ids(list(map(int, ids)), length)
+            except UsageError as error:
+                refused.append(str(error))
+        if refused:
+            self.listener.on_note(f"left out: {len(refused)} texts ({refused[0]})")
+        pieces = [text for text in pieces if len(text.tokens) > PAIR_TOKENS]
+        check_same(pieces, "texts")
+        return pieces
 
     def generate_prompts(self) -> list[str]:
         """Return user messages that the target writes, without incomplete and repeated ones."""
@@ -139,11 +216,36 @@ class CorpusBuilder:
         responses = self._load_or_generate(request, self.responses / "own_prompts", "writing prompts")
         return [text for text in decode_messages(responses, self.tokenizer) if _is_valid_unicode(text)]
 
-    def respond(self, prompts: list[list[int]], folder: Path, temperature: float) -> list[TrainingText]:
-        """Return the responses to prompts, in the order of the prompts."""
-        limit = self.settings.max_new_tokens
-        request = _Request(prompts, [0] * len(prompts), limit, temperature, {"max_new_tokens": limit})
-        return [response.text for response in self._load_or_generate(request, folder, "answering")]
+    def respond(self, dialogues: Sequence[_Dialogue]) -> list[list[TrainingText]]:
+        """Return the texts of each conversation, after the target has answered all of its turns.
+
+        A conversation ends early where its next prompt leaves no room for an answer.
+        """
+        limit, ended = self.settings.max_new_tokens, 0
+        active = [dialogue for dialogue in dialogues if not dialogue.is_complete]
+        while active:
+            prompts = [self._next_prompt(dialogue) for dialogue in active]
+            fitting = [(dialogue, ids) for dialogue, ids in zip(active, prompts, strict=True) if ids is not None]
+            ended += len(active) - len(fitting)
+            batch = [ids for _, ids in fitting]
+            request = _Request(batch, [0] * len(batch), limit, self.settings.temperature, {"max_new_tokens": limit})
+            responses = self._load_or_generate(request, self.responses, "answering")
+            for (dialogue, prompt), response in zip(fitting, responses, strict=True):
+                dialogue.add_answer(prompt, response.text.response_tokens, self.tokenizer)
+            active = [dialogue for dialogue, _ in fitting if not dialogue.is_complete]
+        if ended:
+            self.listener.on_note(
+                f"left out: later turns of {ended} conversations, which leave no room or do not fit the template"
+            )
+        return [join_turns(dialogue.turns) for dialogue in dialogues]
+
+    def _next_prompt(self, dialogue: _Dialogue) -> list[int] | None:
+        """Return the next prompt of a conversation; None if the template refuses it, or if it leaves no room."""
+        try:
+            ids = dialogue.next_prompt(self.tokenizer)
+        except UsageError:
+            return None
+        return ids if self._has_room(ids) and len(ids) + PAIR_TOKENS <= self.settings.length else None
 
     def _load_or_generate(self, request: _Request, folder: Path, stage: str) -> list[TargetResponse]:
         """Return the responses of a folder, after generating the missing ones into it."""

@@ -16,15 +16,32 @@ of two tokens trains nothing."""
 
 
 class TrainingText(NamedTuple):
-    """A prompt and the response of the target."""
+    """A prompt and the response of the target, or several turns of both."""
 
     tokens: tuple[int, ...]
-    prompt_length: int  # number of prompt tokens; the response follows them
+    prompt_length: int  # number of tokens of the first prompt; the response follows them
+    asides: tuple[tuple[int, int], ...] = ()  # begin and end of the prompts of later turns
+
+    @property
+    def responses(self) -> list[tuple[int, int]]:
+        """Return begin and end of each response."""
+        begins = [self.prompt_length, *(end for _, end in self.asides)]
+        return list(zip(begins, [*(begin for begin, _ in self.asides), len(self.tokens)], strict=True))
 
     @property
     def response_length(self) -> int:
         """Return the number of response tokens."""
-        return len(self.tokens) - self.prompt_length
+        return sum(end - begin for begin, end in self.responses)
+
+    @property
+    def response_tokens(self) -> list[int]:
+        """Return the tokens of all responses."""
+        return [token for begin, end in self.responses for token in self.tokens[begin:end]]
+
+    def cut(self, length: int) -> TrainingText:
+        """Return the first `length` tokens."""
+        asides = tuple((begin, min(end, length)) for begin, end in self.asides if begin < length)
+        return TrainingText(self.tokens[:length], min(self.prompt_length, length), asides)
 
 
 class PackedBatch(NamedTuple):
@@ -44,7 +61,7 @@ def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: boo
     """
     batches, open_rows = [], [_PackedRow(length) for _ in range(rows)]
     for text in texts:
-        text = TrainingText(text.tokens[:length], min(text.prompt_length, length))
+        text = text.cut(length)
         row = next((row for row in open_rows if row.fits(text, one_per_row)), None)
         if row is None:
             batches.append(_stack_rows(open_rows))
@@ -63,8 +80,7 @@ def number_tokens(texts: Sequence[TrainingText]) -> list[TrainingText]:
     """
     begin = np.cumsum([1, *(len(text.tokens) for text in texts)]).tolist()
     return [
-        TrainingText(tuple(range(at, at + len(text.tokens))), text.prompt_length)
-        for at, text in zip(begin, texts, strict=False)
+        text._replace(tokens=tuple(range(at, at + len(text.tokens)))) for at, text in zip(begin, texts, strict=False)
     ]
 
 
@@ -83,7 +99,8 @@ class _PackedRow:
         columns = slice(self.used, self.used + len(text.tokens))
         self.tokens[columns] = text.tokens
         self.text_start[columns.start :] = columns.start
-        self.loss_mask[columns.start + text.prompt_length : columns.stop] = True
+        for begin, end in text.responses:
+            self.loss_mask[columns.start + begin : columns.start + end] = True
         self.used = columns.stop
         self.text_start[columns.stop :] = columns.stop
 

@@ -180,7 +180,7 @@ class ResponseStore:
         self._remember(response)
         if not self._writes:
             return
-        tokens, count = response.text
+        tokens, count, _ = response.text
         entry: dict[str, Any] = {"prompt": tokens[:count], "answer": tokens[count:], "finish": response.finish_reason}
         if response.number:
             entry["number"] = response.number

@@ -37,7 +37,7 @@ def most_frequent_ids(
 
     Raises: UsageError if more than `size` ids are required.
     """
-    counts = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
+    counts = Counter(token for text in texts for token in text.response_tokens)
     required = sorted(set(required))
     if len(required) > size:
         raise UsageError(

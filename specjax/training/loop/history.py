@@ -8,7 +8,6 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.training.loop.trainer import TrainingProgress
-from specjax.training.measure.acceptance_eval import MeasuredAcceptance
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -63,10 +62,3 @@ class TrainingHistory:
     def has_best(self) -> bool:
         """Return True if a step has stored a best head or model."""
         return any(entry["best"] for entry in self.entries)
-
-    def last_best(self) -> MeasuredAcceptance | None:
-        """Return the last measurement that was the best so far, or None."""
-        for entry in reversed(self.entries):
-            if entry.get("best") and isinstance(entry.get("served"), dict):
-                return MeasuredAcceptance(*(entry["served"][name] for name in MeasuredAcceptance._fields))
-        return None

@@ -13,7 +13,7 @@ from specjax.training.data.packing import PackedBatch
 from specjax.training.loop.optimizers import make_optimizer, merge_params, split_params
 from specjax.training.objectives.head_objective import StepReport
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.trainables import Trainable, TrainingObjective
+from specjax.training.objectives.trainables import StepBatch, Trainable, TrainingObjective, compute_loss
 from specjax.training.objectives.unroll import TargetActivations
 from specjax.types import Array, PyTree, Target
 
@@ -25,6 +25,7 @@ class TrainingPlan(NamedTuple):
     objective: TrainingObjective
     steps: int
     chunk: int | None = None  # positions of a row whose logits are computed together; None: all
+    parts: int = 1  # parts of the rows whose gradients are computed one after another
     dtype: str = "float32"  # of matrix products; the trained parameters are stored in float32
 
 
@@ -57,6 +58,8 @@ def compute_step(
 ) -> tuple[State, TrainingOutcome]:  # fmt: skip
     """Take one optimizer step on a packed batch. Pure; the target and the frozen parameters get no gradient.
 
+    The result does not depend on the plan's `chunk` and `parts`, up to rounding.
+
     Args:
       frozen: from `init_state`. positions: int32[B, R], where rounds begin; -1: no round.
       key: random key of the noise on features, if the recipe has any, and of sampled masks and drafts.
@@ -64,11 +67,11 @@ def compute_step(
     """
     import optax
 
-    cached = {} if activations is None else {"activations": activations}
+    batch = StepBatch(packed, positions, jax.random.split(key, len(packed.tokens)), activations)
 
     def loss_of(trained: PyTree) -> tuple[Array, StepReport]:
         params = merge_params(jax.tree.map(lambda x: x.astype(plan.dtype), trained), frozen)
-        return plan.objective.loss(plan.recipe, params, target, packed, positions, key, plan.chunk, **cached)
+        return compute_loss(plan.objective, plan.recipe, params, target, batch, plan.chunk, plan.parts)
 
     (loss, report), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained)
     finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))

@@ -119,7 +119,7 @@ class ActivationCache:
         """
         identity = self.check(target, objective)
         assert target is not None and objective.taps is not None
-        cut = [TrainingText(text.tokens[:length], min(text.prompt_length, length)) for text in texts]
+        cut = [text.cut(length) for text in texts]
         names = [digest(tuple(map(int, text.tokens))) for text in cut]
         compute = functools.partial(run_target_without_cache, taps=objective.taps)
         shapes: Any = [jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool)]

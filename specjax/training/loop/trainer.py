@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.numerics.validation import check_integer
+from specjax.numerics.validation import check_integer, check_range
 from specjax.parallel import gather, place, shard_head
 from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
 from specjax.training.data.packing import PackedBatch, TrainingText, choose_round_starts, find_round_starts, pack
@@ -48,9 +48,11 @@ class LoopSettings(NamedTuple):
     epochs: int = 1
     rows: int = 4
     length: int = 512
+    accumulate: int = 1
     starts_per_row: int | None = None
     chunk: int | None = None
     num_tokens: int | None = None
+    temperature: float = 0.0
     evaluate_every: int = 100
     patience: int | None = None
     seed: int = 0
@@ -81,9 +83,11 @@ def train(
     epochs: int = 1,
     rows: int = 4,
     length: int = 512,
+    accumulate: int = 1,
     starts_per_row: int | None = None,
     chunk: int | None = None,
     num_tokens: int | None = None,
+    temperature: float = 0.0,
     evaluate_every: int = 100,
     evaluate_first: bool = False,
     patience: int | None = None,
@@ -100,11 +104,13 @@ def train(
       target: None if no loss reads it and there are no held-out texts.
       trainable: a head (see `new_head`), a draft model (a `Target`), a stopping head or a `Denoiser`.
       recipe: None: the recipe of the trainable's kind.
-      held_out: texts that the target wrote greedily, on which tokens per pass are measured.
+      held_out: texts that the target wrote at `temperature`, on which tokens per pass are measured.
       rows, length: shape of a batch. The mesh axis "data" must divide the rows.
+      accumulate: batches whose gradients are added in a step, which is then that of `accumulate` x `rows` rows.
       starts_per_row: limit of the rounds that a row is trained on; None: all positions.
       chunk: positions of a row whose logits are computed together, to trade arithmetic for memory; None: all.
       num_tokens: length of the measured chain; None: the depths that are trained.
+      temperature: of the measured chain, which is sampled; 0: greedy.
       evaluate_first: evaluate before the first step too. A trainable that no step improves is then returned unchanged.
       patience: evaluations in a row without improvement before training stops; None: unlimited.
       folder: the run is stored here at every evaluation. An interrupted run resumes from there, bit for bit.
@@ -120,7 +126,9 @@ def train(
     objective = build_objective(trainable)
     recipe = recipe or recipe_of(objective.kind)
     check_recipe(recipe)
-    settings = LoopSettings(epochs, rows, length, starts_per_row, chunk, num_tokens, evaluate_every, patience, seed)
+    settings = LoopSettings(
+        epochs, rows, length, accumulate, starts_per_row, chunk, num_tokens, temperature, evaluate_every, patience, seed
+    )
     _check_settings(settings)
     _check_texts(target, texts, held_out, settings)
     uses_cache = activation_cache is not None
@@ -131,7 +139,7 @@ def train(
     if isinstance(trainable, DraftHead) and mesh is not None:
         trainable = shard_head(trainable, mesh)
     schedule = _plan_batches(texts, recipe, settings, resamples=replace_batch is not None)
-    plan = TrainingPlan(recipe, objective, schedule.steps, chunk, identity["dtype"])
+    plan = TrainingPlan(recipe, objective, schedule.steps, chunk, accumulate, identity["dtype"])
     state, frozen = init_state(plan, trainable.params)
     if mesh is not None:
         state = _normalise_shardings(state, mesh)
@@ -170,7 +178,8 @@ def run_identity(
         raise UsageError(f"num_tokens={num_tokens} is more than the {limit} that {objective.kind} drafts; lower it")
     return {
         "recipe": repr(recipe), "config": repr(objective.config), "seed": settings.seed, "epochs": settings.epochs,
-        "chunk": settings.chunk, "target": None if target is None else digest_model(target), "activations": uses_cache,
+        "chunk": settings.chunk, "accumulate": settings.accumulate, "temperature": settings.temperature,
+        "target": None if target is None else digest_model(target), "activations": uses_cache,
         "dtype": main_dtype(trained), "num_tokens": num_tokens or depths, "depths": depths, **extra,
     }  # fmt: skip
 
@@ -190,7 +199,7 @@ def _data_identity(
 
 def _digest_texts(texts: Sequence[TrainingText]) -> str:
     """Return a digest of texts, which depends on their order."""
-    return digest([(int(text.prompt_length), *map(int, text.tokens)) for text in texts])
+    return digest([(int(text.prompt_length), text.asides, *map(int, text.tokens)) for text in texts])
 
 
 def _digest_frozen(frozen: PyTree) -> str:
@@ -203,7 +212,7 @@ def _plan_batches(
     texts: Sequence[TrainingText], recipe: Recipe, settings: LoopSettings, resamples: bool
 ) -> TrainingSchedule:
     options = ScheduleOptions(
-        settings.epochs, settings.rows, settings.length, settings.seed, settings.starts_per_row,
+        settings.epochs, settings.accumulate * settings.rows, settings.length, settings.seed, settings.starts_per_row,
         packs=recipe.packs and not resamples, multiple=settings.chunk or 1, resamples=resamples,
     )  # fmt: skip
     return make_schedule(texts, options)
@@ -228,10 +237,11 @@ def _normalise_shardings(state: State, mesh: Mesh) -> State:
 def _check_settings(settings: LoopSettings) -> None:
     """Raise a UsageError for numbers out of range."""
     for name, count in settings._asdict().items():
-        if name not in ("seed", "patience"):
+        if name not in ("seed", "patience", "temperature"):
             check_integer(name, count)
     for name, count in (("seed", settings.seed), ("patience", settings.patience)):
         check_integer(name, count, minimum=0)
+    check_range("temperature", settings.temperature, lambda t: (t >= 0) & np.isfinite(t), "a number of at least 0")
 
 
 def _check_texts(
@@ -331,6 +341,9 @@ class _TrainingLoop:
         if not self.held_out or self.target is None:
             return None, None
         current = export_trainable(self.trainable, state, self.frozen)
-        shape = {"rows": self.settings.rows, "length": self.settings.length}
-        measured = measure_acceptance(self.target, current, self.held_out, depths=self.depths, **shape)
+        settings = self.settings
+        measured = measure_acceptance(
+            self.target, current, self.held_out, depths=self.depths, rows=settings.rows, length=settings.length,
+            temperature=settings.temperature,
+        )  # fmt: skip
         return measured, current if self.checkpoints.update_best(current, step, measured) else None

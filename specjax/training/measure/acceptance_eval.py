@@ -1,8 +1,14 @@
-"""Measurement of the tokens per target pass of a draft head or draft model, without decoding.
+"""Measurement of the tokens per target pass of a head or draft model, without decoding.
 
-A greedy draft equals the text up to its first error. The round from position t therefore accepts as many tokens as the
-training pass predicts correctly from t on. Greedy decoding moves from t to t + accepted + 1. A walk over the text with
-the same steps visits exactly the rounds of the decoder.
+A draft equals the text up to its first rejection. The training pass over a text therefore computes the drafts of every
+round that decoding could begin there. At temperature 0 a draft is accepted if it is the text's token. Greedy decoding
+moves from position t to t + accepted + 1, and a walk with the same steps visits exactly its rounds.
+
+At temperature T the target draws the text, and the drafter draws its chain from q. The standard rule accepts a draft x
+with probability min(1, q(x) / p(x)), given that the text has x there. Otherwise the text's token comes from the
+residual. The rounds are then random, and the expected number of passes follows from the last position backwards:
+
+    E[t] = 1 + sum over j of P(the round from t accepts exactly j drafts) E[t + j + 1]
 """
 
 from __future__ import annotations
@@ -20,11 +26,11 @@ from specjax.types import Array, PyTree, Target
 
 
 class MeasuredAcceptance(NamedTuple):
-    """Number of target passes that a greedy chain needs for some texts. Bonus tokens count as tokens."""
+    """Number of target passes that a chain needs for some texts. Bonus tokens count as tokens."""
 
     tokens: int
-    passes: int
-    first: float  # share of all positions at which the first drafted token is correct
+    passes: float  # the expected number, if the chain is sampled
+    first: float  # mean over all positions of the probability that the first drafted token is accepted
 
     @property
     def per_pass(self) -> float:
@@ -34,22 +40,24 @@ class MeasuredAcceptance(NamedTuple):
 
 @with_standard_modes
 def measure_acceptance(
-    target: Target, trainable: Trainable, texts: Sequence[TrainingText], *, depths: int, rows: int, length: int
-) -> MeasuredAcceptance:
-    """Measure a chain of `depths` drafted tokens on texts that the target wrote greedily.
+    target: Target, trainable: Trainable, texts: Sequence[TrainingText], *, depths: int, rows: int, length: int,
+    temperature: float = 0.0,
+) -> MeasuredAcceptance:  # fmt: skip
+    """Measure a chain of `depths` drafted tokens on texts that the target wrote at this temperature.
 
     Args: rows, length: shape of the passes. Longer texts are cut at `length`.
     """
-    tokens = passes = correct = positions = 0
+    tokens, passes, first, positions = 0, 0.0, 0.0, 0
     for packed in pack(texts, rows, length):
         starts = find_round_starts(packed)
-        hits = np.asarray(gather(_leading_hits(target, trainable, place_batch(target, packed), depths)))
-        correct, positions = correct + int(np.sum((hits > 0) & starts[:, :-1])), positions + int(starts.sum())
-        for row, accepted in enumerate(hits):
+        batch = place_batch(target, packed)
+        accepted = np.asarray(gather(_acceptance(target, trainable, batch, depths, float(temperature))), np.float64)
+        first, positions = first + float(accepted[..., 0][starts[:, :-1]].sum()), positions + int(starts.sum())
+        for row, by_position in enumerate(accepted):
             for begin, end in find_runs(starts[row]):
                 tokens += end - begin
-                passes += count_passes(accepted[begin:end])
-    return MeasuredAcceptance(tokens, passes, correct / max(positions, 1))
+                passes += expected_passes(by_position[begin:end])
+    return MeasuredAcceptance(tokens, passes, first / max(positions, 1))
 
 
 def place_batch(target: Target | None, batch: PyTree) -> PyTree:
@@ -58,13 +66,19 @@ def place_batch(target: Target | None, batch: PyTree) -> PyTree:
     return batch if mesh is None else place(batch, mesh, "data")
 
 
-def count_passes(accepted: Sequence[int]) -> int:
-    """Count the target passes for a text. The round from its i-th token accepts `accepted[i]` tokens."""
-    at = passes = 0
-    while at < len(accepted):
-        at += int(accepted[at]) + 1
-        passes += 1
-    return passes
+def expected_passes(accepted: np.ndarray) -> float:
+    """Return the expected number of target passes for a text of n tokens.
+
+    Args: accepted: float64[n, K], the probability that the k-th draft of the round from the i-th token is accepted, if
+      the earlier ones are.
+    """
+    count, depths = accepted.shape
+    reach = np.cumprod(np.pad(accepted, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))), 1)
+    exactly = reach[:, :-1] - reach[:, 1:]  # [n, K + 1], probability of 0 ... K accepted drafts
+    passes = np.zeros(count + depths + 1)
+    for i in range(count - 1, -1, -1):
+        passes[i] = 1 + exactly[i] @ passes[i + 1 : i + 2 + depths]
+    return float(passes[0])
 
 
 def find_runs(mask: np.ndarray) -> Iterable[tuple[int, int]]:
@@ -73,7 +87,7 @@ def find_runs(mask: np.ndarray) -> Iterable[tuple[int, int]]:
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
-@jit(static_argnames="depths")
-def _leading_hits(target: Target, trainable: Trainable, packed: PackedBatch, depths: int) -> Array:
-    """Return int32[B, T - 1]: the number of correct leading tokens of the draft from every position."""
-    return build_objective(trainable).leading_hits(trainable.params, target, packed, depths)
+@jit(static_argnames=("depths", "temperature"))
+def _acceptance(target: Target, trainable: Trainable, packed: PackedBatch, depths: int, temperature: float) -> Array:
+    """Return float32[B, T - 1, K], the acceptance of the drafts from every position."""
+    return build_objective(trainable).acceptance(trainable.params, target, packed, depths, temperature)

@@ -63,7 +63,7 @@ def label_tokens(response: JudgedResponse, after_error: Literal["drop", "wrong"]
 
     Args: after_error: "drop" leaves out the tokens after the first wrong one, and "wrong" labels them as wrong.
     """
-    (tokens, prompt_length), wrong = response
+    (tokens, prompt_length, _), wrong = response
     if wrong is not None and not prompt_length <= wrong < len(tokens):
         raise UsageError(
             f"the first wrong token must be in the response, at {prompt_length} to {len(tokens) - 1}, not {wrong}"

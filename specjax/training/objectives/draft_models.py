@@ -14,7 +14,7 @@ The loss is cross entropy, first on raw text and then on text that the target wr
 Guarantee: training does not change p, so decoding stays as exact as before. No gradient flows through the target or
 through the sampling of a text.
 Deviations: the mean is over all tokens of a batch, not over the means of texts. p and q have temperature 1, as in
-DistillSpec, for every serving temperature. Losses with batch statistics compute them on one chunk of positions.
+DistillSpec, for every serving temperature.
 FastDraft starts with random parameters; starting with some of the target's layers is our own choice. If the
 vocabularies differ in size, p and q are over the ids that both models have.
 """
@@ -38,12 +38,10 @@ from specjax.numerics.global_arrays import gather
 from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives import losses
 from specjax.training.objectives.chunks import sum_in_chunks
-from specjax.training.objectives.head_objective import StepReport
+from specjax.training.objectives.head_objective import LOGIT_POSITIONS, StepReport, text_log_probabilities
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.unroll import forward_packed
+from specjax.training.objectives.unroll import forward_packed, run_target_without_cache
 from specjax.types import Array, Model, PyTree, Target
-
-LOGIT_POSITIONS = 64  # positions of a text whose logits are computed together
 
 
 class PositionSums(NamedTuple):
@@ -51,6 +49,12 @@ class PositionSums(NamedTuple):
 
     loss: Array
     hits: Array  # positions whose most likely token is the text's
+    weight: Array  # positions that count
+    statistics: Array  # float32[S], see `losses.sum_statistics`
+
+    def means(self) -> Array:
+        """Return float32[S], the batch means that the losses read."""
+        return self.statistics / jnp.maximum(self.weight, 1e-9)
 
 
 class DraftPositions(NamedTuple):
@@ -62,16 +66,17 @@ class DraftPositions(NamedTuple):
     weight: Array  # float32[B, N]
 
 
-def compute_loss(
+def sum_losses(
     recipe: Recipe, model: Model, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array,
-    chunk: int | None = None, teacher: Array | None = None,
-) -> tuple[Array, StepReport]:  # fmt: skip
-    """Return (float32[], statistics) of a draft model on a packed batch.
+    chunk: int | None = None, means: Array | None = None, teacher: Array | None = None,
+) -> PositionSums:  # fmt: skip
+    """Return the sums of the losses of a draft model over a packed batch.
 
     Args:
       target: None if the only loss is "ce", which needs no target.
       positions: int32[B, R], as for heads: the round from position t has root x_{t+1} and drafts x_{t+2}; -1: no round.
       chunk: positions of a row per call, a divisor of R; the logits are float32[B, chunk, V].
+      means: `PositionSums.means` of the whole step; None: those of these positions.
       teacher: [B, T, E], the target's last hidden states; None: they are computed.
     """
     if recipe.reads_teacher and target is None:
@@ -79,7 +84,7 @@ def compute_loss(
     if not recipe.reads_teacher or target is None:
         teacher = None
     elif teacher is None:
-        teacher = forward_packed(target.model, target.params, packed)[0].hidden
+        teacher = run_target_without_cache(target, packed, taps=()).hidden
     drafts = _gather_positions(model, params, target, packed, positions, teacher)
     loss_of = losses.combined(recipe.losses)
 
@@ -94,12 +99,18 @@ def compute_loss(
                 shared_logits(target.model, target.params, teacher, Target(model, params))
             )
         hits = jnp.argmax(logits, -1) == label
-        return PositionSums(jnp.sum(weight * loss_of(logits, teacher_logits, label, weight)), jnp.sum(weight * hits))
+        loss = loss_of(logits, teacher_logits, label, weight, means)
+        statistics = losses.sum_statistics(recipe.losses, logits, teacher_logits, weight)
+        return PositionSums(jnp.sum(weight * loss), jnp.sum(weight * hits), jnp.sum(weight), statistics)
 
-    total = sum_in_chunks(judge_chunk, positions.shape[1], chunk, params, drafts)
-    tokens = jnp.sum(drafts.weight)
-    loss, accuracy = (x / jnp.maximum(tokens, 1.0) for x in total)
-    return loss, jax.lax.stop_gradient(StepReport(loss[None], accuracy[None], accuracy[None], tokens))
+    return sum_in_chunks(judge_chunk, positions.shape[1], chunk, params, drafts)
+
+
+def compute_loss(total: PositionSums) -> tuple[Array, StepReport]:
+    """Return (float32[], statistics) from the sums of a whole step."""
+    count = jnp.maximum(total.weight, 1.0)
+    loss, accuracy = total.loss / count, total.hits / count
+    return loss, jax.lax.stop_gradient(StepReport(loss[None], accuracy[None], accuracy[None], total.weight))
 
 
 def _gather_positions(
@@ -132,22 +143,37 @@ def shared_logits(model: Model, params: PyTree, hidden: Array, other: Target | N
     return model.unembed(params, hidden)[..., : shared_vocab_size(model, other)]
 
 
-def count_leading_hits(model: Model, params: PyTree, target: Target, packed: PackedBatch, depths: int) -> Array:
-    """Return int32[B, T - 1], the number of correct leading tokens of a greedy chain of `depths` from each position.
+def chain_acceptance(
+    model: Model, params: PyTree, target: Target, packed: PackedBatch, depths: int, temperature: float = 0.0
+) -> Array:
+    """Return float32[B, T - 1, K], as `head_objective.chain_acceptance` for the rounds from all positions.
 
-    A draft equals the text up to its first error, so one pass over the text covers all positions.
+    An accepted draft is the text, so one pass over the text covers all positions and depths.
     """
     tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    size = tokens.shape[1]
     hidden = forward_packed(match_vocabulary(model, target), params, packed)[0].hidden
-    greedy = lambda x: jnp.argmax(shared_logits(model, params, x, target), -1)
-    # predicted[:, t] is the prediction of x_{t+1}
-    predicted = jax.lax.map(greedy, hidden.swapaxes(0, 1), batch_size=LOGIT_POSITIONS).swapaxes(0, 1)
-    # hits[:, t] is True if the token after the root of position t is correct
-    hits = (predicted[:, 1:-1] == tokens[:, 2:]) & loss_mask[:, 2:] & (text_start[:, 2:] == text_start[:, :-2])
-    hits = jnp.pad(hits, ((0, 0), (0, 1)))
-    column = jnp.arange(hits.shape[1])
-    next_error = jax.lax.cummin(jnp.where(hits, hits.shape[1], column), axis=1, reverse=True)
-    return jnp.minimum(next_error - column, depths).astype(jnp.int32)
+    unembed = lambda x: shared_logits(model, params, x, target)
+    if temperature:  # accepted[:, t] is the acceptance of token t as a draft
+        log_p = _target_log_probabilities(target, packed, temperature)
+        log_q = text_log_probabilities(unembed, hidden, tokens, temperature)
+        log_q = jnp.where(tokens < shared_vocab_size(model, target), log_q, -jnp.inf)
+        accepted = jnp.exp(jnp.minimum(log_q - log_p, 0.0))
+    else:
+        greedy = lambda x: jnp.argmax(unembed(x), -1)
+        predicted = jax.lax.map(greedy, hidden[:, :-1].swapaxes(0, 1), batch_size=LOGIT_POSITIONS).swapaxes(0, 1)
+        accepted = jnp.pad(predicted == tokens[:, 1:], ((0, 0), (1, 0))).astype(jnp.float32)
+    column = jnp.arange(size - 1)[:, None] + 2 + jnp.arange(depths)  # [T - 1, K]
+    ahead = lambda x: x[:, jnp.minimum(column, size - 1)]
+    is_valid = (column < size) & ahead(loss_mask) & (ahead(text_start) == text_start[:, :-1, None])
+    return jnp.where(is_valid, ahead(accepted), 0.0)
+
+
+def _target_log_probabilities(target: Target, packed: PackedBatch, temperature: float) -> Array:
+    """Return float32[B, T], the target's log-probability of each token of a packed batch."""
+    hidden = forward_packed(target.model, target.params, packed)[0].hidden
+    unembed = lambda x: shared_logits(target.model, target.params, x, None)
+    return text_log_probabilities(unembed, hidden, jnp.asarray(packed.tokens), temperature)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import unembed
 from specjax.models.heads.contract import Head
 from specjax.training.objectives import losses
+from specjax.training.objectives.chunks import map_in_chunks
 from specjax.training.objectives.recipes import Recipe, resolve_depths
 from specjax.training.objectives.unroll import DepthOutput, Rounds, unroll_rounds
 from specjax.types import Array, Context, PyTree, Target
@@ -26,6 +29,12 @@ class DepthSums(NamedTuple):
     reached: Array  # rounds in which this token and all earlier ones were the text's
     features: Array  # loss of predicted features
     confidence: Array  # loss of the predicted acceptance
+    draftable: Array  # rounds whose token the head can draft
+    statistics: Array  # float32[K, S], see `losses.sum_statistics`
+
+    def means(self) -> Array:
+        """Return float32[K, S], the batch means that the losses read."""
+        return self.statistics / jnp.maximum(self.draftable, 1e-9)[:, None]
 
 
 class StepReport(NamedTuple):
@@ -37,27 +46,33 @@ class StepReport(NamedTuple):
     tokens: Array  # float32[], rounds that count
 
 
-def compute_head_loss(
+def sum_head_losses(
     recipe: Recipe,
     head: Head,
     params: PyTree,
     target: Target,
     rounds: Rounds,
     chunk: int | None = None,
-) -> tuple[Array, StepReport]:
-    """Return (float32[], statistics). The arguments are those of `unroll_rounds`.
+    means: Array | None = None,
+) -> DepthSums:
+    """Return the sums of the losses over some rounds. The arguments are those of `unroll_rounds`.
+
+    Args: means: `DepthSums.means` of the whole step; None: those of these rounds.
 
     Raises: UsageError if the recipe has a loss for an output that the head lacks.
     """
     _check_outputs(recipe, head)
-    depths = head_depths(recipe, head)
 
     def judge(outputs: list[DepthOutput]) -> DepthSums:
         teacher = [_teacher_logits(target, depth, rounds.ids) if recipe.reads_teacher else None for depth in outputs]
-        return _sum_losses(recipe, head, outputs, teacher)
+        return _sum_losses(recipe, head, outputs, teacher, means)
 
-    total = unroll_rounds(head, params, target, rounds, depths, judge, chunk)
-    count = jnp.maximum(total.weight, 1.0)
+    return unroll_rounds(head, params, target, rounds, head_depths(recipe, head), judge, chunk)
+
+
+def compute_head_loss(recipe: Recipe, total: DepthSums) -> tuple[Array, StepReport]:
+    """Return (float32[], statistics) from the sums of a whole step."""
+    depths, count = len(total.weight), jnp.maximum(total.weight, 1.0)
     share = jnp.ones(depths) if recipe.weighting == "d_pace" else losses.depth_decay(depths, recipe.decay)
     each = total.loss + recipe.features * total.features + recipe.confidence * total.confidence
     report = StepReport(total.loss / count, total.hits / count, total.reached / count, total.weight[0])
@@ -81,14 +96,18 @@ def _check_outputs(recipe: Recipe, head: Head) -> None:
             )
 
 
-def _sum_losses(recipe: Recipe, head: Head, outputs: list[DepthOutput], teacher: list[Array | None]) -> DepthSums:
+def _sum_losses(
+    recipe: Recipe, head: Head, outputs: list[DepthOutput], teacher: list[Array | None], means: Array | None
+) -> DepthSums:
     size = outputs[0].logits.shape[-1]
     counted = jnp.stack([depth.weight for depth in outputs])
     draftable = jnp.stack([depth.label < size for depth in outputs])
     weight = counted * draftable
     loss_of = losses.combined(recipe.losses)
-    parts = zip(outputs, teacher, weight, strict=True)
-    loss = jnp.stack([loss_of(depth.logits, p, depth.label, w) for depth, p, w in parts])
+    parts = list(zip(outputs, teacher, weight, strict=True))
+    mean_of = lambda k: None if means is None else means[k]
+    loss = jnp.stack([loss_of(depth.logits, p, depth.label, w, mean_of(k)) for k, (depth, p, w) in enumerate(parts)])
+    statistics = jnp.stack([losses.sum_statistics(recipe.losses, depth.logits, p, w) for depth, p, w in parts])
     share = weight
     if recipe.weighting == "d_pace":
         surprise = [losses.cross_entropy(depth.logits, None, depth.label, depth.weight) for depth in outputs]
@@ -102,7 +121,10 @@ def _sum_losses(recipe: Recipe, head: Head, outputs: list[DepthOutput], teacher:
         features = sums(jnp.stack([_feature_loss(head, depth, k) for k, depth in enumerate(outputs)]))
     if recipe.confidence:
         confidence = sums(_confidence_loss(outputs, teacher, hits, draftable))
-    return DepthSums(jnp.sum(share * loss, 1), jnp.sum(counted, 1), sums(hits), sums(reached), features, confidence)
+    return DepthSums(
+        jnp.sum(share * loss, 1), jnp.sum(counted, 1), sums(hits), sums(reached), features, confidence,
+        jnp.sum(weight, 1), statistics,
+    )  # fmt: skip
 
 
 def _teacher_logits(target: Target, depth: DepthOutput, ids: Array | None) -> Array:
@@ -156,11 +178,59 @@ def _confidence_loss(outputs: list[DepthOutput], teacher: list[Array | None], hi
     return jnp.stack(parts)
 
 
-def count_leading_hits(head: Head, params: PyTree, target: Target, rounds: Rounds, depths: int) -> Array:
-    """Return int32[B, R], the number of correct leading tokens of each round's greedy draft."""
+def chain_acceptance(
+    head: Head,
+    params: PyTree,
+    target: Target,
+    rounds: Rounds,
+    depths: int,
+    temperature: float,
+    chunk: int | None = None,
+) -> Array:
+    """Return float32[B, R, K], the probability that each draft of a round is accepted, if all earlier ones are.
+
+    The tokens of the text x are those that the target drew. At temperature 0 the probability is 1 where the draft is
+    right. Else the standard rule accepts the draft x with probability min(1, q(x) / p(x)), given that the text is x.
+    """
 
     def judge(outputs: list[DepthOutput]) -> Array:
-        hits = [(jnp.argmax(depth.logits, -1) == depth.label) & (depth.weight > 0) for depth in outputs]
-        return jnp.sum(jnp.cumprod(jnp.stack(hits).astype(jnp.int32), 0), 0).reshape(rounds.positions.shape)
+        scores = [_score(depth, temperature) for depth in outputs]
+        return jnp.stack(scores, 1).reshape(len(rounds.positions), -1, depths)
 
-    return unroll_rounds(head, params, target, rounds, depths, judge)
+    scores = unroll_rounds(head, params, target, rounds, depths, judge, chunk, over=map_in_chunks)
+    if not temperature:
+        return scores
+    tokens = jnp.asarray(rounds.packed.tokens)
+    unembed_target = lambda hidden: unembed(hidden, Context(tokens, tokens[:, 0], target=target))
+    log_p = text_log_probabilities(unembed_target, rounds.activations.hidden, tokens, temperature)
+    column = jnp.maximum(rounds.positions, 0)[:, :, None] + 2 + jnp.arange(depths)
+    log_p = take_along(log_p[:, :, None], jnp.minimum(column, tokens.shape[1] - 1).reshape(len(tokens), -1, 1), 1)
+    return jnp.exp(jnp.minimum(scores - log_p.reshape(scores.shape), 0.0))
+
+
+def _score(depth: DepthOutput, temperature: float) -> Array:
+    """Return float32[N]: 1 if the likeliest draft is the label, else 0; or at a temperature log q of the label."""
+    is_drafted = (depth.weight > 0) & (depth.label < depth.logits.shape[-1])
+    if not temperature:
+        return (is_drafted & (jnp.argmax(depth.logits, -1) == depth.label)).astype(jnp.float32)
+    log_q = -losses.cross_entropy(depth.logits / temperature, None, depth.label, depth.weight)
+    return jnp.where(is_drafted, log_q, -jnp.inf)
+
+
+LOGIT_POSITIONS = 64  # positions of a text whose logits are computed together
+
+
+def text_log_probabilities(
+    unembed: Callable[[Array], Array], hidden: Array, tokens: Array, temperature: float
+) -> Array:
+    """Return float32[B, T], log p of each token of the texts int32[B, T] at a temperature. The first column is 0.
+
+    Args: unembed: hidden states [..., D] -> logits. hidden: [B, T, D], from which the next token is predicted.
+    """
+
+    def score(inputs: tuple[Array, Array]) -> Array:
+        states, token = inputs
+        return -losses.cross_entropy(unembed(states).astype(jnp.float32) / temperature, None, token, token)
+
+    by_column = hidden[:, :-1].swapaxes(0, 1), tokens[:, 1:].swapaxes(0, 1)
+    return jnp.pad(jax.lax.map(score, by_column, batch_size=LOGIT_POSITIONS).swapaxes(0, 1), ((0, 0), (1, 0)))

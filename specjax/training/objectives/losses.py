@@ -3,9 +3,12 @@
 A position has the target distribution p and the draft distribution q, both over the tokens of the draft vocabulary:
 `loss(draft float32[..., v], teacher float32[..., v] or None, label int32[...], weight float32[...]) -> float32[...]`.
 `draft` and `teacher` are logits, and `label` is the token that the target wrote. `weight` is 0 where a position does
-not count; losses with batch statistics use it. At temperature 1 speculation accepts a draft with probability
-sum(min(p, q)) = 1 - TV. In greedy decoding it accepts a draft if the most likely tokens agree. Total variation
-therefore suits sampling, and cross entropy suits greedy decoding.
+not count. Losses with a statistic of the batch (`STATISTICS`) take its mean as a fifth argument. Without it they
+compute the mean of their own positions, which is that of the batch only if these are all of it.
+
+At temperature 1 speculation accepts a draft with probability sum(min(p, q)) = 1 - TV. In greedy decoding it accepts a
+draft if the most likely tokens agree. Total variation therefore suits sampling, and cross entropy suits greedy
+decoding.
 
 Gradients with respect to draft logits z, q = softmax(z), with g = [p > q]:
 
@@ -32,7 +35,7 @@ TIE = 1e-5  # p > q only if log p - log q exceeds the float32 error of equal log
 LOG_FLOOR = -30.0  # lower bound of log p in rkl, which is infinite where p is 0
 MIN_DEVIATION = 1e-3
 
-Loss = Callable[[Array, Array | None, Array, Array], Array]
+Loss = Callable[..., Array]
 
 
 def _log_p(teacher: Array | None) -> Array:
@@ -107,7 +110,25 @@ def negative_log_acceptance(draft: Array, teacher: Array | None, label: Array, w
     return -jax.nn.logsumexp(jnp.where(_is_larger(log_p, log_q), log_q, log_p), -1)
 
 
-def normalised_variation(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
+def expected_reward(draft: Array, teacher: Array | None) -> Array:
+    """Return float32[...], E_q g. Its mean over a batch is the baseline of TVD++."""
+    _, q, larger = _larger(draft, teacher)
+    return jax.lax.stop_gradient(jnp.sum(q * larger, -1))
+
+
+def acceptance_rate(draft: Array, teacher: Array | None) -> Array:
+    """Return float32[...], sum(min(p, q)). Its mean over a batch sets the shares of the LK hybrid."""
+    p, q, larger = _larger(draft, teacher)
+    return jax.lax.stop_gradient(1 - jnp.sum(larger * (p - q), -1))
+
+
+def _mean(value: Array, weight: Array) -> Array:
+    return jnp.sum(weight * value) / jnp.maximum(jnp.sum(weight), 1e-9)
+
+
+def normalised_variation(
+    draft: Array, teacher: Array | None, label: Array, weight: Array, mean: Array | None = None
+) -> Array:
     """Return the TVD++ loss: a policy gradient with reward [p > q], normalised by its mean and deviation in the batch.
 
     Only the gradient is meaningful. It is that of TV divided by the deviation.
@@ -115,16 +136,16 @@ def normalised_variation(draft: Array, teacher: Array | None, label: Array, weig
     _, q, larger = _larger(draft, teacher)
     q = jax.lax.stop_gradient(q)
     # The reward is 0 or 1, so its mean equals the mean of its squares.
-    mean = jnp.sum(weight * jnp.sum(q * larger, -1)) / jnp.maximum(jnp.sum(weight), 1e-9)
+    mean = _mean(expected_reward(draft, teacher), weight) if mean is None else mean
     deviation = jnp.maximum(jnp.sqrt(jnp.maximum(mean - mean**2, 0.0)), MIN_DEVIATION)
     return -jnp.sum(q * (larger - mean) / deviation * _log_q(draft), -1)
 
 
-def lk_hybrid(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
+def lk_hybrid(draft: Array, teacher: Array | None, label: Array, weight: Array, mean: Array | None = None) -> Array:
     """Return a mix of KL and TV, whose share of TV grows with the acceptance rate."""
     variation = total_variation(draft, teacher, label, weight)
-    accepted = jnp.sum(weight * (1 - variation)) / jnp.maximum(jnp.sum(weight), 1e-9)
-    share = jnp.exp(-3 * jax.lax.stop_gradient(accepted))
+    accepted = _mean(acceptance_rate(draft, teacher), weight) if mean is None else mean
+    share = jnp.exp(-3 * accepted)
     return share * forward_kl(draft, teacher, label, weight) + (1 - share) * variation
 
 
@@ -142,6 +163,11 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
     }
 )
 """All losses by name. All except `ce` read the teacher."""
+
+STATISTICS: Mapping[str, Callable[[Array, Array | None], Array]] = MappingProxyType(
+    {"tvd++": expected_reward, "lk_hybrid": acceptance_rate}
+)
+"""The losses with a statistic of the batch: `statistic(draft, teacher) -> float32[...]`, whose mean they read."""
 
 
 def smooth_l1(predicted: Array, feature: Array) -> Array:
@@ -194,9 +220,29 @@ def d_pace(log_q: Array, counted: Array | None = None, smooth: float = 0.5) -> A
 
 @functools.cache
 def combined(parts: tuple[tuple[str, float], ...]) -> Loss:
-    """Return the weighted sum of losses by name. Equal arguments share one function."""
+    """Return the weighted sum of losses by name. Equal arguments share one function.
 
-    def loss(draft: Array, teacher: Array | None, label: Array, weight: Array) -> Array:
-        return sum((share * LOSSES[name](draft, teacher, label, weight) for name, share in parts), jnp.float32(0))
+    Its fifth argument `means` are float32[S], the means of `sum_statistics` over the batch.
+    """
+
+    def loss(draft: Array, teacher: Array | None, label: Array, weight: Array, means: Array | None = None) -> Array:
+        total, number = jnp.float32(0), 0
+        for name, share in parts:
+            mean: tuple[Array, ...] = ()
+            if name in STATISTICS and means is not None:
+                mean, number = (means[number],), number + 1
+            total += share * LOSSES[name](draft, teacher, label, weight, *mean)
+        return total
 
     return loss
+
+
+def has_statistics(parts: tuple[tuple[str, float], ...]) -> bool:
+    """Return True if one of the losses reads a mean over the batch."""
+    return any(name in STATISTICS for name, _ in parts)
+
+
+def sum_statistics(parts: tuple[tuple[str, float], ...], draft: Array, teacher: Array | None, weight: Array) -> Array:
+    """Return float32[S], the weighted sums of the statistics of S losses, in the order of `parts`."""
+    statistics = [STATISTICS[name] for name, _ in parts if name in STATISTICS]
+    return jnp.array([jnp.sum(weight * statistic(draft, teacher)) for statistic in statistics], jnp.float32)

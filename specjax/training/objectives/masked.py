@@ -51,6 +51,7 @@ class MaskedSums(NamedTuple):
     loss: Array
     hits: Array  # columns whose most likely token is the text's
     masked: Array  # number of masked columns
+    columns: Array  # columns of the loss mask, once per view
 
 
 def text_positions(packed: PackedBatch) -> Array:
@@ -119,11 +120,11 @@ def forward_views(denoiser: Denoiser, packed: PackedBatch, masked: Array) -> Arr
     return jnp.where((block == column)[:, None, :, None], jnp.roll(hidden[:, :1], 1, 2), predicting)
 
 
-def compute_loss(
+def sum_losses(
     denoiser: Denoiser, packed: PackedBatch, views: tuple[MaskedView, ...], *, by_rate: bool = True,
     chunk: int | None = None,
-) -> tuple[Array, MaskedSums]:  # fmt: skip
-    """Return (float32[], sums): the mean over views of the cross entropy per column of the loss mask.
+) -> MaskedSums:  # fmt: skip
+    """Return the sums over some views of the cross entropy of masked columns.
 
     Args:
       by_rate: weight masked columns by 1 / rate, which bounds the likelihood. False: weight them by 1, so that
@@ -145,8 +146,20 @@ def compute_loss(
             jnp.sum(jnp.where(is_masked, loss * part(weight, 2), 0.0)),
             jnp.sum(hits, dtype=jnp.float32),
             jnp.sum(is_masked, dtype=jnp.float32),
+            jnp.float32(0),
         )
 
-    sums = sum_in_chunks(judge_chunk, size, chunk, denoiser.params, hidden)
-    count = jnp.maximum(jnp.sum(jnp.asarray(packed.loss_mask)), 1) * (len(views) if by_rate else 1)
-    return sums.loss / count, sums
+    columns = jnp.sum(jnp.asarray(packed.loss_mask), dtype=jnp.float32) * (len(views) if by_rate else 1)
+    return sum_in_chunks(judge_chunk, size, chunk, denoiser.params, hidden)._replace(columns=columns)
+
+
+def compute_loss(
+    denoiser: Denoiser, packed: PackedBatch, views: tuple[MaskedView, ...], *, by_rate: bool = True,
+    chunk: int | None = None,
+) -> tuple[Array, MaskedSums]:  # fmt: skip
+    """Return (float32[], sums): the mean over views of the cross entropy per column of the loss mask.
+
+    The arguments are those of `sum_losses`.
+    """
+    sums = sum_losses(denoiser, packed, views, by_rate=by_rate, chunk=chunk)
+    return sums.loss / jnp.maximum(sums.columns, 1), sums

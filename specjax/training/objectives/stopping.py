@@ -109,20 +109,28 @@ def sample_proposals(
     return jnp.concatenate([first, token], 1), jnp.pad(accepted, ((0, 0), (1, 0)))
 
 
-def compute_loss(
-    head: AcceptanceHead, examples: StoppingExamples, rejection_weight: float = 6.0
-) -> tuple[Array, StepReport]:
-    """Return (float32[], statistics).
+class StoppingSums(NamedTuple):
+    """Sums over proposed tokens, float32[] each."""
 
-    The accuracy is the share of tokens whose predicted and actual acceptance are on the same side of 1/2.
-    """
+    loss: Array
+    share: Array  # weights of the loss
+    hits: Array  # tokens whose predicted and actual acceptance are on the same side of 1/2
+    tokens: Array  # number of proposed tokens
+
+
+def sum_losses(head: AcceptanceHead, examples: StoppingExamples, rejection_weight: float = 6.0) -> StoppingSums:
+    """Return the sums of the losses over some examples."""
     predicted = head.acceptance(examples.features)
     loss, share = acceptance_weighted(predicted, examples.accepted, rejection_weight)
-    count = jnp.sum(examples.weight)
-    value = jnp.sum(examples.weight * loss) / jnp.maximum(jnp.sum(examples.weight * share), 1e-9)
     hits = (predicted > 0.5) == (examples.accepted > 0.5)
-    accuracy = jnp.sum(examples.weight * hits) / jnp.maximum(count, 1.0)
-    return value, jax.lax.stop_gradient(StepReport(value[None], accuracy[None], accuracy[None], count))
+    total = lambda x: jnp.sum(examples.weight * x)
+    return StoppingSums(total(loss), total(share), total(hits), jnp.sum(examples.weight))
+
+
+def compute_loss(total: StoppingSums) -> tuple[Array, StepReport]:
+    """Return (float32[], statistics) from the sums of a whole step."""
+    value, accuracy = total.loss / jnp.maximum(total.share, 1e-9), total.hits / jnp.maximum(total.tokens, 1.0)
+    return value, jax.lax.stop_gradient(StepReport(value[None], accuracy[None], accuracy[None], total.tokens))
 
 
 def calibrate(head: AcceptanceHead, rejection_weight: float = 6.0) -> AcceptanceHead:

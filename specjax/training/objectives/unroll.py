@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from specjax.arrays.indexing import take_along
 from specjax.models.heads.agreement import prompted_features
 from specjax.models.heads.blocks import share_cache
 from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, features_of
 from specjax.training.data.packing import PackedBatch
-from specjax.training.objectives.chunks import sum_in_chunks
+from specjax.training.objectives.chunks import TARGET, sum_in_chunks
 from specjax.types import Array, Context, DraftOutput, Model, Output, PyTree, Target
 
 
@@ -79,7 +80,8 @@ def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple
 
 def _run_target(target: Target, packed: PackedBatch, taps: tuple[int, ...]) -> TargetActivations:
     output, pending = forward_packed(target.model, target.params, packed, taps)
-    return jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending))
+    activations = jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending))
+    return checkpoint_name(activations, TARGET)
 
 
 def unroll_rounds(
@@ -90,11 +92,14 @@ def unroll_rounds(
     depths: int,
     judge: Callable[[list[DepthOutput]], Any],
     chunk: int | None = None,
+    *,
+    over: Callable[..., Any] = sum_in_chunks,
 ) -> Any:
     """Return the sum over all rounds of `judge(outputs by depth)`, a tree of arrays.
 
     Args:
       depths: drafted tokens per round. judge: reduces the outputs of a chunk of rounds to sums.
+      over: `map_in_chunks` returns results [B, R, ...] of all rounds instead of their sum.
       chunk: rounds of a row per call, a divisor of R. The backward pass recomputes their logits. None: one call covers
         all rounds, and nothing is recomputed.
     """
@@ -124,7 +129,7 @@ def unroll_rounds(
         positions = jax.lax.dynamic_slice_in_dim(rounds.positions, i, size, 1)
         return judge(_draft_rounds(head, params, part, target, rounds._replace(positions=positions), depths))
 
-    return sum_in_chunks(judge_chunk, count, chunk, params, memory)
+    return over(judge_chunk, count, chunk, params, memory)
 
 
 def _draft_rounds(

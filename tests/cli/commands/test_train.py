@@ -32,7 +32,7 @@ def test_from_prompts_to_a_head_that_is_served(cli, prompts, tmp_path):
     assert result.code == 0, result.err
     card = json.loads(result.out)
     assert card["answers"] == 4 and card["answer_tokens"] == 32
-    assert card["served"]["tokens"] == 16 and card["served"]["tokens_per_pass"] >= 1.0
+    assert card["served"]["tokens"] == 8 and card["served"]["tokens_per_pass"] >= 1.0
     assert "answering: 6 prompts" in result.err and "tokens per pass" in result.err
     steps = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, steps[-1]["steps"] + 1))
@@ -148,7 +148,7 @@ def test_states_that_cannot_be_kept_are_refused_before_anything_is_answered(refu
     )
     (tmp_path / "activations.json").write_text('{"target": "another"}')
     assert "holds activations with another target" in refused(*flags, "--method", "medusa", "--states", tmp_path)
-    assert "cannot hold the activations" in refused(*flags, "--method", "medusa", "--states", prompts / "below")
+    assert "is no folder" in refused(*flags, "--method", "medusa", "--states", prompts / "below")
     assert not list(out.glob("answers*"))
 
 
@@ -200,7 +200,8 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--method", "medusa", "--num-draft-tokens", 9),
          "--num-draft-tokens 9 is more than the 4 that medusa drafts; lower it, or leave it out"),
         (("--out", out, "--prompts", prompts, "--method", "ppd", "--freeze", "prompts"), "all parameters are frozen"),
-        (("--out", out, "--prompts", prompts, "--texts", prompts, "--temperature", 1), "--temperature is for resp"),
+        (("--out", out, "--prompts", prompts, "--method", "medusa", "--depths", 9), "--depths 9 is more than the 4"),
+        (("--out", out, "--prompts", prompts, "--accumulate", 0), "--accumulate must be at least 1, not 0"),
     ):  # fmt: skip
         line = refused("train", *arguments)
         assert re.search(words, line), line
@@ -263,3 +264,40 @@ def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monk
     assert len(whole) == 6
     part = run(tmp_path / "part", most=2)
     assert sorted(part + run(tmp_path / "part")) == sorted(whole) and len(written) == 4
+
+
+def test_files_and_folders_are_checked_before_a_model_is_loaded(refused, prompts, tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(specjax, "load", load, raising=False)
+    (tmp_path / "none.jsonl").write_text('{"nothing": 1}\n')
+    flags = {"--out": tmp_path / "head", "--prompts": prompts}
+    for changes, words in (
+        ({"--prompts": tmp_path / "missing"}, "--prompts: cannot read"),
+        ({"--prompts": tmp_path / "none.jsonl"}, "--prompts: .* has no text that can be used"),
+        ({"--texts": tmp_path / "missing"}, "--texts: cannot read"),
+        ({"--out": prompts / "below"}, "--out: .* is no folder"),
+        ({"--answers": prompts / "below"}, "--answers: .* is no folder"),
+        ({"--states": prompts / "below", "--keep-states": 1}, "--states: .* is no folder"),
+    ):
+        line = refused("train", *(part for pair in (flags | changes).items() for part in pair))
+        assert re.search(words, line), line
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.exhaustive
+def test_files_of_conversations_are_answered_or_trained_on(cli, tmp_path):
+    talks = [{"conversations": [{"from": who, "value": text + str(i)} for who, text in
+              (("human", "a"), ("gpt", "bc"), ("human", "d"), ("gpt", "ef"))]} for i in range(5)]  # fmt: skip
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps([*talks, {"conversations": []}]))
+    small = (*SMALL, "--length", 64, "--method", "medusa", "--json")
+    answered = cli("train", "--prompts", file, "--out", tmp_path / "asked", *small, "--temperature", 0.9)
+    assert answered.code == 0, answered.err
+    card = json.loads(answered.out)
+    assert f"left out: {file}, 6: no text" in " ".join(answered.err.split())
+    assert 24 < card["answer_tokens"] <= 3 * 2 * 8 and card["temperature"] == 0.9
+    given = cli("train", "--texts", file, "--out", tmp_path / "given", *small)
+    assert given.code == 0, given.err
+    assert json.loads(given.out)["answer_tokens"] == 3 * 2 * 3, "three letters, twice"

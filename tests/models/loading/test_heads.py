@@ -295,6 +295,17 @@ def test_a_layout_without_words_for_a_head_is_refused(tmp_path):
         save_head(tmp_path / "out", head, layout="safeailab")
 
 
+@pytest.mark.parametrize(
+    "rope", [{"type": "mrope"}, {"rope_type": "default", "type": "mrope"}, {"rope_type": "default"}]
+)
+def test_a_head_of_a_model_for_images_reads_text(rope, tmp_path):
+    """The three positions of a token of text are equal, so the sections of its rotation are those of one position."""
+    layers = d.layers(8, rope_scaling=rope | {"mrope_section": [1, 1, 2]})
+    sections = load_head(written(tmp_path / "sections", transformer_layer_config=layers), target())
+    plain = load_head(written(tmp_path / "plain", transformer_layer_config=d.layers(8)), target())
+    same(logits(sections), logits(plain))
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_token_map_of_fr_spec(kind, tmp_path):
     """The map has the target's ids. Other ids are not drafted, and mapped ones keep their logits."""

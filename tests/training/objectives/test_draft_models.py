@@ -20,8 +20,10 @@ from specjax.training.data.packing import TrainingText, choose_round_starts, pac
 from specjax.training.loop.trainer import train
 from specjax.training.measure.acceptance_eval import measure_acceptance
 from specjax.training.objectives import losses
-from specjax.training.objectives.draft_models import OnPolicy, compute_loss, count_leading_hits, resample_responses
+from specjax.training.objectives.draft_models import OnPolicy, chain_acceptance, resample_responses
 from specjax.training.objectives.recipes import recipe_of
+from specjax.training.objectives.trainables import StepBatch, build_model_objective
+from specjax.training.objectives.trainables import compute_loss as compute_step_loss
 from specjax.types import Target
 
 NEW, DEPTHS, LENGTH = 24, 3, 40
@@ -46,6 +48,11 @@ def texts() -> list[TrainingText]:
     return [
         TrainingText((*prompt, *text), len(prompt)) for prompt, text in zip(prompts, result.to_lists(), strict=True)
     ]
+
+
+def compute_loss(recipe, model, params, target, packed, places, chunk=None, parts=1):
+    batch = StepBatch(packed, places, jax.random.split(jax.random.key(0), len(packed.tokens)))
+    return compute_step_loss(build_model_objective(model), recipe, params, target, batch, chunk, parts)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "chunk"))
@@ -133,8 +140,8 @@ def test_models_of_other_vocabularies_meet_in_the_ids_that_both_have():
     )()
     assert np.isfinite(loss[0]) and int(loss[1].tokens) == 2 * NEW
     same = resize_vocabulary(small.model, 64)
-    hits = count_leading_hits(small.model, small.params, target(), packed, DEPTHS)
-    np.testing.assert_array_equal(hits, count_leading_hits(same, small.params, target(), packed, DEPTHS))
+    hits = chain_acceptance(small.model, small.params, target(), packed, DEPTHS)
+    np.testing.assert_array_equal(hits, chain_acceptance(same, small.params, target(), packed, DEPTHS))
 
 
 @pytest.mark.parametrize("depths", those([4], [1, 4]))

@@ -22,6 +22,7 @@ from specjax.training.objectives.stopping import (
     init_stopping,
     make_examples,
     sample_proposals,
+    sum_losses,
 )
 
 
@@ -58,7 +59,7 @@ def test_an_untrained_head_has_even_odds():
 
 def test_hard_labels_of_weight_one_are_cross_entropy():
     """T9 (c)."""
-    value, report = compute_loss(says(np.log(4.0)), constant([1.0, 0.0, 1.0]), rejection_weight=1.0)
+    value, report = compute_loss(sum_losses(says(np.log(4.0)), constant([1.0, 0.0, 1.0]), rejection_weight=1.0))
     assert float(value) == pytest.approx(-(2 * np.log(0.8) + np.log(0.2)) / 3, rel=1e-5)
     assert float(report.accuracy[0]) == pytest.approx(2 / 3) and report.tokens == 3
 
@@ -66,11 +67,12 @@ def test_hard_labels_of_weight_one_are_cross_entropy():
 def test_the_best_constant_is_that_of_the_closed_form_and_calibration_undoes_the_weight():
     """T9 (e): mean acceptance .8 and w = 6: 0.8 / (0.8 + 6 * 0.2) = .4."""
     found = constant([1.0, 0.9, 0.5, 0.8, 0.8])
-    slope = jax.grad(lambda odds: compute_loss(AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds)), found)[0])
+    head_of = lambda odds: AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds))
+    slope = jax.grad(lambda odds: compute_loss(sum_losses(head_of(odds), found))[0])
     odds = lambda chance: jnp.log(jnp.array([1 - chance, chance]))
     np.testing.assert_allclose(slope(odds(0.4)), 0, atol=1e-6)
     assert abs(slope(odds(0.45))[1]) > 1e-3
-    best = AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds(0.4)))
+    best = head_of(odds(0.4))
     assert float(calibrate(best).acceptance(jnp.zeros(4))) == pytest.approx(0.8, rel=1e-5)
 
 
@@ -85,7 +87,7 @@ def test_what_was_not_proposed_has_no_gradient():
     found = found_of(pack(texts()[:2], 2, 30)[0].tokens, 0.5)
     weight = jnp.ones((2, 32)) * jnp.array([[0.1], [0.3]])
     head = AcceptanceHead((), AcceptanceLayer(weight, jnp.zeros(2)))
-    slope = jax.jit(jax.grad(lambda features: compute_loss(head, found._replace(features=features))[0]))
+    slope = jax.jit(jax.grad(lambda features: compute_loss(sum_losses(head, found._replace(features=features)))[0]))
     moved = np.abs(np.asarray(slope(found.features))).sum(-1) > 0
     np.testing.assert_array_equal(moved, np.asarray(found.weight) > 0)
     inside = np.arange(30) >= 4

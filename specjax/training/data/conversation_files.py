@@ -1,0 +1,198 @@
+"""Files of prompts, texts and conversations, in the formats of ShareGPT, OpenAI and others.
+
+A file has one text per line, one JSON object per line, or one JSON list of objects. An object has one of
+
+    "messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]  (OpenAI)
+    "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]  (ShareGPT)
+    "turns": ["first question", "second question", ...]
+    "prompt": "...", optionally with "completion", "response" or "answer"
+    "instruction": "...", optionally with "input" and "output"
+    "text": "..."
+
+A "system" text may stand beside them. Entries that cannot be used are reported by number, and the others are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.errors import UsageError
+from specjax.files.untrusted import quote, read_bytes
+from specjax.training.data.conversations import ASSISTANT, Message, TextSource
+
+MAX_FILE_BYTES = 1 << 31
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",
+    ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bard": ASSISTANT, "bing": ASSISTANT,
+    "bot": ASSISTANT, "model": ASSISTANT, "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+"""The role of a message by its name in files."""
+
+LISTS = ("messages", "conversations", "conversation")
+ANSWERS = ("completion", "response", "answer", "output", "chosen")
+
+
+class BadEntry(NamedTuple):
+    """An entry that cannot be used."""
+
+    number: int  # line, or place in the list, from 1
+    error: str
+
+
+class TextFile(NamedTuple):
+    """The entries of a file."""
+
+    sources: list[TextSource]
+    bad: list[BadEntry]
+
+
+def read_text_file(path: str | Path) -> TextFile:
+    """Read a file of prompts, texts or conversations.
+
+    Raises: UsageError for a file that cannot be read, or that has no entry that can be used.
+    """
+    try:
+        text = read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from None
+    sources, bad = [], []
+    for number, entry in _split(text, Path(path)):
+        try:
+            sources.append(_parse_line(entry) if isinstance(entry, _Line) else parse_entry(entry))
+        except UsageError as error:
+            bad.append(BadEntry(number, str(error)))
+    if not sources:
+        reason = f" ({bad[0].number}: {bad[0].error})" if bad else ""
+        raise UsageError(
+            f"{path} has no text that can be used{reason}; write one per line, or one JSON object per line"
+        )
+    return TextFile(sources, bad)
+
+
+class _Line(str):
+    """A line with a JSON value."""
+
+
+def _split(text: str, path: Path) -> list[tuple[int, Any]]:
+    """Return the numbered entries: texts, JSON values, or lines with a JSON value."""
+    begin = text.lstrip()[:1]
+    if begin == "[" or (begin == "{" and path.suffix == ".json"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None  # lines of JSON, or a plain text that begins with a bracket
+        if value is not None:
+            return list(enumerate(value if isinstance(value, list) else [value], 1))
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    is_json = path.suffix in (".jsonl", ".json", ".ndjson") or begin == "{"
+    return [(number, _Line(line)) for number, line in lines] if is_json else list(lines)
+
+
+def _parse_line(line: str) -> TextSource:
+    try:
+        return parse_entry(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError):
+        raise UsageError("not valid JSON (too long a number, or nested too deeply)") from None
+
+
+def parse_entry(entry: Any) -> TextSource:
+    """Return the text or the conversation of an entry.
+
+    Raises: UsageError for an entry without text, or with parts that a text model cannot read.
+    """
+    if isinstance(entry, list):
+        entry = {"messages": entry}
+    if not isinstance(entry, Mapping):
+        return _text(entry, "the entry")
+    system = [{"role": "system", "content": _text(entry["system"], '"system"')}] if entry.get("system") else []
+    messages = [*system, *_parse_messages(entry)]
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return messages[0]["content"]
+    if not any(message["role"] == "user" for message in messages):
+        raise UsageError("the conversation has no message of the user")
+    first = next(message["role"] for message in messages if message["role"] != "system")
+    if first == ASSISTANT:
+        raise UsageError("the conversation begins with an answer")
+    return messages
+
+
+def _parse_messages(entry: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of an object."""
+    if entry.get("tools"):
+        raise UsageError('the conversation has "tools", which are not read')
+    name = next((name for name in (*LISTS, "turns", "prompt", "instruction", "text") if entry.get(name)), None)
+    if name is None:
+        raise UsageError('no text: it needs "messages", "conversations", "turns", "prompt", "instruction" or "text"')
+    value = entry[name]
+    if name in LISTS or (name == "prompt" and isinstance(value, list)):
+        messages = [_parse_message(message) for message in _items(value, name)]
+    elif name == "turns":
+        messages = [_user(_text(turn, '"turns"')) for turn in (value if isinstance(value, list) else [value])]
+    else:
+        more = entry.get("input") if name == "instruction" else None
+        parts = [_text(value, f'"{name}"'), *([_text(more, '"input"')] if more else [])]
+        messages = [_user("\n\n".join(parts))]
+    answer = next((entry[key] for key in ANSWERS if entry.get(key)), None)
+    if answer is None or name in LISTS or name == "turns":
+        return messages
+    if isinstance(answer, list):
+        return [*messages, *(_parse_message(message) for message in answer)]
+    return [*messages, {"role": ASSISTANT, "content": _text(answer, "the answer")}]
+
+
+def _items(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f'the field "{name}" is no list of messages')
+    return value
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _parse_message(message: Any) -> Message:
+    """Return a message with a standard role and content. Other fields stay."""
+    if not isinstance(message, Mapping):
+        raise UsageError(f"{quote(message)} is no message")
+    name = message.get("role", message.get("from"))
+    if not isinstance(name, str) or name.lower() not in ROLES:
+        raise UsageError(f"the role {quote(name)} is not one of {', '.join(ROLES)}")
+    role, content = ROLES[name.lower()], message.get("content", message.get("value"))
+    if isinstance(content, list):
+        content = "".join(_part(part) for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    elif not isinstance(content, str):
+        raise UsageError("a message has no text; it needs the field content or value, a string")
+    extra = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
+    return {"role": role, "content": _check_text(content), **extra}
+
+
+def _part(part: Any) -> str:
+    """Return the text of a part of a message."""
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise UsageError(f"a message has a part of type {quote(kind)}, and only text can be read")
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name} is no text, but {quote(value)}")
+    if not value.strip():
+        raise UsageError(f"{name} is empty")
+    return _check_text(value)
+
+
+def _check_text(text: str) -> str:
+    """Raise a UsageError for half of a surrogate pair, which escapes of JSON can contain."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UsageError("the text has half of a surrogate pair, which is no character")
+    return text
