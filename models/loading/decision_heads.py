@@ -71,7 +71,7 @@ def save_acceptance(folder: str | Path, head: AcceptanceHead) -> None:
     }
     arrays = {f"{name}.{leaf}": np.array(x) for name, block in blocks.items() for leaf, x in block._asdict().items()}
     config = {"hidden_size": int(head.out.weight.shape[1]), "num_layers": len(head.blocks)}
-    place = Path(folder)
+    place = Path(folder).expanduser()
     _write(place / hf.SAFETENSORS_FILE, arrays)
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -112,7 +112,10 @@ def read_judge(source: str | Path) -> JudgeHead:
 def save_judge(file: str | Path, weight, bias: float = 0.0, threshold: float | None = None) -> None:
     """Write a .safetensors file for `read_judge`. Raises: UsageError if it cannot be written."""
     arrays = {"weight": np.array(weight, np.float32), "bias": np.array([bias], np.float32)}
-    _write(Path(file), arrays | ({} if threshold is None else {"threshold": np.array([threshold], np.float32)}))
+    _write(
+        Path(file).expanduser(),
+        arrays | ({} if threshold is None else {"threshold": np.array([threshold], np.float32)}),
+    )
 
 
 def _read(tensors: Mapping[str, TensorLocation], name: str, shape: tuple[int, ...], where: Path) -> np.ndarray:

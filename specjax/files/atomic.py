@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 def cache_folder() -> Path:
     """Return the cache folder of this user on this machine. It may not exist yet."""
     home = Path.home()
-    if os.environ.get("XDG_CACHE_HOME"):
+    if os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")):  # the specification ignores relative paths
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "darwin":
         base = home / "Library" / "Caches"
@@ -39,13 +39,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str, st
     """
     from safetensors.flax import save_file
 
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
         save_file(dict(tensors), part, dict(about or {"format": "pt"}))
         apply_umask(part)
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

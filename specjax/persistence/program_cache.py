@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import os
-import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,12 +22,10 @@ import jax.numpy as jnp
 from specjax.engine import run
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import TRACED
-from specjax.files.atomic import write_atomic
 from specjax.persistence import program_key
+from specjax.persistence.program_files import ProgramFolder, StoredPrograms
+from specjax.persistence.xla_cache import without_xla_cache
 from specjax.types import Array, DecodeState, Info
-
-GIB = 2**30
-DIGEST = hashlib.sha256().digest_size
 
 READING = "reading programs"
 """Prefix of the names of threads that only read. A process may exit without waiting for them."""
@@ -97,34 +93,31 @@ class _PlainUntilReady:
 STREAM = Family("stream", TRACED, _lower_stream)
 
 
-class StoredPrograms(NamedTuple):
-    """Content of a file: serialized programs."""
-
-    programs: list[tuple]
-    plain: tuple | None = None  # plain step, which runs until the last program is loaded
-
-
 class ProgramCache:
     """A folder of compiled programs, for `specjax.stream(..., programs=ProgramCache(folder))` and `specjax.serve`.
 
-    The files are executed, so no other user should be able to write to the folder.
+    The files are executed. So the folder must belong to this user, and no other user may be able to write to it.
+    Otherwise nothing is read or written, and a warning gives the reason. A new folder gets mode 0700. Several threads
+    may share the object.
     """
 
     def __init__(self, folder: str | Path, gib: float = 2.0, plain_first: bool = False):
         """Open a cache.
 
         Args:
-          gib: size limit in GiB. The least recently used programs are deleted first.
+          folder: `~` is the user's home.
+          gib: size limit in GiB. The least recently used programs are deleted first. Other files stay.
           plain_first: `stream` starts with plain steps, whose program is ready early, and drafts once the wider passes
             are compiled or loaded. `finish` and the exit of the process wait for them.
         """
-        self.folder, self.gib, self.plain_first = Path(folder), gib, plain_first
+        self.files, self.plain_first = ProgramFolder(folder, gib), plain_first
         self.compiling: Future | None = None  # full step that is being compiled, if any
         self._reading: list[Future] = []
         self.hit: bool | None = None  # True if the last requested programs were in the cache; None: not cacheable
         self._ready: dict[Any, tuple] = {}
         self._label: str | None = None
         self._expected: tuple[str, Future] | None = None
+        self._lock = threading.RLock()
 
     def expect(self, label: str) -> None:
         """Start to load the programs that were last used with the same `label`, while the caller loads a model.
@@ -132,12 +125,16 @@ class ProgramCache:
         For SmolLM2 on two CPU cores it takes 3.2 s, without the interpreter lock.
         """
         self._label = program_key.digest(label + program_key.digest_package())
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            name = (self.folder / f"{self._label}.last").read_text(encoding="ascii")
+        name = self.files.read_last(self._label)
+        if name is not None:
             self._expected = name, _start_thread(lambda: self._read(name), READING)
 
     def programs(self, job: Job, family: Family = STREAM) -> Any:
         """Return the programs of a job, from the cache if possible. New programs are added to the cache."""
+        with self._lock:
+            return self._programs(job, family)
+
+    def _programs(self, job: Job, family: Family) -> Any:
         self.hit = None
         if not _is_cacheable(job):
             return family.traced
@@ -172,8 +169,7 @@ class ProgramCache:
         if expected and expected[0] == name:
             return expected[1].result()
         if self._label is not None:
-            with contextlib.suppress(OSError):
-                write_atomic(self.folder / f"{self._label}.last", name.encode())
+            self.files.write_last(self._label, name)
         return self._read(name)
 
     def _read(self, name: str) -> list[Callable] | None:
@@ -183,11 +179,9 @@ class ProgramCache:
         of five).
         """
         with contextlib.suppress(Exception):
-            path = self.folder / name
-            content = path.read_bytes()
-            if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
+            stored = self.files.read(name)
+            if stored is None:
                 return None
-            stored: StoredPrograms = pickle.loads(content[DIGEST:])
             if self.plain_first and stored.plain is not None:
                 *first, full = stored.programs
                 *programs, plain = map(_deserialize, [*first, stored.plain])
@@ -195,7 +189,6 @@ class ProgramCache:
             else:
                 with ThreadPoolExecutor() as pool:
                     programs = list(pool.map(_deserialize, stored.programs))
-            os.utime(path)
             return programs
         return None
 
@@ -215,14 +208,14 @@ class ProgramCache:
         """
         self.finish()
         if plain is None:
-            with _without_xla_cache(), ThreadPoolExecutor() as pool:
+            with without_xla_cache(), ThreadPoolExecutor() as pool:
                 futures = [pool.submit(program.compile) for program in lowered]
                 programs = [future.result() for future in futures]
             with contextlib.suppress(Exception):  # a program that cannot be written still runs
-                self._write(name, StoredPrograms(list(map(_serialize, programs))))
+                self.files.write(name, StoredPrograms(list(map(_serialize, programs))))
             return programs
         first = next(lowered)
-        with _without_xla_cache(), ThreadPoolExecutor() as pool:
+        with without_xla_cache(), ThreadPoolExecutor() as pool:
             futures = [pool.submit(first.compile), pool.submit(plain(first).compile)]
             start, step = [future.result() for future in futures]
         stored = None
@@ -230,25 +223,15 @@ class ProgramCache:
             stored = StoredPrograms([_serialize(start)], _serialize(step))
 
         def compile_full() -> Callable:
-            with _without_xla_cache():
+            with without_xla_cache():
                 full = next(lowered).compile()
             with contextlib.suppress(Exception):
                 if stored is not None:
-                    self._write(name, StoredPrograms([*stored.programs, _serialize(full)], stored.plain))
+                    self.files.write(name, StoredPrograms([*stored.programs, _serialize(full)], stored.plain))
             return full
 
         self.compiling = _start_thread(compile_full)
         return [start, _PlainUntilReady(step, self.compiling)]
-
-    def _write(self, name: str, stored: StoredPrograms) -> None:
-        """Write a file of programs, and delete the least recently used files above the size limit."""
-        content = pickle.dumps(stored)
-        write_atomic(self.folder / name, hashlib.sha256(content).digest() + content)
-        room = self.gib * GIB
-        for path in sorted(self.folder.iterdir(), key=lambda path: -path.stat().st_mtime):
-            room -= path.stat().st_size
-            if room < 0:
-                path.unlink(missing_ok=True)
 
 
 def _start_thread(work: Callable[[], Any], name: str = "") -> Future:
@@ -257,26 +240,6 @@ def _start_thread(work: Callable[[], Any], name: str = "") -> Future:
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return future
-
-
-@contextlib.contextmanager
-def _without_xla_cache() -> Iterator[None]:
-    """Switch XLA's compilation cache off.
-
-    On CPU, a program from that cache can be serialized, but the result cannot be loaded. A program that is stored here
-    also need not be stored twice.
-    """
-    from jax.experimental.compilation_cache import compilation_cache
-
-    name = "jax_enable_compilation_cache"
-    enabled = jax.config.values[name]
-    try:
-        jax.config.update(name, False)
-        compilation_cache.reset_cache()  # it reads the setting only once
-        yield
-    finally:
-        jax.config.update(name, enabled)
-        compilation_cache.reset_cache()
 
 
 def _serialize(program: Any) -> tuple:

@@ -13,7 +13,8 @@ from specjax.engine.job import Job
 from specjax.engine.results import add_stats, zero_stats
 from specjax.numerics.global_arrays import gather, place_one
 from specjax.persistence import fingerprint
-from specjax.persistence.checkpoint import Checkpoints, Running
+from specjax.persistence.checkpoint import Checkpoints
+from specjax.persistence.running import Running
 from specjax.types import DecodeState, Info, Stats
 
 
@@ -43,12 +44,14 @@ class RunCheckpoint:
         if saved is None:
             return state, None, None
         self.steps, state, self.stats = saved
-        tokens, length, prompt_length, stats = gather((state.tokens, state.length, self.prompt_lengths, self.stats))
+        tokens, length, prompt_length, stats, finite = gather(
+            (state.tokens, state.length, self.prompt_lengths, self.stats, state.finite)
+        )
         count = length - prompt_length
         place = prompt_length[:, None] + np.arange(max(count.max(), 1))
         new: Any = np.take_along_axis(tokens, np.minimum(place, tokens.shape[1] - 1), 1)
         zero = np.zeros_like(length)
-        return state, Info(new, count, zero, zero, zero, zero.astype(bool), stats.hit_eos), stats
+        return state, Info(new, count, zero, zero, zero, zero.astype(bool), stats.hit_eos, finite=finite), stats
 
     def add(self, state: DecodeState, info: Info) -> None:
         """Add one step, before the next step reuses the arrays of `state`."""
@@ -90,6 +93,7 @@ def fingerprint_of(job: Job) -> dict[str, str]:
     """
     parts = job.parts
     tokens, lengths, stop = gather((job.tokens, job.lengths, job.stop))
+    eos = np.asarray(gather(parts.eos))
     tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     settings = [
         parts.verifier,
@@ -97,7 +101,7 @@ def fingerprint_of(job: Job) -> dict[str, str]:
         parts.coupled,
         parts.keep,
         stop - gather(job.starts),
-        gather((parts.sampling, parts.eos)),
+        (gather(parts.sampling), eos[eos >= 0]),  # the ids without the padding
     ]
     if parts.processors:
         settings += [parts.processors, _contents(parts.processors)]

@@ -15,6 +15,7 @@ import jax
 
 from specjax.files.atomic import cache_folder, write_atomic
 from specjax.files.libtpu import prepare_environment
+from specjax.files.private import create_private, read_private
 from specjax.persistence import program_key
 from specjax.planning.records import ProgramReport
 from specjax.planning.workload import Workload
@@ -41,12 +42,13 @@ def _file(work: Workload, name: str, nodes: int | None) -> Path:
 def load(work: Workload, name: str, nodes: int | None) -> ProgramReport | None:
     """Return the cached report on program `name` of a workload that verifies `nodes`, or None."""
     try:
-        return ProgramReport.from_json(json.loads(_file(work, name, nodes).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return ProgramReport.from_json(json.loads(read_private(_file(work, name, nodes))))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def save(work: Workload, name: str, nodes: int | None, report: ProgramReport) -> None:
     """Write a report completely or not at all. Without a writable folder, nothing is written."""
     with contextlib.suppress(OSError):
+        create_private(cache_folder() / "plans")
         write_atomic(_file(work, name, nodes), json.dumps(dataclasses.asdict(report)).encode())

@@ -81,7 +81,7 @@ def json_schema(
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{subject} is not JSON: {first_line(error)}") from None
     return _compiled(schemas.to_regex(schema), tokenizer, eos, subject)
 

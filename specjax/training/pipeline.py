@@ -31,7 +31,7 @@ from specjax.training.data.conversations import TextSource
 from specjax.training.data.corpus import Corpus, CorpusBuilder, CorpusSettings
 from specjax.training.data.packing import TrainingText
 from specjax.training.loop.checkpoints import read_position
-from specjax.training.loop.history import TrainingHistory
+from specjax.training.loop.history import TrainingHistory, read_history
 from specjax.training.loop.target_activations import ActivationCache
 from specjax.training.loop.trainer import LoopSettings, TrainingProgress, run_identity, train
 from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
@@ -180,11 +180,11 @@ def train_drafter(
         kind, draft, tuple(layers), start, head_options or {}, on_policy, settings.seed, target_name
     )
     saved = tokenizer if saved_tokenizer is None else saved_tokenizer
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     job = _Job(
         target, tokenizer, _find_start(target, tokenizer, options, saved), recipe, settings, folder,
-        Path(responses or folder / "answers"), Path(activations or folder / "states"), observer or TrainingObserver(),
-        system=system,
+        Path(responses or folder / "answers").expanduser(), Path(activations or folder / "states").expanduser(),
+        observer or TrainingObserver(), system=system,
     )  # fmt: skip
     job.check()
     corpus = job.build_corpus(prompts, texts)
@@ -207,10 +207,11 @@ def resolve_kind(kind: str | None, draft: DraftHead | Target | None, layers: Seq
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder of a run. Raises: UsageError if it cannot be written."""
+    """Create the folder of a run. Raises: UsageError if it cannot be written, or has another program's history."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "history.jsonl").touch()
+        read_history(folder / "history.jsonl")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
 

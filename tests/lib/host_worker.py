@@ -81,6 +81,43 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
         print("round", number, flush=True)
         if number == 2 and host == failing:
             raise ValueError("this host has no room left")
+        if number == 2 and failing == f"exit {host}":
+            sys.exit(5)
+
+
+def library(address: str, count: str, host: str) -> None:
+    """Calls whose prompts or keys differ, and requests that arrive at other times on each host."""
+    parallel = join(address, count, host)
+    import time
+
+    from toy import tiny_llama
+
+    import specjax
+
+    target = specjax.shard(tiny_llama(layers=1), parallel.mesh(1, 2 * int(count)))
+    own = int(host) + 1
+    for prompts, key in (([[1, own]], 0), ([[1, 2]], own), ([[1, 2]], 0)):
+        try:
+            result = specjax.decode(target, "autoregressive", prompts, key=key, max_new_tokens=4)
+            print("text:", parallel.gather(result).to_lists(), flush=True)
+        except specjax.UsageError as error:
+            print("refused:", error, flush=True)
+
+    def requests():
+        for number in range(4):
+            time.sleep(0.3 * own * (number % 2))
+            yield specjax.Request([1, 2, number], number)
+
+    texts: dict[int, list[int]] = {}
+    source = specjax.arrivals(requests())
+    for news in specjax.serve(target, "prompt_lookup", source, slots=2, longest_prompt=4, max_new_tokens=6):
+        texts[news.request] = texts.get(news.request, []) + news.tokens
+    print("served:", json.dumps(texts), flush=True)
+    try:
+        requests = [specjax.Request([own], 0)]
+        list(specjax.serve(target, "prompt_lookup", requests, slots=2, longest_prompt=4, max_new_tokens=6))
+    except specjax.UsageError as error:
+        print("refused:", error, flush=True)
 
 
 def training(address: str, count: str, host: str, folder: str, epochs: str) -> None:
@@ -139,7 +176,7 @@ def save_for_ever(folder: str) -> None:
     import numpy as np
 
     from specjax import persistence
-    from specjax.persistence.checkpoint import Running
+    from specjax.persistence.running import Running
     from specjax.types import DecodeState
 
     running = Running(persistence.Checkpoints(folder, 1), {"prompts": "a"})
@@ -165,5 +202,5 @@ def join(address: str, count: str, host: str, heartbeat: float = 30):
 
 
 if __name__ == "__main__":
-    known = methods, rounds, training, cli, of_version, save_for_ever
+    known = methods, rounds, library, training, cli, of_version, save_for_ever
     {function.__name__: function for function in known}[sys.argv[1]](*sys.argv[2:])

@@ -99,14 +99,14 @@ def test_steps_of_strange_names(name, begun, tmp_path):
 @pytest.mark.parametrize("length", [1 << 30, -1, 0])
 def test_lengths_that_no_run_has(length, tmp_path):
     """The shapes are right, but the contents would need gigabytes or read out of bounds."""
-    from specjax.persistence import checkpoint
+    from specjax.persistence import running
 
-    retained = checkpoint.Running.save
+    retained = running.Running.save
 
     def spoiled(self, step, state, stats, *, is_last=False):
         retained(self, step, state._replace(length=state.length * 0 + length), stats, is_last=is_last)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Running, "save", spoiled)
+        patch.setattr(running.Running, "save", spoiled)
         go_on(tmp_path / "run", stop=4)
     assert "is not a complete checkpoint of stream" in survives(lambda: go_on(tmp_path / "run"))

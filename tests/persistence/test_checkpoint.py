@@ -17,7 +17,7 @@ import specjax
 from specjax import UsageError, parallel, persistence
 from specjax.drafters import autoregressive, prompt_lookup, token_recycling
 from specjax.persistence import fingerprint
-from specjax.persistence.checkpoint import Running
+from specjax.persistence.running import Running
 from specjax.types import DecodeState
 
 PROMPTS = [[1, 2, 0, 1, 2, 0, 1], [2], [0, 0, 0], [1, 2]]

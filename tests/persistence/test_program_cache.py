@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import Future
 
@@ -24,7 +26,7 @@ from specjax import drafters
 from specjax.drafters import autoregressive, prompt_lookup
 from specjax.engine.prepare import Settings, prepare
 from specjax.persistence import program_cache as kept_module
-from specjax.persistence import program_key
+from specjax.persistence import program_files, program_key, xla_cache
 from specjax.persistence.program_cache import ProgramCache
 from specjax.serving import batch as serve_module
 
@@ -261,13 +263,118 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
         compilation_cache.reset_cache()
 
 
-def test_what_was_not_used_for_longest_goes(target, tmp_path):
+def test_what_was_not_used_for_longest_goes_and_files_of_others_stay(target, tmp_path):
+    """Also older and larger ones, those of another suffix, folders and links of the name of programs."""
     ProgramCache(tmp_path).programs(job_of(target))
     (old,) = tmp_path.iterdir()
     size = old.stat().st_size
     os.utime(old, (1, 1))
-    ProgramCache(tmp_path, gib=1.5 * size / kept_module.GIB).programs(job_of(target, temperature=0.5))
-    assert len(list(tmp_path.iterdir())) == 1 and not old.exists()
+    names = ("thesis", "a" * 64, "a" * 64 + ".last", f"{'b' * 63}{program_files.PROGRAMS}")
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(2 * size))
+        os.utime(tmp_path / name, (0, 0))
+    folder, link = (tmp_path / (letter * 64 + program_files.PROGRAMS) for letter in "cd")
+    folder.mkdir()
+    link.symlink_to(tmp_path / "thesis")
+    ProgramCache(tmp_path, gib=1.5 * size / program_files.GIB).programs(job_of(target, temperature=0.5))
+    assert not old.exists() and {*names, folder.name, link.name} < {path.name for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == len(names) + 3
+
+
+class Harm:
+    """A pickle that runs code when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+def harmful(folder, name, harm):
+    """Write a file of programs whose digest is right and that creates the folder `harm` when it is read."""
+    Harm.place = harm
+    content = pickle.dumps(Harm())
+    path = folder / f"{name}{program_files.PROGRAMS}"
+    path.write_bytes(program_files._digest(name, content) + content)
+    return path
+
+
+def of_nobody(path):
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder, file: folder.chmod(0o777),
+        lambda folder, file: folder.chmod(0o770),
+        lambda folder, file: file.chmod(0o666),
+        lambda folder, file: folder.parent.chmod(0o777),
+        lambda folder, file: of_nobody(folder),
+        lambda folder, file: of_nobody(folder.parent),
+        lambda folder, file: of_nobody(file),
+        lambda folder, file: file.rename(folder / "x") and file.symlink_to(folder / "x"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:compiled programs are not stored")
+def test_programs_that_others_can_change_are_not_run(spoil, tmp_path):
+    folder, harm = tmp_path / "parent" / "programs", tmp_path / "harm"
+    folder.mkdir(parents=True, mode=0o700)
+    file = harmful(folder, "a" * 64, harm)
+    spoil(folder, file)
+    assert program_files.ProgramFolder(folder, 1.0).read("a" * 64) is None and not harm.exists()
+
+
+def test_the_same_files_are_read_in_an_own_folder(tmp_path):
+    """Otherwise the test above proves nothing. A file does not serve under another name."""
+    file = harmful(tmp_path, "a" * 64, tmp_path / "harm")
+    file.rename(tmp_path / f"{'b' * 64}{program_files.PROGRAMS}")
+    folder = program_files.ProgramFolder(tmp_path, 1.0)
+    assert folder.read("b" * 64) is None and not (tmp_path / "harm").exists()
+    harmful(tmp_path, "a" * 64, tmp_path / "harm")
+    assert folder.read("a" * 64) is None and (tmp_path / "harm").exists()
+
+
+def test_a_folder_of_others_is_not_used_and_a_warning_gives_the_reason(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    files = program_files.ProgramFolder(folder, 1.0)
+    with pytest.warns(UserWarning, match=r"not stored: other users can write to .*open; run chmod 700 on it"):
+        files.write("a" * 64, program_files.StoredPrograms([]))
+    files.write_last("a" * 64, "b")
+    assert not list(folder.iterdir())
+
+
+def test_new_folders_are_of_this_user_alone_and_the_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = program_files.ProgramFolder("~/cache/programs", 1.0)
+    assert files.read("a" * 64) is None and not list(tmp_path.iterdir())
+    files.write("a" * 64, program_files.StoredPrograms([]))
+    assert files.read("a" * 64) == program_files.StoredPrograms([])
+    folder = tmp_path / "cache" / "programs"
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+def test_threads_leave_the_cache_of_xla_as_it_was():
+    """The first to enter ends first; in between it is off, and at the end it is on again."""
+    setting = lambda: jax.config.values[xla_cache.SETTING]
+    assert setting()
+    entered, ended = threading.Event(), threading.Event()
+
+    def first():
+        with xla_cache.without_xla_cache():
+            entered.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait(10)
+    with xla_cache.without_xla_cache():
+        ended.set()
+        thread.join(10)
+        assert not setting()
+    assert setting()
 
 
 @pytest.mark.slow

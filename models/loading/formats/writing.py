@@ -50,14 +50,14 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
     from safetensors import SafetensorError
 
     fields = check_model_writable(target)
-    path = Path(folder)
+    path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_tensors(path / hf.SAFETENSORS_FILE, _named_tensors(target))
         if isinstance(tokenizer, Tokenizer):
             fields |= writing.write_tokenizer(path, tokenizer)
         elif tokenizer is not None:
-            fields |= _copy_tokenizer(Path(tokenizer), path)
+            fields |= _copy_tokenizer(Path(tokenizer).expanduser(), path)
         (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or first_line(error)

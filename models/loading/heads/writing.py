@@ -72,7 +72,7 @@ def save_head(
         for pattern, replacement in rules(head.head.config) if callable(rules) else rules:
             name = re.sub(pattern, replacement, name)
         tensors[name] = value.reshape(head_format.shapes.get(name, value.shape))
-    place = Path(folder)
+    place = Path(folder).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_tensors(place / "model.safetensors", tensors | maps)

@@ -191,7 +191,7 @@ def load_record(path: Path | str) -> Record:
     try:
         about = json.loads(str(arrays["about"]))
         loaded = Record(**{name: arrays[name] for name in Record._fields if name != "about"}, about=about)
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, ValueError, RecursionError):
         raise UsageError(f"{path} is an incomplete record; record it again") from None
     if not _is_whole(loaded):
         raise UsageError(f"{path} contains damaged distributions; record it again")

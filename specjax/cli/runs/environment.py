@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import platform
 import shlex
@@ -11,13 +12,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.text import Text
 
-from specjax.cli.output.console import Console, visible
+from specjax.cli.output.console import Console, print_error, visible
 from specjax.files.atomic import cache_folder
+from specjax.files.private import create_private, explain_risk
 from specjax.persistence.program_cache import ProgramCache
 
 
@@ -42,12 +45,31 @@ def use_compilation_cache(enabled: bool) -> None:
     """Store compiled programs between processes, unless the user has configured JAX's own cache."""
     if not enabled or jax.config.values["jax_compilation_cache_dir"]:
         return
-    folder = cache_folder() / "compiled"
-    with contextlib.suppress(OSError):  # the cache is optional
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = _own_cache("compiled")
+    if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+
+
+def _own_cache(name: str) -> Path | None:
+    """Create a folder in the cache of this user, whose files are executed.
+
+    Return None if the cache cannot be written. Print a note, too, if other users could replace its files.
+    """
+    folder = cache_folder() / name
+    try:
+        risk = explain_risk(folder)
+        if risk is None:
+            create_private(folder)
+            return folder
+    except OSError:  # the cache is optional
+        return None
+    _print_once(f"compiled programs are not stored: {risk}")
+    return None
+
+
+_print_once = functools.cache(print_error)
 
 
 TEXT_FLAGS = ("prompt", "batch_file", "seed", "system")
@@ -55,13 +77,14 @@ TEXT_FLAGS = ("prompt", "batch_file", "seed", "system")
 
 
 def open_program_cache(flags: Mapping[str, Any]) -> ProgramCache | None:
-    """Open the compiled programs of earlier commands; return None with --no-cache.
+    """Open the compiled programs of earlier commands; return None with --no-cache or without a folder.
 
     The programs of the last command with the same flags are read in the background.
     """
-    if flags["no_cache"]:
+    folder = None if flags["no_cache"] else _own_cache("programs")
+    if folder is None:
         return None
-    cache = ProgramCache(cache_folder() / "programs", plain_first=True)
+    cache = ProgramCache(folder, plain_first=True)
     cache.expect(repr(sorted((name, repr(value)) for name, value in flags.items() if name not in TEXT_FLAGS)))
     return cache
 

@@ -56,7 +56,7 @@ def build(
 
     Raises: UsageError for bad files or options, or if `out` exists.
     """
-    paths, out = [Path(file) for file in files], Path(out)
+    paths, out = [Path(file).expanduser() for file in files], Path(out).expanduser()
     if out.exists():
         raise UsageError(f"{out} already exists; remove it or choose another folder")
     if not out.absolute().parent.is_dir():

@@ -45,7 +45,7 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
     Raises: UsageError, in one sentence, if the folder is not a datastore, files are truncated or changed, or the
     tokenizer is another one.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     meta = read_meta(folder)
     if not meta["complete"]:
         raise UsageError(f"{folder} is incomplete; run the same `specjax datastore build` again")

@@ -16,7 +16,7 @@ import numpy as np
 from specjax.api import decode, serve
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
-from specjax.files.untrusted import first_line, quote
+from specjax.files.untrusted import first_line, quote, read_json
 from specjax.parallel import gather
 from specjax.serving.requests import Request
 from specjax.training.data.packing import TrainingText
@@ -117,7 +117,7 @@ class ResponseStore:
 
         Raises: UsageError if the folder cannot be written, holds responses with another identity, or broken files.
         """
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.responses: dict[tuple[tuple[int, ...], int], TargetResponse] = {}
         self._vocab_size = identity.get("vocabulary", sys.maxsize)
         self._lines = 0
@@ -128,7 +128,7 @@ class ResponseStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             if writes and not path.exists():
                 write_atomic(path, (json.dumps(identity, indent=2) + "\n").encode())  # another host may read it
-            stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else identity
+            stored = read_json(path) if path.exists() else identity
             shards = sorted(self.folder.glob("answers-*.jsonl"))
             texts = [shard.read_text(encoding="utf-8") for shard in shards]
         except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ class ResponseStore:
                 self._remember(_parse_response(json.loads(line), self._vocab_size))
             except json.JSONDecodeError:  # an empty line, or an incomplete one
                 continue
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 reason = f"without {error}" if isinstance(error, KeyError) else first_line(error)
                 raise UsageError(f"{path}, line {number} is not a response ({reason}); delete the line") from error
 

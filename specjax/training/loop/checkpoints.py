@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.untrusted import first_line, quote, read_json
 from specjax.persistence.checkpoint import restore, save
+from specjax.persistence.fingerprint import digest
 from specjax.training.measure.acceptance_eval import MeasuredAcceptance
 from specjax.training.objectives.trainables import Trainable
 from specjax.types import PyTree
@@ -24,7 +27,6 @@ from specjax.types import PyTree
 # before its state, so a step that runs again after an interruption already counts. It also prefers the later of two
 # equal steps.
 RUN_FILE = "run.json"
-OWN_FOLDER = re.compile(r"(step|best)-\d+(\.orbax-checkpoint-tmp.*)?")  # including the remains of an interrupted write
 
 
 class RunPosition(NamedTuple):
@@ -38,6 +40,32 @@ class RunPosition(NamedTuple):
     since_best: int = 0  # evaluations without improvement since that step
 
 
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The names of a run's checkpoints in its folder. They end with the run's id, a digest of its identity.
+
+    Other files of the folder are neither read nor deleted.
+    """
+
+    path: Path
+    run_id: str
+
+    def step(self, number: int) -> Path:
+        """Return the folder of the state after a step."""
+        return self.path / f"step-{number}-{self.run_id}"
+
+    def best(self, number: int) -> Path:
+        """Return the folder of the best parameters, which a step had."""
+        return self.path / f"best-{number}-{self.run_id}"
+
+    def delete_others(self, *named: Path) -> None:
+        """Delete all checkpoints of this run except the named ones, and the remains of its interrupted writes."""
+        pattern = re.compile(rf"(step|best)-\d+-{self.run_id}(\.orbax-checkpoint-tmp.*)?")
+        for path in self.path.iterdir():
+            if path not in named and pattern.fullmatch(path.name) and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def to_json_values(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values to the values that JSON reads back: tuples become lists, and NumPy numbers become plain numbers.
 
@@ -45,7 +73,7 @@ def to_json_values(identity: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         return json.loads(json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist(), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the identity of a run must be plain values that JSON can store ({error})") from error
 
 
@@ -59,15 +87,30 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
         path = folder / RUN_FILE
         if not path.exists():
             return RunPosition()
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = read_json(path)
         different = [name for name, value in to_json_values(identity).items() if run["about"].get(name) != value]
-        position = RunPosition(**run["reached"])
+        position = _parse_position(run["reached"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder} cannot hold a run ({error}); give another folder") from error
+        raise UsageError(f"{folder} cannot hold a run ({first_line(error)}); give another folder") from error
     if different:
         raise UsageError(
             f"{folder} holds a run with other {', '.join(different)}; use the same values, or give a new folder"
         )
+    return position
+
+
+def _parse_position(reached: Mapping[str, Any]) -> RunPosition:
+    """Return the position in a file. Raises: ValueError, TypeError or AttributeError for other values."""
+    position = RunPosition(**reached)
+    counts = {name: value for name, value in position._asdict().items() if name not in ("seconds", "served")}
+    for name, value in counts.items():
+        is_unset = name == "best" and value is None
+        if not is_unset and (type(value) is not int or not 0 <= value < 1 << 62):
+            raise ValueError(f"{RUN_FILE} has {name} {quote(value)}, not a count")
+    for name in ("seconds", "served"):
+        value = getattr(position, name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{RUN_FILE} has {name} {quote(value)}, not a number")
     return position
 
 
@@ -86,19 +129,21 @@ class TrainingCheckpoints:
 
         Raises: UsageError if the folder holds another run.
         """
-        self.folder = None if folder is None else Path(folder)
         self.trainable, self.state, self.identity = trainable, state, to_json_values(identity)
         self.best: Trainable | None = None
         self.position = RunPosition()
-        if self.folder is not None:
+        self.folder: RunFolder | None = None
+        if folder is not None:
+            run_id = digest(json.dumps(self.identity, sort_keys=True).encode())[:12]
+            self.folder = RunFolder(Path(folder).expanduser(), run_id)
             self._restore(self.folder)
 
-    def _restore(self, folder: Path) -> None:
-        self.position = read_position(folder, self.identity)
+    def _restore(self, folder: RunFolder) -> None:
+        self.position = read_position(folder.path, self.identity)
         if self.position.step:
-            self.state = restore(folder / f"step-{self.position.step}", self.state)
+            self.state = restore(folder.step(self.position.step), self.state)
         if self.position.best is not None:
-            params = restore(folder / f"best-{self.position.best}", self.trainable.params)
+            params = restore(folder.best(self.position.best), self.trainable.params)
             self.best = dataclasses.replace(self.trainable, params=params)
 
     def update_best(self, trainable: Trainable, step: int, measured: MeasuredAcceptance) -> bool:
@@ -112,7 +157,7 @@ class TrainingCheckpoints:
         self.best = trainable
         self.position = self.position._replace(best=step, served=measured.per_pass, since_best=0)
         if self.folder is not None:
-            save(self.folder / f"best-{step}", trainable.params)
+            save(self.folder.best(step), trainable.params)
         return True
 
     def save_state(self, state: Any, tokens: int, seconds: float) -> None:
@@ -124,16 +169,13 @@ class TrainingCheckpoints:
         self.position = self.position._replace(step=int(state.step), tokens=tokens, seconds=seconds)
         if self.folder is None:
             return
-        save(self.folder / f"step-{self.position.step}", state)
+        save(self.folder.step(self.position.step), state)
         if jax.process_index():  # all hosts write the checkpoint, but only the first one names it
             return
-        document = {"about": self.identity, "reached": self.position._asdict()}
+        path, document = self.folder.path / RUN_FILE, {"about": self.identity, "reached": self.position._asdict()}
         try:
-            write_atomic(self.folder / RUN_FILE, (json.dumps(document, indent=2) + "\n").encode())
+            write_atomic(path, (json.dumps(document, indent=2) + "\n").encode())
         except OSError as error:
-            path = self.folder / RUN_FILE
             raise UsageError(f"{path} cannot be written ({error.strerror}); make room, and run it again") from error
-        named = {f"step-{self.position.step}", f"best-{self.position.best}"}
-        for path in self.folder.iterdir():
-            if path.name not in named and OWN_FOLDER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        best = () if self.position.best is None else (self.folder.best(self.position.best),)
+        self.folder.delete_others(self.folder.step(self.position.step), *best)

@@ -11,16 +11,22 @@ from specjax.training.loop.trainer import TrainingProgress
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the steps in a file, up to the first invalid line."""
+    """Return the steps in a file, up to the first invalid line.
+
+    Raises: UsageError for a file of another program, whose lines a resumed run would replace.
+    """
     history: list[dict[str, Any]] = []
     if not path.exists():
         return history
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
+            is_own = entry.keys() >= {"step", "loss", "served", "best"}
             history.append(entry | {"step": int(entry["step"])})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             break
+        if not is_own:
+            raise UsageError(f"{path} is not the history of a training run; give another folder")
     return history
 
 

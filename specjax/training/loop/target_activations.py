@@ -22,6 +22,7 @@ import numpy as np
 from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.untrusted import read_json
 from specjax.numerics.global_arrays import gather
 from specjax.parallel.hosts import check_same
 from specjax.persistence.fingerprint import digest, digest_model
@@ -64,7 +65,7 @@ class ActivationCache:
         self, folder: str | Path, gib: float, on_progress: Callable[[int, int], Any] = lambda done, total: None
     ):
         """Use a folder. Args: gib: its size limit. on_progress: callback (stored tokens, all tokens)."""
-        self.folder, self.gib, self.on_progress = Path(folder), gib, on_progress
+        self.folder, self.gib, self.on_progress = Path(folder).expanduser(), gib, on_progress
 
     def check(self, target: Target | None, objective: TrainingObjective) -> dict[str, Any]:
         """Return the identity of the activations that an objective reads, as the folder stores it.
@@ -99,7 +100,7 @@ class ActivationCache:
         if not path.exists():
             return
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path)
             different = [name for name, value in identity.items() if stored.get(name) != value]
         except (ValueError, AttributeError):
             different = [ABOUT]
@@ -149,7 +150,12 @@ class ActivationCache:
         """Create the files, or remove the incomplete end of an interrupted run."""
         path, index, values = self.folder / ABOUT, self.folder / INDEX, self.folder / VALUES
         if not path.exists():
-            index.unlink(missing_ok=True)
+            foreign = [file.name for file in (index, values) if file.exists()]
+            if foreign:
+                raise UsageError(
+                    f"{self.folder} has the file {foreign[0]} without {ABOUT}, so it may be of another program; give "
+                    "another folder"
+                )
             write_atomic(path, json.dumps(identity).encode())
         row_bytes = 2 * width
         rows = values.stat().st_size // row_bytes if values.exists() else 0
@@ -220,7 +226,7 @@ def _lock(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows has no such locks
         yield
         return
-    with (folder / "lock").open("w") as file:
+    with (folder / "lock").open("a") as file:  # the content of an existing file stays
         if not jax.process_index():
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -231,7 +237,7 @@ def _parse_token_count(line: str) -> int | None:
     try:
         entry = json.loads(line)
         return entry["tokens"] if isinstance(entry["text"], str) and entry["tokens"] >= 0 else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

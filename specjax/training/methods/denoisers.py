@@ -39,7 +39,8 @@ def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", 
         "read": json.dumps({name: getattr(denoiser, name) for name in FIELDS}),
         **metadata,
     }
-    write_tensors(Path(file), {name: x.astype(dtype) for name, x in _leaves_by_path(denoiser.params).items()}, header)
+    tensors = {name: x.astype(dtype) for name, x in _leaves_by_path(denoiser.params).items()}
+    write_tensors(Path(file).expanduser(), tensors, header)
 
 
 def load_denoiser(file: str | Path) -> Denoiser:

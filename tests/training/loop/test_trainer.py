@@ -68,7 +68,12 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
     whole = run(tmp_path / "whole", told.append)
     with pytest.raises(Ended):
         run(tmp_path / "ended", end)
-    (tmp_path / "ended" / "step-9.orbax-checkpoint-tmp-1").mkdir()  # as of a write that was killed
+    (step,) = (tmp_path / "ended").glob("step-4-*")
+    step.with_name(f"{step.name.replace('4', '9', 1)}.orbax-checkpoint-tmp-1").mkdir()  # as of a write that was killed
+    names = "step-9", "best-1", "step-9-thesis", "best-9.orbax-checkpoint-tmp"
+    others = [tmp_path / "ended" / name for name in names]
+    for other in others:
+        other.mkdir()
     jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended", again.append).params, whole.params)
     said = lambda progress: (
         progress.step,
@@ -78,6 +83,8 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
         progress.best is not None,
     )
     assert list(map(said, again)) == list(map(said, told))[4:]
+    for other in others:  # they are still there
+        other.rmdir()
     assert sorted(path.name for path in (tmp_path / "ended").iterdir()) == sorted(
         path.name for path in (tmp_path / "whole").iterdir()
     )

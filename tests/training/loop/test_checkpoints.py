@@ -1,0 +1,94 @@
+"""What a folder of a training run may hold: its own run, which other files do not disturb, and no strange values."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from training_runs import head_of
+
+from specjax import UsageError
+from specjax.training.data.target_responses import ResponseStore
+from specjax.training.loop.checkpoints import RUN_FILE, RunFolder, TrainingCheckpoints, read_position
+from specjax.training.loop.history import TrainingHistory, read_history
+
+NESTED = "[" * 100_000
+REACHED = {"step": 2, "tokens": 7, "seconds": 1.5, "best": 1, "served": 2.0, "since_best": 0}
+
+
+def written(folder, reached):
+    (folder / RUN_FILE).write_text(json.dumps({"about": {}, "reached": reached}))
+    return folder
+
+
+def test_a_position_is_read(tmp_path):
+    assert read_position(written(tmp_path, REACHED), {})._asdict() == REACHED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "../../other"}, {"step": -1}, {"step": 1.0}, {"step": True}, {"best": "/tmp"}, {"best": []},
+        {"tokens": None}, {"seconds": "long"}, {"served": 1e999}, {"since_best": 1 << 70}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_strange_positions_are_refused(changes, tmp_path):
+    with pytest.raises(UsageError, match="cannot hold a run"):
+        read_position(written(tmp_path, REACHED | changes), {})
+
+
+@pytest.mark.parametrize("content", [NESTED, "7", "null", "{}", '{"about": 1, "reached": {}}', "\udcff"])
+def test_strange_files_of_a_run_are_refused(content, tmp_path):
+    (tmp_path / RUN_FILE).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match="cannot hold a run"):
+        read_position(tmp_path, {})
+
+
+def test_an_identity_that_is_nested_too_deeply_is_refused(tmp_path):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UsageError, match="must be plain values that JSON can store"):
+        TrainingCheckpoints(None, head_of("medusa"), jnp.zeros(()), {"texts": deep})
+
+
+def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
+    folder = RunFolder(tmp_path, "abc")
+    others = ["step-1", "best-1", "step-1-abcd", "step-1-xyz", "best-2.orbax-checkpoint-tmp", "x-step-1-abc"]
+    for path in (folder.step(1), folder.step(2), folder.best(1), *(tmp_path / name for name in others)):
+        path.mkdir()
+    folder.step(3).with_name(f"{folder.step(3).name}.orbax-checkpoint-tmp-7").mkdir()
+    folder.step(4).symlink_to(tmp_path / "step-1")
+    folder.delete_others(folder.step(2))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, folder.step(2).name, folder.step(4).name}
+
+
+def test_the_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    TrainingCheckpoints("~/run", head_of("medusa"), jnp.zeros(()), {})
+    ResponseStore("~/answers", {})
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "answers"}
+
+
+def test_a_history_of_another_program_stays(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"step": 1, "reward": 2}\n')
+    with pytest.raises(UsageError, match="is not the history of a training run; give another folder"):
+        TrainingHistory(path)
+    assert path.read_text() == '{"step": 1, "reward": 2}\n'
+
+
+def test_histories_and_responses_that_are_nested_too_deeply(tmp_path):
+    own = {"step": 1, "loss": 1.0, "served": None, "best": False}
+    path = tmp_path / "history.jsonl"
+    path.write_text(f"{json.dumps(own)}\n{NESTED}\n")
+    assert read_history(path) == [own]
+    answers = tmp_path / "answers"
+    ResponseStore(answers, {"target": "a"})
+    (answers / "answers-00000.jsonl").write_text(NESTED + "\n")
+    with pytest.raises(UsageError, match="line 1 is not a response"):
+        ResponseStore(answers, {"target": "a"})
+    (answers / "answers-00000.jsonl").unlink()
+    (answers / "answers.json").write_text(NESTED)
+    with pytest.raises(UsageError, match="cannot hold responses"):
+        ResponseStore(answers, {"target": "a"})
