@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, axis_that_changes_bits, shard_config
 from specjax.models.llama import LlamaConfig
+from specjax.numerics.global_arrays import with_auto_axes
 from specjax.types import Capabilities, Model, PyTree
 
 CONFIGS = LlamaConfig, Gemma3Config
@@ -63,7 +65,6 @@ def has_repeated_heads(config: Config, params: PyTree) -> bool:
     return shapes(params) != shapes(abstract_params(config))
 
 
-@functools.cache
 def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] | None = None) -> Model:
     """Build the `Model` of a config. Equal arguments return the same object, so a second `decode` compiles nothing.
 
@@ -71,6 +72,12 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
 
     Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit the model.
     """
+    return _make_model(config, None if mesh is None else with_auto_axes(mesh), over)
+
+
+@functools.cache
+def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None) -> Model:
+    """Build the model for `make_model`, which makes all forms of its call equal."""
     check_cache_dtype(config.cache_dtype)
     if config.same_bits and config.dtype != "bfloat16":
         raise UsageError(
@@ -126,6 +133,22 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
         **kv_cache_fields(config),
         **embedding_and_head_fields(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
     )
+
+
+def _reduce_model(model: Model) -> tuple:
+    """Return the call that builds a model again, for pickles. Raises: UsageError for a sharded model."""
+    if model.mesh is not None:
+        raise UsageError(
+            f"{model.name} is sharded over a mesh, which cannot be pickled; pickle the model that was loaded without "
+            "one, and call specjax.shard afterwards"
+        )
+    arguments = model.config, None, model.over
+    if type(model.config) in CONFIGS and model == make_model(*arguments):
+        return make_model, arguments
+    return Model, tuple(model)
+
+
+copyreg.pickle(Model, _reduce_model)  # its functions are closures, which cannot be pickled
 
 
 def kv_cache_fields(config: Config) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
+from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.types import Array, PyTree
@@ -74,6 +75,9 @@ class Layout:
 
     mesh: Mesh
     over: tuple[str, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", with_auto_axes(self.mesh))
 
     def axes(self, part: str | None) -> tuple[str, ...]:
         """Return the mesh axes that split `part`, a key of SPLIT_AXES."""

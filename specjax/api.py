@@ -5,6 +5,7 @@ They resolve names of methods, verifiers and controllers, and call the engine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ from specjax.engine.stream import steps
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading import Tokenizer, read_model
-from specjax.numerics.global_arrays import gather
+from specjax.numerics.global_arrays import check_active_mesh, gather, spans_hosts, with_auto_shardings
+from specjax.parallel.hosts import check_all_same
+from specjax.persistence import fingerprint
 from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
 from specjax.serving.batch import Served
@@ -145,7 +148,9 @@ def decode(
 
     Raises: UsageError for an empty prompt, a prompt over the capacity, or ids outside of the vocabulary. The same is
       raised for a setting outside its range, and for a drafter or verifier that does not fit. These checks run before
-      anything is compiled. With debug, an invalid draft raises it after the run.
+      anything is compiled. After the run, it is raised for a target that returned NaN or Inf and for processors that
+      allow no token, and with debug for an invalid draft. Inside of the caller's `jit`, no value can raise an error.
+      There `result.finite` is False for rows with such an input or such an end.
     """
     if isinstance(target, Denoiser):
         raise UsageError("decode takes an autoregressive target; use specjax.denoise for diffusion models")
@@ -158,6 +163,7 @@ def decode(
         samples=samples_per_prompt,
     )  # fmt: skip
     result = run(job).cut(max_new_tokens)
+    value_checks.raise_failure(result.finite, target, job.parts.processors)
     result = dataclasses.replace(result, drafter=restore_params(job.parts.drafter, result.drafter))
     if debug and not isinstance(result.stats.violations, jax.core.Tracer):
         value_checks.raise_violation(gather(result.stats.violations), job.parts.drafter.traits.draws)
@@ -197,6 +203,7 @@ def denoise(
         samples=samples_per_prompt,
     )  # fmt: skip
     result: Denoised = run(job)
+    value_checks.raise_failure(result.finite, denoiser.target)
     return result.cut(max_new_tokens)
 
 
@@ -208,6 +215,13 @@ def job_of(
     **call: Any,
 ) -> Job:
     """Build the checked job that `decode`, `denoise`, `stream` and `serve` run."""
+    target, drafter, prompts, call = with_auto_shardings((target, drafter, prompts, call))
+    settings = _with_auto_shardings(settings)
+    if isinstance(target, Target | Denoiser):
+        settings.check_eos(target.model.vocab_size)
+    if isinstance(target, Target | Denoiser) and target.model.mesh is not None:
+        check_active_mesh()
+        _check_hosts(target, prompts, settings, call)
     if isinstance(target, Denoiser):
         if call.pop("inputs", None) is not None:
             raise UsageError("a denoiser reads tokens only; leave inputs out")
@@ -217,6 +231,32 @@ def job_of(
         raise UsageError("procedures need a Denoiser as target; pass a drafter for other models")
     drafter, settings = _with_defaults(target, drafter, settings)
     return prepare(target, drafter, prompts, settings, **call)
+
+
+def _with_auto_shardings(settings: Settings) -> Settings:
+    """Return settings whose arrays are on meshes with axes of JAX's type Auto."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    converted = with_auto_shardings(values)
+    return settings if converted is values else dataclasses.replace(settings, **converted)
+
+
+def _check_hosts(target: Target | Denoiser, prompts: Prompts, settings: Settings, call: dict[str, Any]) -> None:
+    """Check that all hosts of a target have the same prompts, keys and settings, or they would wait for each other.
+
+    Arrays that are spread over the hosts are compared by their shapes. Raises: UsageError.
+    """
+    leaves = jax.tree.leaves((prompts, call))
+    if not spans_hosts(target.params) or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    shapes = lambda tree: jax.tree.map(lambda x: jnp.shape(x) if spans_hosts(x) else x, tree)
+    arrays = "temperature", "top_k", "top_p", "min_p", "eos"
+    blank: dict[str, Any] = dict.fromkeys(arrays) | {"temperature": 0.0}
+    names = fingerprint.describe(dataclasses.replace(settings, **blank))
+    values = [shapes([getattr(settings, name) for name in arrays]), names]
+    lengths = {name: value for name, value in call.items() if name != "key"}
+    check_all_same(
+        {"prompts": shapes(prompts), "random keys": shapes(call["key"]), "settings": [values, shapes(lengths)]}
+    )
 
 
 def _check_target(target: Any) -> None:
@@ -295,7 +335,8 @@ def stream(
 
     Yields: StreamStep. In the last step, `step.drafter()` returns the drafter with the parameters that it learned.
 
-    Raises: UsageError in the cases of `decode`, and if the folder contains the checkpoint of another run.
+    Raises: UsageError in the cases of `decode`, after the first step in which a row failed, and if the folder contains
+      the checkpoint of another run.
     """
     refuse(settings, "stream", ("debug",))
     job = job_of(
@@ -304,7 +345,15 @@ def stream(
     )  # fmt: skip
     if checkpoint is not None and isinstance(target, Denoiser):
         raise UsageError("checkpoints support autoregressive models only; leave checkpoint out")
-    return stream_job(job, checkpoint, programs)
+    return _checked(stream_job(job, checkpoint, programs), job)
+
+
+def _checked(steps: Generator[StreamStep, None, None], job: Job) -> Generator[StreamStep, None, None]:
+    """Yield steps. Raises: UsageError after a step in which a row failed."""
+    with contextlib.closing(steps):
+        for step in steps:
+            yield step
+            value_checks.raise_failure(step.info.finite, job.parts.target, job.parts.processors)
 
 
 def stream_job(

@@ -200,6 +200,10 @@ class Model(NamedTuple):
     mesh: jax.sharding.Mesh | None = None  # mesh over which the parameters are sharded
     over: tuple[str, ...] | None = None  # mesh axes except "data" that split the parameters; None: all
 
+    def __deepcopy__(self, memo: dict) -> Model:
+        """Return the model itself, which is immutable."""
+        return self
+
     def select_inputs(self, inputs: PyTree) -> PyTree:
         """Return `inputs` if the model reads inputs, else None. A draft model may not read the inputs of its target."""
         return inputs if self.capabilities.inputs else None
@@ -507,5 +511,7 @@ class DecodeState(NamedTuple):
     cache: PyTree  # cache of the target, with the first length - 1 tokens
     draft: PyTree  # state of the drafter
     control: PyTree  # state of the controller
-    finite: Array  # bool[B], False once the target returned NaN or Inf for the row
+    # bool[B], False for a row that failed: it has an invalid input, the target returned NaN or Inf, or the processors
+    # allow no token. Such a row has ended.
+    finite: Array
     processed: tuple[PyTree, ...] = ()  # states of the processors

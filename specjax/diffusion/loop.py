@@ -385,6 +385,7 @@ def finish_step(
     known_length = jnp.minimum(
         jnp.where(settled, canvas.first_open, jnp.maximum(window.start, state.length)), state.stop
     )
+    known_length = jnp.where(decided.finite, known_length, state.length)
     size = state.tokens.shape[1]
     index = jnp.arange(size)
     new = (index >= state.length[:, None]) & (index < known_length[:, None])
@@ -392,7 +393,7 @@ def finish_step(
     hit = active & jnp.any(ends, 1)
     length = jnp.where(hit, jnp.argmax(ends, 1).astype(jnp.int32) + 1, known_length)
     length = jnp.where(active, jnp.maximum(length, state.length), state.length)
-    done = state.done | hit | (length >= jnp.minimum(state.stop, canvas.end))
+    done = state.done | hit | ~decided.finite | (length >= jnp.minimum(state.stop, canvas.end))
     count = length - state.length
     place = jnp.minimum(state.length[:, None] + index, size - 1)
     emitted = jnp.where(index < count[:, None], take_along(canvas.tokens, place, 1), 0)

@@ -10,7 +10,7 @@ from specjax.diffusion.loop import LOOP, DenoisingParts
 from specjax.diffusion.types import CanvasCache, Denoiser, Procedure
 from specjax.engine.job import Job, Keep
 from specjax.engine.packing import Prompts, check_new_tokens, pack
-from specjax.engine.prepare import Settings, check_samples, repeat_per_sample, sample_keys
+from specjax.engine.prepare import Settings, check_samples, find_usable, repeat_per_sample, sample_keys
 from specjax.errors import UsageError
 from specjax.types import Array
 
@@ -67,7 +67,9 @@ def prepare(
         loop=LOOP,
     )
     keys = sample_keys(key, tokens.shape[0], samples)
-    return Job(parts, tokens, lengths, keys, repeat_per_sample(lengths, samples) + count, samples=samples)
+    stop = repeat_per_sample(lengths, samples) + count
+    usable = find_usable(settings, prompts, len(tokens), count, capacity, denoiser.model.vocab_size)
+    return Job(parts, tokens, lengths, keys, stop, samples=samples, usable=usable)
 
 
 def select_cache(denoiser: Denoiser, procedure: Procedure) -> CanvasCache:

@@ -93,6 +93,9 @@ class Job:
     stop: Array  # int32[B], length of the text at which the row is full
     inputs: PyTree = None  # inputs that condition the texts, for `Model.init_cache`; arrays [R, ...]
     samples: int = field(default=1, metadata=STATIC)
+    usable: Array | None = (
+        None  # bool[R], False for prompts or settings with invalid traced values; None: all are valid
+    )
 
     @property
     def starts(self) -> Array:

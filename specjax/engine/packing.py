@@ -24,6 +24,8 @@ def pack(
 ) -> tuple[Array, Array]:
     """Return (tokens int32[B, L], lengths int32[B]) with slots for the new tokens and a tree.
 
+    Traced lengths and ids are clipped to their ranges; `find_usable_rows` marks their rows.
+
     Raises: UsageError if the prompts are not token ids. If values are not traced, also for a prompt that is empty or
       exceeds `capacity`, and for ids outside of the vocabulary.
     """
@@ -34,6 +36,9 @@ def pack(
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
         _check_lengths(lengths, max_new_tokens, capacity, tokens.shape[1])
         _check_ids(array, lengths, vocab_size)  # before the conversion to 32 bits
+        if _is_traced(tokens, lengths):
+            lengths = jnp.clip(lengths, 1, tokens.shape[1])
+            tokens = tokens if vocab_size is None else jnp.clip(tokens, 0, vocab_size - 1)
         size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
         return jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size - tokens.shape[1]))), lengths.astype(jnp.int32)
     rows = _to_rows(prompts)
@@ -44,6 +49,22 @@ def pack(
         place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
     _check_ids(padded, lengths, vocab_size)
     return jnp.asarray(padded), jnp.asarray(lengths)
+
+
+def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab_size: int) -> Array | None:
+    """Return True for prompts that `pack` would accept, bool[R], or None if their values are not traced."""
+    tokens, lengths = prompts if isinstance(prompts, tuple) and len(prompts) == 2 else (None, None)
+    if not _is_traced(tokens, lengths):
+        return None
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    longest = min(tokens.shape[1], capacity - max_new_tokens)
+    is_padding = jnp.arange(tokens.shape[1]) >= lengths[:, None]
+    is_token = (tokens >= 0) & (tokens < vocab_size)
+    return (lengths >= 1) & (lengths <= longest) & jnp.all(is_token | is_padding, 1)
+
+
+def _is_traced(*values: Any) -> bool:
+    return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def check_new_tokens(count) -> int:
@@ -84,7 +105,7 @@ def _check_integers(ids):
 
 def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:
     """Check the lengths of the prompts. `width` is the width of their array. Raises: UsageError."""
-    if isinstance(lengths, jax.core.Tracer):
+    if _is_traced(lengths):
         return
     for row, length in enumerate(gather(lengths)):
         if width is not None and length > width:
@@ -100,7 +121,7 @@ def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: i
 
 def _check_ids(tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int | None) -> None:
     """Check that all tokens are in the vocabulary. Raises: UsageError."""
-    if vocab_size is None or any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths)):
+    if vocab_size is None or _is_traced(tokens, lengths):
         return
     tokens, lengths = gather(tokens), gather(lengths)
     wrong = ((tokens < 0) | (tokens >= vocab_size)) & (np.arange(tokens.shape[1]) < lengths[:, None])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import Job, Keep, Parts
-from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.engine.packing import Prompts, check_new_tokens, find_usable_rows, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, row_keys
@@ -20,12 +21,23 @@ from specjax.numerics.validation import check_range
 from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
+RANGES = {
+    "temperature": (lambda x: x >= 0, "at least 0"),
+    "top_k": (lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+}
+"""Ranges of the settings that may be traced, as a predicate and in words."""
+EOS_UNIT, EOS_PADDING = 8, -(1 << 31)
+"""Arrays of eos ids are padded to a multiple of this length, so that their number does not change the program. No token
+of any draft, not even of an invalid one, equals the padding."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of `specjax.decode`, which documents them. They are checked when the object is created.
 
-    Raises: UsageError for a value outside its range. Traced values are not checked.
+    Raises: UsageError for a value outside its range. `find_usable` marks traced values instead.
     """
 
     temperature: float | Array = 0.0
@@ -42,10 +54,8 @@ class Settings:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self):
-        check_range("temperature", self.temperature, lambda x: x >= 0, "at least 0")
-        check_range("top_k", self.top_k, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
-        check_range("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1")
-        check_range("min_p", self.min_p, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
+        for name, (predicate, expected) in RANGES.items():
+            check_range(name, getattr(self, name), predicate, expected)
         check_range("capacity", self.capacity, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
         is_ids = lambda x: (x.ndim <= 1) & (x == x // 1) & (abs(x) < 1 << 31)
         check_range("eos", self.eos, is_ids, "one token id or several")
@@ -77,8 +87,24 @@ class Settings:
         return Sampling(*(None if x is None else jnp.asarray(x) for x in values))
 
     def eos_ids(self) -> Array:
-        """Return the ids that end a row, int32[E]."""
-        return jnp.atleast_1d(jnp.asarray(() if self.eos is None else self.eos, jnp.int32))
+        """Return the ids that end a row, int32[E], padded to a multiple of `EOS_UNIT`."""
+        ids = jnp.atleast_1d(jnp.asarray(() if self.eos is None else self.eos, jnp.int32))
+        size = max(-(-len(ids) // EOS_UNIT), 1) * EOS_UNIT
+        return jnp.pad(ids, (0, size - len(ids)), constant_values=EOS_PADDING)
+
+    def check_eos(self, vocab_size: int) -> None:
+        """Check that the eos ids are in the vocabulary, or -1 as padding. Traced ids pass. Raises: UsageError."""
+        expected = f"one token id or several, from 0 to {vocab_size - 1}, the last of the model's vocabulary"
+        check_range("eos", self.eos, lambda x: (x >= -1) & (x < vocab_size), expected)
+
+    def find_usable(self, vocab_size: int) -> Array | None:
+        """Return True where traced settings are in their ranges, bool[] or bool[R], or None if nothing is traced."""
+        is_traced = lambda name: isinstance(getattr(self, name), jax.core.Tracer)
+        marks = [predicate(getattr(self, name)) for name, (predicate, _) in RANGES.items() if is_traced(name)]
+        if is_traced("eos"):
+            eos: Any = self.eos
+            marks.append(jnp.all((eos >= -1) & (eos < vocab_size)))
+        return functools.reduce(jnp.logical_and, marks) if marks else None
 
     def check_batch(self, batch: int) -> None:
         """Check that each setting is one value for all rows or one value per row. Raises: UsageError."""
@@ -142,6 +168,7 @@ def prepare(
     capacity, count = settings.capacity or target.model.max_positions, check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, count, drafter.num_nodes, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
+    usable = find_usable(settings, prompts, len(tokens), count, capacity, target.model.vocab_size)
     samples = check_samples(samples)
     for processor in settings.processors:
         processor.check(processor, target.model.vocab_size)
@@ -159,7 +186,20 @@ def prepare(
     )
     _check_inputs(target, inputs, len(tokens))
     keys = sample_keys(key, tokens.shape[0], samples)
-    return Job(parts, tokens, lengths, keys, repeat_per_sample(lengths, samples) + count, inputs, samples)
+    stop = repeat_per_sample(lengths, samples) + count
+    return Job(parts, tokens, lengths, keys, stop, inputs, samples, usable)
+
+
+def find_usable(
+    settings: Settings, prompts: Prompts, batch: int, max_new_tokens: int, capacity: int, vocab_size: int
+) -> Array | None:
+    """Return True for prompts whose traced values and settings are valid, bool[R], or None if nothing is traced.
+
+    Errors cannot be raised for traced values, so the rows of the other prompts are marked (`DecodeResult.finite`).
+    """
+    marks = find_usable_rows(prompts, max_new_tokens, capacity, vocab_size), settings.find_usable(vocab_size)
+    traced = [mark for mark in marks if mark is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, traced), (batch,)) if traced else None
 
 
 def check_samples(samples: int) -> int:

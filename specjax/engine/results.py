@@ -28,14 +28,17 @@ class DecodeResult:
     stats: Stats
     drafter: Drafter | None = None  # drafter with its learned parameters, for the next call; None if it learns none
     logprobs: Array | None = None  # float32[B, max_new_tokens], then 0; on request
-    # bool[B], False if the target returned NaN or Inf, so that the text is meaningless (`value_checks.explain_failure`
-    # returns the reason). None: the loop does not check this.
+    # bool[B], False for a row that failed: it has an invalid input, the target returned NaN or Inf, or the processors
+    # allow no token (`value_checks.explain_failure` returns the reason). Its text ends there. Outside of the caller's
+    # `jit`, `decode` raises an error instead. None: the loop does not check this.
     finite: Array | None = None
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Return the reason for the end of each row: "eos" or "length"."""
-        return ["eos" if eos else "length" for eos in _to_host(self.hit_eos)]
+        """Return the reason for the end of each row: "eos", "length", or "failed" where `finite` is False."""
+        hit_eos = _to_host(self.hit_eos)
+        finite = np.ones_like(hit_eos) if self.finite is None else _to_host(self.finite)
+        return ["eos" if eos else "length" if sound else "failed" for eos, sound in zip(hit_eos, finite, strict=True)]
 
     @property
     def block_efficiency(self) -> Array:
@@ -48,13 +51,21 @@ class DecodeResult:
         return self.stats.accepted / jnp.maximum(self.stats.target_passes, 1)
 
     @property
-    def acceptance_by_depth(self) -> Array:
+    def acceptance_by_depth(self) -> Array | np.ndarray:
         """Return the acceptance rate at depth d + 1, float32[B, D], among the steps that drafted this depth, or nan."""
-        return self.stats.accepted_by_depth / self.stats.drafted_by_depth
+        accepted, drafted = self.stats.accepted_by_depth, self.stats.drafted_by_depth
+        if isinstance(drafted, jax.core.Tracer) or is_remote(drafted):
+            return jnp.where(drafted > 0, accepted / jnp.maximum(drafted, 1), jnp.nan)
+        with np.errstate(invalid="ignore"):  # on the host, where `jax_debug_nans` accepts the nan
+            return (np.asarray(accepted) / np.asarray(drafted)).astype(np.float32)
 
     def to_lists(self) -> list[list[int]]:
         """Return the new tokens of each row, without padding."""
         return [row[:n].tolist() for row, n in zip(_to_host(self.tokens), _to_host(self.lengths), strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
+        return self.__dict__ | {"drafter": None}
 
     def cut(self, max_new_tokens: int) -> Self:
         """Cut the arrays to `max_new_tokens` columns. All rows must fit."""
@@ -78,6 +89,10 @@ class StreamStep(NamedTuple):
     # Function that returns the value of `DecodeResult.drafter`. It is set in the last step only, if the drafter learns,
     # and not for a run that had ended before a restart.
     drafter: Callable[[], Drafter] | None = None
+
+    def __reduce__(self) -> tuple:
+        """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
+        return type(self), tuple(self._replace(drafter=None))
 
 
 def zero_stats(batch: int, max_depth: int, debug: bool = False) -> Stats:

@@ -25,8 +25,12 @@ from specjax.types import STATIC, Array, Context, DecodeState, Drafter, Info, Py
 
 
 def _prefill_rows(job: Job) -> DecodeState:
-    """Prefill each prompt once, and copy its row for each of its samples."""
+    """Prefill each prompt once, and copy its row for each of its samples. Rows that are not usable have ended."""
     parts, samples = job.parts, job.samples
+    if job.usable is not None:
+        usable = job.usable if samples == 1 else jnp.repeat(job.usable, samples)
+        state = _prefill_rows(dataclasses.replace(job, usable=None))
+        return state._replace(done=state.done | ~usable, finite=state.finite & usable)
     if samples == 1:
         return parts.loop.init(parts, job.tokens, job.lengths, job.keys, job.stop, job.inputs)
     per_prompt = jax.tree.map(lambda x: x[::samples] if x.ndim else x, parts.sampling)

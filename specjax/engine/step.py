@@ -122,8 +122,8 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     cache, passed = pass_over(parts, state, tree, observe, prompt)
     draft = drafter.update(drafter.params, draft, passed.observed, passed.verdict)
     contract_checks.check_same(f"the drafter's update ({contract_checks.name_of(drafter.update)})", state.draft, draft)
-    verdict, diagnostics, (emitted, count, is_eos) = passed.verdict, passed.diagnostics, passed.emitted
-    finite = state.finite & (passed.finite | state.done)
+    verdict, diagnostics, (emitted, count, is_eos, failed) = passed.verdict, passed.diagnostics, passed.emitted
+    finite = state.finite & ~failed
     index = jnp.arange(drafter.num_nodes)
     place = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
     length = state.length + count
@@ -147,7 +147,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     return state._replace(
         tokens=state.tokens.at[jnp.arange(len(length))[:, None], place].set(emitted, mode="drop"),
         length=length,
-        done=state.done | is_eos | (length >= state.stop),
+        done=state.done | is_eos | failed | (length >= state.stop),
         cache=cache,
         draft=draft,
         control=control,

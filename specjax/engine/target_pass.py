@@ -25,11 +25,12 @@ PromptFn = Callable[[TokenTree], SoftPrompts]
 
 
 class Emitted(NamedTuple):
-    """The tokens of a verdict, cut at the first eos and at the row's limit."""
+    """The tokens of a verdict, cut at the first eos, at the row's limit, and where no token could be drawn."""
 
     tokens: Array  # int32[B, N]
     number: Array  # int32[B], number of emitted tokens; 0 for rows that have ended
     is_eos: Array  # bool[B], True if the last emitted token is an eos
+    failed: Array  # bool[B], True if the text stops because no further token could be drawn
 
 
 class Diagnostics(NamedTuple):
@@ -47,7 +48,7 @@ class Judged(NamedTuple):
     verdict: Verdict
     depth: Array  # int32[B], depth of the deepest valid node
     observed: PyTree  # result of the drafter's `observe`
-    finite: Array  # bool[B], True if the outputs at the root are finite
+    sound: Array  # int32[B], result of `value_checks.count_sound_nodes`
     diagnostics: Diagnostics
     pending: PyTree  # cache entries of the nodes, for `Model.commit`
 
@@ -59,7 +60,6 @@ class Passed(NamedTuple):
     emitted: Emitted
     depth: Array  # int32[B], depth of the deepest valid node
     observed: PyTree  # result of the drafter's `observe`
-    finite: Array  # bool[B], True if the outputs at the root are finite
     diagnostics: Diagnostics
 
 
@@ -84,13 +84,11 @@ def pass_over(
         slots = [width + _num_prompts(prompt, tree, width) for width in widths]
         judged = _judge_narrowest(widths, slots, needed, judge, parts.target.model.widen)
         verdict = judged.verdict
-        emitted = emit(parts, state, tree, verdict)
+        emitted = emit(parts, state, tree, verdict, judged.sound)
         num_nodes = jnp.minimum(verdict.num_nodes, emitted.number)
         committed = parts.target.model.commit(cache, judged.pending, verdict.path[:, : widths[-1]], num_nodes)
         contract_checks.check_same(f"commit of the model {parts.target.model.name}", cache, committed)
-        return committed, Passed(
-            verdict, emitted, judged.depth, judged.observed, judged.finite, judged.diagnostics
-        )  # fmt: skip
+        return committed, Passed(verdict, emitted, judged.depth, judged.observed, judged.diagnostics)
 
     if parts.plain:
         return pass_at_one_of([1], state.cache)
@@ -160,11 +158,9 @@ def judge_at(
         violations=value_checks.find_target_violations(part.valid, logits) if parts.keep.violations else None,
         scored=Scored(tree, *batch_axes.widen((logits, output.hidden), n)) if parts.keep.scored else None,
     )
-    finite = value_checks.has_finite_root(raw)
-    if parts.processors:
-        finite &= jnp.any(output.logits[:, 0] > -jnp.inf, 1)  # the processors allow at least one token
+    sound = value_checks.count_sound_nodes(raw.hidden, output.logits, verdict, processed=bool(parts.processors))
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
-    return Judged(verdict._replace(path=path), jnp.max(depth, 1), observed, finite, diagnostics, pending)
+    return Judged(verdict._replace(path=path), jnp.max(depth, 1), observed, sound, diagnostics, pending)
 
 
 def _append_prompts(tree: TokenTree, prompts: SoftPrompts) -> tuple[Appended, Array]:
@@ -228,14 +224,15 @@ def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) ->
     return jnp.where(place < n, take_along(log_p, jnp.minimum(place, n - 1), 1), 0.0)
 
 
-def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict) -> Emitted:
-    """Return the tokens that a verdict adds to the text."""
+def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict, sound: Array) -> Emitted:
+    """Return the tokens that a verdict adds to the text. `sound` int32[B] are the nodes that a token can follow."""
     index = jnp.arange(tree.tokens.shape[1])
     tokens = operations.emitted_tokens(tree, verdict)
     room = jnp.where(state.done, 0, state.stop - state.length)[:, None]
-    is_added = index < jnp.minimum(verdict.num_nodes[:, None], room)
+    limit = jnp.minimum(verdict.num_nodes[:, None], room)
+    is_added = index < jnp.minimum(limit, sound[:, None])
     eos = parts.eos if parts.eos.ndim == 1 else parts.eos[:, None]
     ends = jnp.any(tokens[:, :, None] == eos, -1) & is_added
     is_eos = jnp.any(ends, 1)
     count = jnp.where(is_eos, jnp.argmax(ends, 1) + 1, jnp.sum(is_added, 1))
-    return Emitted(tokens, count.astype(jnp.int32), is_eos)
+    return Emitted(tokens, count.astype(jnp.int32), is_eos, ~is_eos & (sound < limit[:, 0]))

@@ -13,8 +13,9 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
+from specjax.numerics.global_arrays import gather
 from specjax.trees import operations
-from specjax.types import Array, Draws, Output, Processor, Target, TokenTree
+from specjax.types import Array, Draws, Processor, Target, TokenTree, Verdict
 
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
@@ -90,13 +91,27 @@ def raise_violation(bits: Array | np.ndarray, draws: Draws) -> None:
                 raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
 
 
-def has_finite_root(output: Output) -> Array:
-    """Return True for rows with finite outputs at the first token, bool[B]. Logits of -inf are allowed.
+def count_sound_nodes(hidden: Array, logits: Array, verdict: Verdict, *, processed: bool) -> Array:
+    """Count the leading nodes of the accepted path from whose logits a token can be drawn, int32[B].
 
-    A NaN in the weights, or an impossible constant in the config, affects all tokens.
+    A node is sound if its hidden state is finite, no logit is NaN or Inf, and a token is allowed. The vocabulary is
+    read at the root and at the last node only, because a NaN in the output head affects all nodes.
+
+    Args:
+      hidden: [B, W, D]. logits: [B, W, V], processed.
+      processed: True if there are processors, which may forbid all tokens after any node.
     """
-    # A comparison with NaN is False.
-    return jnp.all(jnp.isfinite(output.hidden[:, 0]), 1) & jnp.all(output.logits[:, 0] < jnp.inf, 1)
+    sound = jnp.all(jnp.isfinite(hidden), -1)  # bool[B, W]
+    if processed:
+        sound &= jnp.any(logits > -jnp.inf, -1)
+    last = jnp.maximum(verdict.num_nodes - 1, 0)[:, None]
+    path = jnp.maximum(verdict.path, 0)
+    along_path = take_along(sound, path, 1)
+    for place in (jnp.zeros_like(last), last):
+        row = take_along(logits, take_along(path, place, 1)[..., None], 1)[:, 0]  # [B, V]
+        is_sound = jnp.all(row < jnp.inf, -1) & jnp.any(row > -jnp.inf, -1)  # a comparison with NaN is False
+        along_path &= is_sound[:, None] | (jnp.arange(path.shape[1]) != place)
+    return jnp.minimum(jnp.sum(jnp.cumprod(along_path, 1, dtype=jnp.int32), 1), verdict.num_nodes)
 
 
 def find_bad_parameter(target: Target) -> str | None:
@@ -105,6 +120,16 @@ def find_bad_parameter(target: Target) -> str | None:
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
             return jax.tree_util.keystr(path, simple=True, separator=".")
     return None
+
+
+def raise_failure(finite: Array | np.ndarray | None, target: Target, processors: Sequence[Processor] = ()) -> None:
+    """Raise UsageError with the reason if a row of `finite` bool[B] is False. None and traced values pass."""
+    if finite is None or isinstance(finite, jax.core.Tracer):
+        return
+    failed = ~np.asarray(gather(finite))
+    if failed.any():
+        rows = "" if failed.all() else f"row {int(np.argmax(failed))}: "
+        raise UsageError(rows + explain_failure(target, processors))
 
 
 def explain_failure(target: Target, processors: Sequence[Processor] = ()) -> str:

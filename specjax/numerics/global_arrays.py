@@ -9,10 +9,54 @@ import functools
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specjax.numerics.sampling import row_keys
+from specjax.errors import UsageError
 from specjax.types import Array, PyTree
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Return the mesh with axes of JAX's type Auto, for which the compiler chooses the layout of each operation.
+
+    The axes of `jax.make_mesh` are Explicit by default, so that every operation would need a stated layout.
+    """
+    return Mesh(mesh.devices, mesh.axis_names) if has_explicit_axes(mesh) else mesh
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Return True if the mesh has an axis of JAX's type Explicit."""
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def with_auto_shardings(tree: PyTree) -> PyTree:
+    """Return a tree whose arrays have the same shards, on meshes with axes of JAX's type Auto.
+
+    Raises: UsageError for traced arrays on a mesh with explicit axes, because the type is part of a traced program.
+    """
+    is_explicit = lambda x: isinstance(x, jax.Array) and has_explicit_axes(jax.typeof(x).sharding.mesh)
+    if not any(map(is_explicit, jax.tree.leaves(tree))):
+        return tree  # the identity of the objects stays
+
+    def convert(x):
+        if not is_explicit(x):
+            return x
+        if isinstance(x, jax.core.Tracer):
+            raise UsageError(
+                "inside of jit, arrays on a mesh with explicit axes are not supported; create the mesh with "
+                "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n), or with specjax.mesh"
+            )
+        return jax.device_put(x, NamedSharding(with_auto_axes(x.sharding.mesh), x.sharding.spec))
+
+    return jax.tree.map(convert, tree)
+
+
+def check_active_mesh() -> None:
+    """Check that no mesh with explicit axes is active, for programs on a mesh of their own. Raises: UsageError."""
+    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        raise UsageError(
+            "a mesh with explicit axes is active (jax.set_mesh), and a sharded target runs on a mesh of its own; call "
+            "specjax outside of it, or create it with axis_types=(jax.sharding.AxisType.Auto,) * n"
+        )
 
 
 def place(tree: PyTree, mesh: Mesh, *spec: str | None) -> PyTree:
@@ -20,7 +64,7 @@ def place(tree: PyTree, mesh: Mesh, *spec: str | None) -> PyTree:
 
     Unlike `jax.device_put`, it does not compare the values between hosts; see `specjax.parallel.check_same`.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    sharding = NamedSharding(with_auto_axes(mesh), PartitionSpec(*spec))
     return jax.tree.map(lambda x: place_one(x, sharding), tree)
 
 
@@ -40,29 +84,18 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array], Array]:
-    """Shard a batch over the mesh axis "data", for `decode` and `stream`.
-
-    If the axis does not divide the batch, copies of the first row are appended. A copy finishes together with its
-    original and so costs no steps. Drop the text that is decoded for it.
-
-    Args:
-      tokens: int[B, P]. lengths: int[B]. keys: one key or [B], as in `decode`. All are complete on every host.
-
-    Returns: ((tokens [B', P], lengths [B']), keys [B']), where B' is a multiple of the axis.
-    """
-    batch = len(lengths)
-    keys = row_keys(keys, batch)  # before the copies: row b has fold_in(key, b)
-    parts = mesh.shape.get("data", 1)
-    row = np.arange(-(-batch // parts) * parts)
-    row = np.where(row < batch, row, 0)
-    tokens, lengths = np.asarray(tokens, np.int32)[row], np.asarray(lengths, np.int32)[row]
-    return (place(tokens, mesh, "data"), place(lengths, mesh, "data")), place(keys[row], mesh, "data")
-
-
 def is_remote(x) -> bool:
     """Return True if some shards of the array are only on other hosts."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def spans_hosts(tree: PyTree) -> bool:
+    """Return True if an array of the tree has shards on other hosts, so that all hosts must run the same programs."""
+    return any(isinstance(x, jax.Array) and _spans_hosts(x) for x in jax.tree.leaves(tree))
+
+
+def _spans_hosts(x: jax.Array) -> bool:
+    return not isinstance(x, jax.core.Tracer) and not x.is_fully_addressable
 
 
 def replicate(tree: PyTree) -> PyTree:

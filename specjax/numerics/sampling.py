@@ -178,8 +178,9 @@ def threefry(keys: Array | int) -> Array:
     same noise. Every draw of this library therefore uses this function.
 
     Args:
-      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one integer seed. A seed gives the key of
-        `jax.random.key(seed)`; a 64-bit seed gives the key that JAX creates under `jax_enable_x64`.
+      keys: typed keys, `jax.random.PRNGKey` arrays uint32[..., words], or one integer seed, also as a signed array
+        without axes. A seed gives the key of `jax.random.key(seed)`; a 64-bit seed gives the key that JAX creates under
+        `jax_enable_x64`. A traced seed has 32 bits.
 
     Raises: UsageError for any other value.
     """
@@ -191,6 +192,11 @@ def threefry(keys: Array | int) -> Array:
         words = jnp.array([high, seed & low], jnp.uint32)
         return jax.random.wrap_key_data(words, impl="threefry2x32")
     dtype = getattr(keys, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.signedinteger) and not keys.ndim:
+        if not isinstance(keys, jax.core.Tracer):
+            return threefry(int(keys))
+        words = jnp.stack([jnp.zeros((), jnp.uint32), keys.astype(jnp.uint32)])
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(keys)) == "threefry2x32":
         return keys

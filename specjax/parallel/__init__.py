@@ -1,8 +1,16 @@
 """Sharding of models over several devices and hosts."""
 
-from specjax.numerics.global_arrays import gather, place, spread_rows
+from specjax.numerics.global_arrays import gather, place
 from specjax.parallel.hosts import check_same, initialize
-from specjax.parallel.sharding import abstract_target, head_shardings, largest_over, mesh, shard, shard_head
+from specjax.parallel.sharding import (
+    abstract_target,
+    head_shardings,
+    largest_over,
+    mesh,
+    shard,
+    shard_head,
+    spread_rows,
+)
 
 __all__ = [
     "abstract_target",

@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -28,9 +30,12 @@ EXIT_OTHER_HOST_FAILED = 3
 _HEARTBEAT_KEYS = "specjax/hosts/alive"
 _FAILURE_KEYS = "specjax/hosts/failed"
 _FINISHED = "finished"
+_COORDINATOR = "coordinator"
 _COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
 _connection_failed = threading.Event()
+_exit_code: int | None = None
+"""Code of the last `sys.exit` of the main thread, if it was not 0."""
 
 
 def initialize(
@@ -102,19 +107,54 @@ def check_same(value, what: str) -> None:
 
     Raises: UsageError that names the processes that differ from process 0.
     """
+    check_all_same({what: value})
+
+
+def check_all_same(values: Mapping[str, Any]) -> None:
+    """Check several values by name with one exchange, as `check_same` does. Arrays in lists are compared completely.
+
+    Raises: UsageError that names the first value that differs.
+    """
+    global _exit_code
+    _exit_code = None  # a caller has caught the exit, and the process continues
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils
 
-    data = value if isinstance(value, bytes) else repr(value).encode()
-    digest = np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint8).astype(np.int32)
-    digests = multihost_utils.process_allgather(digest).reshape(jax.process_count(), -1)
-    differing = [str(i) for i, other in enumerate(digests) if (other != digests[0]).any()]
-    if differing:
-        raise UsageError(
-            f"the {what} of host {', '.join(differing)} differ from those of host 0; start all hosts with the same "
-            "command, files and versions"
-        )
+    digests = np.stack([_digest(value) for value in values.values()])
+    gathered = multihost_utils.process_allgather(digests).reshape(jax.process_count(), *digests.shape)
+    for number, what in enumerate(values):
+        differing = [str(i) for i, other in enumerate(gathered[:, number]) if (other != gathered[0, number]).any()]
+        if differing:
+            raise UsageError(
+                f"the {what} of host {', '.join(differing)} differ from those of host 0; start all hosts with the same "
+                "command, files and versions"
+            )
+
+
+def _digest(value: Any) -> np.ndarray:
+    """Return a digest int32[16] of bytes, of the arrays of a tree, or of the `repr` of any other value."""
+    content = hashlib.sha256()
+    for leaf in jax.tree.leaves(value):
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if isinstance(leaf, jax.Array | np.ndarray):
+            leaf = np.asarray(leaf)
+            content.update(f"{leaf.shape}{leaf.dtype}".encode() + leaf.tobytes())
+        else:
+            content.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+        content.update(b"\0")
+    content.update(str(jax.tree.structure(value)).encode())
+    return np.frombuffer(content.digest()[:16], np.uint8).astype(np.int32)
+
+
+def choose_first(value: int) -> int:
+    """Return the value of host 0. Every process must call it."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def versions() -> dict[str, str]:
@@ -214,10 +254,11 @@ def _coordination_client():
 
 
 class _FailureMonitor:
-    """A thread that reads the heartbeats and failures of the other processes every `period` seconds.
+    """A thread that watches the other processes.
 
-    It warns about a silent process, but JAX's own heartbeats decide if that process is dead. It ends this process only
-    if another one has reported a failure.
+    Every process reads the reported failures every `period` seconds, and ends if there is one. Heartbeats are written
+    every `interval` seconds, and only host 0 reads them. So the work of all n hosts grows with n and not with n^2. Host
+    0 warns about a silent process, but JAX's own heartbeats decide if that process is dead.
     """
 
     period = 1.0
@@ -225,25 +266,43 @@ class _FailureMonitor:
 
     def __init__(self, client, process_id: int, heartbeat: float):
         self.client, self.me, self.heartbeat = client, str(process_id), heartbeat
+        self.interval = max(self.period, heartbeat / 6)
         self.last: dict[str, tuple[str, float]] = {}
         self.warned: set[str] = set()
+        self.count = 0  # heartbeats of this process
+        self.last_beat = self.last_answer = time.monotonic()
 
     def run(self) -> None:
-        count = 0
         while not _ended.wait(self.period):
-            count += 1
-            try:
-                self.client.key_value_set(f"{_HEARTBEAT_KEYS}/{self.me}", str(count), allow_overwrite=True)
-                heartbeats, failures = map(self.client.key_value_dir_get, (_HEARTBEAT_KEYS, _FAILURE_KEYS))
-            except Exception:
-                if not _ended.is_set():
-                    _print_warning("host 0, the coordinator, no longer responds; JAX ends this host too")
-                return
-            self.check_hosts(
-                *({key.rsplit("/", 1)[1]: value for key, value in entries} for entries in (heartbeats, failures))
-            )
+            self.poll()
+
+    def poll(self) -> None:
+        """Write a heartbeat if it is time, and check the other hosts. A call that fails is repeated the next time."""
+        time_now = time.monotonic()
+        heartbeats: list[tuple[str, str]] = []
+        try:
+            if not self.count or time_now - self.last_beat >= self.interval:
+                self.client.key_value_set(f"{_HEARTBEAT_KEYS}/{self.me}", str(self.count + 1), allow_overwrite=True)
+                self.count, self.last_beat = self.count + 1, time_now
+                heartbeats = self.client.key_value_dir_get(_HEARTBEAT_KEYS) if self.me == "0" else []
+            failures = self.client.key_value_dir_get(_FAILURE_KEYS)
+        except Exception:
+            self.warn_about_coordinator(time_now)
+            return
+        self.last_answer = time_now
+        self.warned.discard(_COORDINATOR)
+        by_host = lambda entries: {key.rsplit("/", 1)[1]: value for key, value in entries}
+        self.check_hosts(by_host(heartbeats), by_host(failures))
+
+    def warn_about_coordinator(self, time_now: float) -> None:
+        """Print one warning if the coordinator has not answered for half a heartbeat."""
+        silent = time_now - self.last_answer > self.heartbeat / 2
+        if silent and _COORDINATOR not in self.warned and not _ended.is_set():
+            self.warned.add(_COORDINATOR)
+            _print_warning("host 0, the coordinator, no longer responds; if it is dead, JAX ends this host too")
 
     def check_hosts(self, heartbeats: dict[str, str], failures: dict[str, str]) -> None:
+        """End this process if another one has failed. Warn about hosts that are silent."""
         time_now = time.monotonic()
         for host, sentence in failures.items():
             if host == self.me:
@@ -274,6 +333,8 @@ def _start_monitor(heartbeat: float) -> None:
     thread = threading.Thread(target=watch.run, daemon=True, name="specjax-hosts")
 
     def end():
+        if _exit_code is not None and not _ended.is_set():
+            fail(f"its program ended with sys.exit({_exit_code})", _exit_code)
         _ended.set()
         thread.join(2)
         with contextlib.suppress(Exception):  # the coordinator has stopped
@@ -282,6 +343,20 @@ def _start_monitor(heartbeat: float) -> None:
     thread.start()
     atexit.register(end)  # runs before JAX leaves the cluster
     sys.excepthook = _wrap_excepthook(sys.excepthook)
+    sys.exit = _record_exit
+
+
+def _record_exit(status: Any = None, /) -> NoReturn:
+    """Do the work of `sys.exit`, and store its code.
+
+    A host that ends with an error ends the others, which would wait for it in a collective. Python does not pass the
+    code to functions of `atexit`.
+    """
+    global _exit_code
+    if threading.current_thread() is threading.main_thread():
+        code = status if isinstance(status, int) else int(status is not None)
+        _exit_code = code & 0xFF or None
+    raise SystemExit(status)
 
 
 def _wrap_excepthook(show):

@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
-from specjax.numerics.global_arrays import place_one, with_shardings
-from specjax.types import PyTree, Target
+from specjax.numerics.global_arrays import place, place_one, with_shardings
+from specjax.numerics.sampling import row_keys
+from specjax.parallel.hosts import check_all_same
+from specjax.types import Array, PyTree, Target
 
 
 def mesh(
@@ -132,3 +134,27 @@ def shardable_config(target: Any):
     if target.model.mesh is not None:
         raise UsageError(f"{target.model.name} is already sharded; pass the model that was loaded without a mesh")
     return target.model.config
+
+
+def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array], Array]:
+    """Shard a batch over the mesh axis "data", for `decode` and `stream`.
+
+    If the axis does not divide the batch, copies of the first row are appended. A copy finishes together with its
+    original and so costs no steps. Drop the text that is decoded for it.
+
+    Args:
+      tokens: int[B, P]. lengths: int[B]. keys: one key or [B], as in `decode`. All are complete on every host.
+
+    Raises: UsageError if the hosts of the mesh have different prompts or keys.
+
+    Returns: ((tokens [B', P], lengths [B']), keys [B']), where B' is a multiple of the axis.
+    """
+    batch = len(lengths)
+    keys = row_keys(keys, batch)  # before the copies: row b has fold_in(key, b)
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        check_all_same({"prompts": [tokens, lengths], "random keys": keys})
+    parts = mesh.shape.get("data", 1)
+    row = np.arange(-(-batch // parts) * parts)
+    row = np.where(row < batch, row, 0)
+    tokens, lengths = np.asarray(tokens, np.int32)[row], np.asarray(lengths, np.int32)[row]
+    return (place(tokens, mesh, "data"), place(lengths, mesh, "data")), place(keys[row], mesh, "data")

@@ -15,15 +15,14 @@ from specjax.arrays import batch_axes
 from specjax.arrays.modes import with_standard_modes
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import export_params, restore_params, step
+from specjax.engine.value_checks import explain_failure
 from specjax.errors import UsageError
-from specjax.numerics.global_arrays import replicate
+from specjax.numerics.global_arrays import place, replicate
 from specjax.numerics.sampling import row_keys, threefry
 from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
 from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
 from specjax.types import Array, DecodeState, Drafter, Info, PyTree
-
-NOT_FINITE = "the model returns NaN or Inf for its prompt; check the model's parameters and config"
 
 
 class Served(NamedTuple):
@@ -32,11 +31,17 @@ class Served(NamedTuple):
     request: int  # number of the request, counted from 0 in the order of arrival
     tokens: list[int]
     accepted: int  # number of leading tokens that were drafted
-    finish_reason: str | None = None  # "eos", "length", "stop" or "refused" at the end of the request
-    error: str | None = None  # reason why the request was refused, in one sentence
+    # At the end of the request: "eos", "length", "stop", "refused" or "failed" (the model returned NaN or Inf, or its
+    # processors allowed no token)
+    finish_reason: str | None = None
+    error: str | None = None  # reason why the request was refused or failed, in one sentence
     text: str = ""  # new text, if `serve` has a tokenizer: whole characters, without eos and stop strings
     drafter: Callable[[], Drafter] | None = None  # at the end: returns the drafter with its learned parameters
     drafted: int = 0  # depth of the step's draft
+
+    def __reduce__(self) -> tuple:
+        """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
+        return type(self), tuple(self._replace(drafter=None))
 
 
 class RowUpdate(NamedTuple):
@@ -46,7 +51,7 @@ class RowUpdate(NamedTuple):
     accepted: int  # number of leading tokens that were drafted
     drafted: int  # depth of the draft
     is_eos: bool  # True if the last token is an eos
-    is_finite: bool  # False if the logits contain NaN or Inf
+    is_finite: bool  # False if the row failed
     is_done: bool  # True if the row ended, possibly without eos
 
 
@@ -80,12 +85,11 @@ class _Row:
     text: Detokenizer | None
 
     def add(self, update: RowUpdate) -> Served:
-        """Add the tokens of one step to the request."""
-        if not update.is_finite:
-            return Served(self.request, [], 0, "refused", NOT_FINITE)
+        """Add the tokens of one step to the request. A row that failed ends with the reason "failed"."""
         tokens = update.tokens
         self.remaining -= len(tokens)
         reason = "eos" if update.is_eos else "length" if update.is_done or not self.remaining else None
+        reason = reason if update.is_finite else "failed"
         text = ""
         if self.text is not None:
             text, count = self.text.add_all(tokens[:-1] if update.is_eos else tokens)
@@ -119,9 +123,8 @@ class Batch:
         """
         self.limits = limits
         self._settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
-        job = dataclasses.replace(
-            job, parts=dataclasses.replace(job.parts, serving=True, **self._settings._asdict())
-        )  # fmt: skip
+        parts = dataclasses.replace(job.parts, serving=True)
+        job = dataclasses.replace(job, parts=_with_settings(parts, self._settings))
         self._programs: ServePrograms = programs_of(job, cache, SERVING)
         exported, self._state = self._programs.empty(job)
         self._parts = _with_exported(job.parts, exported)  # parameters in the form that `Hooks.export` returns
@@ -160,7 +163,7 @@ class Batch:
         slot = self._rows.index(None)
         self._rows[slot] = _Row(number, count, text)
         self._settings = _put_row(self._settings, slot, settings)
-        self._parts = dataclasses.replace(self._parts, **self._settings._asdict())
+        self._parts = _with_settings(self._parts, self._settings)
         admission = pack_request(self._state, slot, request, key, count, processors)
         self._state = self._programs.admit(self._parts, self._state, admission)
         return None
@@ -179,6 +182,8 @@ class Batch:
         finished, self._finished = self._finished, None
         for slot, row, update in _row_updates(finished) if finished else ():
             served = row.add(update)
+            if served.finish_reason == "failed":
+                served = served._replace(error=explain_failure(self._parts.target, self._parts.processors))
             if served.finish_reason:
                 self._free(slot)
                 served = served._replace(drafter=lambda: self._parts.drafter)
@@ -213,7 +218,7 @@ def _row_updates(dispatched: _Dispatched) -> Iterator[tuple[int, _Row, RowUpdate
     )
     done = np.zeros(len(rows), bool) if done is None else done
     for slot, row in enumerate(rows):
-        if row is not None and (emitted[slot] or done[slot]):
+        if row is not None and (emitted[slot] or done[slot] or not finite[slot]):
             yield slot, row, RowUpdate(
                 tokens=tokens[slot, : emitted[slot]].tolist(),
                 accepted=int(accepted[slot]),
@@ -224,8 +229,15 @@ def _row_updates(dispatched: _Dispatched) -> Iterator[tuple[int, _Row, RowUpdate
             )  # fmt: skip
 
 
+def _with_settings(parts: Parts, settings: RowSettings) -> Parts:
+    """Return the parts with the settings on the devices, so that no step transfers them."""
+    mesh = parts.target.model.mesh
+    placed = jax.device_put(settings) if mesh is None else place(settings, mesh)
+    return dataclasses.replace(parts, **placed._asdict())
+
+
 def _put_row(settings: RowSettings, slot: int, row: RowSettings) -> RowSettings:
-    """Return new arrays with the settings of one row. A dispatched step may still read the old arrays."""
+    """Return new arrays with the settings of one row."""
     settings = jax.tree.map(np.copy, settings)
     for array, value in zip(jax.tree.leaves(settings), jax.tree.leaves(row), strict=True):
         array[slot] = value

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.prepare import Settings
+from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings
 from specjax.errors import UsageError
 from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array, Processor, PyTree, Sampling
 
-MOST_EOS = 8
-"""Maximum number of eos ids of a request, unless `serve` has more. It is a shape of the compiled program."""
 AHEAD = 64
 """Maximum number of items that `arrivals` reads ahead from its source."""
 
@@ -53,14 +51,14 @@ class Limits(NamedTuple):
     @property
     def num_eos(self) -> int:
         """Return the number of eos ids per row, E."""
-        return max(MOST_EOS, _ids(self.settings.eos).size)
+        return max(-(-_ids(self.settings.eos).size // EOS_UNIT), 1) * EOS_UNIT
 
 
 class RowSettings(NamedTuple):
     """Settings of one row as numpy arrays, or of all rows with a leading axis B."""
 
     sampling: Sampling
-    eos: np.ndarray  # int32[E], padded with -1
+    eos: np.ndarray  # int32[E], padded with EOS_PADDING
 
 
 def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
@@ -78,7 +76,7 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if value is not None and np.ndim(value):
             raise UsageError(f"{name} must be one number in serve; set it per request instead")
-    Settings(temperature, top_k, top_p, eos, min_p=min_p)
+    Settings(temperature, top_k, top_p, eos, min_p=min_p).check_eos(vocab)
     ids = _ids(eos)
     if ids.size > limits.num_eos:
         raise UsageError(f"eos has {ids.size} ids, more than the {limits.num_eos} that a request may have")
@@ -88,7 +86,8 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
         np.float32(1.0 if top_p is None else top_p),
         None if min_p is None else np.float32(min_p),
     )
-    return RowSettings(Sampling(*values), np.pad(ids, (0, limits.num_eos - ids.size), constant_values=-1))
+    padding = 0, limits.num_eos - ids.size
+    return RowSettings(Sampling(*values), np.pad(ids, padding, constant_values=EOS_PADDING))
 
 
 def _ids(eos) -> np.ndarray:

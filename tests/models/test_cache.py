@@ -20,8 +20,8 @@ from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
 from specjax.errors import UsageError
+from specjax.models import bridge, make_model
 from specjax.models import cache as kv
-from specjax.models import make_model
 from specjax.numerics.quantization import Quantized, dequantize, quantize
 from specjax.trees import operations
 from specjax.types import Target
@@ -202,13 +202,13 @@ def test_int8_tokens_see_each_other_as_the_cache_keeps_them(mutant, monkeypatch)
         monkeypatch.setattr(kv, "commit", lambda cache, pending, *args: ORIGINAL(cache, rounded(pending), *args))
     tokens = jax.random.randint(jax.random.key(1), (4, 24), 0, 64)
     target = tiny_llama(seed=3 + mutant, cache_dtype="int8")
-    make_model.cache_clear()
+    bridge._make_model.cache_clear()
     target = Target(make_model(target.model.config), target.params)
     one_pass, stepwise = jax.jit(one_pass_and_steps)(target, tokens)
     worst = np.abs(np.asarray(one_pass - stepwise)).max(-1)
     # Rounding of a product may turn one element by a step, which later tokens see; most are the same.
     assert (np.quantile(worst, 0.9) < 2e-4) is not mutant
-    make_model.cache_clear()
+    bridge._make_model.cache_clear()
 
 
 ORIGINAL = kv.commit

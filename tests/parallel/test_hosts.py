@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import jax
@@ -162,6 +163,101 @@ def test_an_exception_on_one_host_ends_the_other(failing):
     other = ended[1 - failing]
     assert other.code == hosts.EXIT_OTHER_HOST_FAILED
     assert f"host {failing} failed: ValueError: this host has no room left" in other.err
+
+
+@pytest.mark.exhaustive
+def test_sys_exit_on_one_host_ends_the_other():
+    with Hosts(2, "rounds", *ADDRESS, "exit 1") as running:
+        first, second = running.wait(timeout=120)
+    assert second.code == 5 and "Traceback" not in second.err
+    assert first.code == hosts.EXIT_OTHER_HOST_FAILED
+    assert "host 1 failed: its program ended with sys.exit(5)" in first.err
+
+
+@pytest.mark.exhaustive
+def test_library_calls_compare_hosts_and_serve_waits_for_the_slowest():
+    with Hosts(2, "library", *ADDRESS) as running:
+        ended = running.wait(timeout=240)
+    assert [process.code for process in ended] == [0, 0], ended
+    first, second = ([line for line in process.out.splitlines() if "[Gloo]" not in line] for process in ended)
+    assert first == second
+    same = "of host 1 differ from those of host 0; start all hosts with the same command, files and versions"
+    prompts, keys, text, served, requests = first
+    assert (prompts, keys, requests) == tuple(
+        f"refused: the {x} {same}" for x in ("prompts", "random keys", "requests")
+    )
+    target = tiny_llama(layers=1)
+    alone = lambda prompt, key, count: specjax.decode(target, None, [prompt], key=key, max_new_tokens=count).to_lists()
+    assert text == f"text: {alone([1, 2], 0, 4)}"
+    assert json.loads(served.removeprefix("served: ")) == {str(n): alone([1, 2, n], n, 6)[0] for n in range(4)}
+
+
+class Coordinator:
+    """The client of a coordination service, which may not answer."""
+
+    def __init__(self):
+        self.values, self.calls, self.is_silent = {}, [], False
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.calls.append(key)
+        if self.is_silent:
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        self.calls.append(folder)
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+
+def test_a_call_that_fails_once_does_not_end_the_watch(monkeypatch):
+    """It warns only about a coordinator that stays silent, and still ends the host when another one fails."""
+    outputs, clock, codes = [], [0.0], []
+    monkeypatch.setattr(hosts, "_print_warning", outputs.append)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hosts.os, "_exit", codes.append)
+    monkeypatch.setattr(hosts, "_ended", threading.Event())
+    client = Coordinator()
+    watch = hosts._FailureMonitor(client, 1, heartbeat=6)
+    watch.grace = 0
+    for clock[0], client.is_silent in ((1, True), (2, False), (3, True)):
+        watch.poll()
+    assert not outputs and watch.count
+    for clock[0] in (4, 5, 6, 7):
+        watch.poll()
+    assert len(outputs) == 1 and "no longer responds" in outputs[0]
+    client.is_silent = False
+    client.values["specjax/hosts/failed/0"] = "no room"
+    clock[0] = 8
+    watch.poll()
+    assert codes == [hosts.EXIT_OTHER_HOST_FAILED] and outputs[1:] == ["host 0 failed: no room"]
+
+
+def test_the_calls_of_many_hosts_grow_with_their_number(monkeypatch):
+    """Only host 0 reads the heartbeats; all hosts read the failures, of which there are none."""
+    clock = [0.0]
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hosts, "_ended", threading.Event())
+    client = Coordinator()
+    for number in range(20):
+        hosts._FailureMonitor(client, number, heartbeat=30).poll()
+    assert sum(call.endswith("alive") for call in client.calls) == 1
+    assert len(client.calls) == 20 + 20 + 1
+    watch, client.calls = hosts._FailureMonitor(client, 0, heartbeat=30), []
+    for clock[0] in range(1, 31):
+        watch.poll()
+    assert sum(call.endswith("alive") for call in client.calls) == 6
+
+
+def test_the_code_of_sys_exit_is_stored_until_the_program_goes_on(monkeypatch):
+    monkeypatch.setattr(hosts, "_exit_code", None)
+    for status, code in ((0, None), (None, None), (3, 3), ("reason", 1), (True, 1), (-1, 255), (256, None)):
+        with pytest.raises(SystemExit) as error:
+            hosts._record_exit(status)
+        assert error.value.code == status and hosts._exit_code == code
+    with pytest.raises(SystemExit):
+        hosts._record_exit(3)
+    parallel.check_same(1, "numbers")
+    assert hosts._exit_code is None
 
 
 def test_generate_on_two_hosts(tmp_path, monkeypatch, capsys):

@@ -187,16 +187,17 @@ def test_the_state_is_written_in_its_place(target, tmp_path):
 def test_other_jobs_have_other_programs(target):
     lookup = prompt_lookup(num_tokens=3)
     same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(tiny_llama(seed=5))]
+    same.append(job_of(target, eos=[3, 4]))
     others = [
         job_of(target, prompt_lookup(num_tokens=2)),
         job_of(target, autoregressive()),
         job_of(target, temperature=0.5),
-        job_of(target, eos=[3, 4]),
+        job_of(target, eos=[*range(9)]),
         job_of(target, prompts=[PROMPTS[0]]),
         job_of(target, lookup, controller=specjax.controllers.parsing.parse("bass")),
     ]
     names = [program_key.digest_arguments(job) for job in same]
-    assert len(set(names)) == 1, "parameters, prompts and keys are data"
+    assert len(set(names)) == 1, "parameters, prompts, keys and eos ids are data"
     assert len({names[0], *map(program_key.digest_arguments, others)}) == 1 + len(others)
 
 

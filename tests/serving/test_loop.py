@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from specjax import Request, UsageError, controllers, decode, drafters, serve, t
 from specjax.controllers.spec_kv import Weights
 from specjax.engine.prepare import Settings, prepare
 from specjax.serving import batch as module
+from specjax.serving import loop
 from specjax.types import Drafter
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
@@ -129,6 +132,21 @@ def test_over_a_mesh_all_is_compiled_by_the_end_of_the_first_request(caplog):
     assert sum(ended) == 3 and compiled[-1] == compiled[ended.index(True)] > 2
 
 
+def test_a_step_transfers_nothing_to_the_device(monkeypatch):
+    """The settings of the rows are there already, also after requests with others have come."""
+    step, count = module.SERVING.traced.step, []
+
+    def guarded(parts, state):
+        count.append(0)
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
+            return step(parts, state)
+
+    monkeypatch.setattr(module, "SERVING", module.SERVING._replace(traced=module.SERVING.traced._replace(step=guarded)))
+    requests = [request(0), request(1)._replace(temperature=0.5, eos=3), request(2)]
+    reasons = [news.finish_reason for news in serve(tiny_llama(), DRAFTERS["prompt_lookup"](), requests, **LIMITS)]
+    assert sum(map(bool, reasons)) == 3 and len(count) > 3
+
+
 def test_nothing_of_the_row_before_is_left(monkeypatch):
     """Where every free row is full of NaN before a request comes, the texts are the same."""
     admit = module._admit
@@ -184,6 +202,59 @@ def test_it_waits_for_requests_that_have_not_come_yet():
     for news in serve(tiny_llama(), DRAFTERS["prompt_lookup"](), arrivals(), **LIMITS):
         texts[news.request] += news.tokens
     assert texts == {i: alone("prompt_lookup", i) for i in range(5)}
+
+
+class TwoHosts:
+    """The exchanges of two hosts, each a thread of this process."""
+
+    def __init__(self):
+        self.values, self.barrier = {}, threading.Barrier(2, timeout=10)
+
+    def exchange(self, value):
+        self.values[threading.current_thread().name] = value
+        self.barrier.wait()
+        values = dict(self.values)
+        self.barrier.wait()
+        return values["0"], values["1"]
+
+    def choose_first(self, value):
+        return self.exchange(value)[0]
+
+    def check_same(self, value, what):
+        first, second = self.exchange(repr(value))
+        if first != second:
+            raise UsageError(f"the {what} differ")
+
+
+def polled(monkeypatch, *sources):
+    """What each of two hosts admits, poll by poll."""
+    monkeypatch.setattr(loop, "hosts", TwoHosts())
+
+    def drain(items):
+        source, polls = loop._Source(items, is_shared=True), []
+        try:
+            while source.has_more:
+                polls.append(source.poll())
+        except UsageError as error:
+            polls.append(str(error))
+        return polls
+
+    def run(name, items):
+        threading.current_thread().name = name
+        return drain(items)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, "01", sources))
+
+
+def test_on_several_hosts_host_0_decides_when_a_request_comes(monkeypatch):
+    a, b = request(0), request(1)
+    for other in ([a, b], [None, None, None, a, None, b, None], [a, None, b], [None, a, b, None, None]):
+        first, second = polled(monkeypatch, [None, a, None, None, b], other)
+        assert first == second == [None, a, None, None, b, None]
+    for other in ([a], [a, b, a], [b, a], []):
+        first, second = polled(monkeypatch, [a, None, b], other)
+        assert first == second and first[-1] == "the requests differ"
 
 
 def test_what_does_not_fit_is_refused_and_the_others_go_on():

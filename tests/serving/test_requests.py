@@ -12,6 +12,7 @@ from toy import markov, tiny_llama
 
 import specjax
 from specjax import Request, UsageError, arrivals, decode, drafters, serve
+from specjax.processors import bias
 from specjax.serving import batch as module
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
@@ -252,7 +253,23 @@ def test_a_model_that_gives_nan_is_named():
             broken, DRAFTERS["prompt_lookup"](), [Request([1, 2, 3], 0)], slots=2, longest_prompt=16, max_new_tokens=4
         )
     )
-    assert "NaN" in served[-1].error and served[-1].finish_reason == "refused"
+    assert "NaN" in served[-1].error and served[-1].finish_reason == "failed"
+    assert not any(news.tokens for news in served)
+
+
+def test_a_request_whose_processors_ban_everything_is_named_and_the_others_go_on():
+    halves = range(32), range(32, 64)  # one processor that bans everything is refused earlier
+    everything, nothing = ([bias(dict.fromkeys(half, x)) for half in halves] for x in (-np.inf, 0.0))
+    requests = [Request([1, 2, 3], n, processors=chosen) for n, chosen in enumerate((everything, nothing))]
+    served = list(
+        serve(
+            tiny_llama(), DRAFTERS["prompt_lookup"](), requests, slots=2, longest_prompt=16, max_new_tokens=4,
+            processors=nothing,
+        )
+    )  # fmt: skip
+    [failed] = [news for news in served if news.request == 0]
+    assert (failed.tokens, failed.finish_reason) == ([], "failed") and "the processors allow no token" in failed.error
+    assert sum(len(news.tokens) for news in served if news.request == 1) == 4
 
 
 def test_a_draft_model_is_not_copied_when_a_request_ends():

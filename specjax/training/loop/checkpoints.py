@@ -88,8 +88,8 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
         if not path.exists():
             return RunPosition()
         run = read_json(path)
-        different = [name for name, value in to_json_values(identity).items() if run["about"].get(name) != value]
-        position = _parse_position(run["reached"])
+        about, position = dict(run["about"]), _parse_position(run["reached"])
+        different = [name for name, value in to_json_values(identity).items() if about.get(name) != value]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot hold a run ({first_line(error)}); give another folder") from error
     if different:
