@@ -325,6 +325,10 @@ class Hooks(NamedTuple):
     `axes(state)` returns the position of the batch axis in each array of the state, or `batch_axes.SHARED` for an array
     that all rows share. Default: 0 for every array.
 
+    `widths(batch, target) -> widths` returns the widths of the target pass that occur with `batch` rows, if they depend
+    on the batch. Trees must then have no more valid nodes than the widest. Only these widths are compiled, and the
+    widest determines the memory of a pass. None: all of `Traits.widths` and N.
+
     `explain(before, after) -> str` returns one sentence with the reason for the tree. It compares the states of one row
     before and after a step, and runs on the host (`specjax.explain`).
     """
@@ -334,6 +338,7 @@ class Hooks(NamedTuple):
     soft_prompts: Callable[..., SoftPrompts] | None = None
     resume: Callable[..., PyTree] | None = None
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
+    widths: Callable[[int, Target], tuple[int, ...]] | None = None
     explain: Callable[[PyTree, PyTree], str] | None = None
 
 
@@ -382,6 +387,11 @@ class Drafter:
         """Return the depth of the deepest possible node."""
         return self.size.max_depth
 
+    def pass_widths(self, batch: int, target: Target) -> list[int]:
+        """Return the widths of the target pass that are compiled for `batch` rows, rising."""
+        widths = self.hooks.widths(batch, target) if self.hooks.widths else (*self.traits.widths, self.num_nodes)
+        return sorted({width for width in widths if width <= self.num_nodes})
+
     @property
     def drafts_chains(self) -> bool:
         """Return True if the parent of every node is the previous node."""
@@ -417,6 +427,9 @@ class Processor:
     `update(params, state, tokens[B, N], count[B]) -> state` receives the first `count` tokens, which were committed.
     Default: the state stays unchanged.
 
+    With `by_row`, `process` also accepts the logits [B, R, V] of any R nodes, with their rows of `ancestors`
+    bool[B, R, N]. Then only the nodes that the verifier visits are processed.
+
     `settings` may differ from row to row: arrays [1, ...] or [B, ...]. `init` receives them as [B, ...] and stores the
     needed values in the state. `params` are shared by all rows.
 
@@ -428,6 +441,7 @@ class Processor:
     init: Callable[..., PyTree] = field(metadata=STATIC, default=_keep_settings)
     update: Callable[..., PyTree] = field(metadata=STATIC, default=_keep_state)
     check: Callable[[Processor, int], None] = field(metadata=STATIC, default=_accept_any)
+    by_row: bool = field(metadata=STATIC, default=False)
     params: PyTree = ()
     settings: PyTree = ()
 

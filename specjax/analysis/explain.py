@@ -94,7 +94,7 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
     parents = np.where(parents < 0, -1, number[np.maximum(parents, 0)])[valid]
     added = added[:count].tolist()
     path = _path(tokens[valid], parents, added[: int(accepted)])
-    width = min(width for width in {*drafter.traits.widths, drafter.num_nodes} if width >= valid.sum())
+    width = min(width for width in drafter.pass_widths(1, parts.target) if width >= valid.sum())
     cost = float(evaluate(costs, (1, width), 1, dtype_of(parts.target))[1]) if width > 1 else 1.0
     return Round(tokens[valid], parents, chances[valid], path, added, int(accepted), width, cost, why)
 

@@ -1,6 +1,18 @@
 """Costs of a pass over several tokens, relative to a pass over one token."""
 
-from specjax.costs.curves import Costs, Curve, check, dtype_of, estimated, evaluate, measured, of_draft, planned, timed
+from specjax.costs.curves import (
+    Costs,
+    Curve,
+    check,
+    dtype_of,
+    estimated,
+    evaluate,
+    logits_of,
+    measured,
+    of_draft,
+    planned,
+    timed,
+)
 from specjax.costs.heads import of_head
 
 __all__ = [
@@ -10,6 +22,7 @@ __all__ = [
     "dtype_of",
     "estimated",
     "evaluate",
+    "logits_of",
     "measured",
     "of_draft",
     "of_head",

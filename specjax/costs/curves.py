@@ -20,7 +20,10 @@ import numpy as np
 
 from specjax.arrays.indexing import first_largest
 from specjax.errors import UsageError
-from specjax.types import Target
+from specjax.numerics.sampling import draw, row_keys, warp
+from specjax.types import Array, PyTree, Sampling, Target
+
+GREEDY = Sampling()
 
 
 class Curve(NamedTuple):
@@ -49,30 +52,47 @@ def check(costs: Costs, count: int, item: str) -> None:
         raise UsageError(f"costs must be one positive number per {item} ({count}), not {list(costs)}")
 
 
-def evaluate(costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None):
+def evaluate(
+    costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None,
+    logits: float = 0.0,
+) -> np.ndarray:  # fmt: skip
     """Return the relative costs float32[W] of passes over `widths` tokens in each of `batch` rows; the first is 1."""
     if isinstance(costs, Curve):
         return costs(widths)
-    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform)
+    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform, logits)
 
 
-def estimated(widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None) -> np.ndarray:
+def logits_of(target: Target) -> float:
+    """Return the bytes of one row of float32 logits, as a share of the target's parameters."""
+    return 4 * target.model.vocab_size / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
+
+
+LOGITS_PASSES = 4
+"""Reads of the parameters in the time of as many bytes of logits: they are written, read and compared several times."""
+
+
+def estimated(
+    widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None, logits: float = 0.0
+) -> np.ndarray:
     """Estimate the costs float32[W] of passes over `widths` tokens of `batch` rows by a rule of thumb for the platform.
 
     The numbers for CPU were measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16
     passes over one. A product with a single vector has a kernel of its own. Measured costs are 1.18 for 2 tokens, 1.22
     for 4, 1.45 for 8, 1.95 for 16 and 3.16 for 32. In bfloat16 a pass costs 1 + 0.035 (n - 1). This lies between cores
     with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Other platforms read the
-    weights once for up to about 240 tokens. Each token adds 0.002 (Llama 3 8B on v5e, from the compiler's schedule).
+    weights once for up to about 240 tokens. Each token adds 0.002 (Llama 3 8B on v5e, from the compiler's schedule),
+    and LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M, 16 rows of 4 and
+    64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
 
     Args:
       platform: a JAX backend; the default is the current one.
+      logits: bytes of one row of logits as a share of the parameters (`logits_of`).
     """
     platform = platform or jax.default_backend()
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return max(1 + 0.002 * n, n / 240)
+            return max(1 + 0.002 * n, n / 240) + LOGITS_PASSES * logits * n
         if jnp.dtype(dtype) == jnp.bfloat16:
             return 1 + 0.035 * (n - 1)
         return 1.0 if n == 1 else 1 + n / 16
@@ -87,9 +107,12 @@ def dtype_of(target: Target) -> str:
 
 
 def measured(
-    target: Target, widths: Sequence[int] | None = None, batch: int = 1, context: int | None = None, repeats: int = 9
-) -> Curve:
+    target: Target, widths: Sequence[int] | None = None, batch: int = 1, context: int | None = None, repeats: int = 9,
+    sampling: Sampling = GREEDY,
+) -> Curve:  # fmt: skip
     """Measure a curve: time passes over `widths` tokens of `batch` rows on this device.
+
+    Each pass includes the choice of one token per row with `sampling`.
 
     The curve uses the medians of `repeats` interleaved passes. One program is compiled per width. The default widths go
     up to 16 on CPU and to 64 elsewhere. The default context is 512 tokens, or as many as the model allows.
@@ -97,13 +120,14 @@ def measured(
     Raises: UsageError if the context leaves no room for the passes.
     """
     widths = tuple(widths or ((1, 2, 4, 8, 16) if jax.default_backend() == "cpu" else (1, 8, 16, 32, 64)))
-    medians = timed(target, widths, batch, context, repeats)
+    medians = timed(target, widths, batch, context, repeats, sampling)
     return Curve(widths, tuple(median / medians[0] for median in medians))
 
 
 def timed(
-    target: Target, widths: Sequence[int], batch: int = 1, context: int | None = None, repeats: int = 9
-) -> list[float]:
+    target: Target, widths: Sequence[int], batch: int = 1, context: int | None = None, repeats: int = 9,
+    sampling: Sampling = GREEDY,
+) -> list[float]:  # fmt: skip
     """Return the median seconds of the passes that `measured` times. The arguments are the same."""
     max_width = max(widths)
     context = min(512, target.model.max_positions - max_width) if context is None else context
@@ -115,7 +139,7 @@ def timed(
         for width in widths:
             tokens = jnp.zeros((batch, width), jnp.int32)
             start = time.perf_counter()
-            jax.block_until_ready(_pass(target, cache, jnp.int32(context), tokens))
+            jax.block_until_ready(_timed_pass(target, cache, jnp.int32(context), tokens, sampling))
             if turn:  # the first turn compiles
                 seconds[width].append(time.perf_counter() - start)
     return [statistics.median(seconds[width]) for width in widths]
@@ -146,12 +170,20 @@ def _filled(target: Target, batch: int, context: int, capacity: int):
 
 
 @jax.jit
-def _pass(target: Target, cache, start, tokens):
+def _timed_pass(target: Target, cache: PyTree, start: Array, tokens: Array, sampling: Sampling) -> PyTree:
+    """Run a pass, and choose a token after each node, or sample one token per row."""
+    logits, pending = _pass(target, cache, start, tokens)
+    if sampling.temperature is None:
+        return first_largest(logits), pending
+    return draw(row_keys(0, len(tokens)), warp(logits[:, 0], sampling)), pending
+
+
+def _pass(target: Target, cache: PyTree, start: Array, tokens: Array) -> tuple[Array, PyTree]:
     batch, width = tokens.shape
     positions = jnp.broadcast_to(start + jnp.arange(width), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
     output, pending = target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
-    return first_largest(output.logits), pending
+    return output.logits, pending
 
 
 def planned(plan: Any, side: str = "schedule") -> Curve:

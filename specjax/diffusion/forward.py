@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import gather_at, take_along
 from specjax.diffusion.types import Canvas, Denoiser, WindowOutput
-from specjax.engine.prefill import CHUNK
+from specjax.engine.prefill import CHUNK, in_chunks, wide_chunk
 from specjax.numerics.sampling import VERIFY, fold_in
 from specjax.types import Array, PyTree
 
@@ -74,12 +73,13 @@ def window_logits(denoiser: Denoiser, output: WindowOutput) -> Array:
 
 def extra_slots(denoiser: Denoiser) -> int:
     """Return the number of slots that `read_blocks` needs after the text, beyond the free slots of every buffer."""
-    return _chunk(denoiser) - CHUNK
+    return _whole_blocks(denoiser, CHUNK) - CHUNK
 
 
-def _chunk(denoiser: Denoiser) -> int:
+def _whole_blocks(denoiser: Denoiser, columns: int) -> int:
+    """Return the number of columns, rounded up to whole blocks."""
     assert denoiser.block is not None
-    return -(-CHUNK // denoiser.block) * denoiser.block
+    return -(-columns // denoiser.block) * denoiser.block
 
 
 def read_blocks(denoiser: Denoiser, cache: PyTree, tokens: Array, count: Array) -> PyTree:
@@ -89,20 +89,18 @@ def read_blocks(denoiser: Denoiser, cache: PyTree, tokens: Array, count: Array) 
     """
     assert denoiser.block is not None
     batch, block, model = len(tokens), denoiser.block, denoiser.model
-    chunk = _chunk(denoiser)
-    offset = jnp.arange(chunk)
-    of_block = offset // block
-    mask = jnp.broadcast_to(of_block[None, :] <= of_block[:, None], (batch, chunk, chunk))
-    path = jnp.broadcast_to(offset, (batch, chunk))
 
-    def body(carry):
-        start, cache = carry
+    def read_chunk(start: Array, size: int, cache: PyTree) -> PyTree:
+        offset = jnp.arange(size)
+        of_block = offset // block
+        mask = jnp.broadcast_to(of_block[None, :] <= of_block[:, None], (batch, size, size))
+        places = jnp.broadcast_to(offset, (batch, size))
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
-        columns = jnp.broadcast_to(start + offset, (batch, chunk))
-        _, pending = forward(denoiser, cache, window, columns, mask)
-        return start + chunk, model.commit(cache, pending, path, jnp.clip(count - start, 0, chunk))
+        _, pending = forward(denoiser, cache, window, start + places, mask)
+        return model.commit(cache, pending, places, jnp.clip(count - start, 0, size))
 
-    return jax.lax.while_loop(lambda carry: carry[0] < jnp.max(count), body, (jnp.int32(0), cache))[1]
+    sizes = _whole_blocks(denoiser, wide_chunk(batch)), _whole_blocks(denoiser, CHUNK)
+    return in_chunks(read_chunk, cache, jnp.max(count), *sizes)
 
 
 def column_keys(keys: Array, columns: Array, start: Array, decided: Array) -> Array:

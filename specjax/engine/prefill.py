@@ -7,14 +7,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import scopes
+from specjax.arrays import platforms, scopes
 from specjax.arrays.indexing import take_along
 from specjax.engine import contract_checks
 from specjax.types import Array, Model, Output, PyTree
 
 CHUNK = 128
-"""Tokens per pass. On 2 cores, SmolLM2 reads a prompt of 900 tokens as fast with 128 as with 512, and the attention
-scores of one layer, which are the largest temporary, take a quarter of the memory."""
+"""Tokens per pass, and the slots that a cache needs after the text. On 2 cores, SmolLM2 reads a prompt of 900 tokens as
+fast with 128 as with 512, and the attention scores of one layer, which are the largest temporary, take a quarter of the
+memory."""
+WIDE_CHUNK = 512
+"""Tokens per pass on a TPU while the prompt lasts. 128 tokens are too few to hide the reads of the weights."""
+WIDE_TOKENS = 512
+"""Maximum number of tokens of a wide pass over all rows. Four rows of CHUNK tokens hide these reads too."""
 
 
 def prefill(model: Model, params: PyTree, cache: PyTree, tokens: Array, count: Array) -> PyTree:
@@ -38,30 +43,65 @@ def prefill_and_read(
 ) -> tuple[PyTree, PyTree]:
     """Prefill, and pass every chunk to `read(state, tokens[B, T], count[B], output) -> state`.
 
-    Within a chunk, `count` is the number of the T tokens that belong to the row. `output` includes the `taps`. The loop
-    runs only the chunks that the longest row needs, so padding of the buffer has no cost.
+    Within a chunk, `count` is the number of the T tokens that belong to the row. `output` includes the `taps`. T is
+    `wide_chunk` or CHUNK. Only the chunks that the longest row needs are read, so padding of the buffer has no cost.
 
     Returns: the cache and the final state.
     """
-    batch = tokens.shape[0]
-    offset = jnp.arange(CHUNK)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (batch, CHUNK, CHUNK))
-    path = jnp.broadcast_to(offset, (batch, CHUNK))
+    batch, options = tokens.shape[0], {"taps": taps} if taps else {}
 
-    def body(carry):
-        start, cache, state = carry
+    def read_chunk(start: Array, size: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        cache, state = carry
+        offset = jnp.arange(size)
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
-        positions = jnp.broadcast_to(start + offset, (batch, CHUNK))
-        options = {"taps": taps} if taps else {}
-        output, pending = model.forward(params, window, cache, positions=positions, mask=mask, **options)
-        num_new = jnp.clip(count - start, 0, CHUNK)
-        committed, new_state = model.commit(cache, pending, path, num_new), read(state, window, num_new, output)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
+        places = jnp.broadcast_to(offset, (batch, size))
+        output, pending = model.forward(params, window, cache, positions=start + places, mask=mask, **options)
+        num_new = jnp.clip(count - start, 0, size)
+        committed, new_state = model.commit(cache, pending, places, num_new), read(state, window, num_new, output)
         contract_checks.check_same(f"commit of the model {model.name}", cache, committed)
         contract_checks.check_same("the drafter's prefill", state, new_state)
-        return start + CHUNK, committed, new_state
+        return committed, new_state
 
-    longest = jnp.max(count)
-    return jax.lax.while_loop(lambda carry: carry[0] < longest, body, (jnp.int32(0), cache, state))[1:]
+    return in_chunks(read_chunk, (cache, state), jnp.max(count), wide_chunk(batch), CHUNK)
+
+
+def in_chunks(
+    read_chunk: Callable[[Array, int, PyTree], PyTree], carry: PyTree, longest: Array, wide: int, narrow: int
+) -> PyTree:
+    """Apply `carry = read_chunk(start, size, carry)` to chunks that cover `longest` int32[] tokens.
+
+    There are as many wide chunks as possible, then narrow ones. The last chunk of either size exceeds the tokens by
+    less than `narrow`.
+    """
+
+    def chunks_of(size: int, end: Array, carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+        body = lambda carry: (carry[0] + size, read_chunk(carry[0], size, carry[1]))
+        return jax.lax.while_loop(lambda carry: carry[0] < end, body, carry)
+
+    carry = jnp.int32(0), carry
+    if wide > narrow:
+        with jax.named_scope(scopes.WIDE_CHUNKS):
+            carry = chunks_of(wide, (longest + narrow - 1) // wide * wide, carry)
+    with jax.named_scope(scopes.CHUNKS):
+        return chunks_of(narrow, longest, carry)[1]
+
+
+def wide_chunk(batch: int, platform: str | None = None) -> int:
+    """Return the tokens per row of a wide pass over `batch` rows, or CHUNK if there are no wide passes.
+
+    Args:
+      platform: a JAX backend; the default is that of the program that is traced.
+    """
+    if (platform or platforms.of_program()) != "tpu":
+        return CHUNK
+    return max(CHUNK, min(WIDE_CHUNK, WIDE_TOKENS // batch // CHUNK * CHUNK))
+
+
+def count_chunks(longest: int, wide: int) -> tuple[int, int]:
+    """Return the numbers of wide and narrow chunks of a prompt of `longest` tokens, with wide ones of `wide` tokens."""
+    num_wide = (longest + CHUNK - 1) // wide if wide > CHUNK else 0
+    return num_wide, -(-max(longest - num_wide * wide, 0) // CHUNK)
 
 
 def catch_up(

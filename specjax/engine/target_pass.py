@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import batch_axes
+from specjax.arrays import batch_axes, scopes
 from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import take_along
 from specjax.engine import contract_checks, value_checks
@@ -19,6 +19,7 @@ from specjax.processors import pipeline
 from specjax.trees import operations
 from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
 from specjax.verifiers import greedy
+from specjax.verifiers.node_logits import NodeLogits
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 PromptFn = Callable[[TokenTree], SoftPrompts]
@@ -68,15 +69,14 @@ def pass_over(
 ) -> tuple[PyTree, Passed]:
     """Run the target on `tree`, and return the cache with the accepted nodes and the result of the pass.
 
-    The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's `widths`. So an
+    The pass is as wide as the widest valid draft among the rows, rounded up to one of the drafter's widths. So an
     empty draft costs one plain step. The width changes rounding, but never the distribution.
 
     Args:
       observe: the drafter's `observe`, with its first arguments bound.
       prompt: returns the soft prompts of a tree that is cut to the width of the pass.
     """
-    n = parts.drafter.num_nodes
-    widths = sorted({w for w in parts.drafter.traits.widths if w < n} | {n})
+    widths = parts.drafter.pass_widths(len(state.length), parts.target)
     needed = jnp.max(jnp.sum(tree.valid, 1))
 
     def pass_at_one_of(widths: list[int], cache: PyTree) -> tuple[PyTree, Passed]:
@@ -141,24 +141,21 @@ def judge_at(
     with_prompts, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
     contract_checks.check_output(model, with_prompts, *depth.shape)
     raw = with_prompts if prompt is None else jax.tree.map(lambda x: x[:, :width], with_prompts)
-    depth, output = depth[:, :width], raw
-    if parts.processors:
-        ancestors = mask[:, :width, :width]
-        logits = pipeline.process(parts.processors, state.processed, part, ancestors, raw.logits)
-        output = raw._replace(logits=logits)
+    depth = depth[:, :width]
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
-    verdict, logits = _verify(parts, state, keys, part, output)
+    processed = _processed(parts, state, part, mask[:, :width, :width], raw.logits)
+    verdict, logits = _verify(parts, state, keys, part, processed, raw.hidden)
     contract_checks.check_verdict(parts.verifier, verdict, *part.tokens.shape)
     verdict = _reject_ended(verdict, state.done)
     observed = observe(part, verdict, with_prompts)
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     diagnostics = Diagnostics(
-        logits=batch_axes.widen(take_along(logits, along_path, 1), n) if parts.keep.logits else None,
+        logits=batch_axes.widen(take_along(logits.every(), along_path, 1), n) if parts.keep.logits else None,
         logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
-        violations=value_checks.find_target_violations(part.valid, logits) if parts.keep.violations else None,
-        scored=Scored(tree, *batch_axes.widen((logits, output.hidden), n)) if parts.keep.scored else None,
+        violations=value_checks.find_target_violations(part.valid, logits.every()) if parts.keep.violations else None,
+        scored=Scored(tree, *batch_axes.widen((logits.every(), raw.hidden), n)) if parts.keep.scored else None,
     )
-    sound = value_checks.count_sound_nodes(raw.hidden, output.logits, verdict, processed=bool(parts.processors))
+    sound = value_checks.count_sound_nodes(raw.hidden, processed, verdict, processed=bool(parts.processors))
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
     return Judged(verdict._replace(path=path), jnp.max(depth, 1), observed, sound, diagnostics, pending)
 
@@ -170,30 +167,42 @@ def _append_prompts(tree: TokenTree, prompts: SoftPrompts) -> tuple[Appended, Ar
     return Appended(tree.tokens, prompts.vectors), mask
 
 
-def _verify(parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, output: Output) -> tuple[Verdict, Array]:
-    """Return the verdict, and the target's logits [B, N, V], which are warped unless the verifier is greedy."""
-    verifier = parts.verifier
+def _processed(parts: Parts, state: DecodeState, tree: TokenTree, ancestors: Array, logits: Array) -> NodeLogits:
+    """Return the processed logits of the nodes. Processors that need all nodes at once are applied immediately."""
+    processors, states = parts.processors, state.processed
+    if all(processor.by_row for processor in processors):
+        above = lambda node: ancestors if node is None else take_along(ancestors, node[:, None, None], 1)
+        return NodeLogits(
+            logits, lambda rows, node: pipeline.process(processors, states, tree, above(node), rows)
+        )  # fmt: skip
+    return NodeLogits(pipeline.process(processors, states, tree, ancestors, logits), lambda rows, node: rows)
+
+
+def _verify(
+    parts: Parts, state: DecodeState, keys: Array, tree: TokenTree, processed: NodeLogits, hidden: Array
+) -> tuple[Verdict, NodeLogits]:
+    """Return the verdict, and the target's logits by node, which are warped unless the verifier is greedy."""
+    verifier, temperature = parts.verifier, parts.sampling.temperature
+    verify = lambda rule, logits: rule(keys, tree, logits, hidden)
     if verifier.guarantee == "greedy":
-        return verifier(keys, tree, output.logits, output.hidden), output.logits
-    logits = warp(output.logits, parts.sampling)
-    verify = lambda logits: verifier(keys, tree, logits, output.hidden)
-    if verifier.guarantee == "lossy" or parts.sampling.temperature is None:
-        return verify(logits), logits
+        return verify(verifier, processed), processed
+    warped = processed._replace(change=lambda rows, node: warp(processed.change(rows, node), parts.sampling))
+    if verifier.guarantee == "lossy" or temperature is None:
+        return verify(verifier, warped), warped
     # Rejection rules assume sampled drafts, but drafts of greedy rows are not sampled. At temperature 0 every exact
     # rule equals the greedy one, so greedy rows use that.
     row_is_greedy = is_greedy(parts.sampling, len(state.done))
-    greedy_verdict = greedy(keys, tree, output.logits)
 
-    def verify_mixed(logits):
+    def mixed() -> Verdict:
+        verdict = verify(verifier, warped)
+        if temperature.ndim == 0:  # all rows are sampled
+            return verdict
+        of_greedy_rows = jax.lax.cond(jnp.any(row_is_greedy), lambda: verify(greedy, processed), lambda: verdict)
         pick = lambda x, y: jnp.where(row_is_greedy.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        return jax.tree.map(pick, greedy_verdict, verify(logits))
+        return jax.tree.map(pick, of_greedy_rows, verdict)
 
-    if parts.serving:  # if no request is sampled, skip warping and drawing
-        warp_and_verify = lambda logits: verify_mixed(warp(logits, parts.sampling))
-        is_sampled = jnp.any(~row_is_greedy & ~state.done)
-        verdict = jax.lax.cond(is_sampled, warp_and_verify, lambda logits: greedy_verdict, output.logits)
-        return verdict, output.logits
-    return verify_mixed(logits), logits
+    is_sampled = jnp.any(~row_is_greedy & ~state.done)  # otherwise nothing is warped and drawn
+    return jax.lax.cond(is_sampled, mixed, lambda: verify(greedy, processed)), warped
 
 
 def _reject_ended(verdict: Verdict, done: Array) -> Verdict:
@@ -202,26 +211,28 @@ def _reject_ended(verdict: Verdict, done: Array) -> Verdict:
     return verdict._replace(path=path, num_nodes=jnp.where(done, 0, verdict.num_nodes))
 
 
-def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> Array:
+def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogits) -> Array:
     """Return log p float32[B, N] of each token of the verdict under the distribution of its draw, then zeros.
 
-    `logits` [B, N, V] are the logits of these distributions.
+    `logits` are the logits of these distributions.
     """
-    n = tree.tokens.shape[1]
-    index = jnp.arange(n)
     if parts.verifier.guarantee == "greedy":  # a distribution over one token
         return jnp.zeros(tree.tokens.shape)
-    # Reductions over the vocabulary, because a mesh may split it.
-    place = jnp.where(index < verdict.num_nodes[:, None], verdict.path, n)
-    rows = jnp.arange(place.shape[0])[:, None]
-    following = (
-        jnp.zeros(tree.tokens.shape, jnp.int32)
-        .at[rows, place]
-        .set(operations.emitted_tokens(tree, verdict), mode="drop")
-    )
-    is_token = jnp.arange(logits.shape[-1]) == following[:, :, None]
-    log_p = jnp.max(jnp.where(is_token, logits, -jnp.inf), -1) - jax.nn.logsumexp(logits, -1)
-    return jnp.where(place < n, take_along(log_p, jnp.minimum(place, n - 1), 1), 0.0)
+    tokens, index = operations.emitted_tokens(tree, verdict), jnp.arange(tree.tokens.shape[1])
+
+    def at(place: Array, logprobs: Array) -> Array:
+        column = lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, keepdims=False)
+        row = logits.at(jnp.maximum(column(verdict.path), 0))  # [B, V]
+        # A reduction over the vocabulary, because a mesh may split it.
+        is_token = jnp.arange(row.shape[1]) == column(tokens)[:, None]
+        log_p = jnp.max(jnp.where(is_token, row, -jnp.inf), 1) - jax.nn.logsumexp(row, 1)
+        return jnp.where((index == place) & (place < verdict.num_nodes[:, None]), log_p[:, None], logprobs)
+
+    zeros = jnp.zeros(tree.tokens.shape)
+    if len(index) == 1:
+        return at(jnp.int32(0), zeros)
+    with jax.named_scope(scopes.WALK):
+        return jax.lax.fori_loop(0, jnp.max(verdict.num_nodes), at, zeros)
 
 
 def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict, sound: Array) -> Emitted:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays import scopes
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 from specjax.trees import operations
 from specjax.types import Array, Draws, Processor, Target, TokenTree, Verdict
+from specjax.verifiers.node_logits import NodeLogits
 
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
@@ -91,26 +93,32 @@ def raise_violation(bits: Array | np.ndarray, draws: Draws) -> None:
                 raise UsageError(f"row {row}: {sentence.format(draws=f'draws={draws!r}')}")
 
 
-def count_sound_nodes(hidden: Array, logits: Array, verdict: Verdict, *, processed: bool) -> Array:
+def count_sound_nodes(hidden: Array, logits: NodeLogits, verdict: Verdict, *, processed: bool) -> Array:
     """Count the leading nodes of the accepted path from whose logits a token can be drawn, int32[B].
 
-    A node is sound if its hidden state is finite, no logit is NaN or Inf, and a token is allowed. The vocabulary is
-    read at the root and at the last node only, because a NaN in the output head affects all nodes.
+    A node is sound if its hidden state is finite, no logit is NaN or Inf, and a token is allowed. Without processors
+    the vocabulary is read at the root and at the last node only, because a NaN in the output head affects all nodes.
 
     Args:
-      hidden: [B, W, D]. logits: [B, W, V], processed.
+      hidden: [B, W, D]. logits: processed ones of the W nodes.
       processed: True if there are processors, which may forbid all tokens after any node.
     """
-    sound = jnp.all(jnp.isfinite(hidden), -1)  # bool[B, W]
-    if processed:
-        sound &= jnp.any(logits > -jnp.inf, -1)
-    last = jnp.maximum(verdict.num_nodes - 1, 0)[:, None]
-    path = jnp.maximum(verdict.path, 0)
-    along_path = take_along(sound, path, 1)
-    for place in (jnp.zeros_like(last), last):
-        row = take_along(logits, take_along(path, place, 1)[..., None], 1)[:, 0]  # [B, V]
+    path, index = jnp.maximum(verdict.path, 0), jnp.arange(verdict.path.shape[1])
+    last = jnp.maximum(verdict.num_nodes - 1, 0)
+
+    def check(place: Array, along_path: Array) -> Array:
+        """Clear the flags of nodes at `place` int32[B] of the path that are not sound."""
+        row = logits.at(take_along(path, place[:, None], 1)[:, 0])
         is_sound = jnp.all(row < jnp.inf, -1) & jnp.any(row > -jnp.inf, -1)  # a comparison with NaN is False
-        along_path &= is_sound[:, None] | (jnp.arange(path.shape[1]) != place)
+        return along_path & (is_sound[:, None] | (index != place[:, None]))
+
+    along_path = take_along(jnp.all(jnp.isfinite(hidden), -1), path, 1)
+    if processed and len(index) > 1:
+        with jax.named_scope(scopes.WALK):
+            at = lambda place, along_path: check(jnp.full_like(last, place), along_path)
+            along_path = jax.lax.fori_loop(0, jnp.max(verdict.num_nodes), at, along_path)
+    else:
+        along_path = check(last, check(jnp.zeros_like(last), along_path))
     return jnp.minimum(jnp.sum(jnp.cumprod(along_path, 1, dtype=jnp.int32), 1), verdict.num_nodes)
 
 

@@ -1,9 +1,4 @@
-"""Sampling: temperature, top-k, top-p and min-p without a sort of the vocabulary, and the random draws of the library.
-
-A sort of 150,000 logits per node is the classic hidden cost of sampled decoding. Here the k-th largest value and the
-nucleus threshold are found bit by bit, from the highest bit of a float. That takes 32 counting passes for any
-vocabulary. If only some of the tokens at the threshold may stay, a bisection over ids finds the last one. Every pass is
-a sum, so a vocabulary that is sharded over devices is not gathered.
+"""Sampling: temperature, top-k, top-p and min-p, and the random draws of the library.
 
 Draws use all 32 random bits of a float32, where JAX's uniform numbers use 23. With 23 bits a token of probability 1e-7
 is drawn half as often as it should be, because its noise never exceeds 16. Here the steps of the noise are finest
@@ -14,6 +9,7 @@ tenth of the cost with 23 bits (docs/verifiers.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -22,6 +18,7 @@ import numpy as np
 
 from specjax.arrays.indexing import first_largest
 from specjax.errors import UsageError
+from specjax.numerics.thresholds import top_k_mask, top_p_mask
 from specjax.types import Array, Sampling
 
 COLDEST = 1e-30
@@ -42,27 +39,41 @@ def warp(logits: Array, sampling: Sampling) -> Array:
 
     Returns: float32[B, ..., V], -inf where a token cannot be drawn; not normalised.
     """
-    logits = logits.astype(jnp.float32)
-
-    def per_row(value):
-        value = jnp.asarray(value)
-        return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim)) if value.ndim else value
-
     if sampling.temperature is None:
         return _only(first_largest(logits), logits.shape[-1])
-    temperature = per_row(sampling.temperature).astype(jnp.float32)
+    shape = logits.shape
+    # Rows of V, because an axis of one node would fill a tile of eight sublanes of a TPU.
+    per_row = lambda value: None if value is None else _per_row(value, shape)
+    rows = logits.reshape(-1, shape[-1]).astype(jnp.float32)
+    return _warp_rows(rows, Sampling(*map(per_row, sampling))).reshape(shape)
+
+
+def _per_row(value: Array, shape: tuple[int, ...]) -> Array:
+    """Return a setting of logits [B, ..., V] for their flattened rows: a scalar, or [rows, 1] if it is [B]."""
+    value = jnp.asarray(value)
+    return value if not value.ndim else jnp.repeat(value, math.prod(shape[1:-1]))[:, None]
+
+
+def _warp_rows(logits: Array, sampling: Sampling) -> Array:
+    """Return the warped logits float32[R, V] of sampled rows. The settings are scalars or [R, 1]."""
+    assert sampling.temperature is not None
+    temperature = sampling.temperature.astype(jnp.float32)
     temperature = jnp.where(temperature > 0, jnp.clip(temperature, COLDEST, HOTTEST), temperature)
-    greedy = _only(first_largest(logits), logits.shape[-1])
-    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-    if sampling.top_k is not None:
-        k = per_row(sampling.top_k)
-        logits = _filtered((temperature > 0) & (k < logits.shape[-1]), lambda x: _top_k_mask(x, k), logits)
-    if sampling.top_p is not None:
-        mass = per_row(sampling.top_p)
-        logits = _filtered((temperature > 0) & (mass < 1), lambda x: _top_p_mask(x, mass), logits)
+    greedy, largest = _only(first_largest(logits), logits.shape[-1]), jnp.max(logits, -1, keepdims=True)
+    scale = jnp.where(temperature > 0, temperature, 1.0)
+    # The first filter divides inside of its branch, so that the scaled logits are not stored for it.
+    if (k := sampling.top_k) is not None:
+        is_active = (temperature > 0) & (k < logits.shape[-1])
+        logits = _filtered(is_active, scale, lambda x: top_k_mask(x, k), logits)
+        largest, scale = largest / scale, jnp.ones_like(scale)
+    if (mass := sampling.top_p) is not None:
+        is_active = (temperature > 0) & (mass < 1)
+        logits = _filtered(is_active, scale, lambda x: top_p_mask(x, largest / scale, mass), logits)
+        largest, scale = largest / scale, jnp.ones_like(scale)
+    logits, largest = logits / scale, largest / scale
     if sampling.min_p is not None:
-        share = per_row(sampling.min_p).astype(jnp.float32)
-        threshold = jnp.max(logits, -1, keepdims=True) + jnp.log(share)  # 0 drops no token; the likeliest always stays
+        share = sampling.min_p.astype(jnp.float32)
+        threshold = largest + jnp.log(share)  # 0 drops no token; the likeliest always stays
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     return jnp.where(temperature > 0, logits, greedy)
 
@@ -79,9 +90,10 @@ def is_greedy(sampling: Sampling, batch: int) -> Array:
     return jnp.broadcast_to(sampling.temperature == 0, (batch,))
 
 
-def _filtered(is_active: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
-    """Mask the logits. The mask is not computed if no row needs it."""
-    return jax.lax.cond(jnp.any(is_active), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
+def _filtered(is_active: Array, scale: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
+    """Divide the logits by `scale`, and mask them. The mask is not computed if no row needs it."""
+    masked = lambda x: jnp.where(mask(x / scale), x / scale, -jnp.inf)
+    return jax.lax.cond(jnp.any(is_active), masked, lambda x: x / scale, logits)
 
 
 def draw(keys: Array, logits: Array) -> Array:
@@ -214,64 +226,3 @@ def threefry(keys: Array | int) -> Array:
 def _only(token: Array, vocab: int) -> Array:
     """Return logits from which only `token` can be drawn."""
     return jnp.where(jnp.arange(vocab) == token[..., None], 0.0, -jnp.inf)
-
-
-def _largest(holds, shape) -> Array:
-    """Return the largest uint32 t of `shape` for which `holds(t)` is true. It must be true at 0 and monotone in t."""
-
-    def body(i, t):
-        higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(higher), higher, t)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
-
-
-def _ordered(x: Array) -> Array:
-    """Map float32 to uint32 with the same order."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 equal to 0.0
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _total(values: Array, dtype=None) -> Array:
-    """Sum over the vocabulary: [..., 1]."""
-    return jnp.sum(values, -1, keepdims=True, dtype=dtype)
-
-
-def _first(tied: Array, fits) -> Array:
-    """Select tied tokens in ascending order of id for as long as `fits` allows: bool[..., V].
-
-    Args:
-      tied: bool[..., V]. fits: a monotone predicate of a number int32[..., 1] of selected tokens.
-    """
-    # A bisection over ids, because a cumulative sum would gather a vocabulary that is sharded over devices.
-    ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
-    below = lambda end: fits(_total(tied & (ids < end), jnp.int32))
-
-    def body(ends):
-        low, high = ends
-        middle = (low + high) // 2
-        fit = below(middle)
-        return jnp.where(fit, middle, low), jnp.where(fit, high, middle)
-
-    high = jnp.full((*tied.shape[:-1], 1), tied.shape[-1], jnp.int32)
-    low = jnp.where(below(high), high, 0)  # usually all fit, and no pass is needed
-    end, _ = jax.lax.while_loop(lambda ends: jnp.any(ends[1] - ends[0] > 1), body, (low, high))
-    return tied & (ids < end)
-
-
-def _top_k_mask(logits: Array, k: Array) -> Array:
-    x = _ordered(logits)
-    count = lambda selected: _total(selected, jnp.int32)
-    kth = _largest(lambda t: count(x >= t) >= k, (*logits.shape[:-1], 1))
-    more = k - count(x > kth)
-    return (x > kth) | _first(x == kth, lambda number: number <= more)
-
-
-def _top_p_mask(logits: Array, top_p: Array) -> Array:
-    p = jax.nn.softmax(logits, -1)
-    x = _ordered(p)
-    mass = lambda selected: _total(jnp.where(selected, p, 0.0))
-    crossing = _largest(lambda t: mass(x >= t) >= top_p, (*logits.shape[:-1], 1))
-    tied = x == crossing
-    above, each = mass(x > crossing), jnp.max(jnp.where(tied, p, 0.0), -1, keepdims=True)
-    return (x > crossing) | _first(tied, lambda number: above + (number - 1) * each < top_p) | (top_p >= 1.0)

@@ -27,7 +27,7 @@ from specjax.numerics.sampling import row_keys
 from specjax.parallel import layer_parallel
 from specjax.planning.drafting import drafter_of
 from specjax.planning.workload import Workload
-from specjax.types import Drafter, PyTree, Sampling, Target
+from specjax.types import Drafter, PyTree, Target
 
 
 class Abstract(NamedTuple):
@@ -50,8 +50,8 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     draft = None if work.draft is None else spread(work.draft, mesh, work.is_layer_parallel)
     head = None if work.head is None else _head(work, mesh)
     drafter = drafter or drafter_of(work, target, head or draft)
-    settings = Settings(temperature=work.temperature)
-    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    settings = Settings(temperature=work.warping.temperature)
+    replicate = lambda shape: place_rows(shape, SHARED, work, mesh)
     by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
     parts = Parts(
         loop=LOOP,
@@ -59,8 +59,9 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
         drafter=drafter,
         verifier=settings.select_verifier(drafter),
         controller=fixed(),
-        sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
-        eos=everywhere(1, dtype=jnp.int32),
+        sampling=work.warping.sampling(replicate),
+        eos=replicate(jax.ShapeDtypeStruct((1,), jnp.int32)),
+        processors=work.warping.processors(replicate),
     )
     size = buffer_size(work.context, work.max_new_tokens, drafter.num_nodes, target.model.max_positions)
     tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))

@@ -8,7 +8,6 @@ In a cache over full attention it reads the canvas (*renewing pass*).
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import jax
@@ -23,8 +22,7 @@ from specjax.diffusion.prepare import check_parts, round_up, select_cache
 from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.engine.job import Job
-from specjax.engine.prefill import CHUNK
-from specjax.engine.prepare import Settings
+from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
@@ -32,10 +30,21 @@ from specjax.numerics.global_arrays import with_shardings
 from specjax.numerics.sampling import row_keys
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
-from specjax.planning.programs import BLOCK, Program, Programs, compiler_of, device_kind, in_loop_of, keys_of
+from specjax.planning.programs import (
+    BLOCK,
+    Program,
+    Programs,
+    compiler_of,
+    device_kind,
+    in_loop_of,
+    keys_of,
+    named,
+    shares,
+    trips_of_scopes,
+)  # fmt: skip
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
-from specjax.types import PyTree, Sampling, Target
+from specjax.types import PyTree, Target
 
 COLUMNS_AT = 2  # columns per pass that are assumed for the complete loop
 
@@ -95,15 +104,15 @@ def abstract_denoising(work: Workload, devices: list) -> Abstract:
     mesh = work.mesh(devices)
     target = spread(work.target, mesh)
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
-    method_procedure, settings = procedure(work, denoiser), Settings(temperature=work.temperature)
-    everywhere = lambda *shape, dtype: place_rows(jax.ShapeDtypeStruct(shape, dtype), SHARED, work, mesh)
+    method_procedure = procedure(work, denoiser)
+    replicate = lambda shape: place_rows(shape, SHARED, work, mesh)
     by_rows = lambda tree: place_rows(tree, batch_axes.rows_first(tree), work, mesh)
     width = method_procedure.schedule.width or round_up(work.max_new_tokens)
     parts = DenoisingParts(
         denoiser=denoiser,
         procedure=method_procedure,
-        sampling=Sampling() if settings.is_greedy else Sampling(everywhere(dtype=jnp.float32)),
-        eos=everywhere(1, dtype=jnp.int32),
+        sampling=work.warping.sampling(replicate),
+        eos=replicate(jax.ShapeDtypeStruct((1,), jnp.int32)),
         memory=select_cache(denoiser, method_procedure),
         width=width,
         loop=LOOP,
@@ -134,38 +143,35 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
         state = jax.eval_shape(start, args.job)
     state = _placed(work, args, state)
     causal = parts.denoiser.is_causal
-    chunks = max(1, math.ceil((work.context - 1) / CHUNK))
+    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, "tpu"))
     blocks = math.ceil(work.context / BLOCK) if causal else 1
     rounds = math.ceil(work.max_new_tokens / COLUMNS_AT)
     share = min(1.0, COLUMNS_AT / parts.width)
     assumed = {
-        "prefill_chunks": float(chunks), "rounds": float(rounds), "cache_blocks": float(blocks), "renewals": share
+        "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
+        "rounds": float(rounds), "cache_blocks": float(blocks), "renewals": share
     }  # fmt: skip
     large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
-    in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
-    in_step = lambda loop: float(blocks)
+    named_trips = trips_of_scopes(0.0, 0.0, chunks)
+    in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
+    in_step = named(named_trips, lambda loop: float(blocks))
+    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, float(rounds)))
     one = compiler_of(step, (parts, state), args.mesh)
 
     def program(name: str, compiled: Any, trips: hlo.Trips, renewals: float, arguments: tuple) -> Program:
-        return Program(name, compiled, arguments, trips, assumed, large, _renewing(renewals))
+        return Program(name, compiled, arguments, trips, assumed, large, shares({scopes.RENEWAL: renewals}))
 
     of_job = lambda function: compiler_of(function, (args.job,), args.mesh)
     programs = [
         program("prefill", of_job(start), in_prefill, 1.0, (args.job,)),
         program("pass", one, in_step, 0.0, (parts, state)),
         program(renewal(work) or "", one, in_step, 1.0, (parts, state)),
-        program("loop", of_job(run), in_loop_of(chunks, blocks, float(rounds)), share, (args.job,)),
+        program("loop", of_job(run), in_loop, share, (args.job,)),
     ]
     names = names_of(work)
     return Programs([one for one in programs if one.name in names], args, state), _must_bytes(
-        work, args, state, chunks, rounds
+        work, args, state, sum(chunks), rounds
     )
-
-
-def _renewing(share: float) -> hlo.Taken:
-    """Return the share of passes that renew the cache. Of other conditionals, the most expensive branch always runs."""
-    name = re.compile(rf'op_name="[^"]*/{scopes.RENEWAL}/cond')
-    return lambda conditional: share if name.search(conditional.attributes) else 1.0
 
 
 def _must_bytes(work: Workload, args: Abstract, state: PyTree, chunks: int, rounds: int) -> dict[str, float]:

@@ -9,23 +9,30 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from specjax.arrays import scopes
-from specjax.engine.prefill import CHUNK
+from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.drafting import share_of_layers
+from specjax.planning.hlo.parsing import Instruction
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
 
 BLOCK = 256
 """Cache slots that attention over many tokens reads at a time (pallas_kernels.tree_attention.xla.BLOCK)."""
+
+VISITED = 3.0
+"""Assumed nodes that a verifier reads in a step with drafts, as in chains with an acceptance rate of 0.7."""
+
+DIGITS = 4.0
+"""Assumed passes over the vocabulary after the first one, to find the threshold of top-k or top-p."""
 
 
 class Programs(NamedTuple):
@@ -59,25 +66,34 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     with device_kind(args.mesh):
         state = jax.eval_shape(start, args.job)
     state = place_state(work, args, state)
-    chunks = max(1, math.ceil((work.context - 1) / CHUNK))
+    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, "tpu"))
     blocks = math.ceil(work.context / BLOCK)
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
+    visited = min(VISITED, parts.drafter.max_depth + 1.0)
     assumed = {
-        "prefill_chunks": float(chunks), "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
-        "draft_passes": float(passes),
+        "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
+        "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
+        "draft_passes": float(passes), "visited_nodes": visited, "digits": DIGITS,
     }  # fmt: skip
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
     large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
     # A chunk attends to half of the blocks on average.
-    in_prefill = lambda loop: chunks if loop.depth == 0 else max(1.0, blocks / 2)
-    in_step = _named(passes, lambda loop: float(blocks))
-    in_loop = _named(passes, in_loop_of(chunks, blocks, assumed["rounds"]))
+    named_trips = trips_of_scopes(passes, visited, chunks)
+    in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
+    in_step = named(named_trips, lambda loop: float(blocks))
+    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]))
 
     def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
         return Program(
-            name, compiler_of(function, arguments, args.mesh), arguments, trips, assumed, large, _sublayers(share)
+            name,
+            compiler_of(function, arguments, args.mesh),
+            arguments,
+            trips,
+            assumed,
+            large,
+            shares({scopes.SUBLAYER: share}),
         )
 
     program_list = [
@@ -114,12 +130,22 @@ def device_kind(mesh: Mesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
 
-def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
-    """Return the iteration counts of named loops for a step with `passes` drafter passes after the root's.
+def trips_of_scopes(passes: float, visited: float = VISITED, chunks: tuple[int, int] = (0, 0)) -> dict[str, float]:
+    """Return the iterations of named loops of a step that drafts.
 
-    `default_trips` returns the counts of the other loops.
+    Args:
+      passes: the drafter's passes after the root's. visited: nodes that the verifier reads. chunks: wide and narrow
+        chunks of the prompts.
     """
-    named_trips = {scopes.LEVELS: passes, scopes.NARROW: 0.0, scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0}
+    return {
+        scopes.WIDE_CHUNKS: chunks[0], scopes.CHUNKS: chunks[1], scopes.LEVELS: passes, scopes.NARROW: 0.0,
+        scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0, scopes.WALK: visited, scopes.DIGITS: DIGITS,
+        scopes.TIES: 0.0,
+    }  # fmt: skip
+
+
+def named(named_trips: Mapping[str, float], default_trips: hlo.Trips) -> hlo.Trips:
+    """Return iteration counts of loops by the names of their scopes. `default_trips` returns those of the others."""
     name = re.compile(rf'op_name="[^"]*/({"|".join(named_trips)})/while"')
 
     def trips(loop: hlo.Loop) -> float:
@@ -129,13 +155,19 @@ def _named(passes: float, default_trips: hlo.Trips) -> hlo.Trips:
     return trips
 
 
-def _sublayers(share: float) -> hlo.Taken:
-    """Return the share of layers that run, for the branches of passes that skip layers.
+def shares(named_shares: Mapping[str, float]) -> hlo.Taken:
+    """Return the share of executions in which branches run, by the names of their scopes. Flat rows never occur.
 
     Stacked layers are one loop with a branch per layer.
     """
-    name = re.compile(rf'op_name="[^"]*/{scopes.SUBLAYER}/cond')
-    return lambda conditional: share if name.search(conditional.attributes) else 1.0
+    by_name = {scopes.FLAT: 0.0, **named_shares}
+    name = re.compile(rf'op_name="[^"]*/({"|".join(by_name)})/cond')
+
+    def taken(conditional: Instruction) -> float:
+        match = name.search(conditional.attributes)
+        return by_name[match.group(1)] if match else 1.0
+
+    return taken
 
 
 def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specjax.engine.prefill import CHUNK
+from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.models.heads.contract import DraftHead
 from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload
@@ -37,7 +37,7 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)
 
-    chunks = max(1, math.ceil((work.context - 1) / CHUNK))
+    chunks = max(1, sum(count_chunks(work.context - 1, wide_chunk(work.batch, "tpu"))))
     prefill = sum(chunks * one_pass(work.context / 2, head=False) for _, one_pass in passes)
     middle = work.context + work.max_new_tokens / 2
     return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}

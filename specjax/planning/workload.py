@@ -23,6 +23,7 @@ from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
+from specjax.planning.inputs.warping import GREEDY, Warping
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Workload:
     batch: int = 1
     context: int = 1024  # tokens in the cache for the costs of a step
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    warping: Warping = GREEDY
     data: int = 1
     model: int = 1
     layer: int = 1
@@ -87,6 +88,12 @@ def make_workload(
     cache_dtype: str | None = None,
     same_bits: bool = False,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
     data: int = 1,
     model: int | None = None,
     layer: int = 1,
@@ -105,6 +112,8 @@ def make_workload(
       data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
       same_bits: as in `specjax.load`, for the target.
+      temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
+        the options that are given; their values do not matter, except that temperature 0 is the greedy program.
       cache_dtype: "int8" for both models' caches. None: the dtype of their configs.
 
     Raises: UsageError that names the option at fault.
@@ -142,8 +151,11 @@ def make_workload(
                         ("--model", 1 if model is None else model)):  # fmt: skip
         if value < 1:
             raise UsageError(f"{flag} must be at least 1, not {value}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise UsageError(f"--temperature must be at least 0, not {temperature:g}; 0 is greedy")
+    warping = Warping(
+        float(temperature), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty
+    ).check()  # fmt: skip
+    if reading is not None and warping.processors(lambda shape: shape):
+        raise UsageError("penalties need a model that decodes from left to right; leave them out for a diffusion model")
     if batch % data:
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
@@ -166,7 +178,7 @@ def make_workload(
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
     return Workload(
         target_config, slice_, draft_config, head_config, method, tree, num_draft_tokens,
-        tuple(sorted(options.items())), batch, context, max_new_tokens, float(temperature), data, model, layer,
+        tuple(sorted(options.items())), batch, context, max_new_tokens, warping, data, model, layer,
         sequence, reading,
     )  # fmt: skip
 
@@ -296,8 +308,8 @@ def _model_axis(config: Any, slice_: Topology, other_axes: dict[str, int], model
 def describe(work: Workload) -> dict[str, Any]:
     """Return the options of the plan as JSON."""
     names = (
-        "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "temperature", "data", "layer",
-        "sequence", "model",
+        "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "data", "layer", "sequence",
+        "model",
     )  # fmt: skip
     return {
         "options": dict(work.options),
@@ -312,5 +324,6 @@ def describe(work: Workload) -> dict[str, Any]:
         "same_bits": work.target.same_bits,
         "topology": work.topology.name,
         "devices": work.devices,
+        **work.warping.describe(),
         **{name: getattr(work, name) for name in names},
     }

@@ -38,7 +38,7 @@ def bias(entries: Mapping[int, float] | Sequence[Mapping[int, float]], *, room: 
             if not value < np.inf:  # also rejects NaN
                 raise UsageError(f"the logit bias of token {token} must be a number or -inf, not {value!r}")
             ids[row, place], values[row, place] = token, value
-    return Processor(process=_process, init=_init, check=_check, settings=(ids, values))
+    return Processor(process=_process, init=_init, check=_check, by_row=True, settings=(ids, values))
 
 
 def ban(tokens: Iterable[int], *, room: int = 0) -> Processor:

@@ -3,7 +3,7 @@
 Willard, Louf: Efficient Guided Generation for Large Language Models (2023), arXiv 2307.09702.
 
 Rule: x = -inf for every token without a transition from the current state. An eos token is allowed only in accepting
-states. The states of tree nodes are computed level by level from parent to child. After an eos, only eos is allowed.
+states. The state of a tree node follows from the tokens on the path to it. After an eos, only eos is allowed.
 The same is true after a token without a transition, which only a lossy rule accepts.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import gather_at, take_along
+from specjax.arrays.indexing import gather_at
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 from specjax.processors.automaton import Automaton
@@ -63,7 +63,7 @@ def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None =
         joined([*(a.following + n for a, n in zip(automata, starts, strict=False)), [end]]),
     )
     assert len(tables.offsets) == end + 2
-    free = Processor(process=_process, init=_init, update=_update, check=_check, params=tables)
+    free = Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=tables)
     return following(free, follow)
 
 
@@ -107,14 +107,18 @@ def _init(tables: Tables, follow: Array, tokens: Array, length: Array, vocab_siz
 
 
 def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
-    node, parent = jnp.arange(tree.tokens.shape[1]), jnp.maximum(tree.parents, 0)
-    next_level = lambda _, states: jnp.where(
-        node == 0, states, _after(tables, take_along(states, parent, 1), tree.tokens)
-    )
-    root = jnp.broadcast_to(state[:, None], tree.tokens.shape)
-    depth = jnp.max(jnp.sum(above, 2)) - 1
-    states = jax.lax.fori_loop(0, depth, next_level, root)  # int32[B, N]; correct down to depth d after iteration d
-    words = gather_at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, N, W]
+    drafted = above & (jnp.arange(above.shape[2]) > 0)  # bool[B, R, N]: the path to each row's node, without the root
+    depth = jnp.cumsum(drafted, 2)  # int32[B, R, N], depth of each node of the path
+
+    def next_level(level: Array, states: Array) -> Array:
+        """Return the states int32[B, R] after the first `level` + 1 drafted nodes of each path."""
+        is_next = drafted & (depth == level + 1)
+        token = jnp.sum(jnp.where(is_next, tree.tokens[:, None], 0), 2)
+        return jnp.where(jnp.any(is_next, 2), _after(tables, states, token), states)
+
+    root = jnp.broadcast_to(state[:, None], drafted.shape[:2])
+    states = jax.lax.fori_loop(0, jnp.max(depth[:, :, -1]), next_level, root)
+    words = gather_at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, R, W]
     bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
     bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
     bits = jnp.pad(bits, ((0, 0), (0, 0), (0, max(vocab - bits.shape[2], 0))))[..., :vocab]

@@ -1,8 +1,8 @@
 """Penalties that depend only on the number of occurrences of each token in the text.
 
 The counts of a node are those of the committed text plus those of the path to the node. They are never stored as
-[B, N, V]. First all rows of the logits are changed with the counts of the committed text. The counts of a node differ
-only at the tokens on its path, so at most N x N logits are then recomputed.
+[B, N, V]. First the given rows of the logits are changed with the counts of the committed text. The counts of a node
+differ only at the tokens on its path, so at most N logits per row are then recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def by_count(change: Change, strength: Any, *, prompt: bool) -> Processor:
     """
     init, process, update = _functions(change, prompt)
     rows = jnp.atleast_1d(jnp.asarray(strength, jnp.float32))
-    return Processor(process=process, init=init, update=update, settings=rows)
+    return Processor(process=process, init=init, update=update, by_row=True, settings=rows)
 
 
 @functools.cache
@@ -48,19 +48,19 @@ def _functions(change: Change, prompt: bool):
     def process(params, state: Counted, tree: TokenTree, above: Array, logits: Array) -> Array:
         strength = state.strength[:, None, None]
         changed = change(strength, state.counts[:, None], logits)
-        batch, n, vocab = logits.shape
+        (batch, num_rows, vocab), n = logits.shape, tree.tokens.shape[1]
         if n == 1:
             return changed
-        drafted = above & (jnp.arange(n) > 0)  # bool[B, N, N]: ancestors of node i, without the root
+        drafted = above & (jnp.arange(n) > 0)  # bool[B, R, N]: ancestors of the node of each row, without the root
         tokens = jnp.clip(tree.tokens, 0, vocab - 1)  # int32[B, N]; nodes of other tokens are never accepted
         equal = tokens[:, :, None] == tokens[:, None, :]
-        # int32[B, N, N]: occurrences of token j among the ancestors of node i; exact integers in any precision
+        # int32[B, R, N]: occurrences of token j among the ancestors of a row; exact integers in any precision
         on_path = (drafted.astype(jnp.float32) @ equal.astype(jnp.float32)).astype(jnp.int32)
-        ids = jnp.broadcast_to(tokens[:, None], drafted.shape)  # token j, in row i
+        ids = jnp.broadcast_to(tokens[:, None], drafted.shape)  # token j, in each row
         recomputed = change(
             strength, take_along(state.counts, tokens, 1)[:, None] + on_path, take_along(logits, ids, 2)
         )
-        rows, nodes = jnp.arange(batch)[:, None, None], jnp.arange(n)[:, None]
+        rows, nodes = jnp.arange(batch)[:, None, None], jnp.arange(num_rows)[:, None]
         return changed.at[rows, nodes, jnp.where(drafted, ids, vocab)].set(recomputed, mode="drop")
 
     def update(params, state: Counted, tokens: Array, count: Array) -> Counted:

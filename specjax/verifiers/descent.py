@@ -11,8 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays import scopes
 from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
+from specjax.verifiers.node_logits import NodeLogits
 from specjax.verifiers.verifier import Accepted, distribution, need_logits, normalise, residual
 
 
@@ -41,7 +43,9 @@ class State(NamedTuple):
     num_nodes: Array  # int32[B]
 
 
-def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also: Array | None = None) -> Accepted:
+def descend(
+    rule: Rule, u: Array, tree: TokenTree, target_logits: Array | NodeLogits, *, also: Array | None = None
+) -> Accepted:
     """Apply `rule` from the root down, with uniforms float32[B, N]. u[:, 0] is not used.
 
     Each iteration tests one child per row. So the work is that of the longest row, at most depth x children rows of V.
@@ -93,7 +97,8 @@ def descend(rule: Rule, u: Array, tree: TokenTree, target_logits: Array, *, also
     children, r, d = enter(root, context)
     state = State(jnp.ones((batch,), bool), context, root, children, r, d, path, root + 1)
     if n > 1:
-        state = jax.lax.while_loop(lambda s: jnp.any(s.active), body, state)
+        with jax.named_scope(scopes.WALK):
+            state = jax.lax.while_loop(lambda s: jnp.any(s.active), body, state)
     return Accepted(state.path, state.num_nodes, rule.final(state.r, state.d, state.children))
 
 

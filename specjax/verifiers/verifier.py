@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
 from specjax.types import Array, Draws, PyTree, TokenTree, Verdict, VerifyFn
+from specjax.verifiers.node_logits import NodeLogits, all_rows, row_of
 
 ANY: tuple[Draws, ...] = get_args(Draws)
 
@@ -40,12 +41,18 @@ class Verifier:
     # on the toy pair of the tests, with this setting.
     distance: float | None = field(metadata={"static": True}, default=None)
     setting: str = field(metadata={"static": True}, default="")
+    # True if `rule` accepts `NodeLogits` and reads the rows of single nodes, so that no other row is warped.
+    by_row: bool = field(metadata={"static": True}, default=False)
     # For a lossy rule: True if its text is the greedy text at temperature 0, where p is one-hot.
     greedy_at_zero: bool = field(metadata={"static": True}, default=False)
 
     @with_standard_modes
-    def __call__(self, keys: Array, tree: TokenTree, target_logits: Array, hidden: Array | None = None) -> Verdict:
+    def __call__(
+        self, keys: Array, tree: TokenTree, target_logits: Array | NodeLogits, hidden: Array | None = None
+    ) -> Verdict:
         """Apply the rule. `hidden` [B, N, D] are the target's hidden states, for rules that read them."""
+        if not self.by_row:
+            target_logits = all_rows(target_logits)
         tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))
         if keys.ndim == 1:
             keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
@@ -67,7 +74,7 @@ class Accepted(NamedTuple):
         return take_along(self.path, self.num_nodes[:, None] - 1, 1)[:, 0]
 
 
-def with_keys(core: Callable[[Array, TokenTree, Array], Accepted]) -> VerifyFn:
+def with_keys(core: Callable[[Array, TokenTree, Any], Accepted]) -> VerifyFn:
     """Convert a core that takes uniforms, `core(u[B, N], tree, target_logits) -> Accepted`, to a `VerifyFn`.
 
     The uniforms are drawn with the key of the root's position, because a rule may test positions that it does not emit.
@@ -93,10 +100,9 @@ def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict
     return rule
 
 
-def distribution(logits: Array, node: Array | None = None) -> Array:
+def distribution(logits: Array | NodeLogits, node: Array | None = None) -> Array:
     """Return probabilities float32[B, V] of row `node` [B] of logits [B, N, V], zero where a token cannot be drawn."""
-    if node is not None:
-        logits = take_along(logits, node[:, None, None], 1)[:, 0]
+    logits = all_rows(logits) if node is None else row_of(logits, node)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     return jnp.exp(logits - jnp.where(jnp.isfinite(total), total, 0.0))
 

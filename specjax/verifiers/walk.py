@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays import scopes
 from specjax.types import Array, TokenTree, Verdict
 
 
@@ -18,7 +19,6 @@ def walk(tree: TokenTree, choose: Callable[[Array], Array]) -> Verdict:
     """
     batch, n = tree.tokens.shape
     root = jnp.zeros((batch,), jnp.int32)
-    start = choose(root)
     path = jnp.full((batch, n), -1, jnp.int32).at[:, 0].set(0)
 
     def child(node, token):
@@ -28,17 +28,16 @@ def walk(tree: TokenTree, choose: Callable[[Array], Array]) -> Verdict:
 
     def body(carry):
         node, token, active, path, count = carry
+        token = jnp.where(active, choose(node), token)
         next_node, exists = child(node, token)
         active &= exists
         path = jnp.where(active[:, None] & (jnp.arange(n) == count[:, None]), next_node[:, None], path)
-        node = jnp.where(active, next_node, node)
-        return node, jnp.where(active, choose(node), token), active, path, count + active
+        return jnp.where(active, next_node, node), token, active, path, count + active
 
-    def any_active(carry):
-        return jnp.any(carry[2])
-
-    carry = (root, start, jnp.ones((batch,), bool), path, jnp.ones((batch,), jnp.int32))
-    if n > 1:
-        carry = jax.lax.while_loop(any_active, body, carry)
+    one = jnp.ones((batch,), jnp.int32)
+    if n == 1:
+        return Verdict(path, one, choose(root))
+    with jax.named_scope(scopes.WALK):
+        carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), body, (root, root, one > 0, path, one))
     _, token, _, path, count = carry
     return Verdict(path, count, token)

@@ -14,6 +14,7 @@ from toy import tiny_llama_alike as alike
 from specjax import decode, drafters, processors, trees
 from specjax.engine import run
 from specjax.numerics.sampling import row_keys
+from specjax.trees import operations
 
 VOCAB, NODES = 7, 9
 PROMPT, LENGTH = np.array([[1, 3, 3, 5, 0], [2, 2, 1, 6, 4]], np.int32), np.array([4, 5], np.int32)
@@ -41,6 +42,23 @@ def test_every_node_of_random_trees(name):
 def test_one_that_does_not_look_up_the_tree_is_caught(name):
     ours, plain = of_tree(name, 0, ignore=True)
     assert not np.allclose(ours, plain, atol=0.3)
+
+
+@pytest.mark.parametrize("name", some(VOCAB))
+def test_one_row_is_that_of_all_rows(name):
+    """A verifier reads the logits of the nodes that it visits, one per row of the batch."""
+    rng, processor = np.random.default_rng(4), some(VOCAB)[name]
+    assert processor.by_row
+    tree = random_tree(rng, 2, NODES, VOCAB)
+    logits = jnp.asarray(rng.normal(size=(2, NODES, VOCAB)), jnp.float32)
+    state = begun(processor, PROMPT, LENGTH, VOCAB)
+    ancestors = operations.ancestor_mask(tree.parents, tree.valid)
+    every = np.asarray(in_a_tree(processor, state, tree, logits))
+    of_some = jax.jit(lambda above, rows: processor.process(processor.params, state, tree, above, rows))
+    for nodes in rng.integers(0, NODES, (6, 2, 3)):  # three nodes per row
+        at = lambda x, nodes=nodes: np.take_along_axis(np.asarray(x), nodes[..., None], 1)
+        valid = np.take_along_axis(np.asarray(tree.valid), nodes, 1)
+        np.testing.assert_allclose(of_some(at(ancestors), at(logits))[valid], at(every)[valid], rtol=1e-6)
 
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], [7, 7, 7]]

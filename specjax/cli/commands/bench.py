@@ -148,7 +148,7 @@ def _bench_drafters(flags: BenchRequest) -> None:
     lines = _read(flags)
     session, method = selection.open(log)
     rows, run_options = _encode(lines, session, flags)
-    session = with_costs(session, selection.costs, min(options.batch_size, len(rows)), log)
+    session = with_costs(session, selection.costs, min(options.batch_size, len(rows)), log, selection.decoding.settings)
     methods = [method] if selection.is_default else selection.methods
     run = DrafterComparison(session, selection.decoding, methods, selection.options, rows, run_options)
     execute(run, Report(log, Console(), options.as_json, bad=lines[1], path=flags.prompts))

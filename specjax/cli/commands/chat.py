@@ -78,7 +78,7 @@ def chat(
         f"--max-new-tokens {length} leaves {max(room, 0)} of {session.capacity} tokens for the turns; lower it",
     )
     require(context is None or context <= room, f"--context must be at most {room} for this model, not {context}")
-    session = with_costs(session, selection.costs, 1, log)
+    session = with_costs(session, selection.costs, 1, log, selection.decoding.settings)
     drafter = session.drafter(method, selection.options)
     run = Chat(
         session, selection.decoding, drafter, method, context=context or min(room, DEFAULT_CONTEXT), system=system,

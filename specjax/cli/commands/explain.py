@@ -100,7 +100,7 @@ def explain(
     session, method = selection.open(log)
     note_training(models.draft, "system", prompts.system, log)
     [row], _ = source.encode(lines, session, sampling.max_new_tokens)
-    session = with_costs(session, selection.costs, 1, log)
+    session = with_costs(session, selection.costs, 1, log, selection.decoding.settings)
 
     from specjax.analysis.explain import explain
     from specjax.bench.measure import row_keys

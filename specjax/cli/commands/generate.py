@@ -192,7 +192,7 @@ def _draft(flags: GenerateFlags) -> None:
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
-    session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log)
+    session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log, selection.decoding.settings)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     options = GenerationOptions(
         run.compare, flags.checkpoint.checkpoint, flags.checkpoint.checkpoint_every, tuple(run.stop_string or ()),

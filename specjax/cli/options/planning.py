@@ -11,6 +11,7 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion
+from specjax.cli.options.processing import FrequencyOption, PresenceOption, RepetitionOption
 from specjax.cli.output.console import Console
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shapes are read"
@@ -57,7 +58,7 @@ NoCacheOption = Annotated[
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """The shapes of the programs, and the devices that share them."""
+    """The shapes of the programs, their sampling, and the devices that share them."""
 
     batch_size: o.BatchOption = 1
     context: ContextOption = 1024
@@ -67,16 +68,20 @@ class ProgramOptions:
     model: ModelOption = None
     layer: LayerOption = 1
     sequence: SequenceOption = 1
+    temperature: o.TemperatureOption = 0.0
+    top_k: o.TopKOption = None
+    top_p: o.TopPOption = None
+    min_p: o.MinPOption = None
+    repetition_penalty: RepetitionOption = None
+    presence_penalty: PresenceOption = None
+    frequency_penalty: FrequencyOption = None
     no_cache: NoCacheOption = False
 
     @property
     def arguments(self) -> dict:
         """Return the arguments of `specjax.planning` functions."""
-        return {
-            "batch": self.batch_size, "context": self.context, "dtype": self.dtype, "cache_dtype": self.cache_dtype,
-            "data": self.data, "model": self.model, "layer": self.layer, "sequence": self.sequence,
-            "cache": not self.no_cache,
-        }  # fmt: skip
+        renamed = {"batch": self.batch_size, "cache": not self.no_cache}
+        return renamed | {name: value for name, value in vars(self).items() if name not in ("batch_size", "no_cache")}
 
 
 @contextlib.contextmanager

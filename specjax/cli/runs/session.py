@@ -305,16 +305,19 @@ def with_adapted_target(session: Session, depth: DepthPolicy | None, log: Consol
     return session._replace(target=parse_flag("--adapt", lambda policy: skip_layers(session.target, policy), depth))
 
 
-def with_costs(session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console) -> Session:
-    """Return the session with the costs of wide passes; "measured" times them now."""
+def with_costs(
+    session: Session, costs: costs_of.Curve | str | None, batch_size: int, log: Console, settings: Settings
+) -> Session:
+    """Return the session with the costs of wide passes; "measured" times them now, with the run's sampling."""
     if not isinstance(costs, str):
         return session._replace(costs=costs)
     draft_pass = None
     with stage(log, "measuring passes", "measured passes"):
-        curve = costs_of.measured(session.target, batch=batch_size)
+        sampling = settings.to_sampling()
+        curve = costs_of.measured(session.target, batch=batch_size, sampling=sampling)
         if session.draft is not None:
             [[draft_time], [target_time]] = (
-                costs_of.timed(model, (1,), batch_size) for model in (session.draft, session.target)
+                costs_of.timed(model, (1,), batch_size, sampling=sampling) for model in (session.draft, session.target)
             )
             draft_pass = draft_time / target_time
     listed = ", ".join(f"{width}: {cost:.2f}" for width, cost in zip(*curve, strict=True))

@@ -41,7 +41,7 @@ from specjax.catalog import Method, Option
 from specjax.drafters.combined import head_schedule, node_classes, settings
 from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
-from specjax.drafters.combined.widths import RECENT, best_width, weight_of
+from specjax.drafters.combined.widths import RECENT, PassWidths, best_width, weight_of
 from specjax.drafters.heads import head_drafter, pending_pairs
 from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup, recycled_tree
 from specjax.models.heads.contract import DraftHead
@@ -148,7 +148,7 @@ def auto(
         second-best tokens, or 40 nodes, by the platform.
       head_cost: cost of the head's draft in passes of width 1; default: from its number of weights (`costs.of_head`).
       widths: widths of the target pass to choose from, rising from 1; each of them is compiled. Default: CPU_WIDTHS or
-        WIDTHS, by the platform.
+        WIDTHS, by the platform, without those that do not pay for the batch (`specjax.drafters.combined.widths`).
       costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
         `costs.estimated` for the batch and `dtype` of the parameters.
       num_recycled: number of nodes from Token Recycling, at most 80; default: 40 on CPU, else 80.
@@ -192,6 +192,7 @@ def _functions(config: Config) -> Drafter:
         hooks=Hooks(
             prefill=None if draft_head is None else functools.partial(_prefill, config),
             axes=functools.partial(_axes, config),
+            widths=lambda batch, target: config.passes(batch, target).widths,
             export=functools.partial(_export, config),
             explain=_explain,
         ),
@@ -226,13 +227,14 @@ def _axes(config: Config, state: State) -> State:
 
 
 def _propose(config: Config, params, keys, state: State, context: Context, limit: Array) -> tuple[TokenTree, State]:
+    passes = config.passes(len(limit), context.target)
     context = context._replace(cache=None, target=None)  # otherwise the branches would get them as arguments
     history = _history(config, params)
 
     def draft_tree(
         successors: SuccessorLookup, counts: Counts, record: DraftRecord, *position
     ) -> tuple[TokenTree, DraftRecord]:
-        draft, past = _draft_without_head(config, successors, counts, record, *position)
+        draft, past = _draft_without_head(config, passes, successors, counts, record, *position)
         return draft.tree, _record_draft(record, draft, past)
 
     def skip(
@@ -242,6 +244,8 @@ def _propose(config: Config, params, keys, state: State, context: Context, limit
 
     successors = SuccessorLookup(state.matrix, history.recycled)
     is_resting = state.record.rest > 0
+    if passes.is_plain:
+        return _empty_draft(config, context, limit).tree, state
     tree, record = jax.lax.cond(is_resting, skip, draft_tree, successors, history.counts, state.record, context, limit)
     return tree, state._replace(record=record)
 
@@ -256,8 +260,11 @@ def _propose_with_head(
     head, builder, history = config.head, config.builder, _history(config, params)
     assert head is not None and isinstance(state.head, HeadState)
     bare_context, record = context._replace(cache=None, target=None), state.record
+    passes = config.passes(len(limit), context.target)
+    if passes.is_plain:
+        return _empty_draft(config, bare_context, limit).tree, state
     is_resting, schedule = record.rest > 0, state.head.schedule
-    draft_others = functools.partial(_draft_without_head, config)
+    draft_others = functools.partial(_draft_without_head, config, passes)
     skip = lambda successors, counts, record, *position: (_empty_draft(config, *position), record.past)
     successors = SuccessorLookup(state.matrix, history.recycled)
     without_head, past = jax.lax.cond(
@@ -272,6 +279,7 @@ def _propose_with_head(
         grown = head_drafter.grow_tree(head, builder, params.head, read.memory, keys, context, limit)
         return _rank(
             config,
+            passes,
             past,
             history.counts,
             node_classes.with_head(config.shape, without_head.drafted, grown),
@@ -297,22 +305,23 @@ def _cost(config: Config, context: Context, params: Params) -> float:
 
 
 def _draft_without_head(
-    config: Config, successors: SuccessorLookup, counts: Counts, record: DraftRecord, context: Context, limit: Array
-) -> tuple[RankedDraft, NodeStatistics]:
+    config: Config, passes: PassWidths, successors: SuccessorLookup, counts: Counts, record: DraftRecord,
+    context: Context, limit: Array,
+) -> tuple[RankedDraft, NodeStatistics]:  # fmt: skip
     """Draft without the head, and update the statistics of earlier drafts."""
     past = node_statistics.count_pending(config.prior, config.shape, record.past, context, counts)
     runners_up = recycled_tree(config.template, successors, context, limit)
     drafted = node_classes.without_head(config.shape, runners_up, successors, context, limit)
-    return _rank(config, past, counts, drafted, context, limit), past
+    return _rank(config, passes, past, counts, drafted, context, limit), past
 
 
 def _rank(
-    config: Config, past: NodeStatistics, counts: Counts, drafted: Drafted, context: Context, limit: Array
-) -> RankedDraft:
+    config: Config, passes: PassWidths, past: NodeStatistics, counts: Counts, drafted: Drafted, context: Context,
+    limit: Array,
+) -> RankedDraft:  # fmt: skip
     """Rank the drafted nodes, and cut the tree to the best width."""
     tree, chance = node_statistics.rank(config.prior, config.shape, drafted, past, counts)
-    pass_costs = costs_of.evaluate(config.costs, config.widths, chance.shape[0], config.dtype, config.platform)
-    width, saved = best_width(config.widths, pass_costs, chance, weight_of(context.remaining, limit > 0))
+    width, saved = best_width(passes.widths, passes.costs, chance, weight_of(context.remaining, limit > 0))
     tree = tree._replace(valid=tree.valid & (jnp.arange(chance.shape[1]) < width))
     return RankedDraft(operations.cut(tree, max(config.widths)), drafted, saved)
 
@@ -347,10 +356,12 @@ def _prefill(config: Config, params: Params, state: State, *chunk) -> State:
 
 
 def _observe(config: Config, params, state: State, context: Context, tree, verdict, output):
-    """Return the observations of Token Recycling and of the head.
+    """Return the observations of Token Recycling and of the head, or () if no pass of this batch drafts.
 
     During pauses Token Recycling observes only every LEARN-th narrow pass.
     """
+    if config.passes(len(context.length), context.target).is_plain:
+        return ()
     learn = lambda: config.recycling.observe((), state.matrix, context, tree, verdict, output)
     nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
     is_narrow = tree.tokens.shape[1] <= config.widths[0]
@@ -363,6 +374,8 @@ def _observe(config: Config, params, state: State, context: Context, tree, verdi
 
 
 def _update(config: Config, params, state: State, observation, verdict) -> State:
+    if observation == ():
+        return state
     if config.head is not None:
         assert isinstance(state.head, HeadState)
         observation, pairs = observation

@@ -11,6 +11,7 @@ import numpy as np
 from specjax import costs as costs_of
 from specjax import trees
 from specjax.drafters.combined import node_classes
+from specjax.drafters.combined.widths import PassWidths, select_passes
 from specjax.drafters.tables.token_recycling import best_paths, token_recycling
 from specjax.errors import UsageError
 from specjax.models.heads.contract import Head
@@ -18,7 +19,7 @@ from specjax.trees import Builder
 from specjax.trees.node_statistics import DraftShape, make_shape
 from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.templates import Template
-from specjax.types import Drafter
+from specjax.types import Drafter, Target
 
 CPU_WIDTHS = (1, 4, 8, 16)
 WIDTHS = (1, 16, 32, 64)
@@ -46,6 +47,17 @@ class Config:
     head: Head | None
     paths: Paths  # rank paths of the head's tree
     head_cost: float | None
+    fits_batch: bool  # the widths are the defaults, which depend on the batch
+
+    def passes(self, batch: int, target: Target | None) -> PassWidths:
+        """Return the passes of `batch` rows of the target, and their costs."""
+        if self.fits_batch:
+            return select_passes(
+                self.widths, self.costs, batch, self.vocab_size, self.dtype, self.platform, target
+            )  # fmt: skip
+        logits = 0.0 if target is None else costs_of.logits_of(target)
+        costs = costs_of.evaluate(self.costs, self.widths, batch, self.dtype, self.platform, logits)
+        return PassWidths(self.widths, costs)
 
     @cached_property
     def recycling(self) -> Drafter:
@@ -100,6 +112,7 @@ def make_config(
 ) -> Config:
     """Check the settings of `auto` and fill in defaults for the platform. Raises: UsageError, see `auto`."""
     on_cpu = (platform or jax.default_backend()) == "cpu"
+    fits_batch = widths is None
     if widths is None:
         widths = CPU_WIDTHS if on_cpu else WIDTHS
     if num_recycled is None:
@@ -118,7 +131,7 @@ def make_config(
         raise UsageError(f"a head of {head.kind} drafts in the target's own pass; choose method {head.kind}")
     if head is not None:
         paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
-    config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost)
+    config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost, fits_batch)
     config.recycling  # noqa: B018  raises for a bad number of nodes
     return config
 

@@ -1,11 +1,20 @@
-"""The best width of a target pass, by the acceptance probabilities of its nodes and its cost."""
+"""Widths of the target pass: those that can pay for a batch, and the best one for a draft.
+
+A width can pay if its best draft has more expected tokens per cost than plain decoding and than every narrower width,
+and if the logits of its pass fit LOGITS_BYTES. The others are not compiled, because a program reserves the memory of
+its widest pass whether that pass runs or not: 4.2 GiB for 64 rows of 64 nodes with 262,144 tokens. Their place is taken
+by NARROW widths that can pay. If none can, `auto` decodes plainly.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Array
+from specjax import costs as costs_of
+from specjax.types import Array, Target
 
 MARGIN = 1.1
 """Factor by which a wide pass must beat plain decoding: estimates are noisy, and losses matter more than gains."""
@@ -13,6 +22,58 @@ RECENT = 0.125
 """Weight of the last draft in the moving average of the expected savings."""
 LEAD = 4.0
 """Number of tokens ahead of the slowest row that divides the weight of a row by e."""
+
+CERTAIN = 0.95
+"""Acceptance rate of a token in the best draft: a copy of a long repeated passage."""
+LOGITS_BYTES = 1 << 30
+"""Maximum size of the float32 logits of a pass on one device."""
+NARROW = (4, 8)
+"""Widths that replace those that are too wide for a batch."""
+
+
+class PassWidths(NamedTuple):
+    """The widths of the target pass for a batch, and their costs."""
+
+    widths: tuple[int, ...]  # rising from 1
+    costs: np.ndarray  # float32[W], in passes of width 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if no width above 1 can pay."""
+        return len(self.widths) == 1
+
+
+def select_passes(
+    widths: tuple[int, ...], costs: costs_of.Costs, batch: int, vocab_size: int, dtype: str, platform: str | None,
+    target: Target | None,
+) -> PassWidths:  # fmt: skip
+    """Return the passes that can pay for `batch` rows.
+
+    Args:
+      widths: the default widths, rising from 1. costs, dtype, platform: as in `auto`.
+      target: for the share of its logits, and its mesh, which may split rows and the vocabulary. None: one device.
+    """
+    mesh = None if target is None else target.model.mesh
+    devices, data = (1, 1) if mesh is None else (mesh.size, dict(mesh.shape).get("data", 1))
+    rows, logits = -(-batch // data), 0.0 if target is None else costs_of.logits_of(target)
+    max_width = LOGITS_BYTES * devices / data / (4 * rows * vocab_size)
+    evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, logits)
+    passes = _paying(widths, max_width, evaluate(widths))
+    if len(passes.widths) == len(widths) or isinstance(costs, tuple):
+        return passes
+    more = tuple(sorted({*widths, *NARROW}))
+    return _paying(more, max_width, evaluate(more))
+
+
+def _paying(widths: tuple[int, ...], max_width: float, pass_costs: np.ndarray) -> PassWidths:
+    """Return those of `widths` up to `max_width` whose best draft has the most tokens per cost so far."""
+    tokens = (1 - CERTAIN ** np.asarray(widths)) / (1 - CERTAIN)
+    paying, best = [0], MARGIN
+    for place in range(1, len(widths)):
+        goodput = tokens[place] / pass_costs[place]
+        if goodput > best and widths[place] <= max_width:
+            paying, best = [*paying, place], goodput
+    return PassWidths(tuple(widths[place] for place in paying), pass_costs[np.asarray(paying)])
 
 
 def weight_of(remaining: Array | None, running: Array) -> Array:

@@ -27,7 +27,8 @@ def compile_report(
       topology: a slice of chips such as "v5e:2x4".
       cache: store results on disk. on_step: called with the name of each program before it is compiled.
       options: arguments of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
-        max_new_tokens, dtype, cache_dtype, same_bits, temperature, data, model, layer, sequence. Diffusion models also
+        max_new_tokens, dtype, cache_dtype, same_bits, temperature, top_k, top_p, min_p, repetition_penalty,
+        presence_penalty, frequency_penalty, data, model, layer, sequence. Diffusion models also
         accept reading and block.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.bench.records import dtypes
 from specjax.costs.chips import DOCS, GIB, gib
 from specjax.costs.roofline import CLOCKS
+from specjax.planning.inputs.warping import PENALTIES
 from specjax.planning.records import PlanReport
 from specjax.planning.tree.plan import Plan
 
@@ -25,6 +26,13 @@ def mesh_of(inputs: dict[str, Any]) -> str:
     """Return the axes of a job's mesh with more than one device."""
     axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "model") if inputs[name] > 1]
     return f"mesh {' x '.join(axes)}" if axes else "one device"
+
+
+def sampling_of(inputs: dict[str, Any]) -> str:
+    """Return the sampling options of a job, as the end of a list."""
+    names = ("temperature", "top_k", "top_p", "min_p", *(f"{name}_penalty" for name in PENALTIES))
+    names_used = [name for name in names if inputs.get(name) and (inputs["temperature"] or name.endswith("penalty"))]
+    return "".join(f", {name.replace('_', '-')} {inputs[name]:g}" for name in names_used)
 
 
 def warnings(report: PlanReport) -> list[str]:
@@ -60,8 +68,8 @@ def show_report(report: PlanReport, out) -> None:
     written = [f"{name}={text}" for name, text in inputs["options"].items()]
     method = " ".join(filter(None, (inputs["method"], inputs["tree"], *written)))
     write(
-        f"{models}; {method}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}\n"
-        f"{inputs['topology']}, {mesh_of(inputs)}, per device:"
+        f"{models}; {method}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}"
+        f"{sampling_of(inputs)}\n{inputs['topology']}, {mesh_of(inputs)}, per device:"
     )
     # Two tables, because one with all columns is too wide for 80 characters.
     memory, times = (Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)) for _ in range(2))
@@ -181,8 +189,8 @@ def show_plan(plan_result: Plan, out) -> None:
     inputs = plan_result.inputs
     models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     write(
-        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}; "
-        f"{inputs['topology']}, {mesh_of(inputs)}"
+        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}"
+        f"{sampling_of(inputs)}; {inputs['topology']}, {mesh_of(inputs)}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("program", no_wrap=True)

@@ -9,16 +9,16 @@ Guarantee: greedy. The text is that of greedy decoding, for any draft.
 
 from __future__ import annotations
 
-from specjax.arrays.indexing import first_largest, take_along
+from specjax.arrays.indexing import first_largest
 from specjax.types import Array, TokenTree, Verdict
+from specjax.verifiers.node_logits import NodeLogits, row_of
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
 
-def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
+def _rule(keys: Array, tree: TokenTree, target_logits: Array | NodeLogits) -> Verdict:
     del keys  # nothing is drawn
-    best = first_largest(target_logits)  # [B, N]
-    return walk(tree, lambda node: take_along(best, node[:, None], 1)[:, 0])
+    return walk(tree, lambda node: first_largest(row_of(target_logits, node)))
 
 
 greedy = Verifier(
@@ -28,4 +28,5 @@ greedy = Verifier(
     guarantee="greedy",
     summary="follows the target's argmax through the tree",
     paper="Leviathan et al. 2023, arXiv 2211.17192",
+    by_row=True,
 )

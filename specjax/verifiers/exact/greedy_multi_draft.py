@@ -45,4 +45,5 @@ greedy_multi_draft = Verifier(
     guarantee="distribution",
     summary="tests one sampled sibling first, then the drafter's likeliest tokens as point masses",
     paper="Hu et al. 2025, arXiv 2502.18779",
+    by_row=True,
 )

@@ -149,4 +149,5 @@ def multipath_block(paths: int | None = None) -> Verifier:
         guarantee="distribution",
         summary="picks the best of K independent chains and verifies it as a block",
         paper="Thomas, Pal 2026, arXiv 2602.16961",
+        by_row=True,
     )

@@ -27,4 +27,5 @@ recursive_rejection = Verifier(
     guarantee="distribution",
     summary="tests siblings in turn, each against the residual of the previous ones",
     paper="Jeon et al. 2024, arXiv 2402.14160",
+    by_row=True,
 )

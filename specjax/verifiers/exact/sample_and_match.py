@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.arrays.indexing import take_along
 from specjax.numerics.sampling import draw
 from specjax.types import Array, TokenTree, Verdict
+from specjax.verifiers.node_logits import NodeLogits, row_of
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
 
-def _rule(keys: Array, tree: TokenTree, target_logits: Array) -> Verdict:
-    """Draw only at the nodes of the walk: accepted depth + 1 draws of V, instead of N."""
+def _rule(keys: Array, tree: TokenTree, target_logits: Array | NodeLogits) -> Verdict:
+    """Warp and draw only at the nodes of the walk: accepted depth + 1 rows of V, instead of N."""
 
     def choose(node):
         row = jnp.arange(node.shape[0])
-        logits = take_along(target_logits, node[:, None, None], 1)[:, 0]
-        return draw(keys[row, node], logits)
+        return draw(keys[row, node], row_of(target_logits, node))
 
     return walk(tree, choose)
 
@@ -40,4 +39,5 @@ sample_and_match = Verifier(
     guarantee="distribution",
     summary="the target draws its own token at each node and descends while the tree contains it",
     paper="Li et al. 2024 (EAGLE-2), arXiv 2406.16858",
+    by_row=True,
 )

@@ -43,4 +43,5 @@ sequoia = Verifier(
     guarantee="distribution",
     summary="recursive rejection that continues uniformly once the draft's distribution is exhausted",
     paper="Chen et al. 2024, arXiv 2402.12374",
+    by_row=True,
 )

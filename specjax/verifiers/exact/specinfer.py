@@ -27,4 +27,5 @@ specinfer = Verifier(
     guarantee="distribution",
     summary="tests independent siblings in turn against the same q",
     paper="Miao et al. 2024, arXiv 2305.09781",
+    by_row=True,
 )

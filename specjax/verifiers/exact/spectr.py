@@ -79,4 +79,5 @@ spectr = Verifier(
     guarantee="distribution",
     summary="tests k independent siblings in turn against q enlarged by one factor (k-SEQ)",
     paper="Sun et al. 2023, arXiv 2310.15141",
+    by_row=True,
 )

@@ -66,6 +66,7 @@ def judge(weight: Array | np.ndarray, bias: Array | float = 0.0, threshold: Arra
         guarantee="lossy",
         summary="accepts tokens that the exact test or a trained head on the target's hidden states accepts",
         paper="Bachmann et al. 2025, arXiv 2501.19309",
+        by_row=True,
         params=tuple(jnp.asarray(x, jnp.float32) for x in (weight, bias, threshold)),
     )
 

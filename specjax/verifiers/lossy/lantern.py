@@ -117,6 +117,7 @@ def lantern(
         guarantee="lossy",
         summary="adds the probability of its nearest neighbours to that of a drafted token, for image tokens",
         paper="Jang et al. 2025, arXiv 2410.03355",
+        by_row=sample,
         params=(
             jnp.asarray(neighbours, jnp.int32),
             jnp.asarray(bound, jnp.float32),

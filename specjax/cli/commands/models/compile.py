@@ -62,7 +62,6 @@ def compile_(
     settings: o.SetOption = None,
     max_new_tokens: o.LengthOption = 128,
     same_bits: o.SameBitsOption = False,
-    temperature: o.TemperatureOption = 0.0,
     as_json: o.JsonOption = False,
 ) -> None:
     named = method or (head and head.partition(":")[0]) or (draft and "two_model")
@@ -77,7 +76,7 @@ def compile_(
         report = compile_report(
             target, topology, draft=draft, head=head, method=method, block=block, tree=tree,
             num_draft_tokens=num_draft_tokens, options=options, max_new_tokens=max_new_tokens, same_bits=same_bits,
-            temperature=temperature, on_step=notify, **programs.arguments,
+            on_step=notify, **programs.arguments,
         )  # fmt: skip
     if as_json:
         print_json(report.to_json())
