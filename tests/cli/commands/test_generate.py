@@ -144,7 +144,7 @@ def test_nobody_waits_for_ever(refused, flag, seconds):
 
 def test_costs_are_measured_for_the_prompts_that_there_are(cli, monkeypatch):
     batches = []
-    measured = lambda target, batch: (batches.append(batch), specjax.costs.Curve((1, 8), (1.0, 1.0)))[1]
+    measured = lambda target, batch, sampling: (batches.append(batch), specjax.costs.Curve((1, 8), (1.0, 1.0)))[1]
     monkeypatch.setattr(specjax.costs, "measured", measured)
     run = ("generate", "abc", *SHORT, "--method", "prompt_lookup", "--controller", "goodput")
     assert cli(*run, "--costs", "measured", "--batch-size", 10**12).code == 0 and batches == [1]
