@@ -5,7 +5,7 @@ from __future__ import annotations
 from specjax.catalog.method import Method
 
 PROVIDED = {
-    "drafter": {"draft", "head", "datastore"},
+    "drafter": {"draft", "head", "datastore", "denoiser"},
     "collaboration": {"draft", "safe", "segmenter", "judging", "cues"},
 }
 """The inputs that flags provide, by kind of method: models of --draft, a --datastore, and words of --set."""

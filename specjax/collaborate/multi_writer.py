@@ -66,8 +66,8 @@ class TextState(NamedTuple):
 
     @property
     def unfinished(self) -> Array:
-        """Return bool[B], True for rows that may continue."""
-        return ~self.ended & (self.length < self.stop)
+        """Return bool[B], True for rows that may continue. A row whose outputs were not finite never does."""
+        return ~self.ended & (self.length < self.stop) & self.finite
 
     @property
     def written(self) -> Array:
@@ -182,7 +182,7 @@ def extend(
             run, count = segments.follow(segmenter, run, info.tokens, info.emitted)
         length = previous.length + count
         hit = info.hit_eos & (count == info.emitted)
-        done = previous.done | run.over | hit | (length >= max_length)
+        done = previous.done | run.over | hit | (length >= max_length) | ~state.finite
         if halt is not None:
             done |= halt(length, ended | hit)
         cache = state.cache

@@ -243,3 +243,11 @@ def test_a_model_that_cannot_rewind_writes_and_looks():
         text = look(job.writers, text)
     wanted = lib.plain(target, prompts=[[1, 2], [3]], key=0, max_new_tokens=6)
     assert lib.new_tokens(text) == lib.new_tokens(alternating(job, (2, 4))) == wanted
+
+
+def test_a_model_of_nan_ends_its_rows():
+    """The engine writes no token for such a row, so a loop that waits for one would never end."""
+    broken = jax.tree.map(lambda x: x * jnp.nan, tiny_llama())
+    job = lib.job_of([broken], (None,))
+    text, _ = lib.turn(job.writers, lib.begin(job), 0, limit=3)
+    assert not text.finite.any() and not text.unfinished.any() and not text.written.any()

@@ -14,7 +14,7 @@ SKIPPED = [
     *("literal-canonicalizer", "map-inline", "associative-scan-rewriter", "async-collective-replacer"),
     *("cpu-all-reduce-combiner", "all_to_all_decomposer", "strip-memory-placement-annotations"),
     *("dynamic-dimension-simplifier", "dynamic_padder", "propagate-call-metadata", "apply-xla-transforms"),
-    *("convolution-group-converter", "convolution-canonicalization", "reduce-window-rewriter", "reduce-window-resizer"),
+    *("convolution-group-converter", "convolution-canonicalization", "reduce-window-rewriter"),
     *("select_and_scatter_expander", "batchnorm_expander", "cholesky_expander", "qr_expander", "eigh_expander"),
     *("triangular_solve_expander", "rng-expander", "stochastic_convert_decomposer", "sub-byte-size-setter"),
     *("float-normalization-u4", "float-normalization-s4", "float-normalization-f4e2m1fn"),

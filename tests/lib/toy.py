@@ -70,7 +70,7 @@ def markov_model(vocab: int) -> Model:
         share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
         streams = tuple(distribution(params, tokens, tap / 2) for tap in taps)
         logits = distribution(params, tokens, share)
-        return Output(logits, logits, streams), ()
+        return Output(logits, jnp.maximum(logits, -1e9), streams), ()  # hidden states are finite
 
     return Model(
         init_cache=lambda params, inputs, batch, capacity: (),

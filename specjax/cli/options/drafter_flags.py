@@ -117,14 +117,14 @@ def read_method_options(
 def _check_files(rows: Mapping[str, Method], files: DraftFiles) -> None:
     """Raise a UsageError for an input that none of the methods uses."""
     names = " and ".join(rows)
-    uses = {need: any(row.uses(need) for row in rows.values()) for need in ("draft", "head", "datastore")}
+    uses = {need: any(row.uses(need) for row in rows.values()) for need in ("draft", "head", "datastore", "denoiser")}
     require(
         files.head is None or uses["head"],
         f"--draft is a draft head of kind {files.head}, and {names} does not use one; remove --draft, or use --method "
         f"{files.head}",
     )
     require(
-        files.draft is None or uses["draft"] or files.head is not None,
+        files.draft is None or uses["draft"] or uses["denoiser"] or files.head is not None,
         f"--draft is a draft model, and {names} does not use one; remove --draft, or use --method two_model",
     )
     require(
@@ -276,10 +276,13 @@ def _check_method(name: str, files: DraftFiles) -> None:
     needs, takes = row.needs, row.takes
     require(
         not missing_inputs(row),
-        f"--method: the command line cannot load the inputs of {name}; call "
-        f"specjax.{'diffusion.' if 'denoiser' in needs else ''}drafters.{name} in Python",
+        f"--method: the command line cannot load the inputs of {name}; call specjax.drafters.{name} in Python",
     )
     require(files.draft is not None or "draft" not in needs, f"method {name} needs a draft model; add --draft MODEL")
+    require(
+        (files.draft is not None and head is None) or "denoiser" not in needs,
+        f"method {name} drafts with a diffusion model; add --draft MODEL, a model of docs/diffusion.md",
+    )
     require(
         head is None or "draft" not in needs or "head" in takes,
         f"--draft {files.draft} is a draft head of kind {head}, and method {name} needs a draft model; use --method "

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from specjax.adaptive import DepthPolicy
+from specjax.catalog import METHODS
 from specjax.cli.options.drafter_flags import (
     DraftFiles,
     MethodOptions,
@@ -52,7 +53,7 @@ class Selection(NamedTuple):
             log.print("the draft length varies; --num-draft-tokens N always drafts N tokens", style="dim")
         session = open_session(
             log, self.models, self.files.datastore, mesh=mesh, has_head=self.files.head is not None,
-            token_map=self.token_map,
+            has_denoiser=any("denoiser" in METHODS[name].needs for name in self.methods), token_map=self.token_map,
         )  # fmt: skip
         session = with_adapted_target(session, self.depth, log)
         return with_default_draft(session, self.method, log) if self.is_default else (session, self.method)

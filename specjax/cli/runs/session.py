@@ -66,6 +66,7 @@ class Session(NamedTuple):
     head: LoadedHead | None = None  # a draft head, in place of a draft model
     check: SelfCheck | None = None  # the comparison of the head with the target
     same_bits: bool = False  # the target's logits do not depend on the pass
+    denoiser: Denoiser | None = None  # a diffusion model that drafts, in place of a draft model
 
     @property
     def tie_dtype(self) -> str:
@@ -87,6 +88,8 @@ class Session(NamedTuple):
         limits = {"the model": self.target.model.max_positions}
         if self.draft is not None:
             limits["the draft model"] = self.draft.model.max_positions
+        if self.denoiser is not None:
+            limits["the diffusion model that drafts"] = self.denoiser.model.max_positions
         return limits
 
     def show_token(self, token: int) -> str:
@@ -100,9 +103,11 @@ class Session(NamedTuple):
         Raises: UsageError that names the flag of a wrong option.
         """
         row, values = METHODS[method], flags.values(method)
-        draft: Target | DraftHead | None = self.draft if "draft" in row.needs else None
+        draft: Target | DraftHead | Denoiser | None = self.draft if "draft" in row.needs else None
         if self.head is not None and row.uses("head"):
             draft = self.head.head
+        if "denoiser" in row.needs:
+            draft = self.denoiser
         choice = defaults(self.target, draft, jax.default_backend(), drafter=method)
         if values.keys() & {"tree", "num_tokens"}:
             choice = choice._replace(tree=None)
@@ -153,21 +158,23 @@ def open_session(
     *,
     mesh: Mesh | None = None,
     has_head: bool = False,
+    has_denoiser: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
 ) -> Session:
     """Load the models, over the mesh if there is one, and print a progress line on `log`.
 
     Args:
-      has_head: True if the draft is a draft head, which is then compared with the target. token_map: the ids that the
-        head drafts. flag: the flag of the head, for errors.
+      has_head: True if the draft is a draft head, which is then compared with the target. has_denoiser: True if it is
+        a diffusion model. token_map: the ids that the head drafts. flag: the flag of the head, for errors.
 
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
     models.check_head(has_head)
     same_bits = models.same_bits
     for name, value in (("--block", models.block), ("--mask-token", models.mask_token)):
-        require(value is None, f"{name} applies to diffusion models, and the target is not one; remove it")
+        fits = value is None or has_denoiser
+        require(fits, f"{name} applies to diffusion models, and neither target nor draft is one; remove it")
     axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None
     require(axis is None, f"--same-bits does not hold on a mesh that splits rows or slots; remove it or --{axis}")
     use_compilation_cache(not models.no_cache)
@@ -184,21 +191,24 @@ def open_session(
         if store is not None:
             check_tokenizer(store, tokenizer, f"--datastore: {datastore}")
             parallel.check_same(store.summary, "datastores")
-        draft, head = None, None
+        draft, denoiser, head = None, None, None
         if has_head:
             head = _load_head(flag, models, target, tokenizer, token_map)
         elif models.draft is not None:
             over = None if mesh is None else ()  # a copy on every device
-            draft, other = _load(
-                "--draft", models.draft, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, over=over
-            )
+            options = {"dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over}
+            if has_denoiser:
+                options |= {"block": models.block, "mask_token": models.mask_token}
+                denoiser, other = _load_denoiser(models.draft, **options)
+            else:
+                draft, other = _load("--draft", models.draft, **options)
             _check_vocabularies(tokenizer, other)
     check = None if head is None else compare_head(head, target, tokenizer, log)
     if models.draft is not None:
         note_training(models.draft, "template_args", template_args_of(tokenizer), log)
     return Session(
         target, tokenizer, draft, dtype, clock.seconds, store, models.cache_dtype, head=head, check=check,
-        same_bits=same_bits,
+        same_bits=same_bits, denoiser=denoiser,
     )  # fmt: skip
 
 
@@ -248,11 +258,26 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
         return specjax.load(source, **options)
     except ModelKindError:
         raise UsageError(
-            f"{flag}: {source} is a diffusion model; only `specjax generate` and `specjax bench` decode these, as "
-            "--target"
+            f"{flag}: {source} is a diffusion model; in `specjax generate` and `specjax bench` use these as --target, "
+            "or draft with them by --method deer, diffuspec or failfast"
         ) from None
     except UsageError as error:
         raise _name_flag(flag, error) from None
+
+
+def _load_denoiser(source: str, **options: Any) -> tuple[Denoiser, Any]:
+    """Load a diffusion model that drafts. Raises: UsageError for one that cannot be loaded, or is autoregressive."""
+    import specjax
+
+    try:
+        return specjax.load_denoiser(source, **options)
+    except ModelKindError:
+        raise UsageError(
+            f"--draft: {source} is an autoregressive model, but --method drafts with a diffusion model; use --method "
+            "two_model"
+        ) from None
+    except UsageError as error:
+        raise _name_flag("--draft", error) from None
 
 
 def _load_head(flag: str, models: ModelOptions, target: Target, tokenizer: Any, token_map: Path | None) -> LoadedHead:
@@ -398,7 +423,7 @@ def provenance(session: Session) -> dict[str, Any]:
         **describe_command(),
         "machine": describe_machine(),
         "target": session.target.model.name,
-        "draft": session.draft.model.name if session.draft else None,
+        "draft": next((draft.model.name for draft in (session.draft, session.denoiser) if draft), None),
         "head": session.head.kind if session.head else None,
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,

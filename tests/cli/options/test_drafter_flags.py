@@ -299,7 +299,7 @@ def test_every_option_can_be_written(name):
         text = texts.get(option.form, option.type[-1] if isinstance(option.type, tuple) else "confidence:0.5")
         text = "unified:2" if option.type == "depth" else text  # a name of another table
         flags = [f"{option.name}={text}"]
-        draft = "draft" if row.needs & {"draft", "head"} else None
+        draft = "draft" if row.needs & {"draft", "head", "denoiser"} else None
         datastore = "store" if "datastore" in row.needs else None
         head = name if "head" in row.needs else None
         files = DraftFiles(draft, head, datastore)

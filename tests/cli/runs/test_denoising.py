@@ -122,6 +122,14 @@ def test_another_text_is_an_error_only_where_it_was_promised(method, words, cli,
     assert words in out and "one column per pass" in out
 
 
+def test_a_diffusion_model_drafts_for_an_autoregressive_one(cli):
+    """At temperature 0 the text is that of plain decoding, which --compare checks."""
+    run = ("generate", "hello", *SHORT, "--draft", "blocks", "--block", 4, "--method", "deer", "--compare", "--json")
+    document = json.loads(cli(*run, "--num-draft-tokens", 3).out)
+    assert document["identical"] and document["drafted"] > 0
+    assert "--method deer --draft MODEL" in cli("methods", "deer").out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -152,6 +160,10 @@ def test_another_text_is_an_error_only_where_it_was_promised(method, words, cli,
         (("--target", "full", "--block", 4), "--block applies to block-causal models"),
         (("--target", "target", "--block", 4), "--block applies to diffusion models"),
         (("--mask-token", 4), "--mask-token applies to diffusion models"),
+        (("--draft", "full"), "use these as --target, or draft with them by --method deer, diffuspec or failfast"),
+        (("--method", "deer"), "method deer drafts with a diffusion model; add --draft MODEL"),
+        (("--method", "deer", "--draft", "draft"), "--draft: draft is an autoregressive model, but --method drafts"),
+        (("--method", "deer", "--draft", "full", "--block", 4), "--block applies to block-causal models"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(arguments, words, refused):

@@ -49,7 +49,7 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
         )
     )
     text = specjax.denoise(
-        denoiser, methods.llada(denoiser, block=None, steps=1), [list(range(1, 5))], key=0, max_new_tokens=size,
+        denoiser, methods.llada(denoiser, block=denoiser.block, steps=1), [list(range(1, 5))], key=0, max_new_tokens=size,
         logprobs=True, temperature=1.0,
     )  # fmt: skip
     seeded = denoiser.seeding == "seed_and_mask"

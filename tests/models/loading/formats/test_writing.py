@@ -111,12 +111,13 @@ def test_what_no_layout_has_words_for_is_refused(tmp_path):
     for kind, changes, message in (
         ("mlp_speculator", {"centred": True}, "subtract the mean and have the epsilon 1e-06, which the layout ibm"),
         ("mlp_speculator", {"taps": (6,)}, "stream before the final norm, which the layout ibm does not"),
-        ("dflash", {"causal": "all"}, "the layout speculators has no causal blocks"),
         ("clover", {"version": 1}, r"without 2\) has no published layout"),
     ):
         with pytest.raises(UsageError, match=message):
             save_head(tmp_path / kind, numbered_head(kind, target(), **changes))
         assert not (tmp_path / kind).exists()
+    with pytest.raises(UsageError, match="the layout speculators has no causal blocks"):
+        save_head(tmp_path, numbered_head("dflash", target(), causal="all"), layout="speculators")
     with pytest.raises(UsageError, match="the layout safeailab has no norm_taps and several layers and head of low"):
         save_head(tmp_path, numbered_head("eagle3", target(), head_rank=4), layout="safeailab")
 
