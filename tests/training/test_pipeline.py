@@ -177,6 +177,23 @@ def test_given_answers_are_trained_and_some_conversations_are_held_out(tmp_path)
     assert all(text.response_tokens not in expected for text in (*corpus.held_out, *corpus.reported))
 
 
+def test_conversations_that_cannot_be_answered_are_not_held_out(tmp_path):
+    """Neither long ones, nor two with the same question; those with a question that is held out are not trained on."""
+    letters = lambda text: Turns().encode(text)
+    chat = lambda question, answer: [
+        {"role": "user", "content": question}, {"role": "assistant", "content": answer},
+    ]  # fmt: skip
+    long = [chat("long" * 16 + chr(97 + i), "k") for i in range(6)]
+    same = [chat("why", chr(97 + i) * 2) for i in range(6)]
+    for seed in range(3):
+        corpus = build(tmp_path / str(seed), texts=[*long, *same, chat("ab", "cd"), chat("de", "fg")], seed=seed)
+        (first,), (second,) = corpus.held_out, corpus.reported
+        asked = {text.tokens[1 : text.prompt_length - 2] for text in (first, second)}
+        assert len(asked) == 2 and asked <= {tuple(letters(text)) for text in ("why", "ab", "de")}
+        assert all(text.tokens[1 : text.prompt_length - 2] not in asked for text in corpus.texts)
+        assert len(corpus.texts) == (1 if tuple(letters("why")) in asked else 6), "long prompts leave no answer"
+
+
 def test_the_number_in_the_report_is_that_of_other_prompts(tmp_path):
     trained = train_drafter(toy.tiny_llama(), LetterTokenizer(), "medusa", PROMPTS, folder=tmp_path, settings=SETTINGS)
     stored = [json.loads(line)["served"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]

@@ -132,12 +132,7 @@ class CorpusBuilder:
         """
         count = self.settings.held_out
         if texts and not prompts and not self.settings.generated_prompts:
-            order = np.random.default_rng(self.settings.seed).permutation(len(texts))
-            shuffled = [texts[i] for i in order]
-            held_out = [text for text in shuffled if is_conversation(text)][:count]
-            if not held_out:
-                raise UsageError("the texts are no conversations, so the evaluation needs prompts; give some")
-            texts, prompts = [text for text in shuffled if all(text is not other for other in held_out)], held_out
+            prompts, texts = self.hold_out(texts)
         selected = self.select_prompts(prompts, has_texts=bool(texts))
         pieces = self.read_texts(texts) if texts else []
         answered = self.respond(selected[:count] if texts else selected)
@@ -146,6 +141,31 @@ class CorpusBuilder:
         return Corpus(
             pieces if texts else flat(answered[count:]), flat(answered[:middle]), flat(answered[middle:count])
         )
+
+    def hold_out(self, texts: Sequence[TextSource]) -> tuple[list[TextSource], list[TextSource]]:
+        """Return conversations that the target can answer, in a random order, and the texts to train on.
+
+        A conversation that begins with the question of a held-out one is in neither list.
+
+        Raises: UsageError if no text is a conversation.
+        """
+        held_out: list[TextSource] = []
+        questions: list[list[Message]] = []
+        remainder: list[TextSource] = []
+        if not any(map(is_conversation, texts)):
+            raise UsageError("the texts are no conversations, so the evaluation needs prompts; give some")
+        for i in np.random.default_rng(self.settings.seed).permutation(len(texts)):
+            dialogue = _Dialogue(texts[i], self.settings.system)
+            if not is_conversation(texts[i]) or not dialogue.questions:
+                remainder.append(texts[i])
+            elif dialogue.questions[0] in questions:
+                continue
+            elif len(held_out) == self.settings.held_out or self._next_prompt(dialogue) is None:
+                remainder.append(texts[i])
+            else:
+                held_out.append(texts[i])
+                questions.append(dialogue.questions[0])
+        return held_out, remainder
 
     def select_prompts(self, prompts: Sequence[TextSource], has_texts: bool) -> list[_Dialogue]:
         """Return the conversations whose first prompt fits, without duplicates and in a random order."""
@@ -204,6 +224,12 @@ class CorpusBuilder:
         if refused:
             self.listener.on_note(f"left out: {len(refused)} texts ({refused[0]})")
         pieces = [text for text in pieces if len(text.tokens) > PAIR_TOKENS]
+        trainable = [text for text in pieces if text.cut(length).response_length]
+        if len(trainable) < len(pieces):
+            self.listener.on_note(
+                f"left out: {len(pieces) - len(trainable)} texts whose prompts fill rows of {length} tokens (`length`)"
+            )
+        pieces = trainable
         check_same(pieces, "texts")
         return pieces
 

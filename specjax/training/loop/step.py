@@ -58,7 +58,8 @@ def compute_step(
 ) -> tuple[State, TrainingOutcome]:  # fmt: skip
     """Take one optimizer step on a packed batch. Pure; the target and the frozen parameters get no gradient.
 
-    The result does not depend on the plan's `chunk` and `parts`, up to rounding.
+    The result does not depend on the plan's `chunk` and `parts`, up to rounding. Only denoisers and stopping heads draw
+    their masks and drafts separately for each part.
 
     Args:
       frozen: from `init_state`. positions: int32[B, R], where rounds begin; -1: no round.
