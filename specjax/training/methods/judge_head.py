@@ -59,20 +59,22 @@ class JudgeClassifier(NamedTuple):
 
 
 def label_tokens(response: JudgedResponse, after_error: Literal["drop", "wrong"] = "drop") -> np.ndarray:
-    """Return int8[T]: 1 for correct tokens, 0 for wrong ones, -1 for tokens that do not count, such as the prompt's.
+    """Return int8[T]: 1 for correct tokens, 0 for wrong ones, -1 for tokens that do not count, such as prompts.
 
     Args: after_error: "drop" leaves out the tokens after the first wrong one, and "wrong" labels them as wrong.
     """
-    (tokens, prompt_length, _), wrong = response
-    if wrong is not None and not prompt_length <= wrong < len(tokens):
-        raise UsageError(
-            f"the first wrong token must be in the response, at {prompt_length} to {len(tokens) - 1}, not {wrong}"
-        )
-    position = np.arange(len(tokens))
-    end = len(tokens) if wrong is None else wrong
-    label = np.where(position < end, 1, 0 if after_error == "wrong" else -1)
-    label[end : end + 1] = 0
-    return np.where(position < prompt_length, -1, label).astype(np.int8)
+    text, wrong = response
+    count = len(text.tokens)
+    is_response = np.zeros(count, bool)
+    for begin, end in text.responses:
+        is_response[begin:end] = True
+    if wrong is not None and not (0 <= wrong < count and is_response[wrong]):
+        places = " or ".join(f"{begin} to {end - 1}" for begin, end in text.responses if begin < end)
+        raise UsageError(f"the first wrong token must be in a response, at {places or 'no place'}, not {wrong}")
+    error = count if wrong is None else wrong
+    label = np.where(np.arange(count) < error, 1, 0 if after_error == "wrong" else -1)
+    label[error : error + 1] = 0
+    return np.where(is_response, label, -1).astype(np.int8)
 
 
 @with_standard_modes

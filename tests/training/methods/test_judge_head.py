@@ -39,6 +39,14 @@ def test_labels_end_at_the_first_wrong_token():
             label_tokens(JudgedResponse(text, outside))
 
 
+def test_prompts_of_later_turns_have_no_label():
+    text = TrainingText((5, 6, 7, 8, 9, 10), 2, ((3, 5),))
+    assert label_tokens(JudgedResponse(text)).tolist() == [-1, -1, 1, -1, -1, 1]
+    assert label_tokens(JudgedResponse(text, 2), after_error="wrong").tolist() == [-1, -1, 0, -1, -1, 0]
+    with pytest.raises(UsageError, match="2 to 2 or 5 to 5, not 3"):
+        label_tokens(JudgedResponse(text, 3))
+
+
 def test_what_a_plane_tells_apart_is_told_apart():
     """T8 (c)."""
     features, labels = separable()
