@@ -6,7 +6,7 @@ A file has one text per line, one JSON object per line, or one JSON list of obje
     "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]  (ShareGPT)
     "turns": ["first question", "second question", ...]
     "prompt": "...", optionally with "completion", "response" or "answer"
-    "instruction": "...", optionally with "input" and "output"
+    "instruction": "...", optionally with "input" or "context", and "output" or "response"
     "text": "..."
 
 A "system" text may stand beside them. Entries that cannot be used are reported by number, and the others are read.
@@ -32,6 +32,8 @@ ROLES = {
 """The role of a message by its name in files."""
 
 LISTS = ("messages", "conversations", "conversation")
+UNREAD = ("tools", "functions", "history")
+"""Fields that change what the answers mean. Entries with one of them are not used."""
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 
 
@@ -125,8 +127,9 @@ def parse_entry(entry: Any) -> TextSource:
 
 def _parse_messages(entry: Mapping[str, Any]) -> list[Message]:
     """Return the messages of an object."""
-    if entry.get("tools"):
-        raise UsageError('the conversation has "tools", which are not read')
+    unread = next((name for name in UNREAD if entry.get(name)), None)
+    if unread is not None:
+        raise UsageError(f'the conversation has "{unread}", which are not read')
     name = next((name for name in (*LISTS, "turns", "prompt", "instruction", "text") if entry.get(name)), None)
     if name is None:
         raise UsageError('no text: it needs "messages", "conversations", "turns", "prompt", "instruction" or "text"')
@@ -136,14 +139,16 @@ def _parse_messages(entry: Mapping[str, Any]) -> list[Message]:
     elif name == "turns":
         messages = [_user(_text(turn, '"turns"')) for turn in (value if isinstance(value, list) else [value])]
     else:
-        more = entry.get("input") if name == "instruction" else None
-        parts = [_text(value, f'"{name}"'), *([_text(more, '"input"')] if more else [])]
+        key = next((key for key in ("input", "context") if entry.get(key)), None) if name == "instruction" else None
+        parts = [_text(value, f'"{name}"'), *([_text(entry[key], f'"{key}"')] if key else [])]
         messages = [_user("\n\n".join(parts))]
     answer = next((entry[key] for key in ANSWERS if entry.get(key)), None)
     if answer is None or name in LISTS or name == "turns":
         return messages
     if isinstance(answer, list):
-        return [*messages, *(_parse_message(message) for message in answer)]
+        answers = [_parse_message(message) for message in answer]
+        # Pairs of preferences repeat the prompt before each answer.
+        return answers if any(message["role"] == "user" for message in answers) else [*messages, *answers]
     return [*messages, {"role": ASSISTANT, "content": _text(answer, "the answer")}]
 
 
