@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import tokenizers
 
 import specjax
 from specjax.cli import main
+from specjax.cli.runs.training import _name_target
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 from specjax.persistence.checkpoint import restore
@@ -100,7 +102,19 @@ def test_texts_then_answers_of_its_own_then_it_drafts(cli, target, prompts, tmp_
     assert code == 0 and json.loads(said)["identical"] is True, told
 
 
-def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "name"), [("models--org--name", "org/name"), ("models--gpt2", "gpt2"), ("models-gpt2", None)]
+)
+def test_a_target_in_the_cache_of_the_hub_has_its_hub_id(tmp_path, folder, name):
+    path = tmp_path / folder / "snapshots" / "a1"
+    path.mkdir(parents=True)
+    flags = types.SimpleNamespace(target=str(path), target_name=None)
+    assert _name_target(flags) == (name or str(path.resolve()))
+
+
+def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
     model = ("train", "--method", "two_model", "--target", target, "--prompts", prompts, "--out", tmp_path / "draft")
     head = ("train", "--target", target, "--prompts", prompts, "--out", tmp_path / "head")
     for arguments, words in (
@@ -117,6 +131,8 @@ def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path):
         ((*model, "--draft", tmp_path / "draft"), "is the folder of --draft, which must not change"),
         ((*model, "--layers", 0, "--length", 65), "--length 65 is more than the 64 tokens that the model takes"),
         ((*head, "--layers", 0), "--layers does not fit --method eagle3; leave it out"),
+        ((*head, "--out=~/file/head"), "--out: .*/file/head cannot be written"),
+        ((*head, "--answers=~/file/answers"), "--answers: .*/file/answers cannot be written"),
     ):
         code, said, told = cli(*arguments)
         assert code == 2 and "Traceback" not in said + told

@@ -308,7 +308,7 @@ def train(
         "max_positions": max_positions, "as_json": as_json, "no_cache": no_cache,
         **flag_values(begin, text, loop, host),
     }  # fmt: skip
-    flags = SimpleNamespace(**values)
+    flags = SimpleNamespace(**{name: _in_home(value) for name, value in values.items()})
     kind, head_kind = _read_kind(flags)
     _check_output(flags)
     _check_combinations(flags, kind, head_kind)
@@ -340,6 +340,13 @@ def train(
 
 
 train.__doc__ = HELP
+
+
+def _in_home(value: Any) -> Any:
+    """Return a path, or a list of paths, with the folder of the user in place of ~. Other values stay."""
+    if isinstance(value, list):
+        return [_in_home(entry) for entry in value]
+    return value.expanduser() if isinstance(value, Path) else value
 
 
 def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, Any], recipe: Recipe) -> TrainingFlags:

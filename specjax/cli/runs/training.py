@@ -180,8 +180,8 @@ def _name_target(flags: TrainingFlags) -> str | None:
     path = Path(flags.target).expanduser()
     if not path.exists():
         return None
-    in_hub_cache = re.fullmatch(r"models--([^/]+?)--([^/]+)", path.resolve().parent.parent.name)
-    return "/".join(in_hub_cache.groups()) if in_hub_cache else str(path.resolve())
+    prefix, *hub_id = path.resolve().parent.parent.name.split("--")  # models--ORGANIZATION--NAME, in the hub's cache
+    return "/".join(hub_id) if prefix == "models" and hub_id else str(path.resolve())
 
 
 def _find_tokenizer(flags: TrainingFlags) -> Any:
