@@ -97,11 +97,12 @@ def _split(text: str, path: Path) -> list[tuple[int, Any]]:
 
 def _parse_line(line: str) -> TextSource:
     try:
-        return parse_entry(json.loads(line))
+        entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError):
         raise UsageError("not valid JSON (too long a number, or nested too deeply)") from None
+    return parse_entry(entry)
 
 
 def parse_entry(entry: Any) -> TextSource:
