@@ -53,15 +53,15 @@ def question_turns(messages: Sequence[Message]) -> list[list[Message]]:
     Messages after a call of a tool are left out too, because they depend on the answer that made the call.
     """
     turns: list[list[Message]] = [[]]
+    is_question = lambda turn: any(message["role"] != "system" for message in turn)
     for message in messages:
         if message["role"] == "tool":
             break
-        if message["role"] == ASSISTANT:
-            if turns[-1]:
-                turns.append([])
-        else:
+        if message["role"] != ASSISTANT:
             turns[-1].append(message)
-    return [turn for turn in turns if any(message["role"] != "system" for message in turn)]
+        elif is_question(turns[-1]):  # a system prompt before a greeting belongs to the first question
+            turns.append([])
+    return [turn for turn in turns if is_question(turn)]
 
 
 def given_turns(messages: Sequence[Message], tokenizer: Any) -> list[Turn]:

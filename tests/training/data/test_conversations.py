@@ -75,6 +75,8 @@ def test_questions_are_asked_again_without_the_given_answers():
     messages = [{"role": "system", "content": "s"}, *conversation("q", "ab", "r", "c", "t")]
     turns = [[message["content"] for message in turn] for turn in question_turns(messages)]
     assert turns == [["s", "q"], ["r"], ["t"]]
+    greeting = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "hello"}, *conversation("q")]
+    assert question_turns(greeting) == [[greeting[0], greeting[2]]], "the system prompt stays before the first question"
     with pytest.raises(UsageError, match="no answer to train on"):
         given_turns(conversation("q"), Template())
 
