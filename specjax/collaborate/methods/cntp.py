@@ -56,15 +56,15 @@ SURE, UNSURE = 0.01, 1.5
 
 
 class Trials(NamedTuple):
-    """Counts of rounds, trials and their tokens."""
+    """Counts of rounds with several trials, their trials, and all sampled tokens."""
 
     rounds: Array  # int32[B]
     trials: Array  # int32[B], of all rounds
-    tokens: Array  # int32[B], of all trials
+    tokens: Array  # int32[B], of all trials, and of the tokens that are sampled without trials
 
     def summary(self, row: int) -> dict[str, Any]:
         """Return the counts of a row."""
-        counts = {"rounds": self.rounds, "trials": self.trials, "trial_tokens": self.tokens}
+        counts = {"rounds": self.rounds, "trials": self.trials, "sampled_tokens": self.tokens}
         return {name: scalar(x[row]) for name, x in counts.items()}
 
 

@@ -179,7 +179,8 @@ def _run(
 
     def observe(gain: Array, info: Info, count: Array) -> Array:
         assert info.logits is not None and temperature is not None
-        log_p, log_q = jax.nn.log_softmax(info.logits * temperature, -1), jax.nn.log_softmax(info.logits, -1)
+        plain = info.logits * temperature.reshape(-1, 1, 1)  # one temperature, or one per row
+        log_p, log_q = jax.nn.log_softmax(plain, -1), jax.nn.log_softmax(info.logits, -1)
         token = jnp.clip(info.tokens, 0, log_p.shape[-1] - 1)[:, :, None]
         ratio = (take_along(log_p, token, 2) - take_along(log_q, token, 2))[:, :, 0]
         return gain + jnp.sum(jnp.where(jnp.arange(ratio.shape[1]) < count[:, None], ratio, 0.0), 1)

@@ -67,6 +67,22 @@ def test_the_law_is_the_target_whatever_the_variant(options):
     assert (sample.resampled > 0).all()
 
 
+def one(tokens, start, length, ended):
+    return jnp.ones(length.shape)
+
+
+def test_each_prompt_has_its_own_temperature():
+    """Without rewards the weight of a text is p / q, with q at the temperature of its row."""
+    temperatures = np.array([0.5, 1.0, 2.0], np.float32)
+    log = many(one, temperature=temperatures, particles=4, kappa=0.0, move=False)
+    for prompt, temperature, rows, weights in zip(PROMPTS, temperatures, log.tokens, log.logw, strict=True):
+        for row, weight in zip(np.asarray(rows)[:, :3], weights, strict=True):
+            p = ROWS[[prompt[-1], *row[:-1]]]
+            q = p ** (1 / temperature) / np.sum(p ** (1 / temperature), 1, keepdims=True)
+            at = np.arange(3), row
+            np.testing.assert_allclose(weight, np.sum(np.log(p[at]) - np.log(q[at])), atol=1e-5)
+
+
 def test_a_look_ahead_weighs_the_first_token_by_what_comes():
     """The card's: .9 at the end behind a first a, .3 behind b, so that P(a) = .75 already after the first token."""
 
