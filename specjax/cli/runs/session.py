@@ -196,7 +196,7 @@ def open_session(
             head = _load_head(flag, models, target, tokenizer, token_map)
         elif models.draft is not None:
             over = None if mesh is None else ()  # a copy on every device
-            options = {"dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over}
+            options: dict[str, Any] = {"dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over}
             if has_denoiser:
                 options |= {"block": models.block, "mask_token": models.mask_token}
                 denoiser, other = _load_denoiser(models.draft, **options)

@@ -49,8 +49,8 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
         )
     )
     text = specjax.denoise(
-        denoiser, methods.llada(denoiser, block=denoiser.block, steps=1), [list(range(1, 5))], key=0, max_new_tokens=size,
-        logprobs=True, temperature=1.0,
+        denoiser, methods.llada(denoiser, block=denoiser.block, steps=1), [list(range(1, 5))], key=0,
+        max_new_tokens=size, logprobs=True, temperature=1.0,
     )  # fmt: skip
     seeded = denoiser.seeding == "seed_and_mask"
     size = 1 if seeded else size  # the pass before decides the first column of a seeded block, and the others see it
