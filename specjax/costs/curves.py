@@ -63,8 +63,9 @@ def evaluate(
 
 
 def logits_of(target: Target) -> float:
-    """Return the bytes of one row of float32 logits, as a share of the target's parameters."""
-    return 4 * target.model.vocab_size / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
+    """Return the bytes of one row of float32 logits, as a share of the target's parameters, or 0 without parameters."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
+    return 4 * target.model.vocab_size / size if size else 0.0
 
 
 LOGITS_PASSES = 4

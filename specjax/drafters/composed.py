@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specjax.errors import UsageError
-from specjax.types import Drafter, PyTree
+from specjax.types import Drafter, PyTree, Target
 
 
 def read_each(drafters: Sequence[Drafter], params: Sequence, states: Sequence, *chunk) -> tuple[PyTree, ...]:
@@ -35,6 +35,13 @@ def taps_of_each(drafters: Sequence[Drafter]) -> tuple[int, ...]:
     if len(choices) > 1:
         raise UsageError(f"the drafters read different layers of the target, {sorted(choices)}; give all the same taps")
     return next(iter(choices), ())
+
+
+def widths_of_each(drafters: Sequence[Drafter], *more: int) -> Callable[[int, Target], tuple[int, ...]] | None:
+    """Return `Hooks.widths` for the widths of all drafters and `more`, or None if no width depends on the batch."""
+    if not any(drafter.hooks.widths for drafter in drafters):
+        return None
+    return lambda batch, target: (*more, *(w for drafter in drafters for w in drafter.pass_widths(batch, target)))
 
 
 def longest_of_each(drafters: Sequence[Drafter], max_depth: int) -> int | None:

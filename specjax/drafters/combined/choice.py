@@ -20,7 +20,7 @@ from specjax import costs as costs_of
 from specjax.arrays import batch_axes
 from specjax.catalog import Method, Option, shared
 from specjax.controllers.bandit import Arms, Bandit, ucb
-from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each
+from specjax.drafters.composed import longest_of_each, read_each, remember_each, taps_of_each, widths_of_each
 from specjax.drafters.making import make_inner_drafter
 from specjax.errors import UsageError
 from specjax.retrieval.datastore import Datastore
@@ -189,6 +189,9 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
             taps=taps_of_each(several),
         ),
         hooks=Hooks(
-            axes=axes, prefill=read if any(drafter.hooks.prefill for drafter in several) else None, export=remember
+            axes=axes,
+            prefill=read if any(drafter.hooks.prefill for drafter in several) else None,
+            export=remember,
+            widths=widths_of_each(several, 1),
         ),
     )

@@ -59,7 +59,8 @@ def select_passes(
     max_width = LOGITS_BYTES * devices / data / (4 * rows * vocab_size)
     evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, logits)
     passes = _paying(widths, max_width, evaluate(widths))
-    if len(passes.widths) == len(widths) or isinstance(costs, tuple):
+    # A tuple of numbers has costs for the default widths only, but a curve, also a tuple, has those of any width.
+    if len(passes.widths) == len(widths) or (costs and not isinstance(costs, costs_of.Curve)):
         return passes
     more = tuple(sorted({*widths, *NARROW}))
     return _paying(more, max_width, evaluate(more))

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, shared
-from specjax.drafters.composed import longest_of_each, read_each, remember_each
+from specjax.drafters.composed import longest_of_each, read_each, remember_each, widths_of_each
 from specjax.drafters.making import make_inner_drafter
 from specjax.errors import UsageError
 from specjax.retrieval.datastore import Datastore
@@ -168,7 +168,9 @@ def _functions(
             widths=tuple(sorted({w for w in (1, 4, 8, *fallback.traits.widths, fallback.num_nodes) if w < nodes})),
         ),
         hooks=fallback.hooks._replace(
-            prefill=read if fallback.hooks.prefill else None, export=remember if fallback.hooks.export else None
+            prefill=read if fallback.hooks.prefill else None,
+            export=remember if fallback.hooks.export else None,
+            widths=widths_of_each((fallback,), 1, 4, 8, num_tokens + 1),
         ),
     )
 

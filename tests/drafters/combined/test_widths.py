@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from toy import markov
 
-from specjax.costs import Curve, estimated
-from specjax.drafters import auto
+from specjax.costs import Curve, estimated, logits_of
+from specjax.drafters import auto, choice, prompt_lookup, suffix
 from specjax.drafters.combined.settings import WIDTHS
 from specjax.drafters.combined.widths import LOGITS_BYTES, select_passes
+from specjax.types import Target
 
 LARGE = 262_144
 
@@ -65,3 +67,21 @@ def test_a_large_vocabulary_beside_few_weights_costs_more():
     small, large = (estimated((1, 4, 16), 16, "bfloat16", "tpu", logits) for logits in (0.0, share))
     assert small[1] < 1.15 < large[1] == pytest.approx(1.43, abs=0.1)
     assert large[2] > 2.32
+
+
+def test_a_curve_also_has_costs_of_the_narrow_widths():
+    curve = Curve((1, 4, 8, 16, 32, 64), (1.0, 1.05, 1.1, 15.0, 20.0, 40.0))
+    assert widths_of(64, 1000, curve) == (1, 4, 8)
+    assert widths_of(64, 1000, (1.0, 15.0, 20.0, 40.0)) == (1,)
+
+
+def test_targets_without_parameters():
+    assert logits_of(Target(markov().model, ())) == 0
+
+
+def test_drafters_that_contain_auto_have_its_widths_and_room_for_their_own_chains():
+    inner = auto(LARGE, platform="tpu")
+    for batch in (1, 64):
+        widths = inner.pass_widths(batch, None)
+        assert suffix(99, fallback=inner).pass_widths(batch, None) == sorted({1, 4, 8, 100, *widths})
+        assert choice(inner, prompt_lookup(5), platform="tpu").pass_widths(batch, None) == sorted({1, 6, *widths})
