@@ -56,7 +56,7 @@ def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab
     tokens, lengths = prompts if isinstance(prompts, tuple) and len(prompts) == 2 else (None, None)
     if not _is_traced(tokens, lengths):
         return None
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    tokens, lengths = _check_integers(jnp.asarray(tokens)), _check_integers(jnp.asarray(lengths))
     longest = min(tokens.shape[1], capacity - max_new_tokens)
     is_padding = jnp.arange(tokens.shape[1]) >= lengths[:, None]
     is_token = (tokens >= 0) & (tokens < vocab_size)
@@ -98,9 +98,10 @@ def _to_rows(prompts: Prompts) -> list[np.ndarray]:
 
 
 def _check_integers(ids):
+    """Return integers of at least 32 bits, which can be compared with any id. Raises: UsageError for other arrays."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise UsageError(f"token ids and lengths must be integers, not {ids.dtype}")
-    return ids
+    return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
 def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
@@ -59,6 +60,8 @@ class Settings:
         check_range("capacity", self.capacity, lambda x: (x >= 1) & (x == x // 1), "a whole number of at least 1")
         is_ids = lambda x: (x.ndim <= 1) & (x == x // 1) & (abs(x) < 1 << 31)
         check_range("eos", self.eos, is_ids, "one token id or several")
+        if isinstance(self.eos, jax.core.Tracer) and (self.eos.ndim > 1 or self.eos.dtype.kind not in "iu"):
+            raise UsageError(f"eos must be one token id or several, not {self.eos.dtype}{list(self.eos.shape)}")
         if isinstance(self.processors, Processor) or not all(isinstance(p, Processor) for p in self.processors):
             raise UsageError(f"processors must be a list of specjax.processors, not {self.processors!r}")
         if self.sampling not in ("speculative", "coupled"):
@@ -83,7 +86,8 @@ class Settings:
         """
         if self.is_greedy and not filters_at_zero:
             return Sampling()
-        values = None if self.is_greedy else self.temperature, self.top_k, self.top_p, self.min_p
+        top_k = None if self.top_k is None else _as_int32(self.top_k)
+        values = None if self.is_greedy else self.temperature, top_k, self.top_p, self.min_p
         return Sampling(*(None if x is None else jnp.asarray(x) for x in values))
 
     def eos_ids(self) -> Array:
@@ -102,7 +106,7 @@ class Settings:
         is_traced = lambda name: isinstance(getattr(self, name), jax.core.Tracer)
         marks = [predicate(getattr(self, name)) for name, (predicate, _) in RANGES.items() if is_traced(name)]
         if is_traced("eos"):
-            eos: Any = self.eos
+            eos = _as_int32(self.eos)
             marks.append(jnp.all((eos >= -1) & (eos < vocab_size)))
         return functools.reduce(jnp.logical_and, marks) if marks else None
 
@@ -142,6 +146,21 @@ class Settings:
                 f"only for {', '.join(verifier.draws)}; the default for this drafter is {default}"
             )
         return verifier
+
+
+def _as_int32(value: Any) -> Array:
+    """Return whole numbers as int32, which can be compared with any id. Larger ones become its limits.
+
+    Arrays of JAX that are not integers are returned unchanged.
+    """
+    limits = np.iinfo(np.int32)
+    if not isinstance(value, jax.Array):
+        return jnp.asarray(np.clip(np.asarray(value, np.float64), limits.min, limits.max).astype(np.int32))
+    if value.dtype.kind not in "iu" or value.dtype == jnp.int32:
+        return value
+    if value.dtype.itemsize >= 4:
+        value = jnp.clip(value, limits.min if value.dtype.kind == "i" else 0, limits.max)
+    return value.astype(jnp.int32)
 
 
 @with_standard_modes

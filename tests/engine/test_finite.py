@@ -165,3 +165,24 @@ def test_eos_ids_outside_of_the_vocabulary_are_refused():
     for eos in (64, -2, [1, 64]):
         with pytest.raises(UsageError, match="eos must be one token id or several, from 0 to 63"):
             decode(tiny_llama(), autoregressive(), PROMPTS, eos=eos, **OPTIONS)
+
+
+def test_integers_of_any_width_are_ids_lengths_and_options():
+    """300 tokens are more than 8 bits can count, and unsigned integers have no -1."""
+    target = markov(np.full((300, 300), 1 / 300, np.float32))
+    run = lambda tokens, length, eos, top_k: decode(
+        target, prompt_lookup(2), (tokens, length), eos=eos, top_k=top_k, temperature=1.0, **OPTIONS
+    )
+    values = [[200, 2, 3]], [3], [2, 0], 2
+    expected = run(*map(np.int32, values)).to_lists()
+    for kinds in (("uint8", "uint8", "int8", "int8"), ("uint32", "int16", "uint32", "uint8")):
+        narrow = [np.asarray(value, kind) for value, kind in zip(values, kinds, strict=True)]
+        assert jax.jit(run)(*narrow).to_lists() == expected
+        assert run(*narrow).to_lists() == expected
+    assert run(np.array([[1, 2, 3]]), np.array([3]), [2, 0], 1 << 40).finite.all()  # off
+
+
+@pytest.mark.parametrize("eos", [np.array([[1, 2]]), np.array([1.5])])
+def test_traced_eos_of_another_form_are_refused(eos):
+    with pytest.raises(UsageError, match="eos must be one token id or several, not "):
+        jax.jit(lambda eos: decode(markov(), prompt_lookup(2), [[1]], eos=eos, **OPTIONS))(eos)
