@@ -32,7 +32,7 @@ class Warping(NamedTuple):
         """Check the ranges of all options, and return them. Raises: UsageError that names the flag."""
         ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
             "temperature": (lambda x: x >= 0 and math.isfinite(x), "at least 0; 0 is greedy"),
-            "top_k": (lambda x: x >= 1 and x == int(x), "a whole number of at least 1"),
+            "top_k": (lambda x: x >= 1 and x % 1 == 0, "a whole number of at least 1"),
             "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
             "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1"),
             "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0; 1 changes nothing"),

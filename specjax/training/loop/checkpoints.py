@@ -90,7 +90,7 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
         run = read_json(path)
         about, position = dict(run["about"]), _parse_position(run["reached"])
         different = [name for name, value in to_json_values(identity).items() if about.get(name) != value]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(f"{folder} cannot hold a run ({first_line(error)}); give another folder") from error
     if different:
         raise UsageError(
@@ -100,7 +100,7 @@ def read_position(folder: Path, identity: Mapping[str, Any]) -> RunPosition:
 
 
 def _parse_position(reached: Mapping[str, Any]) -> RunPosition:
-    """Return the position in a file. Raises: ValueError, TypeError or AttributeError for other values."""
+    """Return the position in a file. Raises: ValueError, TypeError or OverflowError for other values."""
     position = RunPosition(**reached)
     counts = {name: value for name, value in position._asdict().items() if name not in ("seconds", "served")}
     for name, value in counts.items():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import tpu
 
+from specjax import UsageError
 from specjax.planning.abstract import abstract_job
 from specjax.planning.compiler import compile_programs
 from specjax.planning.inputs.warping import Warping
@@ -49,3 +50,9 @@ def test_top_p_costs_a_fraction_of_a_step(batch, ratio, monkeypatch, tmp_path):
         return report.seconds["schedule"]
 
     assert seconds(top_p=0.9) <= ratio * seconds()
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1.5, 0])
+def test_numbers_that_no_top_k_can_be_are_refused(number):
+    with pytest.raises(UsageError, match="--top-k must be a whole number of at least 1"):
+        Warping(1.0, top_k=number).check()

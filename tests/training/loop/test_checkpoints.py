@@ -28,7 +28,8 @@ def test_a_position_is_read(tmp_path):
     "changes",
     [
         {"step": "../../other"}, {"step": -1}, {"step": 1.0}, {"step": True}, {"best": "/tmp"}, {"best": []},
-        {"tokens": None}, {"seconds": "long"}, {"served": 1e999}, {"since_best": 1 << 70}, {"more": 1},
+        {"tokens": None}, {"seconds": "long"}, {"served": 1e999}, {"seconds": 10**400},
+        {"since_best": 1 << 70}, {"more": 1},
     ],
 )  # fmt: skip
 def test_strange_positions_are_refused(changes, tmp_path):
