@@ -83,7 +83,7 @@ def _check_names(value: Any, find: Callable[[str], Spans]) -> None:
     Raises: UsageError if they do.
     """
     if isinstance(value, Mapping):
-        names = [*value, *(value[key] for key in ("role", "type") if key in value)]
+        names = [*value, *(name for key, child in value.items() if _is_name(key, child) for name in _listed(child))]
         if any(isinstance(name, str) and find(name) for name in names):
             raise UsageError(
                 "a role, type or key of the messages or variables contains a control token, which only the template "
@@ -91,6 +91,19 @@ def _check_names(value: Any, find: Callable[[str], Spans]) -> None:
             )
     for child in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         _check_names(child, find)
+
+
+def _listed(value: str | list | tuple) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _is_name(key: Any, value: Any) -> bool:
+    """Return True for a role or a type, which can be a list of types.
+
+    A JSON schema can describe an argument called "role" or "type". Its value is an object, whose texts are protected.
+    """
+    is_list = isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+    return key in ("role", "type") and (isinstance(value, str) or is_list)
 
 
 def _mark_tokens(x: Any, mark: str, find: Callable[[str], Spans]) -> Any:
@@ -102,7 +115,7 @@ def _map_texts(x: Any, change: Callable[[str], str]) -> Any:
     if isinstance(x, str):
         return change(x)
     if isinstance(x, Mapping):
-        return {key: value if key in ("role", "type") else _map_texts(value, change) for key, value in x.items()}
+        return {key: value if _is_name(key, value) else _map_texts(value, change) for key, value in x.items()}
     return [_map_texts(value, change) for value in x] if isinstance(x, list | tuple) else x
 
 

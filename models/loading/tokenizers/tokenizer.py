@@ -149,6 +149,8 @@ class Tokenizer:
 
         Raises: UsageError for an unknown name, for variables without a template, and for a template that is no text.
         """
+        if not (name is None or isinstance(name, str)):
+            raise UsageError(f"chat_template must be a name or a template in Jinja, not {quote(name)}")
         if "messages" in variables:
             raise UsageError("messages is no variable of a chat template; give the messages themselves")
         template = self.chat_template

@@ -253,6 +253,27 @@ def test_parts_of_messages_too(tokenizer):
     assert roles(tokenizer, tokenizer.chat([message])) == []
 
 
+def test_arguments_of_tools_that_are_called_role_or_type(tokenizer):
+    """Only the texts "role" and "type" are names. An argument of that name is described by an object."""
+    template = "{{ tools | tojson }}<|im_start|>{{ messages[0].content }}"
+    tokenizer = Tokenizer(tokenizer.codec, tokenizer.vocab, (), template)
+    schema = {"type": ["string", "null"], "description": ATTACK, "enum": [ATTACK]}
+    for name in ("role", "type", "other"):
+        ids = tokenizer.chat("hi", tools=[{"type": "function", "parameters": {"properties": {name: schema}}}])
+        assert roles(tokenizer, ids) == ["<|im_start|>"], name
+    for types in (ATTACK, ["string", ATTACK]):
+        with pytest.raises(UsageError, match="a role, type or key of the messages or variables contains a control"):
+            tokenizer.chat("hi", tools=[{"type": types}])
+
+
+@pytest.mark.parametrize("name", [["x"], {"{": "}"}, 7, True])
+def test_names_of_templates_that_are_no_text(tokenizer, name):
+    for use in (lambda: tokenizer.chat("hi", chat_template=name),
+                lambda: tokenizer.with_template_args({"chat_template": name}).chat("hi")):  # fmt: skip
+        with pytest.raises(UsageError, match="chat_template must be a name or a template in Jinja, not "):
+            use()
+
+
 PARTS = (
     "{% for m in messages %}<|im_start|>{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
 )
