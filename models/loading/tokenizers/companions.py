@@ -19,6 +19,8 @@ from specjax.models.loading.tokenizers.tokenizer import TextCodec
 
 SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""The file of older multimodal folders, whose tokenizers have no template of their own."""
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 """Fields with special tokens that have no name."""
 
@@ -71,6 +73,7 @@ class Companions(NamedTuple):
 
     where: str  # the file that most of it is from, for errors
     settings: Mapping[str, Any]  # tokenizer_config.json
+    special: ConfigFields  # special_tokens_map.json
     class_name: str  # class of the tokenizer, without the suffix of its fast form; "": not given
     names: Mapping[str, str]  # pieces of special tokens by role, such as "bos_token"
     added: tuple[AddedPiece, ...]
@@ -101,7 +104,8 @@ def read_companions(folder: Path) -> Companions:
         if entry is not None and entry.piece not in present:
             added.append(entry)
             present.add(entry.piece)
-    return Companions(where, settings, _class_name(settings), names, tuple(added))
+    special_fields = ConfigFields(special, str(folder / SPECIAL_TOKENS))
+    return Companions(where, settings, special_fields, _class_name(settings), names, tuple(added))
 
 
 def _class_name(settings: Mapping[str, Any]) -> str:
@@ -191,8 +195,8 @@ def _older_pieces(entries: Mapping[str, Any], control: set[str], where: str) -> 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the default chat template, and the other templates by name.
 
-    Files take precedence over the field of tokenizer_config.json. A default that is no text is returned as it is, and
-    `Tokenizer.chat` refuses it.
+    Files in Jinja take precedence over the field of tokenizer_config.json, and that over PROCESSOR_TEMPLATE.
+    A default that is no text is returned as it is, and `Tokenizer.chat` refuses it.
     """
     files = {"default": folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).exists() else {}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -200,6 +204,8 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[Any, dict
         named = {name: _template_text(file) for name, file in files.items()}
         return named.pop("default", None), named
     template = settings.get("chat_template")
+    if template is None:
+        template = (read_json_object(folder / PROCESSOR_TEMPLATE) or {}).get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
         named = {entry["name"]: entry.get("template") for entry in entries}
@@ -220,11 +226,19 @@ def _template_text(file: Path) -> Any:
 
 
 def warn_of_unread_settings(companions: Companions, codec: TextCodec) -> None:
-    """Give a CheckpointWarning that names the fields of tokenizer_config.json that can change token ids."""
+    """Give a CheckpointWarning that names the fields of the small files that can change token ids."""
     fields = ConfigFields(companions.settings, companions.where)
-    special = {name: ANY for name in companions.settings if name.endswith("_token") and not name.startswith("add_")}
     ends = _added_ends(codec) if companions.settings.keys() & {"add_bos_token", "add_eos_token"} else {}
-    warn_of_unread(fields, 5, {**dict.fromkeys((*READ, *HARMLESS), ANY), **NEUTRAL, **special, **ends})
+    neutral = {**dict.fromkeys((*READ, *HARMLESS), ANY), **NEUTRAL, **_read_tokens(companions.settings), **ends}
+    warn_of_unread(fields, 5, neutral)
+    lists = {name: ANY for name in LISTS if isinstance(companions.special.value(name), list | dict)}
+    warn_of_unread(companions.special.unrecorded(), 5, {**_read_tokens(companions.special.values), **lists})
+
+
+def _read_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens with a name that `read_companions` reads. Others have no text."""
+    names = (name for name in settings if name.endswith("_token") and not name.startswith("add_"))
+    return {name: ANY for name in names if _text(settings[name]) or settings[name] in (None, "")}
 
 
 def _added_ends(codec: TextCodec) -> dict[str, Any]:

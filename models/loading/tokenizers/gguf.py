@@ -7,11 +7,12 @@ the rule of GPT-2.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.unread_fields import ANY, warn_of_unread
 from specjax.models.loading.tokenizers.byte_level import (
     SPLIT_RULES,
     PieceToken,
@@ -31,6 +32,20 @@ DEFAULT_IDS: dict[str, dict[str, int]] = {"gpt2": {}, "llama": {"unknown": 0, "b
 """Ids of special tokens that a file of a type need not give."""
 
 TEMPLATE = "tokenizer.chat_template"
+
+NEUTRAL: dict[str, Any] = {
+    # the vocabulary for libraries that need no other field, and rules that this kind of vocabulary does not use
+    **dict.fromkeys(("merges", "pre", "scores", "token_type_count"), ANY),
+    # names of tokens that the text of a prompt writes itself
+    **{
+        f"{name}_token_id": ANY
+        for name in ("cls", "mask", "sep", "seperator", "prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid",
+                     "fim_pad", "fim_rep", "fim_sep")
+    },
+    "add_sep_token": False, "add_space_prefix": False, "normalizer.lowercase": False, "precompiled_charsmap": [],
+    "remove_extra_whitespaces": False,
+}  # fmt: skip
+"""Fields of `tokenizer.ggml` that need no reader with this value."""
 
 
 class SpecialIds(NamedTuple):
@@ -58,6 +73,7 @@ def from_metadata(meta: dict, where: str) -> Tokenizer:
     special = _special_ids(fields, kind, len(pieces))
     types = _types(fields, pieces, special)
     codec = (_byte_level if kind == "gpt2" else _sentencepiece)(fields, pieces, types, special)
+    warn_of_unread(fields, neutral=NEUTRAL)
     used = len(pieces)
     while used and types[used - 1] == UNUSED:  # rows that pad the embedding
         used -= 1

@@ -69,3 +69,38 @@ def test_a_bos_that_the_tokenizer_adds_needs_no_word(folder):
     settings(folder, OF_TRANSFORMERS_4 | {"add_bos_token": False, "add_eos_token": True})
     with pytest.warns(CheckpointWarning, match=r"2 fields that are not read, .*: add_bos_token, add_eos_token$"):
         from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "names"),
+    [
+        ("special_tokens_map.json", {"bos_token": "<s>", "sep_tokens": ["</s>"]}, "a field that is.*: sep_tokens"),
+        ("special_tokens_map.json", {"bos_token": 7, "cls": "<s>"}, "2 fields that are not read.*: bos_token, cls"),
+        ("special_tokens_map.json", {"additional_special_tokens": "<s>"}, ".*: additional_special_tokens"),
+        ("tokenizer_config.json", {"eos_token": ["</s>"]}, "a field that is not read.*: eos_token"),
+    ],
+)  # fmt: skip
+def test_special_tokens_that_no_code_reads_are_named(file, values, names, folder):
+    (folder / file).write_text(json.dumps(values))
+    with pytest.warns(CheckpointWarning, match=f"{file} has .*{names}$"):
+        from_folder(folder)
+
+
+def test_special_tokens_that_are_read_need_no_word(folder):
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>", "lstrip": False}, "pad_token": None, "image_token": "<unk>",
+                    "additional_special_tokens": ["</s>"], "extra_special_tokens": {"video_token": "</s>"}})
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_folder(folder)
+
+
+def test_a_template_of_the_processor_alone(folder):
+    """Older multimodal folders have the template in chat_template.json. Other places of it take precedence."""
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "a"}))
+    assert from_folder(folder).chat_template == "a"
+    settings(folder, {"chat_template": "b"})
+    assert from_folder(folder).chat_template == "b"
+    (folder / "chat_template.jinja").write_text("c")
+    assert from_folder(folder).chat_template == "c"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from vocabularies import byte_level_vocabulary, spm_vocabulary
 
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.models.loading.tokenizers.byte_level import SPLIT_RULES
 from specjax.models.loading.tokenizers.gguf import from_metadata
 from specjax.models.loading.tokenizers.hf import from_folder
@@ -206,3 +208,26 @@ def test_a_written_tokenizer_reads_the_same(tmp_path):
         assert theirs.encode(text, special=False) == ours.encode(text, special=False)
     assert theirs.chat("hi") == ours.chat("hi") and theirs.eos == ours.eos
     assert theirs.chat("hi", chat_template="rag") == ours.chat("hi", chat_template="rag")
+
+
+OF_CONVERTERS = {
+    "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": False, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.ggml.seperator_token_id": 2, "tokenizer.ggml.mask_token_id": 2, "tokenizer.ggml.fim_pre_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.eom_token_id": 2, "tokenizer.ggml.add_space_prefix": False,
+    "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.token_type_count": 1, "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.remove_extra_whitespaces": False, "tokenizer.chat_templates": ["a"],
+    "tokenizer.huggingface.json": "{}",
+}  # fmt: skip
+
+
+def test_fields_of_the_tokenizer_that_no_code_reads_are_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_metadata(spm_metadata("▁Hi", **OF_CONVERTERS), "x")
+        from_metadata(bpe_metadata("gpt-2", "Hi", **{"tokenizer.ggml.scores": [], **OF_CONVERTERS}), "x")
+    for name, value in {"remove_extra_whitespaces": True, "normalizer.lowercase": True, "add_sep_token": True,
+                        "precompiled_charsmap": [1], "byte_fallback": False}.items():  # fmt: skip
+        field = f"tokenizer.ggml.{name}"
+        with pytest.warns(CheckpointWarning, match=f"x has a field that is not read, .*: {field}$"):
+            from_metadata(spm_metadata("▁Hi", **{field: value}), "x")
