@@ -29,6 +29,7 @@ from specjax.models.loading.formats import gguf, hf, llama2c
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
+from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
 from specjax.types import Target
 
@@ -197,11 +198,10 @@ def is_diffusion(source: str | Path | None) -> bool:
     path = Path(os.path.expanduser(source))
     try:
         if not path.exists() and isinstance(source, str) and re.fullmatch(HUB_ID, source) and source != DEMO:
-            path = hf.download(source, ("config.json", "tokenizer_config.json"))
+            path = hf.download(source, ("config.json", SETTINGS, SPECIAL_TOKENS))
         if not path.is_dir():
             return False
-        settings = read_json_object(path / "tokenizer_config.json") or {}
-        return denoisers.is_denoiser(_config(path), settings)
+        return denoisers.is_denoiser(_config(path), read_companions(path).names)
     except (UsageError, OSError, ValueError):
         return False
 

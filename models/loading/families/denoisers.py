@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from specjax.errors import CheckpointWarning, UsageError
 from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import POSITIONS, ROWS, ConfigFields
+from specjax.models.loading.families.llama import ROWS_OF_HF
 from specjax.models.loading.families.model_classes import check_class, check_own_code, diffusion_model, named_classes
 
 
@@ -120,6 +121,8 @@ def to_base_family(hf: ConfigFields) -> ConfigFields:
     if kind is None:
         check_class(hf)
         return hf
+    if kind not in CLASSES.values():
+        check_class(hf, kind.base)
     if name == "Dream" and (hf.has("block_size") or hf.flag("use_mrope")):
         field = "use_mrope" if hf.flag("use_mrope") else "block_size"
         raise UsageError(
@@ -180,7 +183,8 @@ def _find_block(hf: ConfigFields, kind: DenoiserKind, block: int | None) -> int 
 
 def _find_mask_token(hf: ConfigFields, kind: DenoiserKind, tokenizer: SpecialTokens, mask_token: int | None) -> int:
     """Return the mask token of the caller, of the config, of the tokenizer or, with a note, of the release."""
-    rows = hf.size("embedding_size", hf.size("vocab_size", maximum=ROWS), maximum=ROWS)
+    fields = hf.with_defaults(ROWS_OF_HF[kind.base].fields if kind.base in ROWS_OF_HF else {})
+    rows = fields.size("embedding_size", fields.size("vocab_size", maximum=ROWS), maximum=ROWS)
     field = next((name for name in ("mask_token_id", "mask_id") if hf.has(name)), None)
     listed = None if field is None else hf.size(field, minimum=0, maximum=ROWS)
     piece = tokenizer.names.get("mask_token", kind.mask)

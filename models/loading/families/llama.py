@@ -36,7 +36,7 @@ class LlamaDefaults(NamedTuple):
 _POST_NORM = {"norms": "after", "qk_norm": True, "qk_norm_scope": "projection"}
 
 
-def _qwen_global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
+def qwen_global_layers(hf: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Return the global layers of Qwen: with `use_sliding_window`, layers from `max_window_layers` on are windowed."""
     first, is_windowed = hf.size("max_window_layers", 28, minimum=0), hf.flag("use_sliding_window")
     return tuple(i < first or not is_windowed for i in range(layers))
@@ -63,9 +63,9 @@ ROWS_OF_HF = {
     "llama": LlamaDefaults(fields=_LLAMA_FIELDS, biases=("attention_bias", "mlp_bias")),
     "mistral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
     "ministral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
-    "qwen2": LlamaDefaults({"qkv_bias": True}, _QWEN_FIELDS, layers=_qwen_global_layers),
+    "qwen2": LlamaDefaults({"qkv_bias": True}, _QWEN_FIELDS, layers=qwen_global_layers),
     "qwen3": LlamaDefaults(
-        {"qk_norm": True}, _QWEN_FIELDS | {"head_dim": 128}, ("attention_bias",), layers=_qwen_global_layers
+        {"qk_norm": True}, _QWEN_FIELDS | {"head_dim": 128}, ("attention_bias",), layers=qwen_global_layers
     ),
     "phi3": LlamaDefaults(fields=_PHI_FIELDS, layers=_ALL_WINDOWED, partial=True, joined=True),  # and Phi-3.5, Phi-4
     "olmo2": LlamaDefaults(_POST_NORM, _OLMO_FIELDS, ("attention_bias",)),
@@ -238,6 +238,8 @@ def _windows(hf: ConfigFields, row: LlamaDefaults, layers: int) -> tuple[int | N
     window = hf.size("sliding_window", None)
     if window is None or all(is_global):
         return None, None
+    if row.layers is qwen_global_layers and hf.has("use_sliding_window") and not hf.flag("use_sliding_window"):
+        raise UsageError(f"{hf.where} has use_sliding_window false, and layer_types with windows; make them agree")
     return window, is_global if any(is_global) or not row.stretches_all else None
 
 

@@ -21,7 +21,14 @@ PREFIXES = {
 }  # fmt: skip
 """The beginning of the class names of each supported `model_type` in transformers."""
 
+DIFFUSION_PREFIXES = {
+    "sdar": "SDAR", "Dream": "Dream", "Fast_dLLM_Qwen": "Fast_dLLM_Qwen", "a2d-qwen2": "A2DQwen2",
+    "a2d-qwen3": "A2DQwen3", "a2d-llama": "A2DLlama", "llada": "LLaDA",
+}  # fmt: skip
+"""The same for diffusion models, whose classes are in files beside their weights."""
+
 SUFFIXES = "forcausallm", "forconditionalgeneration", "model", "textmodel"
+DIFFUSION_SUFFIXES = (*SUFFIXES, "modellm", "lmheadmodel", "formaskedlm", "fordiffusionlm", "basemodel")
 WRAPPERS = ("fsdp",)  # prefixes of trainers, which change nothing
 
 OWN_MODULES = {"phi3": "modeling_phi3"}
@@ -80,17 +87,22 @@ def diffusion_model(hf: ConfigFields, supported: Container[str]) -> str | None:
     return None
 
 
-def check_class(hf: ConfigFields) -> None:
-    """Raise a UsageError if the config of an autoregressive model names another class than that of its `model_type`."""
+def check_class(hf: ConfigFields, base: str | None = None) -> None:
+    """Raise a UsageError if a config names another class than those of its `model_type`.
+
+    base: the `model_type` with the same weights, whose classes files of diffusion models can name; None: there is none.
+    """
     kind = hf.text("model_type", "")
-    prefix = PREFIXES.get(kind)
+    prefix = (PREFIXES | DIFFUSION_PREFIXES).get(kind)
     if prefix is None:
         return
+    prefixes = [prefix.lower(), *([PREFIXES[base].lower()] if base in PREFIXES else [])]
+    names = {name + suffix for name in prefixes for suffix in (DIFFUSION_SUFFIXES if base else SUFFIXES)}
     for entry in named_classes(hf):
         plain = entry.name.lower()
         for wrapper in WRAPPERS:
             plain = plain.removeprefix(wrapper)
-        if plain.removeprefix(prefix.lower()) in SUFFIXES and plain.startswith(prefix.lower()):
+        if plain in names:
             continue
         task = next((task for words, task in OTHER_TASKS.items() if re.search(words, plain)), None)
         raise UsageError(

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from specjax import Denoiser, Target, UsageError
 from specjax.errors import CheckpointWarning
 from specjax.models.loading import is_diffusion, read_model
 from specjax.models.loading.families import denoisers
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.planning import make_workload
 
 MASK = 95
@@ -257,3 +259,23 @@ def test_a_block_needs_a_model_with_blocks(tiny, tmp_path):
     for option in ("block", "mask_token"):
         with pytest.raises(UsageError, match=f"^{option} applies to diffusion models"):
             specjax.load(tmp_path / "qwen2", **{option: 4})
+
+
+def test_a_sparse_config_has_the_vocabulary_of_its_family():
+    """The model itself has the size of its family's class then."""
+    tokenizer = SimpleNamespace(names={}, vocab=("a",), eos=())
+    for kind, rows in (("sdar", 151_936), ("a2d-llama", 32_000)):
+        read = lambda mask, kind=kind: denoisers.read_denoiser_settings(
+            ConfigFields({"model_type": kind, "mask_token_id": mask, "block_size": 4}, "config.json"), tokenizer
+        )
+        assert read(rows - 1).mask_token == rows - 1
+        with pytest.raises(UsageError, match=f"mask_token_id {rows}, which must be below the vocabulary size, {rows}"):
+            read(rows)
+
+
+def test_a_mask_in_the_map_of_special_tokens_makes_a_denoiser(tiny, tmp_path):
+    """Open-dCoder has the type of autoregressive models, and the command line looks at the small files alone."""
+    tiny.save(tiny.model("qwen2"), tmp_path)
+    for name in ("w7", {"content": "w7"}):
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"mask_token": name}))
+        assert is_diffusion(tmp_path) and read_model(tmp_path).denoiser_settings.mask_token == 7

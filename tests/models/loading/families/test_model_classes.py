@@ -101,6 +101,34 @@ def test_other_classes_and_code_are_refused_by_name(config, words, tiny, tmp_pat
     assert not is_diffusion(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llada", "LLaDAForMultiModalGeneration"), ("llada", "LLaDOUModelLM"),
+        ("sdar", "SDARForSequenceClassification"), ("Dream", "DreamOnModel"),
+        ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForReward"),
+        ("a2d-qwen3", "A2DQwen3MoeLMHeadModel"),
+    ],
+)  # fmt: skip
+def test_other_classes_with_the_type_of_a_diffusion_model(kind, name):
+    """Their code differs from that of the type, as autoregressive models' code can."""
+    for value in ({"architectures": [name]}, {"auto_map": {"AutoModel": f"modeling_x.{name}"}}):
+        with pytest.raises(UsageError, match=f'"{name}" in .*(which is not one of {kind}|a classifier or reward)'):
+            denoisers.to_base_family(fields(model_type=kind, **value))
+    with pytest.raises(UsageError, match='"MyForCausalLM" in architectures, which is not one of qwen2'):
+        denoisers.to_base_family(fields(model_type="qwen2", mask_token_id=7, architectures=["MyForCausalLM"]))
+
+
+def test_classes_of_diffusion_models():
+    for kind, names in {
+        "llada": ["LLaDAModelLM", "LLaDAModel"], "Dream": ["DreamModel", "DreamBaseModel"],
+        "sdar": ["SDARModel", "Qwen3ForCausalLM"], "a2d-qwen3": ["A2DQwen3LMHeadModel"],
+        "Fast_dLLM_Qwen": ["Fast_dLLM_QwenForCausalLM"],
+    }.items():  # fmt: skip
+        base = denoisers.to_base_family(fields(model_type=kind, architectures=names)).text("model_type")
+        assert base == denoisers.KINDS[kind].base
+
+
 def test_supported_diffusion_models_are_looked_up():
     names = {"AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"}
     assert denoisers.find_kind(fields(model_type="llama", auto_map=names)).released_mask == 5
