@@ -73,6 +73,11 @@ def test_a_head_of_its_own_method(cli, saved):
     assert len(document["acceptance_by_depth"]) == 3, "a chain of three, on a CPU"
 
 
+def test_the_check_of_a_head_needs_a_few_tokens(refused, saved):
+    said = refused("generate", "hello", "--draft", saved("eagle"), "--max-positions", 2, "--max-new-tokens", 1)
+    assert "--max-positions must be at least 3 with a draft head" in said
+
+
 def test_inspect_says_what_a_head_is(cli, saved):
     result = cli("inspect", saved("eagle3"), "--json")
     assert result.code == 0, result.err

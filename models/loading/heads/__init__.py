@@ -27,7 +27,7 @@ from specjax.models.loading.formats import hf, maxtext
 from specjax.models.loading.heads import registry, shipped, vocabulary
 from specjax.models.loading.heads.checkpoint_contents import MASK_FILE, HeadPlan, config_file, read_contents
 from specjax.models.loading.heads.format import NEUTRAL
-from specjax.models.loading.heads.settings import names_of, override
+from specjax.models.loading.heads.settings import by_own_names, names_of, override
 from specjax.models.loading.heads.target_fit import check_family, target_spec, trained_target
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.models.loading.tensors.assembly import Parameter, StoredTensor, fill, insert, refuse_tensors
@@ -111,7 +111,7 @@ def read_head(
         if token_map is not None and not head_format.takes_token_map:
             raise UsageError(f"{path} is a {head_format.kinds[0]} head, which takes no token map; leave it out")
         ids = vocabulary.read_token_map(token_map, spec.vocab_size) if isinstance(token_map, str | Path) else token_map
-        changes = {head_format.spellings.get(name, name): value for name, value in (settings or {}).items()}
+        changes = by_own_names(settings or {}, head_format.spellings)
         contents = contents._replace(token_map=ids, changes=changes, tokenizer=tokenizer)
         plan = _overridden(head_format.plan(contents, dialect, spec), changes, spec.num_layers)
         leaves, unused = _leaves(plan, path)

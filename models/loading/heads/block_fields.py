@@ -11,9 +11,9 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import ConfigFields
-from specjax.models.loading.families.llama import global_layers
+from specjax.models.loading.families.llama import global_layers, qwen_global_layers
 from specjax.models.loading.heads.checkpoint_contents import Contents, Tensors
-from specjax.models.loading.heads.target_fit import TargetSpec, resolve_taps
+from specjax.models.loading.heads.target_fit import TargetSpec, first_statement, resolve_taps
 
 TAPS = {
     "eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1, "layer_ids": 1,
@@ -57,6 +57,12 @@ class BlockFields:
             self.notes.append(note)
         return self.inner
 
+    def note_assumed(self, name: str, value: Any) -> None:
+        """Add a note about a setting that the files lack, and the value that is assumed for it."""
+        if not self.has(name) and name not in self.changes:
+            self.assumed.append(name)
+            self.notes.append(f"{self.top.where} has no {name}; assumed {value} (--head-set {name}=... overrides it)")
+
     def refuse_unsupported(self) -> None:
         """Raise a UsageError for a field in UNSUPPORTED with another value."""
         for name, supported in UNSUPPORTED.items():
@@ -91,13 +97,7 @@ def read_taps(block: BlockFields, contents: Contents, tensors: Tensors, spec: Ta
         ids = fields.array(name, int)
         if ids:
             statements[fields.prefix + name] = [i + plus for i in ids]
-    field, ids = next(iter(statements.items()), ("", []))
-    for other, other_ids in statements.items():
-        if other_ids != ids:
-            block.notes.append(
-                f"{block.top.where} names the streams {ids} in {field} and {other_ids} in {other}; the first ones are "
-                "used"
-            )
+    field, ids = first_statement(statements, block.top.where, block.notes)
     return resolve_taps(contents, tensors, spec, ids, field, default, block.notes)
 
 
@@ -135,11 +135,13 @@ def read_attention(block: BlockFields, fields: ConfigFields, layers: int) -> dic
     fields: the fields that describe the layers.
     """
     is_global = global_layers(fields, layers)
-    fields.skip("sliding_window", "use_sliding_window", "max_window_layers")  # of Qwen's configs, without layer_types
+    if not is_global and (fields.has("sliding_window") or not fields.is_stated("sliding_window")):
+        is_global = qwen_global_layers(fields, layers)  # the layers of all writers are Qwen's
+    fields.skip("sliding_window", "use_sliding_window", "max_window_layers")
     slides = bool(is_global) and not all(is_global)
-    has_swa = not slides and block.of("use_swa").flag("use_swa")
+    has_swa = block.of("use_swa").flag("use_swa") and not slides
     causal = block.agreed(dict.fromkeys(CAUSAL, True), "causal")
-    both_sides = has_swa or block.of("sliding_window_non_causal").flag("sliding_window_non_causal")
+    both_sides = block.of("sliding_window_non_causal").flag("sliding_window_non_causal") or has_swa
     kind = ("no" if both_sides else "windowed") if causal is None else "all" if causal else "no"
     if not (slides or has_swa):
         return {"windows": (), "causal": kind}

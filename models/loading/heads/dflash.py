@@ -145,6 +145,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     if ids is not None:
         arrays["vocabulary.place"] = vocabulary.place_table(ids, spec.vocab_size)
     default_size = 8 if dialect == "speculators" else 16  # of the writers
+    block.note_assumed("block_size", default_size)
     config = DFlashConfig(
         layer=dataclasses.replace(layer, vocab_size=size),
         taps=read_taps(block, contents, tensors, spec, lambda n: default_taps(spec.num_layers, n)),

@@ -37,6 +37,7 @@ from specjax.models.loading.heads.target_fit import (
     TargetSpec,
     check_equal,
     check_fits_target,
+    first_statement,
     layer_config,
     resolve_taps,
     take_embedding,
@@ -186,16 +187,16 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
 def _taps(contents: Contents, dialect: str, tensors: Tensors, spec: TargetSpec, notes: list[str]) -> tuple[int, ...]:
     """Return the streams of the target that the head reads."""
     c = contents.config
-    field = ""
-    ids: list[int] = []
+    statements: dict[str, list[int]] = {}
     for place, name, plus in (
         (c, "target_layer_ids", 1),
         (c, "eagle_aux_hidden_state_layer_ids", 0),
         (c, "aux_hidden_state_layer_ids", 0),
         (c.subfields("eagle_config"), "eagle_aux_hidden_state_layer_ids", 1),
     ):
-        if not ids and place.has(name):
-            field, ids = place.prefix + name, [i + plus for i in place.array(name, int)]
+        if ids := place.array(name, int):
+            statements[place.prefix + name] = [i + plus for i in ids]
+    field, ids = first_statement(statements, c.where, notes)
     default = lambda count: default_taps(spec.num_layers) if count == 3 else ()
     return resolve_taps(contents, tensors, spec, ids, field, default, notes)
 

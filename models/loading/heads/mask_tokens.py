@@ -20,8 +20,8 @@ DECLARED = "mask_token"
 def read_mask_token(contents: Contents, places: Sequence[ConfigFields], notes: list[str]) -> int:
     """Return the id of the mask token. It is 0 if the user sets `mask_token`, or if the mask has its own embedding.
 
-    The first field in FIELDS counts, in the first of these places that has one. Without any, the head's or the
-    target's tokenizer must have a mask token.
+    The first field in FIELDS counts, in the first of these places that has one, with a note if others differ. Without
+    any, the head's or the target's tokenizer must have a mask token.
 
     Raises: UsageError if there is none.
     """
@@ -29,10 +29,18 @@ def read_mask_token(contents: Contents, places: Sequence[ConfigFields], notes: l
         fields.skip(*FIELDS, DECLARED)
     if "mask_token" in contents.changes or MASK in contents.tensors:
         return 0
-    for name in FIELDS:
-        for fields in places:
-            if fields.has(name):
-                return fields.size(name, minimum=0, maximum=ROWS)
+    statements = {
+        fields.prefix + name: fields.size(name, minimum=0, maximum=ROWS)
+        for name in FIELDS
+        for fields in places
+        if fields.has(name)
+    }
+    if statements:
+        (field, mask), *alternatives = statements.items()
+        differing = [f"{other} {value}" for other, value in alternatives if value != mask]
+        if differing:
+            notes.append(f"{contents.config.where} has {', '.join(differing)}, and {field} {mask}, which is used")
+        return mask
     names = [fields.text(DECLARED) for fields in places if fields.has(DECLARED)]
     tokenizers = {"its own": _tokens_of_folder(contents.folder), "the target's": _tokens_of(contents.tokenizer)}
     for owner, ids in tokenizers.items():

@@ -29,6 +29,8 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     mask = read_mask_token(contents, (c.subfields("dflash_config"), c), notes)
     check_equal(c.where, "mask_token_id", min(mask, spec.vocab_size - 1), mask,
                 f"the target has {spec.vocab_size} ids, so it cannot be")  # fmt: skip
+    if not (c.has("num_depths") or c.has("para_depths") or "depths" in contents.changes):
+        notes.append(f"{c.where} has no num_depths; assumed 8 (--head-set depths=... overrides it)")
     config = PEagleConfig(
         **vars(base.config),
         mask_token=mask,

@@ -71,6 +71,16 @@ def names_of(config: Any, flags: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(name for name in flags if name in fields), *(f"layer.{name}" for name in layer))
 
 
+def by_own_names(settings: Mapping[str, Any], spellings: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings by the names of a head's config. Raises: UsageError for a setting with two names."""
+    names: dict[str, str] = {}
+    for name in settings:
+        first = names.setdefault(spellings.get(name, name), name)
+        if first != name:
+            raise UsageError(f"{quote(first)} and {quote(name)} are one setting of the head; remove one")
+    return {setting: settings[name] for setting, name in names.items()}
+
+
 def override(kind: str, config: Any, changes: Mapping[str, Any], names: tuple[str, ...], num_layers: int) -> Any:
     """Return a config with other settings. changes: values, or texts such as "yes", "2+15+27" or "none".
 
@@ -127,7 +137,7 @@ def _parse(hint: Any, value: Any) -> Any:
             return tuple(_parse(args[0], part) for part in parts)
         raise ValueError("a list, such as 2+15+27")
     if hint is bool:
-        if isinstance(value, bool) or value in YES_NO:
+        if isinstance(value, bool) or (isinstance(value, str) and value in YES_NO):
             return value if isinstance(value, bool) else YES_NO[value]
         raise ValueError("yes or no")
     return _parse_number(hint, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,6 +135,18 @@ def check_fits_target(where: str, width: int, vocab_size: int, spec: TargetSpec,
     """Raise a UsageError for a head with another width or vocabulary. named: the config's name of the width."""
     check_equal(where, named, width, spec.width, f"the width of the target {spec.name} is")
     check_equal(where, "vocab_size", vocab_size, spec.vocab_size, f"the vocabulary of the target {spec.name} has")
+
+
+def first_statement(statements: Mapping[str, list[int]], where: str, notes: list[str]) -> tuple[str, list[int]]:
+    """Return the first field that lists streams, and its streams; "" and none without a field.
+
+    A note names fields that list other streams. statements: streams by the name of the field.
+    """
+    field, ids = next(iter(statements.items()), ("", []))
+    for other, other_ids in statements.items():
+        if other_ids != ids:
+            notes.append(f"{where} names the streams {ids} in {field} and {other_ids} in {other}; the first are used")
+    return field, ids
 
 
 def resolve_taps(

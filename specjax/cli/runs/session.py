@@ -354,6 +354,7 @@ def with_costs(
 def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console) -> SelfCheck:
     """Compare a draft head with its target, and print its format and their agreement."""
     tokens = [*tokenizer.chat(QUESTION), *tokenizer.encode(ANSWER, special=False)][: target.model.max_positions]
+    require(len(tokens) > 2, "--max-positions must be at least 3 with a draft head, whose check reads that many tokens")
     with stage(log, "comparing the head with the target", "compared the head with the target"):
         check = check_head(head, target, tokens)
     for line in (*describe_head(head, check), *describe_length(head, target)):

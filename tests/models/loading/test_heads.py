@@ -263,6 +263,19 @@ def test_five_streams_of_deepspec_and_the_embedding_itself(tmp_path):
     assert np.isfinite(logits(loaded.head)).all(), "it drafts all ids"
 
 
+def test_lists_of_streams_that_differ_are_noted(tmp_path):
+    ids = d.eagle3_dialects(d.eagle3())["safeailab"][0].get("eagle_aux_hidden_state_layer_ids") or [2, 3, 3]
+    outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids]}
+    same = read_head(written(tmp_path, eagle_aux_hidden_state_layer_ids=ids, eagle_config=outputs), target())
+    assert not any("names the streams" in note for note in same.notes) and not same.unread
+    other = read_head(
+        written(tmp_path, eagle_aux_hidden_state_layer_ids=ids, eagle_config={"eagle_aux_hidden_state_layer_ids": ids}),
+        target(),
+    )
+    assert other.head.head.taps == tuple(ids) and not other.unread
+    assert any("in eagle_config.eagle_aux_hidden_state_layer_ids; the first are used" in note for note in other.notes)
+
+
 def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
     arrays = d.eagle() | {"embed_tokens.weight": np.asarray(target().params["embed"]["weight"])}
     loaded = read_head(d.write(tmp_path, d.layers(8), arrays), target())

@@ -109,22 +109,33 @@ ATTENTION = [
     ({}, {"causal": True}, (), "all"),
     ({}, {"causal_head": True}, (), "all"),  # JetSpec
     ({}, {"use_swa": True, "swa_window_size": 4}, (4, 4), "no"),  # MiMo
-    ({"sliding_window": 5}, {"use_swa": True}, (5, 5), "no"),
+    ({"sliding_window": 5}, {"use_swa": True, "sliding_window_non_causal": True}, (5, 5), "no"),
+    (SLIDING, {"use_swa": True}, (None, 3), "windowed"),
     ({"layer_types": ["full_attention"] * 2}, {"use_swa": True, "swa_window_size": 4, "causal": True}, (4, 4), "all"),
     ({"sliding_window": 5}, {"use_swa": False}, (), "windowed"),
+    # Qwen3's class derives layer_types from these. Other layers than the first ones are windowed.
+    ({"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, {}, (None, 5), "windowed"),
+    ({"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}, {"causal": False}, (5, 5), "no"),
+    ({"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 0}, {}, (), "windowed"),
+    ({"sliding_window": 5, "use_sliding_window": True}, {}, (), "windowed"),  # only layers from the 28th on
 ]
 
 
 @pytest.mark.parametrize(("changes", "inner", "windows", "causal"), ATTENTION)
 def test_windows_and_causality(changes, inner, windows, causal, files, tmp_path):
     head = loaded(tmp_path, *files("dflash"), inner, **changes)
-    assert (head.flags["windows"], head.flags["causal"]) == (windows, causal)
+    assert (head.flags["windows"], head.flags["causal"]) == (windows, causal) and not head.unread
 
 
 def test_windows_without_a_size_and_unknown_kinds_are_refused(files, tmp_path):
     config, arrays = files("dflash")
     with pytest.raises(UsageError, match="lacks the field sliding_window"):
         loaded(tmp_path, config, arrays, {"use_swa": True})
+    derived = {"use_sliding_window": True, "max_window_layers": 0}
+    with pytest.raises(UsageError, match="lacks the field sliding_window"):
+        loaded(tmp_path, config, arrays, **derived)
+    null = d.write(tmp_path / "null", config | derived | {"sliding_window": None}, arrays)
+    assert read_head(null, target()).flags["windows"] == (), "Qwen3 has no window then"
     with pytest.raises(UsageError, match="has 1 layer_types, but num_hidden_layers is 2"):
         loaded(tmp_path, config, arrays, layer_types=["full_attention"])
     with pytest.raises(UsageError, match='has "chunked_attention" among its layer_types'):
@@ -229,3 +240,12 @@ def test_real_configs_leave_no_field_unread(files, tmp_path):
     assert head.unread == () and head.notes == ()
     (other,) = loaded(tmp_path, config, arrays, inner | {"new_rule": 3}, **published).unread
     assert "dflash_config.new_rule" in other
+
+
+def test_a_block_without_a_size_is_assumed_with_a_note(files, tmp_path):
+    config, arrays = files("dflash")
+    head = loaded(tmp_path, config, arrays, block_size=None)
+    assert head.flags["block_size"] == 16 and head.assumed == ("block_size",)
+    assert "has no block_size; assumed 16 (--head-set block_size=... overrides it)" in head.notes[0]
+    changed = read_head(tmp_path, target(), settings={"block_size": 4})
+    assert changed.flags["block_size"] == 4 and not changed.notes

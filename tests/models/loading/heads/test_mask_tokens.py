@@ -30,6 +30,11 @@ def test_fields_of_all_writers(tmp_path):
     assert mask_of(written(tmp_path, ptd_token_id=7)) == 7
     assert mask_of(written(tmp_path, mask_token_id=5, pard_token=6)) == 5
     assert mask_of(written(tmp_path, dflash_config={"mask_token_id": 8}, pard_token=6)) == 8
+    differing = written(tmp_path, dflash_config={"mask_token_id": 8}, mask_token_id=8, pard_token=6)
+    note = read_head(differing, target()).notes[-1]
+    assert "has pard_token 6, and dflash_config.mask_token_id 8, which is used" in note
+    same = written(tmp_path, dflash_config={"mask_token_id": 6}, pard_token=6)
+    assert not any("which is used" in note for note in read_head(same, target()).notes)
     with pytest.raises(UsageError, match="mask_token_id 63, and the target has 64 ids"):
         mask_of(written(tmp_path, pard_token=64))
 
@@ -51,3 +56,10 @@ def test_tokenizers_without_a_field(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": {"content": "<m>"}}))
     assert mask_of(folder) == 12
     assert mask_of(written(tmp_path, mask_token="<|MASK|>")) == 11, "the config names one"
+
+
+def test_depths_are_assumed_with_a_note(tmp_path):
+    folder = written(tmp_path, mask_token_id=5, num_depths=None)
+    loaded = read_head(folder, target())
+    assert loaded.flags["depths"] == 8 and "has no num_depths; assumed 8" in loaded.notes[-1]
+    assert not any("num_depths" in note for note in read_head(folder, target(), settings={"depths": 4}).notes)

@@ -45,6 +45,10 @@ def test_values_and_their_texts(folder):
     ("settings", "message"),
     [
         ({"anchor": "yes"}, 'a dspark head has no setting "anchor"; it has taps, block_size, mask_token'),
+        ({"sample_from_anchor": "yes", "from_anchor": "no"}, '"sample_from_anchor" and "from_anchor" are one setting'),
+        ({"from_anchor": [1]}, r"from_anchor of the head must be yes or no, not \[1\]"),
+        ({"causal": [1]}, r"causal of the head must be no or windowed or all, not \[1\]"),
+        ({"taps": [[0], 2]}, "taps of the head must be a whole number, at least 0"),
         ({"from_anchor": "maybe"}, 'from_anchor of the head must be yes or no, not "maybe"'),
         ({"causal": "some"}, 'causal of the head must be no or windowed or all, not "some"'),
         ({"block_size": "1.5"}, 'block_size of the head must be a whole number, at least 0, not "1.5"'),
