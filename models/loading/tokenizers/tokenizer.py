@@ -127,12 +127,13 @@ class Tokenizer:
         messages = text_or_messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        messages = list(messages) if isinstance(messages, Iterable) else [messages]  # also of an iterator
         if not all(isinstance(message, Mapping) for message in messages):
             raise UsageError(INVALID_MESSAGES)
         variables = {**self.template_args, **variables} | ({} if tools is None else {"tools": tools})
         default_name = variables.pop("chat_template", None)
         template = self._template(chat_template or default_name, variables)
-        conversation = Conversation(list(messages), variables)
+        conversation = Conversation(messages, variables)
         render_one, find = functools.partial(self._render, template), functools.partial(self._find, template)
         conversation, mark = chat.split_control_tokens(conversation, find)
         text = render_one(conversation)

@@ -170,6 +170,14 @@ def test_messages_of_other_types(message):
         tokenizer.chat([message])
 
 
+def test_messages_by_an_iterator_and_what_is_no_list():
+    tokenizer = Tokenizer(sentencepiece(), (), (), "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert tokenizer.chat(iter(HELLO)) == tokenizer.chat(HELLO) != tokenizer.chat([])
+    for messages in (None, 7, HELLO[0]):
+        with pytest.raises(UsageError, match="messages must be dicts"):
+            tokenizer.chat(messages)
+
+
 # What users write.
 
 
