@@ -44,10 +44,10 @@ def read_mask_token(contents: Contents, places: Sequence[ConfigFields], notes: l
     names = [fields.text(DECLARED) for fields in places if fields.has(DECLARED)]
     tokenizers = {"its own": _tokens_of_folder(contents.folder), "the target's": _tokens_of(contents.tokenizer)}
     for owner, ids in tokenizers.items():
-        mask = next((ids[name] for name in (*names, DECLARED, *NAMES) if name in ids), None)
-        if mask is not None:
-            notes.append(f"{contents.config.where} has no mask_token_id; assumed {mask}, of {owner} tokenizer")
-            return mask
+        token = next((ids[name] for name in (*names, DECLARED, *NAMES) if name in ids), None)
+        if token is not None:
+            notes.append(f"{contents.config.where} has no mask_token_id; assumed {token}, of {owner} tokenizer")
+            return token
     raise UsageError(
         f"{contents.config.where} lacks the field mask_token_id, and no tokenizer has a mask token; set mask_token "
         "(--head-set mask_token=ID)"
