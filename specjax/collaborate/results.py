@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -18,6 +19,8 @@ from specjax.types import Array
 
 FINE = -1
 """The problem of rows without one."""
+NO_OUTPUT = "a model returns NaN or Inf, or the processors allow no token; look at its parameters, and the processors"
+"""The reason of rows that are not finite."""
 
 
 @jax.tree_util.register_dataclass
@@ -91,13 +94,15 @@ def result(text: TextState, log: Any = None) -> TextResult:
     )
 
 
-def mark_failures(done: TextResult, problems: Mapping[str, Array]) -> TextResult:
+def mark_failures(done: TextResult, problems: Mapping[str, Array] = MappingProxyType({})) -> TextResult:
     """Mark the rows that failed, and remove their texts. Call it outside of the method's own program.
 
-    problems: reasons, and the rows bool[B] of each. The first reason of a row holds.
+    problems: reasons, and the rows bool[B] of each. The first reason of a row holds. Rows that are not `finite` have
+      failed in every method.
 
     Raises: RowsFailedError if every row failed, unless the caller traces the method.
     """
+    problems = dict(problems) if done.finite is None else {**problems, NO_OUTPUT: ~done.finite}
     problem = jnp.full(done.lengths.shape, FINE, jnp.int32)
     for number, rows in reversed(list(enumerate(problems.values()))):
         problem = jnp.where(jnp.asarray(rows), number, problem)

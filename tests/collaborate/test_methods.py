@@ -1,5 +1,6 @@
 """What every method of kind `collaboration` must do, on models that compile in no time."""
 
+import dataclasses
 import inspect
 import json
 import pathlib
@@ -103,6 +104,22 @@ def test_a_second_call_compiles_nothing(name):
     assert compiled == []
     same = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=lib.KEYS)
     assert (other.to_lists() == same.to_lists()) == (name in NO_KEYS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_outputs_that_are_no_numbers_raise_an_error(name):
+    function, models, settings = lib.calls()[name]
+    no_numbers = lambda x: x * np.nan if np.issubdtype(x.dtype, np.floating) else x
+    broken = [dataclasses.replace(model, params=jax.tree.map(no_numbers, model.params)) for model in models]
+    with pytest.raises(UsageError, match="NaN"):
+        function(*broken, lib.PROMPTS, key=lib.KEYS, max_new_tokens=12, **settings)
+
+
+def test_a_row_without_outputs_fails_alone():
+    result = lib.run("momentum")
+    some = results.mark_failures(dataclasses.replace(result, finite=np.array([True, False, True])))
+    assert some.failures == {1: results.NO_OUTPUT} and some.finish_reasons == ["length", "failed", "length"]
+    assert some.to_lists() == [result.to_lists()[0], [], result.to_lists()[2]]
 
 
 def test_models_of_other_vocabularies_are_refused():

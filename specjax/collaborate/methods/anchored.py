@@ -27,7 +27,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, refuse, whole
-from specjax.collaborate.results import TextResult, result, scalar
+from specjax.collaborate.results import TextResult, mark_failures, result, scalar
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.job import Parts
 from specjax.engine.packing import Prompts
@@ -102,7 +102,8 @@ def anchored(
     """
     checked = check_options(budget=budget, tokens=tokens, temperature=temperature, **settings)
     job = prepare_texts((safe, risky), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
-    return _run(job, jnp.float32(budget), debt=debt, tokens=tokens).cut(max_new_tokens)
+    done = _run(job, jnp.float32(budget), debt=debt, tokens=tokens)
+    return mark_failures(done).cut(max_new_tokens)
 
 
 def check_options(*, budget: float, tokens: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:

@@ -23,7 +23,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result, scalar
+from specjax.collaborate.results import TextResult, mark_failures, result, scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
@@ -100,7 +100,8 @@ def cntp(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
         keep=Keep(logprobs=True),
     )  # fmt: skip
-    return _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max).cut(max_new_tokens)
+    done = _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max)
+    return mark_failures(done).cut(max_new_tokens)
 
 
 def check_options(

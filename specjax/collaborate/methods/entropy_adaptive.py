@@ -25,7 +25,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result, scalars
+from specjax.collaborate.results import TextResult, mark_failures, result, scalars
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -98,7 +98,7 @@ def entropy_adaptive(
     checked = check_options(tau=tau, window=window, min_tokens=min_tokens, start=start, **settings)
     job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
     done = _run(job, jnp.float32(tau), jnp.int32(min_tokens), jnp.bool_(start == "large"), window=window)
-    return done.cut(max_new_tokens)
+    return mark_failures(done).cut(max_new_tokens)
 
 
 def check_options(*, tau: float, window: int, min_tokens: int, start: str, **settings: Any) -> Settings:

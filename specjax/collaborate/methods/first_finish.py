@@ -25,7 +25,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.prepare import TextJob, above_zero, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result, scalar
+from specjax.collaborate.results import TextResult, mark_failures, result, scalar
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -89,7 +89,7 @@ def first_finish(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
         keep=Keep(logprobs=True), rewinds=False,
     )  # fmt: skip
-    return _run(job, samples=samples).cut(max_new_tokens)
+    return mark_failures(_run(job, samples=samples)).cut(max_new_tokens)
 
 
 def check_options(*, samples: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:

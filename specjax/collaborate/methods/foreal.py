@@ -23,7 +23,7 @@ from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result, scalar
+from specjax.collaborate.results import TextResult, mark_failures, result, scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -89,7 +89,7 @@ def foreal(
         (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
         settings=check_options(lead=lead, p=p, **settings),
     )  # fmt: skip
-    return _run(job, segmenter, jnp.int32(lead), jnp.float32(p)).cut(max_new_tokens)
+    return mark_failures(_run(job, segmenter, jnp.int32(lead), jnp.float32(p))).cut(max_new_tokens)
 
 
 def check_options(*, lead: int, p: float, **settings: Any) -> Settings:

@@ -30,7 +30,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, mark_failures, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -92,7 +92,8 @@ def fs_gen(
     strength = DEFAULTS[form] if strength is None else strength
     models = (draft, target) if tuned is None else (draft, target, tuned)
     job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
-    return _run(job, jnp.float32(strength), jnp.float32(alpha), form=form).cut(max_new_tokens)
+    done = _run(job, jnp.float32(strength), jnp.float32(alpha), form=form)
+    return mark_failures(done).cut(max_new_tokens)
 
 
 def check_options(

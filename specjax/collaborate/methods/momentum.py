@@ -23,7 +23,7 @@ from specjax.catalog import Method, Option
 from specjax.collaborate import multi_writer as texts
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, number, prepare_texts, refuse, whole
-from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.results import TextResult, mark_failures, result
 from specjax.collaborate.routing import token_by_token
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -69,7 +69,7 @@ def momentum(
     checked = check_options(k=k, alpha=alpha, **settings)
     number("k", k, k <= target.model.vocab_size, "from 1 to the vocabulary")
     job = prepare_texts((target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked, rewinds=False)
-    return _run(job, jnp.float32(alpha), k=k).cut(max_new_tokens)
+    return mark_failures(_run(job, jnp.float32(alpha), k=k)).cut(max_new_tokens)
 
 
 def check_options(*, k: int, alpha: float, **settings: Any) -> Settings:

@@ -119,7 +119,7 @@ def rpc(
     batch, lengths = len(job.lengths), np.asarray(every.lengths)
     probability = np.exp(np.asarray(logprob) / (1 if path else np.maximum(lengths, 1))).reshape(batch, samples)
     rows = [texts_of[row * samples : (row + 1) * samples] for row in range(batch)]
-    answers = [[answer(tokens) for tokens in row] for row in rows]
+    answers = [[answer(tokens) if tokens else None for tokens in row] for row in rows]
     survivors = np.stack([keep(p) if prune else np.ones(samples, bool) for p in probability])
     distinct = [[tuple(tokens) for tokens in row] for row in rows]
     votes = [vote(answers[row], distinct[row], probability[row], survivors[row]) for row in range(batch)]
@@ -131,7 +131,7 @@ def rpc(
     best = jax.tree.map(lambda x: x[place], every)
     stats = best.stats._replace(target_passes=passes[:, -1])
     done = replace(best, stats=stats, passes=passes, read=read, log=log)
-    return mark_failures(done, {NO_ANSWER: choices == FINE}).cut(max_new_tokens)
+    return mark_failures(done, {NO_ANSWER: (choices == FINE) & np.asarray(best.finite)}).cut(max_new_tokens)
 
 
 def check_options(*, samples: int, temperature: float = TEMPERATURE, **settings: Any) -> Settings:

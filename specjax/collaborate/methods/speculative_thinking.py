@@ -32,7 +32,7 @@ from specjax.collaborate import phrases, segments
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.phrases import PhraseCounter, Phrases
 from specjax.collaborate.prepare import TextJob, check_ids, prepare_texts, whole
-from specjax.collaborate.results import TextResult, result, scalar
+from specjax.collaborate.results import TextResult, mark_failures, result, scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -149,7 +149,7 @@ def speculative_thinking(
         jnp.asarray(check, jnp.int32).reshape(-1), jnp.array([look_ahead, long, patience, max_step_tokens], jnp.int32),
         jnp.bool_(reasons),
     )  # fmt: skip
-    return done.cut(max_new_tokens)
+    return mark_failures(done).cut(max_new_tokens)
 
 
 def check_options(*, look_ahead: int, long: int, patience: int, max_step_tokens: int, **settings: Any) -> Settings:

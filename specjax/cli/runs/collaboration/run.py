@@ -24,7 +24,7 @@ from specjax.cli.runs.environment import stage
 from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.collaborate import TextResult
-from specjax.collaborate.results import RowsFailedError, totals
+from specjax.collaborate.results import NO_OUTPUT, RowsFailedError, totals
 from specjax.engine.value_checks import explain_failure, find_bad_parameter
 from specjax.files.untrusted import guarded_read
 from specjax.persistence.fingerprint import describe, digest, digest_model
@@ -153,13 +153,13 @@ class Collaboration(PromptRun):
         return WrittenBatch(self._rows(result), seconds)
 
     def _rows(self, result: TextResult) -> list[WrittenText]:
-        """Return the texts of a result. A row with outputs that are no numbers has failed."""
+        """Return the texts of a result, with the name of a parameter that is no number among the reasons."""
         failures = dict(result.failures)
-        bad = [] if result.finite is None else np.flatnonzero(~np.asarray(result.finite)).tolist()
+        bad = [row for row, reason in failures.items() if reason == NO_OUTPUT]
         if bad:
             broken = next((model for model in self.models if find_bad_parameter(model)), self.models[-1])
             reason = explain_failure(broken, self.processors.get("processors", ()))
-            failures = dict.fromkeys(bad, reason) | failures
+            failures |= dict.fromkeys(bad, reason)
         return [_text_of(result, row, failures.get(row)) for row in range(len(result.lengths))]
 
     def _run_target(self, batch: Sequence[Encoded], written: WrittenBatch, log: Console) -> WrittenBatch:
