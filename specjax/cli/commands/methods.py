@@ -172,7 +172,7 @@ def _command(row: Method, flag: str) -> str:
     missing = missing_inputs(row)
     if missing:
         return f"; the command line cannot provide its {' and '.join(missing)}"
-    draft = " --draft MODEL" if row.needs & {"draft", "safe", "denoiser"} else ""
+    draft = " --draft MODEL" if row.needs & {"draft", "safe"} else ""
     return f": specjax generate PROMPT {flag} {row.name}{draft}"
 
 
