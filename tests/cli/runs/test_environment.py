@@ -14,12 +14,14 @@ FLAGS = {"no_cache": False, "prompt": "a"}
 
 @pytest.fixture
 def xla_folder(monkeypatch):
-    """The folder of XLA's cache, which a test may set."""
+    """The folder of XLA's cache, which a test may set. Another test of this process may have set it."""
     setting, chosen = "jax_compilation_cache_dir", []
-    update = jax.config.update
+    update, previous = jax.config.update, jax.config.values["jax_compilation_cache_dir"]
+    update(setting, None)
     monkeypatch.setattr(jax.config, "update", lambda name, value: chosen.append(value) if name == setting else None)
     yield chosen
     monkeypatch.setattr(jax.config, "update", update)
+    update(setting, previous)
 
 
 @pytest.fixture(autouse=True)
