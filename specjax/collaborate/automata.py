@@ -80,6 +80,18 @@ def over_tokens(automaton: ByteAutomaton, tokens: Sequence[Sequence[int]]) -> To
     return TokenTable(np.ascontiguousarray(state[index].T), np.ascontiguousarray(count[index].T))
 
 
+def of_sequences(sequences: Sequence[Sequence[int]], vocab_size: int) -> TokenTable:
+    """Return the automaton of some token sequences over tokens. Raises: UsageError if one is empty."""
+    automaton, classes = of_words(sequences)
+    return over_tokens(automaton, [(classes.get(token, 0),) for token in range(vocab_size)])
+
+
+def of_strings(strings: Sequence[bytes], tokens: Sequence[bytes]) -> TokenTable:
+    """Return the automaton of some strings over tokens, given by their bytes. Raises: UsageError if one is empty."""
+    automaton, classes = of_words(strings)
+    return over_tokens(automaton, classes_of_bytes(tokens, classes))
+
+
 def classes_of_bytes(tokens: Sequence[bytes], classes: dict[Hashable, int]) -> list[bytes]:
     """Return the tokens as classes, with the class of each byte."""
     table = bytes(classes.get(byte, 0) for byte in range(256))

@@ -30,16 +30,13 @@ def count_strings(strings: Sequence[str], tokenizer: TextDecoder, vocab_size: in
     """Return a counter of strings in a text, without regard to the case of ASCII letters. Raises: UsageError."""
     if isinstance(strings, str):
         raise UsageError("strings must be a list of strings, such as ['wait'], not one")
-    automaton, classes = automata.of_words([string.encode().lower() for string in strings])
     tokens = [token.lower() for token in automata.spellings(cast(Any, tokenizer), vocab_size)]
-    return _counter(automata.over_tokens(automaton, automata.classes_of_bytes(tokens, classes)))
+    return _counter(automata.of_strings([string.encode().lower() for string in strings], tokens))
 
 
 def count_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> PhraseCounter:
     """Return a counter of sequences of tokens. Raises: UsageError for an empty one."""
-    automaton, classes = automata.of_words(sequences)
-    tokens = [(classes.get(token, 0),) for token in range(vocab_size)]
-    return _counter(automata.over_tokens(automaton, tokens))
+    return _counter(automata.of_sequences(sequences, vocab_size))
 
 
 def to_counter(phrases: Phrases, vocab_size: int) -> PhraseCounter:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.collaborate import automata
-from specjax.collaborate.automata import ByteAutomaton
+from specjax.collaborate.automata import ByteAutomaton, TokenTable
 from specjax.errors import UsageError
 from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array
@@ -58,17 +58,15 @@ def follow(segmenter: Segmenter, run: Run, tokens: Array, count: Array) -> tuple
 
 def after_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> Segmenter:
     """Return a segmenter that ends steps after any of these token sequences. Raises: UsageError if one is empty."""
-    automaton, classes = automata.of_words(sequences)
-    return _ending(automaton, [(classes.get(token, 0),) for token in range(vocab_size)])
+    return _ending(automata.of_sequences(sequences, vocab_size))
 
 
 def after_strings(strings: Sequence[str], tokenizer: TextDecoder, vocab_size: int) -> Segmenter:
     """Return a segmenter that ends steps with the token that completes any of these strings. Raises: UsageError."""
     if isinstance(strings, str):
         raise UsageError("strings must be a list of strings, such as ['\\n\\n'], not one")
-    automaton, classes = automata.of_words([string.encode() for string in strings])
     tokens = automata.spellings(cast(Any, tokenizer), vocab_size)
-    return _ending(automaton, automata.classes_of_bytes(tokens, classes))
+    return _ending(automata.of_strings([string.encode() for string in strings], tokens))
 
 
 def after_any(tokens: Sequence[int], vocab_size: int) -> Segmenter:
@@ -76,9 +74,8 @@ def after_any(tokens: Sequence[int], vocab_size: int) -> Segmenter:
     return after_tokens([(token,) for token in tokens], vocab_size)
 
 
-def _ending(automaton: ByteAutomaton, tokens: Sequence[Sequence[int]]) -> Segmenter:
+def _ending(table: TokenTable) -> Segmenter:
     """Return the segmenter that ends a step with the token that completes a word of the automaton."""
-    table = automata.over_tokens(automaton, tokens)
     return _segmenter(np.where(table.completed > 0, len(table.following), table.following))
 
 

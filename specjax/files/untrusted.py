@@ -85,14 +85,24 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     return contents
 
 
-def read_words(path: str | os.PathLike) -> str:
-    """Return the text of a file. Raises: UsageError for a file that cannot be read or has no text."""
+def read_text(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a file. Raises: UsageError for a file that cannot be read or is no text."""
     try:
-        text = read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
+        return read_bytes(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from None
+
+
+def is_text(text: str) -> bool:
+    """Return True if a string has whole characters only. Escapes of JSON and arguments can contain halves."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def read_words(path: str | os.PathLike) -> str:
+    """Return the text of a file. Raises: UsageError for a file that cannot be read or has no text."""
+    text = read_text(path).replace("\r\n", "\n")
     if not text.strip():
         raise UsageError(f"{path} is empty; write some text")
     return text

@@ -88,7 +88,7 @@ class CheckpointOptions:
     checkpoint_every: EveryOption = 64
 
     def __post_init__(self):
-        from specjax.cli.options.prompts import is_text
+        from specjax.files.untrusted import is_text
 
         require(self.checkpoint_every >= 1, f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
         is_folder = self.checkpoint is None or (bool(self.checkpoint.strip()) and is_text(self.checkpoint))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from specjax.cli.output.console import drop_library_messages
 from specjax.cli.output.files import MAX_TEXT_BYTES, read_text
 from specjax.errors import UsageError, require
+from specjax.files.untrusted import is_text
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports as one task."""
@@ -113,11 +114,6 @@ DIGITS = 640
 
 def _integer(digits: str) -> float:
     return int(digits) if len(digits) <= DIGITS else math.inf
-
-
-def is_text(text: str) -> bool:
-    """Return True if a string has whole characters only. Escapes of JSON and arguments can contain halves."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 class Encoded(NamedTuple):

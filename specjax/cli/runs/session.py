@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +48,9 @@ from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datasto
 from specjax.types import Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+"""The model that is loaded without --target."""
 
 CARD = "card.json"
 """File in the folder of a trained drafter, with the command and the settings of its training."""
@@ -180,7 +185,7 @@ def open_session(
     use_compilation_cache(not models.no_cache)
     store = None if datastore is None else parse_flag("--datastore", open_datastore, datastore)
     dtype = "bfloat16" if same_bits else choose_dtype(models.dtype)
-    loading = f"loading {models.target or 'SmolLM2-135M-Instruct'}"
+    loading = f"loading {models.target or DEMO_NAME}"
     loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto', same_bits=same_bits)})"
     with stage(log, loading, loaded) as clock:
         target, tokenizer = _load(
@@ -199,7 +204,8 @@ def open_session(
             options: dict[str, Any] = {"dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over}
             if has_denoiser:
                 options |= {"block": models.block, "mask_token": models.mask_token}
-                denoiser, other = _load_denoiser(models.draft, **options)
+                advice = "drafts with a diffusion model; use --method two_model"
+                denoiser, other = _load_denoiser("--draft", models.draft, advice, **options)
             else:
                 draft, other = _load("--draft", models.draft, **options)
             _check_vocabularies(tokenizer, other)
@@ -214,24 +220,16 @@ def open_session(
 
 def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser]:
     """Load a diffusion model. Raises: UsageError for a model that cannot be loaded, or is autoregressive."""
-    import specjax
-
     use_compilation_cache(not models.no_cache)
-    dtype, source = choose_dtype(models.dtype), models.target or "SmolLM2-135M-Instruct"
+    dtype, source = choose_dtype(models.dtype), models.target or DEMO_NAME
     loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto')})"
     with stage(log, f"loading {source}", loaded) as clock:
-        try:
-            denoiser, tokenizer = specjax.load_denoiser(
-                models.target, dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions,
-                block=models.block, mask_token=models.mask_token,
-            )  # fmt: skip
-        except ModelKindError:
-            raise UsageError(
-                f"--target: {source} is an autoregressive model, but --method is for diffusion models; choose a "
-                "drafter of `specjax methods`, or remove --method"
-            ) from None
-        except UsageError as error:
-            raise _name_flag("--target", error) from None
+        denoiser, tokenizer = _load_denoiser(
+            "--target", models.target,
+            "is for diffusion models; choose a drafter of `specjax methods`, or remove --method",
+            dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions, block=models.block,
+            mask_token=models.mask_token,
+        )  # fmt: skip
     tokenizer = _with_template_args(tokenizer, models)
     return Session(denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype), denoiser
 
@@ -254,30 +252,32 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
     """Load an autoregressive model. Raises: UsageError for a model that cannot be loaded, or is a diffusion model."""
     import specjax
 
-    try:
+    other_kind = (
+        "is a diffusion model; in `specjax generate` and `specjax bench` use these as --target, or draft with them by "
+        "--method deer, diffuspec or failfast"
+    )
+    with _named_errors(flag, source, other_kind):
         return specjax.load(source, **options)
-    except ModelKindError:
-        raise UsageError(
-            f"{flag}: {source} is a diffusion model; in `specjax generate` and `specjax bench` use these as --target, "
-            "or draft with them by --method deer, diffuspec or failfast"
-        ) from None
-    except UsageError as error:
-        raise _name_flag(flag, error) from None
 
 
-def _load_denoiser(source: str, **options: Any) -> tuple[Denoiser, Any]:
-    """Load a diffusion model that drafts. Raises: UsageError for one that cannot be loaded, or is autoregressive."""
+def _load_denoiser(flag: str, source: str | None, advice: str, **options: Any) -> tuple[Denoiser, Any]:
+    """Load a diffusion model. Raises: UsageError, with `advice` about --method for an autoregressive model."""
     import specjax
 
-    try:
+    other_kind = f"is an autoregressive model, but --method {advice}"
+    with _named_errors(flag, source or DEMO_NAME, other_kind):
         return specjax.load_denoiser(source, **options)
+
+
+@contextlib.contextmanager
+def _named_errors(flag: str, source: str | None, other_kind: str) -> Iterator[None]:
+    """Convert errors of loading to UsageErrors that name the flag, with `other_kind` for a model of the other loop."""
+    try:
+        yield
     except ModelKindError:
-        raise UsageError(
-            f"--draft: {source} is an autoregressive model, but --method drafts with a diffusion model; use --method "
-            "two_model"
-        ) from None
+        raise UsageError(f"{flag}: {source} {other_kind}") from None
     except UsageError as error:
-        raise _name_flag("--draft", error) from None
+        raise _name_flag(flag, error) from None
 
 
 def _load_head(flag: str, models: ModelOptions, target: Target, tokenizer: Any, token_map: Path | None) -> LoadedHead:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
-from specjax.files.untrusted import quote, read_bytes
+from specjax.files.untrusted import is_text, quote, read_text
 from specjax.training.data.conversations import ASSISTANT, Message, TextSource
 
 MAX_FILE_BYTES = 1 << 31
@@ -56,14 +56,8 @@ def read_text_file(path: str | Path) -> TextFile:
 
     Raises: UsageError for a file that cannot be read, or that has no entry that can be used.
     """
-    try:
-        text = read_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror or error}); check the path") from None
     sources, bad = [], []
-    for number, entry in _split(text, Path(path)):
+    for number, entry in _split(read_text(path, MAX_FILE_BYTES), Path(path)):
         try:
             sources.append(_parse_line(entry) if isinstance(entry, _Line) else parse_entry(entry))
         except UsageError as error:
@@ -199,6 +193,6 @@ def _text(value: Any, name: str) -> str:
 
 def _check_text(text: str) -> str:
     """Raise a UsageError for half of a surrogate pair, which escapes of JSON can contain."""
-    if any("\ud800" <= c <= "\udfff" for c in text):
+    if not is_text(text):
         raise UsageError("the text has half of a surrogate pair, which is no character")
     return text
