@@ -191,8 +191,10 @@ def inputs_of(batch: int, vocab: int = VOCAB, seed: int = 0) -> jax.Array:
 
 
 def alike(target: Target, noise: float = 0.15) -> Target:
-    """With noise on its weights: a draft model that errs now and then."""
+    """Return the target with noise on its weights: a draft model that errs now and then."""
     leaves, structure = jax.tree.flatten(target.params)
-    keys = jax.random.split(jax.random.key(99), len(leaves))
-    changed = [x + noise * jnp.std(x) * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    # Callers cache the result, so it must not be made of tracers if the first call is inside of `jit`.
+    with jax.ensure_compile_time_eval():
+        keys = jax.random.split(jax.random.key(99), len(leaves))
+        changed = [x + noise * jnp.std(x) * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
     return Target(target.model, jax.tree.unflatten(structure, changed))

@@ -76,10 +76,15 @@ def test_the_best_constant_is_that_of_the_closed_form_and_calibration_undoes_the
     assert float(calibrate(best).acceptance(jnp.zeros(4))) == pytest.approx(0.8, rel=1e-5)
 
 
-@jax.jit
 def found_of(tokens, kept) -> StoppingExamples:
+    return examples_of(draft().params, target().params, tokens, kept)
+
+
+@jax.jit
+def examples_of(draft_params, target_params, tokens, kept) -> StoppingExamples:
     packed = pack(texts()[:2], 2, 30)[0]._replace(tokens=tokens)
-    return make_examples(draft().model, draft().params, target(), packed, jax.random.key(1), kept)
+    target_of = target()._replace(params=target_params)
+    return make_examples(draft().model, draft_params, target_of, packed, jax.random.key(1), kept)
 
 
 def test_what_was_not_proposed_has_no_gradient():
