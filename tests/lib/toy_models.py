@@ -196,5 +196,6 @@ def alike(target: Target, noise: float = 0.15) -> Target:
     # Callers cache the result, so it must not be made of tracers if the first call is inside of `jit`.
     with jax.ensure_compile_time_eval():
         keys = jax.random.split(jax.random.key(99), len(leaves))
-        changed = [x + noise * jnp.std(x) * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+        noises = [jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+        changed = [x + noise * jnp.std(x) * z for x, z in zip(leaves, noises, strict=True)]
     return Target(target.model, jax.tree.unflatten(structure, changed))
