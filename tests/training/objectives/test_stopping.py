@@ -9,7 +9,7 @@ import pytest
 import toy
 from toy_models import alike
 
-from specjax import UsageError
+from specjax import Target, UsageError
 from specjax.models.heads.acceptance import AcceptanceHead, AcceptanceLayer, init_acceptance
 from specjax.training.data.packing import PackedBatch, TrainingText, pack
 from specjax.training.loop.trainer import train
@@ -83,8 +83,8 @@ def found_of(tokens, kept) -> StoppingExamples:
 @jax.jit
 def examples_of(draft_params, target_params, tokens, kept) -> StoppingExamples:
     packed = pack(texts()[:2], 2, 30)[0]._replace(tokens=tokens)
-    target_of = target()._replace(params=target_params)
-    return make_examples(draft().model, draft_params, target_of, packed, jax.random.key(1), kept)
+    teacher = Target(target().model, target_params)
+    return make_examples(draft().model, draft_params, teacher, packed, jax.random.key(1), kept)
 
 
 def test_what_was_not_proposed_has_no_gradient():
