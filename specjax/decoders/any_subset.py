@@ -30,11 +30,16 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
+from specjax.decoders.loop_setup import check_rows
+from specjax.engine.packing import check_prompts
+from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
+from specjax.numerics.validation import check_integer
 from specjax.trees.operations import chain
-from specjax.types import Array, PyTree, Sampling, Stats
+from specjax.types import Array, PyTree, Stats
 from specjax.verifiers.exact.standard import core as verify_chain
 
 METHOD = Method(
@@ -107,20 +112,24 @@ def any_subset(
       window: number of drafted tokens per step, k in the rule.
       temperature, top_k, top_p: see `specjax.decode`; a Python 0 compiles the greedy program.
 
-    Raises: UsageError for a window below 1 or shapes that do not match.
+    Raises: UsageError for a setting out of range, shapes that do not match, given ids outside of the vocabulary, or a
+      model that returns NaN or Inf.
     """
-    tokens, missing = jnp.asarray(tokens, jnp.int32), jnp.asarray(missing, bool)
-    if window < 1:
-        raise UsageError(f"window must be at least 1, not {window}")
+    tokens, missing = jnp.asarray(tokens), jnp.asarray(missing, bool)
+    check_integer("window", window, 1)
     if tokens.ndim != 2 or missing.shape != tokens.shape:
         raise UsageError(f"tokens and missing must both be [B, S], not {tokens.shape} and {missing.shape}")
     batch, size = tokens.shape
-    keys = row_keys(key, batch)
-    sampling = Sampling()
-    if not (isinstance(temperature, int | float) and temperature == 0):
-        sampling = Sampling(*(None if x is None else jnp.asarray(x) for x in (temperature, top_k, top_p)))
-    lengths = jnp.full((batch,), size, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    return _fill(model, tokens, missing, lengths, keys, sampling, window=window)
+    settings = Settings(temperature, top_k, top_p)
+    settings.check_batch(batch)
+    prompts = jnp.where(missing, 0, tokens), jnp.full((batch,), size) if lengths is None else jnp.asarray(lengths)
+    check_prompts(*prompts, 0, size, model.vocab_size)
+    usable = find_usable(settings, prompts, batch, 0, size, model.vocab_size)
+    usable = jnp.ones((batch,), bool) if usable is None else usable
+    tokens = jnp.clip(prompts[0], 0, model.vocab_size - 1).astype(jnp.int32)
+    lengths = jnp.clip(prompts[1], 1, size).astype(jnp.int32)
+    sampling, keys = settings.to_sampling(), row_keys(key, batch)
+    return check_rows(_fill(model, tokens, missing, lengths, usable, keys, sampling, window=window), model)
 
 
 def token_order(missing: Array, lengths: Array) -> TokenOrder:
@@ -146,50 +155,61 @@ def content_mask(order: TokenOrder) -> Array:
 class State(NamedTuple):
     tokens: Array  # int32[B, S]
     num_known: Array  # int32[B]
+    finite: Array  # bool[B], False for rows that failed
     stats: Stats
 
 
 @functools.partial(jax.jit, static_argnames=("window",))
 @with_standard_modes
-def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> AnySubsetResult:
+def _fill(model, tokens, missing, lengths, usable, keys, sampling, *, window: int) -> AnySubsetResult:
     batch, size = tokens.shape
     order, row, slots = token_order(missing, lengths), jnp.arange(batch)[:, None], jnp.arange(window)
     content = content_mask(order)
     blank = 0 if model.mask_token is None else model.mask_token
 
-    def distributions(tokens: Array, positions: Array, max_rank: Array) -> Array:
-        """Return warped logits float32[B, k, V] at `positions`, given tokens of rank below `max_rank` int32[B, k]."""
+    def distributions(tokens: Array, positions: Array, max_rank: Array) -> tuple[Array, Array]:
+        """Return warped logits float32[B, k, V] at `positions`, given tokens of rank below `max_rank` int32[B, k].
+
+        The second result is bool[B, k], False for logits that are no numbers.
+        """
         logits = model.apply(model.params, tokens, content, positions, order.rank[:, None, :] < max_rank[:, :, None])
         if model.mask_token is not None:
             logits = logits.at[:, :, model.mask_token].set(-jnp.inf)
-        return warp(logits, sampling)
+        return warp(logits, sampling), are_sound(logits)
+
+    def find_running(s: State) -> Array:
+        return s.finite & (s.num_known < order.stop)
 
     def body(s: State) -> State:
         n = s.num_known[:, None]
-        valid = slots < order.stop[:, None] - n  # [B, k]
+        valid = find_running(s)[:, None] & (slots < order.stop[:, None] - n)  # [B, k]
         positions = take_along(order.position, jnp.minimum(n + slots, size - 1), 1)
         purpose = functools.partial(fold_in, fold_in(keys, s.num_known))
-        q = distributions(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
+        q, sound = distributions(s.tokens, positions, jnp.broadcast_to(n, positions.shape))
         drafted = draw(fold_in(purpose(DRAFT)[:, None], slots), q)
         target = lambda mask: jnp.where(mask, positions, size)
         filled = s.tokens.at[row, target(valid)].set(drafted, mode="drop")
         has_several = jnp.sum(valid, 1) > 1
-        p = jax.lax.cond(jnp.any(has_several), lambda: distributions(filled, positions, n + slots), lambda: q)
+        p, p_sound = jax.lax.cond(
+            jnp.any(has_several), lambda: distributions(filled, positions, n + slots), lambda: (q, sound)
+        )
         p = p.at[:, 0].set(q[:, 0])
+        sound = jnp.all(sound & p_sound | ~valid, 1)
         count, next_token = _verify(purpose(VERIFY), drafted, valid, p, q)
         redrawn = count < jnp.sum(valid, 1)
         new = jnp.where(slots < count[:, None], drafted, next_token[:, None])
-        committed = count + redrawn
+        committed = jnp.where(sound, count + redrawn, 0)
         calls = jnp.any(valid, 1).astype(jnp.int32) + has_several
         return State(
             s.tokens.at[row, target(slots < committed[:, None])].set(new, mode="drop"),
             s.num_known + committed,
+            s.finite & sound,
             add_round(s.stats, calls, valid, slots < count[:, None]),
         )
 
-    state = State(jnp.where(missing, blank, tokens), order.num_given, zero_stats(batch, window))
-    state = jax.lax.while_loop(lambda s: jnp.any(s.num_known < order.stop), body, state)
-    count = order.stop - order.num_given
+    state = State(jnp.where(missing, blank, tokens), order.num_given, usable, zero_stats(batch, window))
+    state = jax.lax.while_loop(lambda s: jnp.any(find_running(s)), body, state)
+    count = jnp.where(state.finite, order.stop - order.num_given, 0)
     ranks = order.num_given[:, None] + jnp.arange(size)
     new = take_along(state.tokens, take_along(order.position, jnp.minimum(ranks, size - 1), 1), 1)
     return AnySubsetResult(
@@ -197,6 +217,7 @@ def _fill(model, tokens, missing, lengths, keys, sampling, *, window: int) -> An
         count,
         state.stats.hit_eos,
         state.stats,
+        finite=state.finite,
         filled=state.tokens,
     )
 

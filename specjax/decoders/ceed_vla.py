@@ -30,13 +30,14 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
-from specjax.decoders.loop_setup import build_result
-from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.decoders.loop_setup import LoopInputs, build_result, check_rows, init_loop
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
-from specjax.numerics.sampling import fold_in, row_keys, uniform
+from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, PyTree, Target
 
 METHOD = Method(
@@ -76,22 +77,19 @@ def ceed_vla(
 
     Returns: DecodeResult, in which `stats.target_passes` counts the passes.
 
-    Raises: UsageError for a setting out of range.
+    Raises: UsageError for a setting out of range, or a model that returns NaN or Inf.
     """
     if block < 1:
         raise UsageError(f"block must be at least 1, not {block}")
     if iterations is not None and iterations < 1:
         raise UsageError(f"iterations must be at least 1, or None, not {iterations}")
-    max_new_tokens = check_new_tokens(max_new_tokens)
-    room = 2 * block
-    tokens, lengths = pack(
-        prompts, max_new_tokens, room, capacity or target.model.max_positions, target.model.vocab_size
+    settings = Settings(eos=eos, capacity=capacity)
+    loop_inputs = init_loop(
+        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * block, inputs=inputs
     )
     limit = jnp.int32(block if iterations is None else min(iterations, block))
-    return _run(
-        target, inputs, tokens, lengths, row_keys(key, len(tokens)), Settings(eos=eos).eos_ids(), limit,
-        block=block, stale=stale_keys, max_new_tokens=max_new_tokens,
-    )  # fmt: skip
+    result = _run(target, loop_inputs, limit, block=block, stale=stale_keys, max_new_tokens=int(max_new_tokens))
+    return check_rows(result, target)
 
 
 class State(NamedTuple):
@@ -102,6 +100,7 @@ class State(NamedTuple):
     guess: Array  # int32[B, n], the tokens after the text
     passes: Array  # int32[B], passes of the current block
     done: Array  # bool[B]
+    finite: Array  # bool[B], false for rows that failed
     hit_eos: Array  # bool[B]
     all_passes: Array  # int32[B]
 
@@ -109,22 +108,21 @@ class State(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("block", "stale", "max_new_tokens"))
 @with_standard_modes
 def _run(
-    target: Target, inputs: PyTree, prompt: Array, prompts: Array, keys: Array, eos: Array, limit: Array, *, block: int,
-    stale: bool, max_new_tokens: int,
-) -> DecodeResult:  # fmt: skip
+    target: Target, loop_inputs: LoopInputs, limit: Array, *, block: int, stale: bool, max_new_tokens: int
+) -> DecodeResult:
     model, params, n = target.model, target.params, block
+    prompt, prompts, stop, eos = loop_inputs.tokens, loop_inputs.prompts, loop_inputs.stop, loop_inputs.eos
     batch, index = len(prompts), jnp.arange(block)
-    stop = prompts + max_new_tokens
 
     def first_guess(length: Array) -> Array:
         """Draw a guess int32[B, n] from the tokens of the prompt."""
-        drawn = uniform(fold_in(keys, length), n) * prompts[:, None]
+        drawn = uniform(fold_in(loop_inputs.keys, length), n) * prompts[:, None]
         return take_along(prompt, jnp.minimum(drawn.astype(jnp.int32), prompts[:, None] - 1), 1)
 
-    def run_pass(state: State, width: int) -> tuple[PyTree, Array]:
+    def run_pass(state: State, width: int) -> tuple[PyTree, Array, Array]:
         """Run a pass over `width` tokens: the tokens that are not cached yet, then the guess.
 
-        Returns: the pending cache entries, and the next guess.
+        Returns: the pending cache entries, the next guess, and bool[B], False for rows without a next guess.
         """
         positions = state.num_cached[:, None] + jnp.arange(width)
         offset = positions - state.length[:, None]
@@ -132,14 +130,15 @@ def _run(
         fed = jnp.where(offset < 0, text, take_along(state.guess, jnp.clip(offset, 0, n - 1), 1))
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
         output, pending = model.forward(params, fed, state.cache, positions=positions, mask=mask)
-        predictions = first_largest(output.logits)
-        return pending, take_along(predictions, (state.length - state.num_cached - 1)[:, None] + index, 1)
+        predictions, sound = first_largest(output.logits), are_sound(output.logits)
+        slots = (state.length - state.num_cached - 1)[:, None] + index
+        return pending, take_along(predictions, slots, 1), jnp.all(take_along(sound, slots, 1), 1)
 
     def run_round(state: State, width: int) -> State:
-        pending, guess = run_pass(state, width)
-        passes = state.passes + 1
+        pending, guess, sound = run_pass(state, width)
+        passes, finite = state.passes + 1, state.finite & (sound | state.done)
         agrees = jnp.cumprod(guess == state.guess, 1)
-        is_finished = ~state.done & (jnp.all(agrees == 1, 1) | (passes >= limit))
+        is_finished = ~state.done & finite & (jnp.all(agrees == 1, 1) | (passes >= limit))
         ends = jnp.any(guess[:, :, None] == eos, 2)
         count = jnp.minimum(jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1) + 1, n), stop - state.length)
         count = jnp.where(is_finished, count, 0)
@@ -161,7 +160,8 @@ def _run(
                 is_finished[:, None], first_guess(length), jnp.where(state.done[:, None], state.guess, guess)
             ),
             passes=jnp.where(is_finished, 0, passes),
-            done=state.done | hit_eos | (length >= stop),
+            done=state.done | hit_eos | ~finite | (length >= stop),
+            finite=finite,
             hit_eos=hit_eos,
             all_passes=state.all_passes + ~state.done,
         )
@@ -172,11 +172,13 @@ def _run(
         has_unread = jnp.any(~state.done & (state.length - state.num_cached > 1))
         return jax.lax.cond(has_unread, lambda: run_round(state, 2 * n - 1), lambda: run_round(state, n))
 
-    cache = model.start_cache(params, inputs, prompts, prompt.shape[1])
+    cache = model.start_cache(params, loop_inputs.inputs, prompts, prompt.shape[1])
     zeros = jnp.zeros((batch,), jnp.int32)
     state = State(
         prefill(model, params, cache, prompt, prompts - 1), prompt, prompts, prompts - 1, first_guess(prompts), zeros,
-        zeros >= max_new_tokens, zeros > 0, zeros,
+        ~loop_inputs.usable, loop_inputs.usable, zeros > 0, zeros,
     )  # fmt: skip
     state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
-    return build_result(prompts, state.tokens, state.length, state.all_passes, state.hit_eos, max_new_tokens)
+    return build_result(
+        prompts, state.tokens, state.length, state.all_passes, state.hit_eos, state.finite, max_new_tokens
+    )

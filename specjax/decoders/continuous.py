@@ -44,9 +44,11 @@ import jax.numpy as jnp
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.catalog.method import Guarantee
+from specjax.decoders.loop_setup import check_rows
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, VERIFY, fold_in, normal, row_keys, uniform
+from specjax.numerics.validation import check_range
 from specjax.types import Array, PyTree, Stats
 
 METHOD = Method(
@@ -124,7 +126,7 @@ def continuous(
 
     Args:
       target, draft: models of the same token width and the same number of steps.
-      prompts: float32[B, P, d], where P may be 0. lengths: int32[B], lengths of the prompts; default: P.
+      prompts: float32[B, P, d], where P may be 0. lengths: int32[B], lengths of the prompts, from 0 to P; default: P.
       key: one PRNG key or seed, and row b uses `fold_in(key, b)`; or one key per row [B].
       condition: an argument of both backbones, a pytree of arrays [B, ...] such as a class.
       window: number of drafted tokens per step.
@@ -132,7 +134,7 @@ def continuous(
       prefill_ratio: fraction of the new tokens that the target first decodes alone; early tokens disagree most.
       max_tries: maximum number of candidates for a rejected token.
 
-    Raises: UsageError for a setting out of range, or models that do not match.
+    Raises: UsageError for a setting out of range, models that do not match, or tokens that are NaN or Inf.
     """
     prompts = jnp.asarray(prompts, jnp.float32)
     if (target.dim, target.num_steps) != (draft.dim, draft.num_steps):
@@ -151,12 +153,16 @@ def continuous(
         raise UsageError(f'ratio must be "path", "coupled" or "aligned", not "{ratio}"')
     batch = prompts.shape[0]
     keys = row_keys(key, batch)
-    lengths = jnp.full((batch,), prompts.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    return _decode(
-        ModelPair(target, draft, condition), prompts, lengths, keys,
+    size = prompts.shape[1]
+    lengths = jnp.full((batch,), size, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    check_range("lengths", lengths, lambda x: (x >= 0) & (x <= size), f"from 0 to {size}, the length of the prompts")
+    result = _decode(
+        ModelPair(target, draft, condition), prompts, jnp.clip(lengths, 0, size).astype(jnp.int32),
+        (lengths >= 0) & (lengths <= size), keys,
         max_new_tokens=max_new_tokens, window=window, ratio=ratio,
         alone=math.ceil(prefill_ratio * max_new_tokens), max_tries=max_tries,
     )  # fmt: skip
+    return check_rows(result, target, draft)
 
 
 def sample_path(model: ContinuousModel, noise: Array, z: Array) -> Array:
@@ -243,7 +249,7 @@ class DraftWindow(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "window", "ratio", "alone", "max_tries"))
 @with_standard_modes
 def _decode(
-    models: ModelPair, prompts, lengths, keys, *, max_new_tokens, window, ratio, alone, max_tries
+    models: ModelPair, prompts, lengths, usable, keys, *, max_new_tokens, window, ratio, alone, max_tries
 ) -> ContinuousResult:
     stop = lengths + max_new_tokens
     slack = ((0, 0), (0, max_new_tokens + window + 1), (0, 0))  # room for a window after the text
@@ -252,7 +258,11 @@ def _decode(
     step = functools.partial(_step, models, keys, stop, window, RULES[ratio], max_tries)
     state = jax.lax.while_loop(lambda s: jnp.any(s.length < stop), step, state)
     tokens = _take(state.tokens, lengths[:, None] + jnp.arange(max_new_tokens))
-    return ContinuousResult(tokens, state.length - lengths, state.stats.hit_eos, state.stats, exhausted=state.exhausted)
+    finite = usable & jnp.all(jnp.isfinite(tokens), (1, 2))
+    return ContinuousResult(
+        tokens, jnp.where(finite, state.length - lengths, 0), state.stats.hit_eos, state.stats, finite=finite,
+        exhausted=state.exhausted,
+    )  # fmt: skip
 
 
 def _target_step(models: ModelPair, keys: Array, s: State) -> State:

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
-from specjax.decoders.loop_setup import LoopInputs, build_result, init_loop
+from specjax.decoders.loop_setup import LoopInputs, build_result, check_rows, init_loop
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftedNodes, DraftHead
@@ -74,7 +75,8 @@ def hamburger(
 
     Returns: DecodeResult, in which `stats.target_passes` counts the macro steps. Each takes one slot of the cache.
 
-    Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model.
+    Raises: UsageError for a head that is not a HAMburger head, or does not fit the base model. It is also raised for a
+      setting out of range, and for parts that return NaN or Inf.
     """
     check(target, head)
     settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
@@ -82,7 +84,8 @@ def hamburger(
     loop_inputs = init_loop(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=segment_size, inputs=inputs
     )  # fmt: skip
-    return _run(target, head, loop_inputs, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
+    result = _run(target, head, loop_inputs, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
+    return check_rows(result, target, head)
 
 
 def check(target: Target, head: DraftHead) -> None:
@@ -112,6 +115,7 @@ class State(NamedTuple):
     length: Array  # int32[B]
     size: Array  # int32[B], number of tokens of the last segment, which the base model has not read
     ended: Array  # bool[B], true after an eos
+    finite: Array  # bool[B], false for rows that failed
     passes: Array  # int32[B]
 
 
@@ -122,6 +126,7 @@ class SegmentState(NamedTuple):
     length: Array
     size: Array
     ended: Array
+    finite: Array
     is_running: Array  # bool[B]
 
 
@@ -136,23 +141,16 @@ def _run(
     merge = bind(Hamburger, config)(head.params).merge
 
     def write_token(segment_state: SegmentState, logits: Array) -> SegmentState:
-        """Add one token to the running rows."""
+        """Add one token to the running rows. Rows with logits that are no numbers fail."""
         keys = node_keys(loop_inputs.keys, segment_state.length, zero)[:, 0]
         token = draw(keys, warp(logits, loop_inputs.sampling))
-        tokens = segment_state.tokens.at[rows, jnp.where(segment_state.is_running, segment_state.length, room)].set(
-            token, mode="drop"
-        )
-        length, ended = (
-            segment_state.length + segment_state.is_running,
-            segment_state.ended | (segment_state.is_running & jnp.any(token[:, None] == loop_inputs.eos, 1)),
-        )
-        return SegmentState(
-            tokens,
-            length,
-            segment_state.size + segment_state.is_running,
-            ended,
-            segment_state.is_running & ~ended & (length < loop_inputs.stop),
-        )
+        finite = segment_state.finite & (are_sound(logits) | ~segment_state.is_running)
+        writes = segment_state.is_running & finite
+        tokens = segment_state.tokens.at[rows, jnp.where(writes, segment_state.length, room)].set(token, mode="drop")
+        length = segment_state.length + writes
+        ended = segment_state.ended | (writes & jnp.any(token[:, None] == loop_inputs.eos, 1))
+        is_running = writes & ~ended & (length < loop_inputs.stop)
+        return SegmentState(tokens, length, segment_state.size + writes, ended, finite, is_running)
 
     def write_segment(segment_state: SegmentState, last: Array) -> SegmentState:
         """Add the other tokens of a segment, from the base model's hidden states [B, F] of the last segment."""
@@ -184,8 +182,11 @@ def _run(
         output = jax.tree.map(lambda x: x[:, 0], output)
         return stop_if_unsure(segment_state, output), scratch, output
 
+    def find_running(state: State) -> Array:
+        return ~state.ended & state.finite & (state.length < loop_inputs.stop)
+
     def step(state: State) -> State:
-        is_running = ~state.ended & (state.length < loop_inputs.stop)
+        is_running = find_running(state)
         positions = (state.length - state.size)[:, None] + jnp.arange(max_size)
         text = take_along(state.tokens, jnp.minimum(positions, room - 1), 1)
         assert model.embed is not None
@@ -195,7 +196,7 @@ def _run(
         )
         cache = model.commit(state.cache, pending, zero, is_running.astype(jnp.int32))
         segment_state = SegmentState(
-            state.tokens, state.length, jnp.where(is_running, 0, state.size), state.ended, is_running
+            state.tokens, state.length, jnp.where(is_running, 0, state.size), state.ended, state.finite, is_running
         )
         segment_state = write_token(segment_state, output.logits[:, 0])
         last = head.head.features_of(output)[:, 0]
@@ -208,12 +209,15 @@ def _run(
             segment_state.length,
             segment_state.size,
             segment_state.ended,
+            segment_state.finite,
             state.passes + is_running,
         )
 
     cache = model.start_cache(params, loop_inputs.inputs, loop_inputs.prompts, room)
     cache = prefill(model, params, cache, loop_inputs.tokens, loop_inputs.prompts - 1)
     zeros = jnp.zeros((batch,), jnp.int32)
-    state = State(cache, loop_inputs.tokens, loop_inputs.prompts, zeros + 1, zeros > 0, zeros)
-    state = jax.lax.while_loop(lambda state: jnp.any(~state.ended & (state.length < loop_inputs.stop)), step, state)
-    return build_result(loop_inputs.prompts, state.tokens, state.length, state.passes, state.ended, max_new_tokens)
+    state = State(cache, loop_inputs.tokens, loop_inputs.prompts, zeros + 1, zeros > 0, loop_inputs.usable, zeros)
+    state = jax.lax.while_loop(lambda state: jnp.any(find_running(state)), step, state)
+    return build_result(
+        loop_inputs.prompts, state.tokens, state.length, state.passes, state.ended, state.finite, max_new_tokens
+    )

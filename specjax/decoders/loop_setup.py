@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.engine.packing import Prompts, check_new_tokens, pack
-from specjax.engine.prepare import Settings
+from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, zero_stats
+from specjax.engine.value_checks import find_bad_parameter, raise_failure
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
+
+Result = TypeVar("Result", bound=DecodeResult)
 
 
 class LoopInputs(NamedTuple):
@@ -19,11 +23,12 @@ class LoopInputs(NamedTuple):
 
     tokens: Array  # int32[B, L], prompts, then slots for new tokens
     prompts: Array  # int32[B], lengths of the prompts
-    stop: Array  # int32[B], maximum lengths of the texts
+    stop: Array  # int32[B], maximum lengths of the texts; those of rows that are not usable are the prompts' lengths
     keys: Array  # key[B]
     sampling: Sampling
     eos: Array  # int32[E]
     inputs: PyTree
+    usable: Array  # bool[B], False for rows with an invalid traced prompt or setting, which decode no token
 
 
 def init_loop(
@@ -39,17 +44,32 @@ def init_loop(
     count, capacity = check_new_tokens(max_new_tokens), settings.capacity or target.model.max_positions
     tokens, lengths = pack(prompts, count, room, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
-    keys = row_keys(key, len(tokens))
-    return LoopInputs(tokens, lengths, lengths + count, keys, settings.to_sampling(), settings.eos_ids(), inputs)
+    usable = find_usable(settings, prompts, len(tokens), count, capacity, target.model.vocab_size)
+    usable = jnp.ones((len(tokens),), bool) if usable is None else usable
+    stop, keys = lengths + jnp.where(usable, count, 0), row_keys(key, len(tokens))
+    return LoopInputs(tokens, lengths, stop, keys, settings.to_sampling(), settings.eos_ids(), inputs, usable)
+
+
+def check_rows(result: Result, *models: Any) -> Result:
+    """Return the result. Traced results pass.
+
+    Raises: UsageError if a row failed, with the name of a parameter of `models` that contains NaN or Inf.
+    """
+    if not isinstance(result.finite, jax.core.Tracer) and not bool(jnp.all(result.finite)):
+        raise_failure(result.finite, next((model for model in models if find_bad_parameter(model)), models[0]))
+    return result
 
 
 def build_result(
-    prompts: Array, tokens: Array, length: Array, passes: Array, hit_eos: Array, max_new_tokens: int
+    prompts: Array, tokens: Array, length: Array, passes: Array, hit_eos: Array, finite: Array, max_new_tokens: int
 ) -> DecodeResult:
-    """Build the result of texts int32[B, L] of `length` int32[B] tokens after prompts of `prompts` int32[B] tokens."""
+    """Build the result of texts int32[B, L] of `length` int32[B] tokens after prompts of `prompts` int32[B] tokens.
+
+    finite: bool[B], False for rows that failed.
+    """
     positions = prompts[:, None] + jnp.arange(max_new_tokens)
     count = length - prompts
     new = take_along(tokens, jnp.minimum(positions, tokens.shape[1] - 1), 1)
     new = jnp.where(jnp.arange(max_new_tokens) < count[:, None], new, -1)
     stats = zero_stats(len(prompts), 0)._replace(target_passes=passes, hit_eos=hit_eos)
-    return DecodeResult(new, count, hit_eos, stats)
+    return DecodeResult(new, count, hit_eos, stats, finite=finite)

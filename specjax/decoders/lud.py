@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
-from specjax.decoders.loop_setup import LoopInputs, build_result, init_loop
+from specjax.decoders.loop_setup import LoopInputs, build_result, check_rows, init_loop
 from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.numerics.validation import check_integer
@@ -79,7 +80,7 @@ def lud(
 
     Returns: DecodeResult, in which `stats.target_passes` counts the passes.
 
-    Raises: UsageError for a setting out of range.
+    Raises: UsageError for a setting out of range, or a model that returns NaN or Inf.
     """
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
@@ -90,7 +91,8 @@ def lud(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * slots + 1, inputs=inputs
     )  # fmt: skip
     limits = jnp.float32(threshold), jnp.int32(repeats), jnp.int32(pad_token)
-    return _run(target, loop_inputs, *limits, slots=slots, max_new_tokens=int(max_new_tokens))
+    result = _run(target, loop_inputs, *limits, slots=slots, max_new_tokens=int(max_new_tokens))
+    return check_rows(result, target)
 
 
 class State(NamedTuple):
@@ -99,6 +101,7 @@ class State(NamedTuple):
     length: Array  # int32[B]
     num_cached: Array  # int32[B], number of cached tokens, below the length
     ended: Array  # bool[B], true after an eos
+    finite: Array  # bool[B], false for rows that failed
     passes: Array  # int32[B]
 
 
@@ -119,8 +122,11 @@ def _run(
     rows, path = jnp.arange(batch)[:, None], jnp.broadcast_to(jnp.arange(width), (batch, width))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
 
+    def find_running(state: State) -> Array:
+        return ~state.ended & state.finite & (state.length < loop_inputs.stop)
+
     def step(state: State) -> State:
-        is_running = ~state.ended & (state.length < loop_inputs.stop)
+        is_running = find_running(state)
         unread = state.length - state.num_cached  # from 1 to k + 1
         positions = state.num_cached[:, None] + jnp.arange(width)
         text = take_along(state.tokens, jnp.minimum(positions, size - 1), 1)
@@ -133,7 +139,8 @@ def _run(
         count = num_accepted(predictions, new, take_along(state.tokens, (state.length - 1)[:, None], 1))
         ends = jnp.any(new[:, :, None] == loop_inputs.eos, 2)
         count = jnp.minimum(count, jnp.where(jnp.any(ends, 1), jnp.argmax(ends, 1) + 1, slots + 1))
-        count = jnp.where(is_running, jnp.minimum(count, loop_inputs.stop - state.length), 0)
+        finite = jnp.all(are_sound(predictions), 1)
+        count = jnp.where(is_running & finite, jnp.minimum(count, loop_inputs.stop - state.length), 0)
         is_accepted = index < count[:, None]
         target_slots = jnp.where(is_accepted, state.length[:, None] + index, size)
         return State(
@@ -142,6 +149,7 @@ def _run(
             length=state.length + count,
             num_cached=jnp.where(is_running, state.length, state.num_cached),
             ended=state.ended | jnp.any(ends & is_accepted, 1),
+            finite=state.finite & (finite | ~is_running),
             passes=state.passes + is_running,
         )
 
@@ -161,6 +169,10 @@ def _run(
     cache = model.start_cache(params, loop_inputs.inputs, loop_inputs.prompts, size)
     cache = prefill(model, params, cache, loop_inputs.tokens, loop_inputs.prompts - 1)
     zeros = jnp.zeros((batch,), jnp.int32)
-    state = State(cache, loop_inputs.tokens, loop_inputs.prompts, loop_inputs.prompts - 1, zeros > 0, zeros)
-    state = jax.lax.while_loop(lambda state: jnp.any(~state.ended & (state.length < loop_inputs.stop)), step, state)
-    return build_result(loop_inputs.prompts, state.tokens, state.length, state.passes, state.ended, max_new_tokens)
+    state = State(
+        cache, loop_inputs.tokens, loop_inputs.prompts, loop_inputs.prompts - 1, zeros > 0, loop_inputs.usable, zeros
+    )
+    state = jax.lax.while_loop(lambda state: jnp.any(find_running(state)), step, state)
+    return build_result(
+        loop_inputs.prompts, state.tokens, state.length, state.passes, state.ended, state.finite, max_new_tokens
+    )

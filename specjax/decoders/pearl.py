@@ -38,11 +38,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
+from specjax.decoders.loop_setup import check_rows
 from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.step import on_mesh
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics.sampling import draw, node_keys, row_keys, warp
@@ -65,6 +67,8 @@ AnyArray = Any  # a NumPy or JAX array
 
 LONGEST = 32
 """Maximum draft length if it is derived from measured times."""
+FAILED = -1
+"""The draw from logits that are no numbers."""
 
 
 class Trace(NamedTuple):
@@ -112,7 +116,7 @@ def pearl(
       The other arguments are those of `specjax.decode`.
 
     Raises: UsageError for models that share a device or cannot rewind, or a setting out of range. It is also raised for
-      a text that is too long for one of the models.
+      a text that is too long for one of the models, and for a target that returns NaN or Inf.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
         raise UsageError("pearl runs two programs and cannot be part of your own jit; use pearl_in_one_program")
@@ -128,7 +132,7 @@ def pearl(
     roles = [_place(role) for role in make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)]
     caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # the prompts are read in parallel too
     gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
-    return _run(roles, caches, start, np.asarray(settings.eos_ids()), gamma, max_new_tokens)
+    return check_rows(_run(roles, caches, start, np.asarray(settings.eos_ids()), gamma, max_new_tokens), target)
 
 
 def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
@@ -188,18 +192,26 @@ class Text(NamedTuple):
     post: AnyArray  # bool[B]
     stop: AnyArray  # int32[B], length at which the row is full
     hit_eos: AnyArray  # bool[B]
+    finite: AnyArray  # bool[B], False for rows that failed
 
     @classmethod
-    def of(cls, tokens: AnyArray, lengths: AnyArray, max_new_tokens: int, gamma: int) -> Text:
-        """Return the texts before the first step, with slots for the drafts of two steps or a prefill chunk."""
+    def of(
+        cls, tokens: AnyArray, lengths: AnyArray, max_new_tokens: int, gamma: int, usable: AnyArray | None = None
+    ) -> Text:
+        """Return the texts before the first step, with slots for the drafts of two steps or a prefill chunk.
+
+        usable: bool[B], False for rows that decode no token; None: all rows decode.
+        """
         slack = max(2 * gamma, CHUNK)
         false = lengths < 0
         padded = _array_module(tokens).pad(tokens, ((0, 0), (0, slack)))
-        return cls(padded, lengths, lengths, false, lengths + max_new_tokens, false)
+        return cls(
+            padded, lengths, lengths, false, lengths + max_new_tokens, false, ~false if usable is None else usable
+        )
 
     @property
     def done(self) -> AnyArray:
-        return self.hit_eos | (self.verified >= self.stop)
+        return self.hit_eos | ~self.finite | (self.verified >= self.stop)
 
     def window(self, start: AnyArray, width: int) -> AnyArray:
         """Return the tokens int32[B, width] from position `start` int32[B] on."""
@@ -243,6 +255,7 @@ def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens
         jnp.asarray(count),
         stats.hit_eos,
         stats,
+        finite=jnp.asarray(text.finite),
         trace=Trace(*map(np.stack, zip(*trace, strict=True))),
         num_tokens=gamma,
     )
@@ -251,7 +264,8 @@ def _run(roles, caches, start: Text, eos: np.ndarray, gamma: int, max_new_tokens
 def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[Text, AnyArray]:
     """Join the two sides of a step.
 
-    The verified tokens are picks: the leading picks that equal the drafts, and the first one that differs.
+    The verified tokens are picks: the leading picks that equal the drafts, and the first one that differs. A text ends
+    before a pick that is FAILED.
 
     Args:
       drafts: int32[B, gamma], drafted tokens after the text.
@@ -269,17 +283,21 @@ def join(text: Text, drafts: AnyArray, picks: AnyArray, eos: AnyArray) -> tuple[
     # Cut at the first eos and at the row's limit.
     remaining = xp.where(text.done, 0, text.stop - text.verified)
     is_new = slots < xp.minimum(xp.where(passed, tests, matched + 1), remaining)[:, None]
-    ends = xp.isin(picks, eos) & is_new
+    is_sound = xp.cumprod(picks != FAILED, 1).astype(bool)
+    ends = xp.isin(picks, eos) & is_new & is_sound
     hit_eos = ends.any(1)
+    finite = text.finite & (hit_eos | (is_sound | ~is_new).all(1))
+    is_new = is_new & is_sound
     count = xp.where(hit_eos, xp.argmax(ends, 1) + 1, is_new.sum(1)).astype(np.int32)
     verified = text.verified + count
-    is_finished = text.done | hit_eos | (verified >= text.stop)
+    is_finished = text.done | hit_eos | ~finite | (verified >= text.stop)
     continues = passed & ~is_finished
     joined = longer.write(text.verified, xp.where(slots < count[:, None], picks, claimed))._replace(
         verified=verified,
         length=xp.where(continues, text.length + gamma, verified).astype(np.int32),
         post=continues,
         hit_eos=text.hit_eos | hit_eos,
+        finite=finite,
     )
     accepted = slots < xp.minimum(matched, count)[:, None]  # in the order of the tests; d_1 is the last one
     return joined, xp.where(text.post[:, None], xp.roll(accepted, 1, 1), accepted)
@@ -311,6 +329,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, *, gamma: int)
     def draft_token(carry, depth):
         cache, token = carry
         picks, cache = _next(role, cache, token, length + depth)
+        picks = jnp.maximum(picks, 0)  # a draft that failed is wrong, and nothing else
         return (cache, picks), picks[:, 0]
 
     # Rewind to the tokens on which both sides agree. The text never grows by more tokens than were fed.
@@ -350,7 +369,7 @@ def triangle(tokens: Array) -> Array:
 def draws(
     role: Role, cache: PyTree, tokens: Array, length: Array, mask: Array, earlier: PyTree = None
 ) -> tuple[Array, PyTree]:
-    """Draw int32[B, T], one token after each of `tokens` int32[B, T]. Also return the pending entries of `tokens`.
+    """Draw int32[B, T], one token or FAILED after each of `tokens` int32[B, T]. Also return their pending entries.
 
     Args:
       length: int32[B], length of the text including the first token.
@@ -361,8 +380,10 @@ def draws(
     output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask, earlier=earlier)
     logits = warp(output.logits, role.sampling)
     if role.sampling.temperature is None:
-        return first_largest(logits), pending
-    return jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits), pending
+        picks = first_largest(logits)
+    else:
+        picks = jax.vmap(draw, 1, 1)(node_keys(role.keys, length, place), logits)
+    return jnp.where(are_sound(output.logits), picks, FAILED), pending
 
 
 def commit_all(role: Role, cache: PyTree, pending: PyTree, tokens: Array) -> PyTree:

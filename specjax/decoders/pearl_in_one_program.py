@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
+from specjax.decoders.loop_setup import check_rows
 from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
-from specjax.engine.prepare import Settings
+from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import row_keys
@@ -68,6 +69,7 @@ def pearl_in_one_program(
     Returns: DecodeResult; a depth in its `stats` is a position in the draft, and every step drafts gamma tokens.
 
     Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a setting out of range.
+      It is also raised for a target that returns NaN or Inf.
     """
     check_pair(target, draft, num_tokens)
     devices = jax.devices()[:2] if devices is None else devices
@@ -80,25 +82,29 @@ def pearl_in_one_program(
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
+    usable = find_usable(settings, prompts, len(tokens), max_new_tokens, capacity, target.model.vocab_size)
+    usable = jnp.ones((len(tokens),), bool) if usable is None else usable
     mesh = Mesh(np.array(devices), ("role",))
     roles = make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)
-    arguments = roles, tokens, lengths, settings.eos_ids()
+    arguments = roles, tokens, lengths, usable, settings.eos_ids()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
-    return _run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens)
+    return check_rows(_run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens), target)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))
 @with_standard_modes
-def _run(roles, tokens: Array, lengths: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int) -> DecodeResult:
-    start = Text.of(tokens, lengths, max_new_tokens, gamma)
+def _run(
+    roles, tokens: Array, lengths: Array, usable: Array, eos: Array, *, mesh, gamma: int, max_new_tokens: int
+) -> DecodeResult:
+    start = Text.of(tokens, lengths, max_new_tokens, gamma, usable)
     loop = functools.partial(_loop, gamma=gamma)
     # The results are equal on all devices, which the compiler cannot infer.
     sharded_loop = jax.shard_map(loop, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     text, stats = sharded_loop(roles, start, eos)
     count = text.verified - lengths
     new = jnp.where(np.arange(max_new_tokens) < count[:, None], text.window(lengths, max_new_tokens), -1)
-    return DecodeResult(new, count, text.hit_eos, stats._replace(hit_eos=text.hit_eos))
+    return DecodeResult(new, count, text.hit_eos, stats._replace(hit_eos=text.hit_eos), finite=text.finite)
 
 
 def _loop(roles: tuple[Role, Role], start: Text, eos: Array, *, gamma: int) -> tuple[Text, Stats]:
@@ -152,6 +158,7 @@ def _draft(role: Role, cache: PyTree, last: Array, length: Array, gamma: int) ->
         visible = jnp.append(jnp.arange(gamma) < depth, True)
         mask = jnp.broadcast_to(visible, (batch, 1, gamma + 1))
         picks, new = draws(role, cache, token, length + depth, mask, pending)
+        picks = jnp.maximum(picks, 0)  # a draft that failed is wrong, and nothing else
         return (role.target.model.insert(pending, new, depth), picks), picks[:, 0]
 
     (pending, _), drafts = jax.lax.scan(draft_token, (none, last), jnp.arange(gamma))

@@ -30,10 +30,12 @@ import numpy as np
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
-from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.decoders.loop_setup import LoopInputs, check_rows, init_loop
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult, zero_stats
+from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
@@ -107,7 +109,8 @@ def superposed(
       eos: ids that end a draft.
       prompts, capacity, inputs: see `decode`.
 
-    Raises: UsageError for a setting out of range, or a model that does not accept mixtures of tokens.
+    Raises: UsageError for a setting out of range, or a model that does not accept mixtures of tokens, or returns NaN
+      or Inf.
     """
     if not target.model.capabilities.mixtures:
         raise UsageError(f"the model {target.model.name} accepts no mixtures of tokens; superposed decoding needs them")
@@ -119,13 +122,13 @@ def superposed(
         raise UsageError(f"temperature must be above 0, not {temperature}")
     if not 0 <= alpha < 1:
         raise UsageError(f"alpha must be at least 0 and below 1, not {alpha}")
-    max_new_tokens = check_new_tokens(max_new_tokens)
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity or target.model.max_positions, target.model.vocab_size)
-    return _run(
-        target, inputs, corpus, tokens, lengths, Settings(eos=eos).eos_ids(), jnp.float32(temperature),
-        jnp.float32(alpha),
-        drafts=drafts, candidates=candidates, max_new_tokens=max_new_tokens,
+    settings = Settings(eos=eos, capacity=capacity)
+    loop_inputs = init_loop(target, prompts, settings, key=0, max_new_tokens=max_new_tokens, room=1, inputs=inputs)
+    result = _run(
+        target, loop_inputs, corpus, jnp.float32(temperature), jnp.float32(alpha), drafts=drafts,
+        candidates=candidates, max_new_tokens=int(max_new_tokens),
     )  # fmt: skip
+    return check_rows(result, target)
 
 
 def mix_ngrams(log_p: Array, f: Array, alpha: Array | float) -> Array:
@@ -163,17 +166,15 @@ class State(NamedTuple):
     scores: Array  # float32[B, k]
     ended: Drafts  # finished drafts, best first
     passes: Array  # int32[B], passes that the row needed
+    finite: Array  # bool[B], false for rows that failed
 
 
 @functools.partial(jax.jit, static_argnames=("drafts", "candidates", "max_new_tokens"))
 @with_standard_modes
 def _run(
     target: Target,
-    inputs: PyTree,
+    loop_inputs: LoopInputs,
     corpus: Index | None,
-    prompt: Array,
-    length: Array,
-    eos: Array,
     temperature: Array,
     alpha: Array,
     *,
@@ -182,22 +183,29 @@ def _run(
     max_new_tokens: int,
 ) -> SuperposedResult:
     model, params = target.model, target.params
+    prompt, length = loop_inputs.tokens, loop_inputs.prompts
     batch, k, n = prompt.shape[0], drafts, max_new_tokens
-    cache = prefill(model, params, model.start_cache(params, inputs, length, prompt.shape[1]), prompt, length - 1)
+    cache = model.start_cache(params, loop_inputs.inputs, length, prompt.shape[1])
+    cache = prefill(model, params, cache, prompt, length - 1)
 
-    def feed_mixture(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array]:
-        """Run a pass over one input. Return the cache, the candidates int32[B, C], best first, and their log p."""
+    def feed_mixture(cache: PyTree, step: Array, mixture: Mixture) -> tuple[PyTree, Array, Array, Array]:
+        """Run a pass over one input. Return the cache, the candidates int32[B, C], best first, and their log p.
+
+        The last result is bool[B], False for rows without candidates.
+        """
         output, pending = model.forward(
             params, mixture, cache, positions=(length - 1 + step)[:, None], mask=jnp.ones((batch, 1, 1), bool)
         )
         cache = model.commit(cache, pending, jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32))
-        return cache, *likeliest(output.logits[:, 0].astype(jnp.float32) / temperature, candidates)
+        logits = output.logits[:, 0]
+        return cache, *likeliest(logits.astype(jnp.float32) / temperature, candidates), are_sound(logits)
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         step, state = carry
         last = jax.lax.dynamic_index_in_dim(state.tokens, step - 1, 2, keepdims=False)
         mixture = Mixture(last[:, None], jax.nn.softmax(state.scores, -1)[:, None])
-        cache, candidate_tokens, log_p = feed_mixture(state.cache, step, mixture)
+        cache, candidate_tokens, log_p, sound = feed_mixture(state.cache, step, mixture)
+        running = is_running(state)
         log_r = jnp.broadcast_to(log_p[:, None], (batch, k, candidates))
         if corpus is not None:
             log_r = mix_ngrams(log_p, ngram_scores(state.tokens, step, candidate_tokens), alpha)
@@ -205,7 +213,8 @@ def _run(
         token = take_along(candidate_tokens, choice, 1)
         history = take_along(state.tokens, draft[:, :, None], 1).at[:, :, step].set(token)
         tokens, scores, ended = sort_out(history, scores, token, step + 1, state.ended)
-        return step + 1, State(cache, tokens, scores, ended, state.passes + is_running(state))
+        finite = state.finite & (sound | ~running)
+        return step + 1, State(cache, tokens, scores, ended, state.passes + running, finite)
 
     def ngram_scores(tokens: Array, step: Array, candidate_tokens: Array) -> Array:
         """Return f of the candidates after every draft, [B, k, C]."""
@@ -222,13 +231,13 @@ def _run(
 
     def is_running(state: State) -> Array:
         """Return bool[B], True if a running draft of the row can still be among the k best."""
-        return jnp.any(state.scores > state.ended.scores[:, -1:], 1)
+        return state.finite & jnp.any(state.scores > state.ended.scores[:, -1:], 1)
 
     def sort_out(
         history: Array, scores: Array, token: Array, count: Array, ended: Drafts
     ) -> tuple[Array, Array, Drafts]:
         """Split drafts int32[B, M, N] into the k best running ones, with scores, and the k best finished ones."""
-        is_eos = jnp.any(token[:, :, None] == eos, 2)
+        is_eos = jnp.any(token[:, :, None] == loop_inputs.eos, 2)
         alive, index = jax.lax.top_k(jnp.where(is_eos, -jnp.inf, scores), k)
         new = jnp.where(is_eos, scores, -jnp.inf)
         return take_along(history, index[:, :, None], 1), alive, best_of(ended, history, new, count)
@@ -242,19 +251,24 @@ def _run(
         return Drafts(best_tokens, take_along(pick(ended.lengths, lengths), index, 1), best)
 
     root = Mixture(take_along(prompt, length[:, None] - 1, 1)[:, :, None], jnp.ones((batch, 1, 1)))
-    cache, candidate_tokens, log_p = feed_mixture(cache, jnp.int32(0), root)
+    cache, candidate_tokens, log_p, sound = feed_mixture(cache, jnp.int32(0), root)
+    finite = loop_inputs.usable & sound
     empty = jnp.full((batch, k, n), -1, jnp.int32)
     ended = Drafts(empty, jnp.zeros((batch, k), jnp.int32), jnp.full((batch, k), -jnp.inf))
     width = min(2 * k, candidates)
     first = jnp.full((batch, width, n), -1, jnp.int32).at[:, :, 0].set(candidate_tokens[:, :width])
     tokens, scores, ended = sort_out(first, log_p[:, :width], candidate_tokens[:, :width], jnp.int32(1), ended)
-    state = State(cache, tokens, scores, ended, jnp.ones((batch,), jnp.int32))
+    state = State(cache, tokens, scores, ended, loop_inputs.usable.astype(jnp.int32), finite)
     alive = lambda carry: (carry[0] < n) & jnp.any(is_running(carry[1]))
     step, state = jax.lax.while_loop(alive, body, (jnp.int32(1), state))
     best = best_of(state.ended, state.tokens, state.scores, step)
+    has_text = state.finite[:, None]
+    best = best._replace(
+        lengths=jnp.where(has_text, best.lengths, 0), scores=jnp.where(has_text, best.scores, -jnp.inf)
+    )
     best = best._replace(tokens=jnp.where(jnp.arange(n) < best.lengths[:, :, None], best.tokens, -1))
     tokens, lengths = best.tokens[:, 0], best.lengths[:, 0]
     last = take_along(tokens, jnp.maximum(lengths - 1, 0)[:, None], 1)
-    hit_eos = jnp.any(last == eos, 1)
+    hit_eos = jnp.any(last == loop_inputs.eos, 1) & (lengths > 0)
     stats = zero_stats(batch, 0)._replace(target_passes=state.passes, hit_eos=hit_eos)
-    return SuperposedResult(tokens, lengths, hit_eos, stats, drafts=best)
+    return SuperposedResult(tokens, lengths, hit_eos, stats, finite=state.finite, drafts=best)

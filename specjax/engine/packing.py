@@ -34,8 +34,7 @@ def pack(
         tokens, lengths = _check_integers(jnp.asarray(array)), _check_integers(jnp.asarray(prompts[1]))
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
-        _check_lengths(lengths, max_new_tokens, capacity, tokens.shape[1])
-        _check_ids(array, lengths, vocab_size)  # before the conversion to 32 bits
+        check_prompts(array, lengths, max_new_tokens, capacity, vocab_size)  # before the conversion to 32 bits
         if _is_traced(tokens, lengths):
             lengths = jnp.clip(lengths, 1, tokens.shape[1])
             tokens = tokens if vocab_size is None else jnp.clip(tokens, 0, vocab_size - 1)
@@ -49,6 +48,12 @@ def pack(
         place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
     _check_ids(padded, lengths, vocab_size)
     return jnp.asarray(padded), jnp.asarray(lengths)
+
+
+def check_prompts(tokens: Any, lengths: Any, max_new_tokens: int, capacity: int, vocab_size: int | None) -> None:
+    """Check prompts int[B, P] of `lengths` int[B] tokens; traced values pass. Raises: UsageError as `pack` does."""
+    _check_lengths(_check_integers(lengths), max_new_tokens, capacity, tokens.shape[1])
+    _check_ids(_check_integers(tokens), lengths, vocab_size)
 
 
 def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab_size: int) -> Array | None:

@@ -6,6 +6,7 @@ An exact verifier is exact only for valid drafts. These checks find drafts that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,7 @@ def count_sound_nodes(hidden: Array, logits: NodeLogits, verdict: Verdict, *, pr
 
     def check(place: Array, along_path: Array) -> Array:
         """Clear the flags of nodes at `place` int32[B] of the path that are not sound."""
-        row = logits.at(take_along(path, place[:, None], 1)[:, 0])
-        is_sound = jnp.all(row < jnp.inf, -1) & jnp.any(row > -jnp.inf, -1)  # a comparison with NaN is False
+        is_sound = are_sound(logits.at(take_along(path, place[:, None], 1)[:, 0]))
         return along_path & (is_sound[:, None] | (index != place[:, None]))
 
     along_path = take_along(jnp.all(jnp.isfinite(hidden), -1), path, 1)
@@ -122,7 +122,12 @@ def count_sound_nodes(hidden: Array, logits: NodeLogits, verdict: Verdict, *, pr
     return jnp.minimum(jnp.sum(jnp.cumprod(along_path, 1, dtype=jnp.int32), 1), verdict.num_nodes)
 
 
-def find_bad_parameter(target: Target) -> str | None:
+def are_sound(logits: Array) -> Array:
+    """Return True for logits [..., V] from which a token can be drawn, bool[...]: no NaN or Inf, not all forbidden."""
+    return jnp.all(logits < jnp.inf, -1) & jnp.any(logits > -jnp.inf, -1)  # a comparison with NaN is False
+
+
+def find_bad_parameter(target: Any) -> str | None:
     """Return the name of the first parameter that contains NaN or Inf, or None."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(leaf))):
@@ -130,7 +135,7 @@ def find_bad_parameter(target: Target) -> str | None:
     return None
 
 
-def raise_failure(finite: Array | np.ndarray | None, target: Target, processors: Sequence[Processor] = ()) -> None:
+def raise_failure(finite: Array | np.ndarray | None, target: Any, processors: Sequence[Processor] = ()) -> None:
     """Raise UsageError with the reason if a row of `finite` bool[B] is False. None and traced values pass."""
     if finite is None or isinstance(finite, jax.core.Tracer):
         return
@@ -140,16 +145,17 @@ def raise_failure(finite: Array | np.ndarray | None, target: Target, processors:
         raise UsageError(rows + explain_failure(target, processors))
 
 
-def explain_failure(target: Target, processors: Sequence[Processor] = ()) -> str:
+def explain_failure(target: Any, processors: Sequence[Processor] = ()) -> str:
     """Return the reason why no token can be drawn: a parameter with NaN or Inf, the processors, or the config."""
     name = find_bad_parameter(target)
+    subject = f"the model {target.model.name}" if isinstance(target, Target) else f"the {type(target).__name__}"
     if name is not None:
-        return f"the model {target.model.name} returns NaN or Inf, because its parameter {name} contains NaN or Inf"
+        return f"{subject} returns NaN or Inf, because its parameter {name} contains NaN or Inf"
     if processors:
         return "the processors allow no token; leave one of them out"
     return (
-        f"the model {target.model.name} returns NaN or Inf, although its parameters are finite; check the constants of "
-        "its config, such as the norms' eps and the base of its rotary positions"
+        f"{subject} returns NaN or Inf, although its parameters are finite; check the constants of its config, such as "
+        "the norms' eps and the base of its rotary positions"
     )
 
 

@@ -1,6 +1,7 @@
 """The conformance suite of decoders: properties of every decoding loop of the catalogue, on tiny models."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 from heads import tiny_head
 from scipy.stats import kstest, norm
+from tiers import those
 from toy import TARGET_ROWS, joint_distribution, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
 
 import specjax
+from specjax import decoders
 from specjax.catalog import of_kind
 
 DECODERS = of_kind("decoder")
@@ -29,33 +32,53 @@ def pair(apart: bool):
     return tuple(jax.device_put(m, jax.devices()[i + 1]) for i, m in enumerate(models)) if apart else models
 
 
+def models_of(name):
+    """Return the models of a decoder, as pytrees."""
+    if name in ("pearl", "pearl_in_one_program"):
+        return pair(name == "pearl")
+    if name == "any_subset":
+        return (exact(joint_distribution(TARGET_ROWS, 0, 3)),)
+    if name == "continuous":
+        return HEADS
+    return (tiny_llama(), tiny_head("hamburger", tiny_llama())) if name == "hamburger_decoding" else (tiny_llama(),)
+
+
+SETTINGS = {
+    "any_subset": {"window": 2},
+    "continuous": {"max_new_tokens": 6, "window": 2},
+    "hamburger_decoding": {"max_new_tokens": 12, "temperature": 0.8, "confidence": 0.5},
+    "lud": {"max_new_tokens": 12, "temperature": 0.8, "threshold": 0.2, "pad_token": 63},
+    "ceed_vla": {"max_new_tokens": 12, "block": 4, "iterations": 2},
+    "superposed_decoding": {"max_new_tokens": 12, "drafts": 2},
+    "pearl": {"max_new_tokens": 12, "temperature": 0.8, "num_tokens": 3},
+    "pearl_in_one_program": {"max_new_tokens": 12, "temperature": 0.8, "num_tokens": 3},
+}
+
+
+def call(name, models, prompts, keys, lengths=None, **options):
+    """Return the result of a decoder for lists of prompts, or for arrays of prompts with `lengths`."""
+    if name == "any_subset":
+        prompts = (prompts, MISSING[: len(prompts)]) if lengths is not None else prompts
+    elif name != "continuous":
+        prompts = (prompts if lengths is None else (prompts, lengths),)
+        lengths = None
+    else:
+        prompts = (prompts,)
+    own = {} if name in NO_KEYS else {"key": keys}
+    own |= {} if lengths is None else {"lengths": lengths}
+    return DECODERS[name].make(*models, *prompts, **SETTINGS[name] | own | options)
+
+
 def run(name, rows=(0, 1, 2), keys=KEYS, **options):
     """Return the texts of a decoder for these rows and keys."""
-    rows, decode = list(rows), DECODERS[name].make
-    keys = keys[jnp.array(rows)]
+    rows = list(rows)
     prompts = [PROMPTS[row] for row in rows]
-    text = {"key": keys, "max_new_tokens": 12, "temperature": 0.8, "num_tokens": 3} | options
-    if name in ("pearl", "pearl_in_one_program"):
-        return decode(*pair(name == "pearl"), prompts, **text).to_lists()
     if name == "any_subset":
-        options = {"window": 2} | options
-        return decode(
-            exact(joint_distribution(TARGET_ROWS, 0, 3)), TOKENS[rows], MISSING[rows], key=keys, **options
-        ).filled.tolist()
-    if name == "continuous":
-        starts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
-        return decode(*HEADS, starts, key=keys, **{"max_new_tokens": 6, "window": 2} | options).to_lists()
-    if name == "hamburger_decoding":
-        settings = {"max_new_tokens": 12, "temperature": 0.8, "confidence": 0.5} | options
-        return decode(tiny_llama(), tiny_head("hamburger", tiny_llama()), prompts, key=keys, **settings).to_lists()
-    if name == "lud":
-        settings = {"max_new_tokens": 12, "temperature": 0.8, "threshold": 0.2, "pad_token": 63} | options
-        return decode(tiny_llama(), prompts, key=keys, **settings).to_lists()
-    if name == "ceed_vla":
-        return decode(
-            tiny_llama(), prompts, key=keys, **{"max_new_tokens": 12, "block": 4, "iterations": 2} | options
-        ).to_lists()
-    return decode(tiny_llama(), prompts, **{"max_new_tokens": 12, "drafts": 2} | options).to_lists()
+        prompts = TOKENS[rows], MISSING[rows]
+    elif name == "continuous":
+        prompts = jnp.arange(1.0, 4.0)[jnp.array(rows), None, None]
+    result = call(name, models_of(name), prompts, keys[jnp.array(rows)], **options)
+    return result.filled.tolist() if name == "any_subset" else result.to_lists()
 
 
 def plain(**options):
@@ -154,3 +177,59 @@ GUARANTEES = {
 @pytest.mark.parametrize("name", DECODERS)
 def test_what_it_promises(name):
     GUARANTEES[name](name)
+
+
+def padded(name):
+    """Return the prompts of a decoder and their lengths as arrays, and these with three invalid rows."""
+    if name == "continuous":
+        tokens, lengths, wrong = jnp.ones((4, 1, 1)), np.array([1] * 4), np.array([1, -1, 2, 9])
+        return (tokens, lengths), (tokens, wrong)
+    tokens = np.tile(TOKENS[1] if name == "any_subset" else [1, 2, 3], (4, 1))
+    spoiled = tokens.copy()
+    spoiled[3, 2 if name == "any_subset" else 0] = 64
+    return (tokens, np.array([3] * 4)), (spoiled, np.array([3, 0, 4, 3]))
+
+
+@pytest.mark.parametrize(
+    "name", those({"any_subset", "ceed_vla", "superposed_decoding"}, sorted(DECODERS.keys() - {"pearl"}))
+)  # pearl cannot be traced
+def test_a_callers_jit_marks_the_rows_that_failed(name, monkeypatch):
+    """Rows with a length or an id out of range decode no token, and the others are those of valid prompts."""
+    monkeypatch.setitem(globals(), "MISSING", np.array([[False, True, False]] * 4))
+    models, keys = models_of(name), jax.random.split(jax.random.key(0), 4)
+    decode = jax.jit(lambda models, tokens, lengths: call(name, models, tokens, keys, lengths=lengths))
+    right, wrong = padded(name)
+    good, bad = decode(models, *right), decode(models, *wrong)
+    assert good.finite.all() and good.lengths.all()
+    assert bad.finite.tolist() == [True, False, False, False], bad.finite
+    assert bad.lengths.tolist() == [good.lengths[0], 0, 0, 0] and bad.to_lists()[0] == good.to_lists()[0]
+    assert bad.finish_reasons[1:] == ["failed"] * 3
+    spoiled = decode(jax.tree.map(lambda x: x * np.nan, models), *right)
+    assert not spoiled.finite.any() and not spoiled.lengths.any()
+
+
+@pytest.mark.parametrize("name", those({"any_subset", "lud", "pearl"}, DECODERS))
+def test_weights_that_are_no_numbers_are_named(name, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "models_of", lambda name, of=models_of: spoiled(of(name)))
+    with pytest.raises(specjax.UsageError, match=r"returns NaN or Inf, because its parameter .* contains NaN or Inf"):
+        run(name)
+
+
+def spoiled(models):
+    """Return models whose first one has weights that are no numbers."""
+    return jax.tree.map(lambda x: x * np.nan, models[0]), *models[1:]
+
+
+def test_invalid_prompts_are_refused_outside_of_jit():
+    (model,) = models_of("any_subset")
+    for tokens, lengths, words in (
+        ([[0, 9, 0]], [3], "has the token 9 at place 1"),
+        ([[0, 1, 0]], [4], "has the length 4"),
+        ([[0, 1, 0]], [0], "prompt 0 is empty"),
+    ):
+        with pytest.raises(specjax.UsageError, match=words):
+            decoders.any_subset(
+                model, np.array(tokens), np.array([[True, False, True]]), key=0, lengths=np.array(lengths)
+            )
+    with pytest.raises(specjax.UsageError, match="lengths must be from 0 to 1"):
+        decoders.continuous(*HEADS, jnp.ones((1, 1, 1)), key=0, max_new_tokens=1, lengths=np.array([2]))

@@ -246,7 +246,8 @@ def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
     settings = specjax.Settings()
     roles = make_roles(target, draft, settings, jax.random.split(OPTIONS["key"], len(PROMPTS)), None)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("role",))
-    lowered = in_one._run.lower(roles, tokens, lengths, settings.eos_ids(), mesh=mesh, gamma=3, max_new_tokens=20)
+    arguments = roles, tokens, lengths, lengths > 0, settings.eos_ids()
+    lowered = in_one._run.lower(*arguments, mesh=mesh, gamma=3, max_new_tokens=20)
     text = lowered.compile().as_text()
     assert "conditional(" in text
     slots = draft.model.init_cache(draft.params, None, 4, tokens.shape[1] + 128).k[0].shape

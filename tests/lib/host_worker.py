@@ -28,10 +28,16 @@ def arrays():
 
 
 def drafter_of(name: str):
-    """A method with the options of the conformance suite."""
+    """A method with the options of the conformance suite, or of the tests of drafters with a denoiser."""
     import test_methods
+    import toy_denoisers
+    from toy import tiny_llama
 
-    return test_methods.drafter_of(name)
+    from specjax import make_drafter
+
+    if name in test_methods.METHODS:
+        return test_methods.drafter_of(name)
+    return make_drafter(name, tiny_llama(), toy_denoisers.causal(), **toy_denoisers.SMALL[name])
 
 
 def methods(address: str, count: str, host: str, *names: str) -> None:

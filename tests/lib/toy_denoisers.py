@@ -119,6 +119,14 @@ def causal(block: int = 4, seeding="all_masked") -> Denoiser:
     return Denoiser(target.model, target.params, MASK, "block_causal", block, alignment, seeding)
 
 
+SMALL = {
+    "deer": {"num_tokens": 5},
+    "diffuspec": {"num_tokens": 6, "min_tokens": 3, "grow": 2, "choices": 4, "eos": (27,)},
+    "failfast": {"num_tokens": 6, "chunk": 3, "tau": 0.02},
+}
+"""The options of drafters with a denoiser for tiny models."""
+
+
 def keys_of(seed: int, rows: int) -> jax.Array:
     """The keys of the rows of a batch."""
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(rows))

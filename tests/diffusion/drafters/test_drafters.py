@@ -11,11 +11,6 @@ from specjax import UsageError, make_drafter
 from specjax.diffusion import drafters
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 11]
-SMALL = {
-    "deer": {"num_tokens": 5},
-    "diffuspec": {"num_tokens": 6, "min_tokens": 3, "grow": 2, "choices": 4, "eos": (27,)},
-    "failfast": {"num_tokens": 6, "chunk": 3, "tau": 0.02},
-}
 DENOISERS = {"full": toys.full("shifted"), "causal": toys.causal(), "seeded": toys.causal(4, "seed_and_mask")}
 
 
@@ -33,7 +28,7 @@ DENOISERS = {"full": toys.full("shifted"), "causal": toys.causal(), "seeded": to
 def test_texts_are_those_of_plain_decoding(name, denoiser, temperature):
     """A point mass also leaves sampled text as it is, as the target's own draw decides."""
     target = toy.tiny_llama()
-    drafter = make_drafter(name, target, DENOISERS[denoiser], **SMALL[name])
+    drafter = make_drafter(name, target, DENOISERS[denoiser], **toys.SMALL[name])
     settings = {"key": 3, "max_new_tokens": 24, "eos": (27, 12), "temperature": temperature}
     plain = specjax.decode(target, "autoregressive", PROMPTS, **settings)
     ours = specjax.decode(target, drafter, PROMPTS, **settings)
@@ -48,7 +43,7 @@ COUNTING = np.roll(np.eye(12), 1, 1) * 0.99 + 0.01 / 12
 def test_what_the_target_would_say_is_accepted_whole(name):
     options = {"deer": {}, "diffuspec": {"min_tokens": 3, "blend": 0.9, "eos": None}, "failfast": {"chunk": 3}}[name]
     denoiser = toys.frozen(np.full(12, 0.9), np.arange(12) % 11)
-    drafter = make_drafter(name, toy.markov(COUNTING), denoiser, **{**SMALL[name], **options, "num_tokens": 3})
+    drafter = make_drafter(name, toy.markov(COUNTING), denoiser, **{**toys.SMALL[name], **options, "num_tokens": 3})
     result = specjax.decode(toy.markov(COUNTING), drafter, [[0, 1]], key=0, max_new_tokens=8)
     assert result.to_lists() == [[2, 3, 4, 5, 6, 7, 8, 9]] and result.stats.target_passes.tolist() == [2]
 
