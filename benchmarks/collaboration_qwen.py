@@ -122,8 +122,8 @@ def make(
             "segmenter": lines(), **judge_prompt(tokenizer)._asdict(), "max_step_tokens": 64,
         },
         "entropy_adaptive": dict,
-        "fs_gen": lambda: {"form": "threshold"},
-        "oracle": lambda: {"form": "oracle"},
+        "fs_gen": lambda: {"form": "large", "gate": "threshold"},
+        "oracle": lambda: {"form": "large", "gate": "oracle"},
         "contrastive": lambda: {"form": "contrastive"},
         "foreal": lambda: {"segmenter": after_sentences(tokenizer, small.model.vocab_size)},
     }[name]()  # fmt: skip

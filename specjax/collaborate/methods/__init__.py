@@ -7,7 +7,6 @@ from specjax.collaborate.methods.cntp import cntp
 from specjax.collaborate.methods.entropy_adaptive import entropy_adaptive
 from specjax.collaborate.methods.first_finish import first_finish
 from specjax.collaborate.methods.foreal import foreal
-from specjax.collaborate.methods.fs_gen import DEFAULTS as FORMS
 from specjax.collaborate.methods.fs_gen import fs_gen
 from specjax.collaborate.methods.momentum import momentum
 from specjax.collaborate.methods.power_smc import power_smc
@@ -17,7 +16,6 @@ from specjax.collaborate.methods.spec_reason import spec_reason
 from specjax.collaborate.methods.speculative_thinking import speculative_thinking
 
 __all__ = [
-    "FORMS",
     "a_star",
     "anchored",
     "arbitrage",

@@ -1,25 +1,31 @@
-"""FS-GEN: a small and a large model write one text, by fused logits or by a router for each token.
+"""FS-GEN: a small and a large model write one text, by fused logits, by a gate for each token, or by both.
 
 Zhang, Wang, Ding, Qi, Hua, Lv, Zhou: Fast and Slow Generating: An Empirical Study on Large and Small
 Language Models Collaborative Decoding (2024), arXiv 2406.12295.
 
-Rule: l and s are the models' logits, and s_ft those of a tuned small model. The small model's highest probabilities
-are p1 and p2.
+Rule: l and s are the models' logits, and s_ft those of a tuned small model. A gate decides for each token whether the
+large model is called. The form decides the logits of a token with a call:
   contrastive: s + beta (l - s) over the tokens with log p_l >= log alpha + max log p_l; no others.
   proxy: l + beta (s_ft - s).
-  threshold: the large model writes the token if p1 < t, otherwise the small one.
-  margin: the large model writes the token if (p1 - p2) / 2 < t.
-  oracle: the large model writes the token if the models' most likely tokens differ.
-Guarantee: lossy. For some settings it is one of the models, byte for byte: proxy with beta = 0 is the large model,
-threshold 0 is the small one, and a threshold above 1 is the large one. The greedy text of the oracle is the large
-model's.
-Deviations: the speculative form of the paper is `decode` with `two_model`. There is no support vector machine.
+  large: l.
+A token without a call has the logits s, or s_ft with proxy. The gate reads the same model, whose highest
+probabilities are p1 and p2:
+  always: every token has a call.
+  threshold: a call if p1 < t.
+  margin: a call if (p1 - p2) / 2 < t.
+  oracle: a call counts if the most likely tokens of this model and the large one differ. The large model always runs.
+Guarantee: lossy. For some settings it is one of the models, byte for byte: proxy with beta = 0 and a call for every
+token is the large model, and so is `large` with a threshold above 1. Threshold 0 is the small model. The greedy text of
+`large` with the oracle is the large model's.
+Deviations: the speculative form of the paper is `decode` with `two_model`. There is no support vector machine. The
+authors have no oracle for fused logits; here it gates them like the other forms.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +53,11 @@ METHOD = Method(
     takes=frozenset({"tuned"}),
     options=(
         Option(
-            "form", ("contrastive", "proxy", "threshold", "margin", "oracle"), "contrastive", "method of combination"
+            "form", ("contrastive", "proxy", "large"), "contrastive", "logits of a token that calls the large model"
         ),
-        Option(
-            "strength", "float", None, "beta of contrastive (0.5) and proxy (1.0), or the threshold of the other forms"
-        ),
+        Option("gate", ("always", "threshold", "margin", "oracle"), "always", "choice of the tokens with a call"),
+        Option("strength", "float", None, "beta of contrastive (0.5) and proxy (1.0)"),
+        Option("threshold", "float", None, "t of the gates threshold (0.5) and margin (0.25)"),
         Option(
             "alpha", "float", 0.1, "for contrastive: minimum probability of a token relative to the most likely one"
         ),
@@ -59,9 +65,13 @@ METHOD = Method(
 )
 
 
-Form = Literal["contrastive", "proxy", "threshold", "margin", "oracle"]
-DEFAULTS = {"contrastive": 0.5, "proxy": 1.0, "threshold": 0.5, "margin": 0.25, "oracle": 0.0}
-"""Default `strength` of each form: the authors' beta and a, and our choice of t."""
+Form = Literal["contrastive", "proxy", "large"]
+Gate = Literal["always", "threshold", "margin", "oracle"]
+STRENGTHS = {"contrastive": 0.5, "proxy": 1.0}
+"""Default `strength` of each form that has one: the authors' beta and a."""
+THRESHOLDS = {"threshold": 0.5, "margin": 0.25}
+"""Default `threshold` of each gate that has one, our choice of t."""
+SMALL, LARGE, TUNED = range(3)
 
 
 def fs_gen(
@@ -72,7 +82,9 @@ def fs_gen(
     key: Array | int,
     max_new_tokens: int,
     form: Form = "contrastive",
+    gate: Gate = "always",
     strength: float | None = None,
+    threshold: float | None = None,
     alpha: float = 0.1,
     tuned: Target | None = None,
     **settings: Any,
@@ -80,36 +92,62 @@ def fs_gen(
     """Decode with a small model, `draft`, and a large one.
 
     Args:
-      form: method of combination. strength: beta of contrastive (0.5) and of proxy (1.0), or t of the routers.
+      form: logits of a token with a call of the large model. strength: beta of contrastive (0.5) and of proxy (1.0).
+      gate: choice of the tokens with a call. threshold: t of `threshold` (0.5) and of `margin` (0.25).
       alpha: for contrastive, the minimum probability of a token relative to the most likely one.
-      tuned: for proxy, the tuned small model.
+      tuned: for proxy, the tuned small model. It writes the tokens without a call.
       settings: settings of `decode`; temperature, top-k and top-p apply to the fused logits.
 
-    Returns: TextResult of the writers draft, target and, if present, tuned. The target is the author of fused tokens.
-    Raises: UsageError for a setting outside its range, models of different vocabularies, or proxy without `tuned`.
+    Returns: TextResult of the writers draft, target and, if present, tuned. The target is the author of a token with a
+      call.
+    Raises: UsageError for a setting outside its range, or one that the form or the gate does not read. The same is
+      raised for models of different vocabularies, and for proxy without `tuned`.
     """
-    checked = check_options(form=form, strength=strength, alpha=alpha, tuned=tuned, **settings)
-    strength = DEFAULTS[form] if strength is None else strength
+    checked = check_options(
+        form=form, gate=gate, strength=strength, threshold=threshold, alpha=alpha, tuned=tuned, **settings
+    )
+    strength = STRENGTHS.get(form, 0.0) if strength is None else strength
+    threshold = THRESHOLDS.get(gate, 0.0) if threshold is None else threshold
     models = (draft, target) if tuned is None else (draft, target, tuned)
     job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
-    done = _run(job, jnp.float32(strength), jnp.float32(alpha), form=form)
-    return mark_failures(done).cut(max_new_tokens)
+    numbers = Numbers(*(jnp.float32(number) for number in (strength, threshold, alpha)))
+    return mark_failures(_run(job, numbers, form=form, gate=gate)).cut(max_new_tokens)
 
 
 def check_options(
-    *, form: Form, strength: float | None, alpha: float, tuned: Target | None = None, **settings: Any
-) -> Settings:
+    *, form: Form, gate: Gate = "always", strength: float | None = None, threshold: float | None = None,
+    alpha: float = 0.1, tuned: Target | None = None, **settings: Any,
+) -> Settings:  # fmt: skip
     """Check the options, and return the settings of the fused logits. Raises: UsageError."""
-    if form not in get_args(Form):
-        raise UsageError(f'form must be one of {", ".join(get_args(Form))}, not "{form}"')
+    for name, value, words in (("form", form, get_args(Form)), ("gate", gate, get_args(Gate))):
+        if value not in words:
+            raise UsageError(f'{name} must be one of {", ".join(words)}, not "{value}"')
     if form == "proxy" and tuned is None:
         raise UsageError('form="proxy" needs tuned=, the tuned small model, which only Python can pass')
     if form != "proxy" and tuned is not None:
         raise UsageError(f'tuned is the tuned small model of form="proxy", not of "{form}"; leave it out')
     if strength is not None:
+        _check_used("strength", f'form="{form}"', form, STRENGTHS)
         number("strength", strength, True, "a number")
+    if threshold is not None:
+        _check_used("threshold", f'gate="{gate}"', gate, THRESHOLDS)
+        number("threshold", threshold, True, "a number")
     number("alpha", alpha, 0 <= alpha <= 1, "from 0 to 1")
     return Settings(**settings)
+
+
+def _check_used(name: str, choice: str, word: str, readers: Mapping[str, float]) -> None:
+    """Raise a UsageError for a number that the chosen form or gate does not read."""
+    if word not in readers:
+        raise UsageError(f"{name} is for {' and '.join(readers)}, and {choice} does not read it; leave it out")
+
+
+class Numbers(NamedTuple):
+    """The traced settings, float32[] each."""
+
+    strength: Array
+    threshold: Array
+    alpha: Array
 
 
 def contrastive(small: Array, large: Array, beta: Array, alpha: Array) -> Array:
@@ -127,33 +165,33 @@ def proxy(small: Array, large: Array, tuned: Array, strength: Array) -> Array:
     return jnp.where(large > -jnp.inf, large + jnp.where(strength == 0, 0.0, shift), -jnp.inf)
 
 
-def is_unsure(small: Array, form: str, threshold: Array) -> Array:
-    """Return bool[B], True where `threshold` or `margin` route to the large model, from the small one's logits."""
-    two = jax.lax.top_k(jax.nn.softmax(small, -1), 2)[0]
-    return two[:, 0] < threshold if form == "threshold" else (two[:, 0] - two[:, 1]) / 2 < threshold
+def is_unsure(logits: Array, gate: Gate, threshold: Array) -> Array:
+    """Return bool[B], True where `threshold` or `margin` calls the large model, from logits [B, V] of a small one."""
+    two = jax.lax.top_k(jax.nn.softmax(logits, -1), 2)[0]
+    return two[:, 0] < threshold if gate == "threshold" else (two[:, 0] - two[:, 1]) / 2 < threshold
 
 
-@functools.partial(jax.jit, static_argnames=("form",))
+@functools.partial(jax.jit, static_argnames=("form", "gate"))
 @with_standard_modes
-def _run(job: TextJob, strength: Array, alpha: Array, *, form: str) -> TextResult:
+def _run(job: TextJob, numbers: Numbers, *, form: Form, gate: Gate) -> TextResult:
     writers = job.writers
+    base = TUNED if form == "proxy" else SMALL  # the model that the gate reads and that writes without a call
 
-    def fuse(text: TextState, state: tuple, unfinished: Array):
-        text, small, _ = texts.look(writers, text, 0, unfinished)
-        text, large, _ = texts.look(writers, text, 1, unfinished)
+    def choose(text: TextState, state: tuple, unfinished: Array):
+        text, base_logits, _ = texts.look(writers, text, base, unfinished)
+        calls = unfinished
+        if gate in THRESHOLDS:
+            calls &= is_unsure(base_logits, gate, numbers.threshold)
+        text, large, _ = texts.look(writers, text, LARGE, calls)
+        if gate == "oracle":
+            calls &= first_largest(base_logits) != first_largest(large)
+        logits = large
         if form == "contrastive":
-            return text, contrastive(small, large, strength, alpha), 1, state
-        text, tuned, _ = texts.look(writers, text, 2, unfinished)
-        return text, proxy(small, large, tuned, strength), 1, state
+            logits = contrastive(base_logits, large, numbers.strength, numbers.alpha)
+        elif form == "proxy":
+            text, small, _ = texts.look(writers, text, SMALL, calls)
+            logits = proxy(small, large, base_logits, numbers.strength)
+        return text, jnp.where(calls[:, None], logits, base_logits), jnp.where(calls, LARGE, base), state
 
-    def route(text: TextState, state: tuple, unfinished: Array):
-        text, small, _ = texts.look(writers, text, 0, unfinished)
-        uses_large = unfinished if form == "oracle" else unfinished & is_unsure(small, form, strength)
-        text, large, _ = texts.look(writers, text, 1, uses_large)
-        if form == "oracle":
-            uses_large &= first_largest(small) != first_largest(large)
-        return text, jnp.where(uses_large[:, None], large, small), uses_large.astype(jnp.int32), state
-
-    choose = fuse if form in ("contrastive", "proxy") else route
     text, _ = token_by_token(writers, job.begin(), choose, ())
     return result(text)
