@@ -36,12 +36,23 @@ def take_rows(table: Array, ids: Array) -> Array:
     the loop around it, so a drafter that drafts in a loop repeats it in every step. A chain of three by an EAGLE-3 head
     of SmolLM2 took 42 ms. The barrier ties the table to the ids, which prevents the hoisting. The chain then takes 3.5
     ms (two cores with AVX-512 BF16, jax 0.10).
+
+    XLA on GPUs turns the lookup of a single row into a slice before it partitions a program. For a slice of a table
+    that is split over its rows, every device gathers the complete table. Llama 3 8B on eight GPUs gathered 1 GB per
+    step. Two rows stay a lookup, after which a row is summed over the devices.
     """
     lookup = lambda table, ids: table[ids]
+    on_gpu = _take_row_twice if ids.size == 1 else lookup
     if table.dtype != jnp.bfloat16:
-        return lookup(table, ids)
+        return jax.lax.platform_dependent(table, ids, cuda=on_gpu, rocm=on_gpu, default=lookup)
     guarded = lambda table, ids: lookup(*jax.lax.optimization_barrier((table, ids)))
-    return jax.lax.platform_dependent(table, ids, cpu=guarded, default=lookup)
+    return jax.lax.platform_dependent(table, ids, cpu=guarded, cuda=on_gpu, rocm=on_gpu, default=lookup)
+
+
+def _take_row_twice(table: Array, ids: Array) -> Array:
+    """Return the row of a single id, in a lookup of two."""
+    both = jnp.broadcast_to(ids.reshape(1), (2,))
+    return table[both][:1].reshape(*ids.shape, table.shape[-1])
 
 
 MANY_ROWS_CPU = 512
