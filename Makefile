@@ -7,7 +7,7 @@ DEMO := Fix the spelling and print the whole text: The quick brwon fox jumps ove
 # A process that may not keep its bytecode compiles all that it imports, 2.5 s of CPU time in place of 1.0; tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-tpu-compile test-peers lint linked types check docs docs-serve dist format bench clean
+.PHONY: demo test test-all test-tpu-compile test-gpu-compile test-peers lint linked types check docs docs-serve dist format bench clean
 
 # Decode a prompt with SmolLM2 next to plain decoding, and say whether the texts are identical.
 demo: $(VENV)/.demo
@@ -54,6 +54,11 @@ test-all: lint types
 test-tpu-compile: $(VENV)/.dev
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[tpu-compile]'
 	$(BIN)/pytest -m tpu_compile
+
+# Compile for GPUs that are not here; needs the CUDA compiler, no GPU: pip install -e '.[gpu-compile]'.
+test-gpu-compile: $(VENV)/.dev
+	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[gpu-compile]'
+	$(BIN)/pytest -m gpu_compile
 
 # Models of Tunix and gemma, and `decode` as the sampler of Tunix: these packages want older ones beside them.
 PEERS := build/peers

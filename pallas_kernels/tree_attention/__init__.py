@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from specjax.arrays import scopes
 from specjax.arrays.modes import with_standard_modes
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
@@ -21,6 +22,7 @@ __all__ = ["shard_over_slots", "tree_attention"]
 IMPLEMENTATIONS = ("xla", "pallas_tpu", "by_slot")
 
 
+@jax.named_scope(scopes.ATTENTION)
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, implementation=None, first=None,

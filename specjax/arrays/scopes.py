@@ -1,8 +1,11 @@
-"""Names of loops and branches in compiled programs whose iteration count depends on data.
+"""Names of parts of compiled programs, most of them loops and branches whose iteration count depends on data.
 
 The code wraps such a loop in `jax.named_scope(NAME)`. The planner finds it in the compiled program by that name and
 takes its iteration count from `specjax.planning.programs`.
 """
+
+ATTENTION = "tree_attention"
+"""The operations of attention, which the planner counts apart from other kernels."""
 
 LEVELS = "draft_levels"
 """The drafter's passes, one per level of a tree after the root's level."""

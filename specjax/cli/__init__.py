@@ -81,9 +81,9 @@ def _check_packages() -> None:
 
 
 def _prepare() -> None:
-    """Prepare the streams, the traceback and the environment of libtpu."""
+    """Prepare the streams, the traceback and the environments of the compilers."""
     from specjax.cli.output.console import show_traceback, show_warning
-    from specjax.files.libtpu import prepare_environment
+    from specjax.files import cuda_compiler, libtpu
 
     # A stream that the shell has closed, as with >&-, is None; the next opened file would get its number.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -93,7 +93,8 @@ def _prepare() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     sys.excepthook, warnings.showwarning = show_traceback, show_warning
-    prepare_environment()  # libtpu, installed as a compiler, would warn about a missing TPU
+    libtpu.prepare_environment()  # installed as a compiler, it would warn about a missing TPU
+    cuda_compiler.prepare_environment()
 
 
 class Interrupts:

@@ -1,6 +1,6 @@
-"""Published figures of TPU chips, each with its source.
+"""Published figures of TPU and GPU chips, each with its source.
 
-All figures are per JAX device. A v4, v5e, v5p or v6e chip is one device, and a tpu7x chip is two.
+All figures are per JAX device. A v4, v5e, v5p or v6e chip or a GPU is one device, and a tpu7x chip is two.
 
 Products count at the bfloat16 peak, because no int8 products are modelled. The int8 peak is twice as high on v5e and
 v6e (their pages) and v5p (How to Scale Your Model). It is equal on v4, and not published for tpu7x.
@@ -9,6 +9,9 @@ Megacore: v4 and v5p chips have two cores that JAX presents as one device. XLA s
 cores, so peak and bandwidth count in full. A Pallas kernel with a sequential grid, such as tree attention, runs on one
 core (`specjax.costs.roofline`). Two facts are not modelled. The two devices of a tpu7x chip share its links, and an
 axis of a small slice is a line instead of a ring.
+
+GPUs: no compiler estimates their times. `Launches` has the measured costs from which `specjax.costs.roofline` estimates
+them. The GPUs of a machine are connected by switches, so a ring uses all links of a device.
 """
 
 from __future__ import annotations
@@ -22,8 +25,17 @@ HOP_SECONDS = 1e-6
 
 
 @dataclass(frozen=True)
+class Launches:
+    """Measured costs of running a program on a GPU."""
+
+    bandwidth_share: float  # of the published bandwidth, in products of one row
+    kernel_seconds: float  # added by a kernel, beside the bytes that it moves
+    read_seconds: float  # in which the host reads whether a loop goes on, or which branch runs
+
+
+@dataclass(frozen=True)
 class Chip:
-    """A device of one TPU generation."""
+    """A device of one TPU or GPU generation."""
 
     name: str  # as in the name of a topology, such as v5e:2x2
     hbm_bytes: int  # available to a program
@@ -32,12 +44,17 @@ class Chip:
     flops_per_cycle: int  # bfloat16, all matrix units together
     link_bandwidth: float  # bytes/s of one link in one direction
     vmem_bytes: int  # on-chip memory of one core, the limit of a kernel
-    dimensions: int  # of the torus of links
+    dimensions: int  # of the torus of links; 1: a switch
     host: tuple[int, ...]  # shape of the chips of one host
     sources: dict[str, str] = field(hash=False)  # figure -> its publication, or the way it was determined
     cores: int = 1  # cores per device; 2: megacore
     chip_config: str | None = None  # libtpu's name, if JAX's default differs from the compiler's
     devices_per_chip: int = 1
+    platform: str = "tpu"  # JAX's backend, "tpu" or "gpu"
+    ring_links: int = 2  # links of a device that a ring of collectives uses
+    start_seconds: float = 0.0  # latency of a collective without its hops
+    hop_seconds: float = HOP_SECONDS  # latency of a hop
+    launches: Launches | None = None  # None: the compiler estimates times
 
     @property
     def clock(self) -> float:
@@ -53,7 +70,27 @@ DOCS = "docs.cloud.google.com/tpu/docs/"
 _BOOK = "jax-ml.github.io/scaling-book/tpus"
 _JAX = "jax/_src/pallas/mosaic/tpu_info.py of jax 0.10.2"
 _COMPILER = "libtpu 0.0.42, error for a program that does not fit: available HBM "
+_XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
+_MEASURED = "measured on one H200 with jax 0.11.2 (docs/gpu.md): products at 4.0 TB/s, 0.7 ms for 760 small kernels, "
 _UNITS_256 = "2 units of 256 x 256; products per cell and cycle are not published; two of them give the clock of "
+
+NVIDIA = "nvidia.com/en-us/data-center/"
+_LAUNCHES = Launches(bandwidth_share=0.83, kernel_seconds=0.92e-6, read_seconds=15e-6)
+
+
+def _gpu(name: str, hbm_bytes: int, hbm_bandwidth: float, sources: dict[str, str]) -> Chip:
+    """Return a GPU of the Hopper generation in its SXM form, eight of them in a machine."""
+    common = dict(
+        flops_per_cycle=_XLA + f"{name}: 132 cores of 4 units with 512 products per clock of 1.83 GHz",
+        vmem_bytes=_XLA + f"{name}: shared_memory_per_block_optin 232448",
+        cores="a kernel uses all 132 cores",
+        latency="NCCL's own model, src/graph/tuning.cc: 6.6 us and 0.6 us per step of a ring (LL, NVLink)",
+    )
+    return Chip(
+        name, hbm_bytes, hbm_bandwidth, 1979e12 / 2, 132 * 4 * 512 * 2, 25e9, 232_448, 1, (1,), sources | common,
+        platform="gpu", ring_links=18, start_seconds=6.6e-6, hop_seconds=0.6e-6, launches=_LAUNCHES,
+    )  # fmt: skip
+
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
@@ -121,6 +158,26 @@ CHIPS: dict[str, Chip] = {
                 cores=DOCS + "tpu7x: two TensorCores, each a device",
             ),
             devices_per_chip=2,
+        ),
+        _gpu(
+            "h200", 150_109_880_320, 4.8e12,
+            dict(
+                hbm_bytes="an H200's own target config: device_memory_size 150109880320, of which JAX reserves 75 %",
+                hbm_bandwidth=NVIDIA + "h200: 4.8 TB/s (4.814e12 in the target config)",
+                peak_flops=NVIDIA + "h200: 1,979 TFLOPS (BFLOAT16 with sparsity), half of it without",
+                link_bandwidth=NVIDIA + "h200: NVLink 900 GB/s both ways, 18 links",
+                launches=_MEASURED + "0.92 ms for the 60 condition reads of SmolLM2's 30 layers",
+            ),
+        ),
+        _gpu(
+            "h100", 84_942_979_072, 3.352e12,
+            dict(
+                hbm_bytes=_XLA + "h100_sxm.txtpb: device_memory_size 84942979072, of which JAX reserves 75 %",
+                hbm_bandwidth=NVIDIA + "h100: 3.35 TB/s (H100 SXM; 3.35232e12 in " + _XLA + "h100_sxm.txtpb)",
+                peak_flops=NVIDIA + "h100: 1,979 TFLOPS (H100 SXM, BFLOAT16 with sparsity), half of it without",
+                link_bandwidth=NVIDIA + "h100: NVLink 900 GB/s both ways, 18 links",
+                launches="not measured on an H100; those of the H200, " + _MEASURED + "0.92 ms for 60 condition reads",
+            ),
         ),
     )
 }  # fmt: skip

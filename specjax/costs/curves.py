@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import first_largest
+from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, row_keys, warp
 from specjax.types import Array, PyTree, Sampling, Target
@@ -62,10 +63,18 @@ def evaluate(
     return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform, logits)
 
 
-def logits_of(target: Target) -> float:
-    """Return the bytes of one row of float32 logits, as a share of the target's parameters, or 0 without parameters."""
+def logits_of(target: Target, platform: str | None = None) -> float:
+    """Return the bytes of one row of float32 logits as a share of the bytes that a pass over one token reads.
+
+    These are the bytes of the target's parameters, or on a GPU the bytes that it reads in the time of such a pass
+    (`accelerators.equivalent_bytes`). Without parameters the share is 0.
+
+    Args:
+      platform: as in `estimated`.
+    """
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target.params))
-    return 4 * target.model.vocab_size / size if size else 0.0
+    layers = target.model.capabilities.num_layers
+    return 4 * target.model.vocab_size / equivalent_bytes(platform or current_chip(), size, layers) if size else 0.0
 
 
 LOGITS_PASSES = 4
@@ -80,20 +89,20 @@ def estimated(
     The numbers for CPU were measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16
     passes over one. A product with a single vector has a kernel of its own. Measured costs are 1.18 for 2 tokens, 1.22
     for 4, 1.45 for 8, 1.95 for 16 and 3.16 for 32. In bfloat16 a pass costs 1 + 0.035 (n - 1). This lies between cores
-    with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Other platforms read the
-    weights once for up to about 240 tokens. Each token adds 0.002 (Llama 3 8B on v5e, from the compiler's schedule),
-    and LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M, 16 rows of 4 and
-    64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
+    with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). Accelerators read the
+    weights once for a few hundred tokens, and `accelerators.pass_cost` has the costs by chip. Each token adds
+    LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of 4
+    and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
 
     Args:
-      platform: a JAX backend; the default is the current one.
-      logits: bytes of one row of logits as a share of the parameters (`logits_of`).
+      platform: a JAX backend, or a chip such as "h200" or "v5e"; the default is the current device.
+      logits: bytes of one row of logits as a share of those that a pass reads (`logits_of`).
     """
-    platform = platform or jax.default_backend()
+    platform = platform or current_chip()
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return max(1 + 0.002 * n, n / 240) + LOGITS_PASSES * logits * n
+            return pass_cost(platform, n) + LOGITS_PASSES * logits * n
         if jnp.dtype(dtype) == jnp.bfloat16:
             return 1 + 0.035 * (n - 1)
         return 1.0 if n == 1 else 1 + n / 16
@@ -146,10 +155,20 @@ def timed(
     return [statistics.median(seconds[width]) for width in widths]
 
 
-def of_draft(target: Target, draft: Target) -> float:
-    """Estimate the cost of a draft model's pass relative to a target pass: the ratio of their parameter bytes."""
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) for model in (draft, target)]
-    return sizes[0] / sizes[1]
+def of_draft(target: Target, draft: Target, platform: str | None = None) -> float:
+    """Estimate the cost of a draft model's pass relative to a target pass.
+
+    It is the ratio of the bytes that the passes read, or on a GPU of those that it reads in their time.
+
+    Args:
+      platform: as in `estimated`.
+    """
+
+    def size(model: Target) -> float:
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        return equivalent_bytes(platform or current_chip(), weights, model.model.capabilities.num_layers)
+
+    return size(draft) / size(target)
 
 
 CHUNK = 128

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
+from specjax.costs.accelerators import current_chip, equivalent_bytes
 from specjax.models.heads.contract import DraftedNodes, DraftHead
 from specjax.types import Context, PyTree, Target
 
@@ -16,12 +17,16 @@ TEXT = 128
 """Assumed length of the text in tokens. Attention costs grow with it in the head as in the target."""
 
 
-def of_head(target: Target, head: DraftHead, passes: int) -> float:
+def of_head(target: Target, head: DraftHead, passes: int, platform: str | None = None) -> float:
     """Estimate the cost of drafting a tree with `passes` passes of the head, including that of the root.
 
-    The estimate is a rule of thumb: a pass over few tokens takes the time to read the weights of its products once.
-    The parameters may be arrays or shapes.
+    The estimate is a rule of thumb: a pass over few tokens takes the time to read the weights of its products once. On
+    a GPU, a pass of the head also takes the time of a layer's kernels. The parameters may be arrays or shapes.
+
+    Args:
+      platform: as in `estimated`.
     """
+    platform = platform or current_chip()
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
     target, params = jax.tree.map(shape, (target, head.params))
     one = lambda value: jnp.full((1, 1), value, jnp.int32)
@@ -48,8 +53,11 @@ def of_head(target: Target, head: DraftHead, passes: int) -> float:
     of_first = count(first_level)
     of_level = count(level) - of_first if passes > 1 else 0.0
     of_target = num_layers_run * (1 if head.head.is_single_pass else passes)
-    weights = sum(x.size for x in jax.tree.leaves(target.params))
-    return of_target / layers + (of_first + (passes - 1) * of_level) / weights
+    sizes = [(x.size, x.size * x.dtype.itemsize) for x in jax.tree.leaves(target.params)]
+    weights, size = (sum(column) for column in zip(*sizes, strict=True))
+    read = (of_first + (passes - 1) * of_level) * size / weights  # bytes
+    drafting = equivalent_bytes(platform, read, 1 if head.head.is_single_pass else passes)
+    return of_target / layers + drafting / equivalent_bytes(platform, size, layers)
 
 
 def _of_equations(jaxpr: Any, choose: Callable[[list[float]], float]) -> float:

@@ -88,6 +88,8 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
     memory = MemoryUse(
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes
     )
+    if memory.total > memory.available:  # the CUDA compiler does not refuse such a program
+        return _too_large(work, program, memory.total)
     vocab = work.target.vocab_size
     findings_in_program = hlo.findings(module, program.trips, program.taken, vocab_size=vocab, large=program.large)
     parts = frozenset({vocab, vocab // (work.devices // work.data)})
@@ -102,6 +104,8 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
         must_bytes=required_bytes,
         cycles=totals.cycles,
         kernel_calls=totals.kernels.calls,
+        kernels=hlo.count_kernels(module, program.trips, program.taken)._asdict() if chip.launches else {},
+        loops=tuple(use._asdict() for use in hlo.loop_uses(module, program.trips, program.taken)),
         seconds=dataclasses.asdict(roofline.estimate(chip, totals, required_bytes)),
         collectives=tuple(dataclasses.asdict(entry) for entry in totals.collectives),
         findings=tuple(dataclasses.asdict(entry) for entry in findings_in_program),
@@ -112,10 +116,14 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
 
 def _refused(work: Workload, program: Program, message: str) -> ProgramReport:
     needed = needed_bytes(message)
-    reason = " ".join(message.split())[:300]
     if needed is not None:
-        chip = work.topology.chip
-        reason = f"it needs {gib(needed)} of HBM and a {chip.name} device has {gib(chip.hbm_bytes)}"
+        return _too_large(work, program, needed)
+    return ProgramReport(program.name, False, reason=" ".join(message.split())[:300])
+
+
+def _too_large(work: Workload, program: Program, needed: int) -> ProgramReport:
+    chip = work.topology.chip
+    reason = f"it needs {gib(needed)} of HBM and a {chip.name} device has {gib(chip.hbm_bytes)}"
     return ProgramReport(program.name, False, reason=reason, needed_bytes=needed)
 
 

@@ -36,7 +36,7 @@ def drafter_of(work: Workload, target: Target, draft: Target | DraftHead | None)
 def _options(work: Workload) -> dict[str, Any]:
     """Return the options of the workload's method for its factory."""
     method = find_drafter(work.method)
-    options: dict[str, Any] = {"platform": "tpu"} if method.uses("costs") else {}
+    options: dict[str, Any] = {"platform": work.topology.chip.name} if method.uses("costs") else {}
     written = dict(work.options)
     options |= {option.name: option.parse(written[option.name]) for option in method.options if option.name in written}
     if work.tree is not None:

@@ -25,8 +25,8 @@ from specjax.planning.hlo.parsing import Instruction
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
 
-BLOCK = 256
-"""Cache slots that attention over many tokens reads at a time (pallas_kernels.tree_attention.xla.BLOCK)."""
+BLOCK = {"tpu": 256, "gpu": 2048}
+"""Cache slots that attention in plain XLA reads at a time (pallas_kernels.tree_attention.xla)."""
 
 VISITED = 3.0
 """Assumed nodes that a verifier reads in a step with drafts, as in chains with an acceptance rate of 0.7."""
@@ -66,8 +66,8 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     with device_kind(args.mesh):
         state = jax.eval_shape(start, args.job)
     state = place_state(work, args, state)
-    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, "tpu"))
-    blocks = math.ceil(work.context / BLOCK)
+    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))
+    blocks = math.ceil(work.context / BLOCK[work.platform])
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)
     assumed = {
@@ -112,7 +112,7 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
         try:
             with device_kind(mesh):
                 lowered = function.lower(*arguments)
-            return lowered.compile()
+            return lowered.compile(compiler_options(mesh))
         except Exception as refusal:  # cached, so that each program with this function raises it
             return refusal
 
@@ -123,6 +123,11 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
         return compiled_or_error
 
     return compiled
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Return the compiler's options: no kernel is timed, because there is no GPU to time it on."""
+    return {"xla_gpu_autotune_level": 0} if mesh.devices.flat[0].platform == "gpu" else {}
 
 
 def device_kind(mesh: Mesh):

@@ -38,7 +38,9 @@ class ProgramReport:
     moved_bytes: float = 0.0  # bytes to and from HBM in the compiled program
     must_bytes: float = 0.0  # minimum of these bytes, by the shapes
     cycles: float = 0.0
-    kernel_calls: float = 0.0
+    kernel_calls: float = 0.0  # calls of Pallas kernels
+    kernels: dict[str, float] = field(default_factory=dict)  # launches on a GPU: products, attention, other
+    loops: tuple[dict, ...] = ()  # name, depth, executions, iterations, known
     seconds: dict[str, float] = field(default_factory=dict)  # memory, compute, collectives, roofline, schedule
     collectives: tuple[dict, ...] = ()  # kind, count, bytes, wire_bytes, group
     findings: tuple[dict, ...] = ()  # kind, count, bytes, sentence
@@ -48,7 +50,7 @@ class ProgramReport:
     @classmethod
     def from_json(cls, record: dict) -> ProgramReport:
         memory = record["memory"] and MemoryUse(**record["memory"])
-        lists = {name: tuple(record[name]) for name in ("collectives", "findings")}
+        lists = {name: tuple(record[name]) for name in ("collectives", "findings", "loops")}
         return cls(**{**record, **lists, "memory": memory})
 
 

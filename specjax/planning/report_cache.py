@@ -26,7 +26,7 @@ from specjax.version import __version__
 def versions() -> dict[str, str]:
     """Return the versions of all packages that affect compilation."""
     package_versions = {"specjax": __version__, "jax": jax.__version__}
-    for name in ("jaxlib", "libtpu"):
+    for name in ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             package_versions[name] = importlib.metadata.version(name)
     return package_versions
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
     prepare_environment()  # sets the flags of a compilation, which are part of the key
-    flags = os.environ.get("LIBTPU_INIT_ARGS")
+    flags = os.environ.get("XLA_FLAGS" if work.platform == "gpu" else "LIBTPU_INIT_ARGS")
     key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.digest_package()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 

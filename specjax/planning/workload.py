@@ -55,6 +55,11 @@ class Workload:
         return self.data * self.layer * self.sequence * self.model
 
     @property
+    def platform(self) -> str:
+        """Return JAX's backend for the chips: "tpu" or "gpu"."""
+        return self.topology.chip.platform
+
+    @property
     def is_layer_parallel(self) -> bool:
         """Return True if the draft model's layers are distributed over devices."""
         return self.method == "easyspec" and self.layer > 1
@@ -67,7 +72,7 @@ class Workload:
         )
 
     def mesh(self, devices: list) -> Mesh:
-        """Return the mesh in libtpu's device order, with neighbouring devices along "model"."""
+        """Return the mesh in the compiler's device order, with neighbouring devices along "model"."""
         return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
 
 
@@ -125,7 +130,8 @@ def make_workload(
         raise UsageError(f'--head: "{kind}" is not a kind of head; choose one of {", ".join(KINDS)}')
 
     def load(source, flag: str):
-        config = load_config(source, dtype, flag) if isinstance(source, str | Path) else source
+        is_name = isinstance(source, str | Path)
+        config = load_config(source, dtype, flag, slice_.chip.platform) if is_name else source
         return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
 
     target_config = load(target, "--target")

@@ -35,3 +35,17 @@ def test_a_kernel_runs_on_one_core_of_a_megacore():
 
 def test_one_device_has_nothing_to_send():
     assert roofline.collective_seconds(CHIP, roofline.Collective("all-reduce", 3, 1e6, 1e6, group=1)) == 0
+
+
+def test_a_gpu_waits_for_launches_and_conditions():
+    """By hand: bytes at the bandwidth that is reached, 100 kernels, 7 conditions, and 14 steps of a ring of 8."""
+    chip = CHIPS["h200"]
+    reduce = roofline.Collective("all-reduce", count=10, bytes=8e6, wire_bytes=9e6, group=8)
+    gather = roofline.Collective("all-gather", count=1, bytes=0, wire_bytes=0, group=8)
+    totals = roofline.Totals(0, 5e9, 4e9, 100, roofline.Kernel(0), (reduce, gather), condition_reads=7)
+    seconds = roofline.estimate(chip, totals, must_bytes=3e9)
+    links = 9e6 / 450e9 + 10 * (6.6e-6 + 14 * 0.6e-6) + 6.6e-6 + 7 * 0.6e-6
+    assert seconds.collectives == pytest.approx(links)
+    assert seconds.roofline == pytest.approx(3e9 / 4.8e12 + links)
+    assert seconds.schedule == pytest.approx(4e9 / (0.83 * 4.8e12) + 100 * 0.92e-6 + 7 * 15e-6 + links)
+    assert roofline.clocks_of(chip)["schedule"] != roofline.clocks_of(CHIP)["schedule"]

@@ -37,7 +37,7 @@ def command(name, **changes):
     ("changes", "words"),
     [
         ({"topology": "v5e:3x3"}, ("--topology", "2x4")),
-        ({"topology": "h100:8"}, ("--topology", "v5e", "v6e")),
+        ({"topology": "b300:8"}, ("--topology", "v5e", "v6e")),
         ({"target": "nothing"}, ("--target", "llama3_8b")),
         ({"method": "nothing"}, ("--method", "two_model")),
         ({"method": "two_model"}, ("--draft",)),

@@ -275,3 +275,78 @@ def test_findings():
     assert found["copy"].bytes == 2 * 8 * 4096 * 128 * 2
     assert "1000" in found["vocabulary_sort"].sentence
     assert not hlo.findings(module, vocab_size=999)[1:]  # another vocabulary: the host call only
+
+
+GPU = """HloModule jit_step, is_scheduled=true
+
+%sliced (p: bf16[3,2048,1024], i: s32[]) -> bf16[1,2048,1024] {
+  %p = bf16[3,2048,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %less = pred[] compare(%i, %zero), direction=LT
+  ROOT %slice = bf16[1,2048,1024]{2,1,0} dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,2048,1024}
+}
+
+%product (w: bf16[2048,1024], x: bf16[1,1024]) -> bf16[2048] {
+  %w = bf16[2048,1024]{1,0} parameter(0)
+  %x = bf16[1,1024]{1,0} parameter(1)
+  ROOT %dot = bf16[2048]{0} dot(%w, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%scores (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  ROOT %exp = f32[8]{0} exponential(%p.1), metadata={op_name="jit(step)/tree_attention/while/body/exp"}
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %y = f32[8]{0} get-tuple-element(%state), index=1
+  %scored = f32[8]{0} fusion(%y), kind=kLoop, calls=%scores
+  ROOT %out = (s32[], f32[8]{0}) tuple(%n, %scored)
+}
+
+%condition (state.1: (s32[], f32[8])) -> pred[] {
+  %state.1 = (s32[], f32[8]{0}) parameter(0)
+  %n.1 = s32[] get-tuple-element(%state.1), index=0
+  ROOT %less.1 = pred[] compare(%n.1, %n.1), direction=LT
+}
+
+ENTRY %main (stack: bf16[3,2048,1024], a: f32[8]) -> f32[8] {
+  %stack = bf16[3,2048,1024]{2,1,0} parameter(0)
+  %a = f32[8]{0} parameter(1)
+  %row = bf16[1,1024]{1,0} constant({...})
+  %which = s32[] constant(2)
+  %fusion-start = ((bf16[3,2048,1024], s32[]), bf16[1,2048,1024], u32[]) fusion-start(%stack, %which), calls=%sliced
+  %fusion-done = bf16[1,2048,1024]{2,1,0} fusion-done(%fusion-start)
+  %matrix = bf16[2048,1024]{1,0} bitcast(%fusion-done)
+  %gemm = bf16[2048]{0} fusion(%matrix, %row), kind=kCustom, calls=%product
+  %library = (f32[8]{0}, s8[4]{0}) custom-call(%gemm, %row), custom_call_target="__cublas$gemm"
+  %start = (s32[], f32[8]{0}) tuple(%which, %a)
+  %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body, metadata={op_name="tree_attention/while"}
+  ROOT %last = f32[8]{0} copy(%a)
+}
+"""
+
+
+def test_what_a_gpu_launches():
+    """A slice, two products, a copy; per turn a kernel and the comparison, and the host reads once more."""
+    module, trips = hlo.parse(GPU), lambda loop: 3.0
+    assert hlo.count_kernels(module, trips) == hlo.KernelCounts(products=2, attention=3, other=1 + 1 + 3)
+    (use,) = hlo.loop_uses(module, trips)
+    assert use == hlo.LoopUse("tree_attention/while", 0, 1.0, 3.0, known=False)
+    totals = hlo.totals(module, trips)
+    assert totals.condition_reads == 4 and totals.instructions == 10
+    layer = 2048 * 1024 * 2
+    assert totals.hbm_bytes == pytest.approx(2 * layer + layer, rel=0.01), "read and written, and read by the product"
+
+
+def test_a_slice_of_a_stack_is_found():
+    large = frozenset({("bf16", (3, 1024, 2048))})
+    (found,) = hlo.findings(hlo.parse(GPU), large=large)
+    assert (found.kind, found.count, found.bytes) == ("slice", 1, 2048 * 1024 * 2)
+    assert found.sentence == "slices bf16[1,2048,1024] 1 times, 4 MB in total"
+    (found,) = hlo.findings(hlo.parse(GPU), large=frozenset({("bf16", (1024, 2048))}))
+    assert found.kind == "copy", "the whole array"
+    computed = GPU.replace("dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,2048,1024}", "exponential(%p)")
+    assert not hlo.findings(hlo.parse(computed), large=large)

@@ -118,7 +118,7 @@ CostsOption = Annotated[
     typer.Option(
         "--costs",
         help="Costs of wide target passes, for auto, choice and --controller goodput: `measured` times them before the "
-        "run; a JSON file of `specjax plan` also works. Default: a rule of thumb.",
+        "run; a JSON file of `specjax plan` also works. Default: a rule of thumb for the device.",
         show_default=False,
         autocompletion=completion.one_of("measured"),
     ),

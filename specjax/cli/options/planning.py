@@ -19,7 +19,8 @@ TargetOption = Annotated[
     str, typer.Option("--target", help=f"Target model: {SHAPES}.", show_default=False, autocompletion=completion.config)
 ]
 TopologyOption = Annotated[
-    str, typer.Option("--topology", help="TPU topology: v5e:2x4, v6e:16x16, v5p:2x2x1, ...", show_default=False)
+    str,
+    typer.Option("--topology", help="Chips: v5e:2x4, v6e:16x16, v5p:2x2x1, h200:1, h100:8.", show_default=False),
 ]
 DraftOption = Annotated[
     str | None,

@@ -152,7 +152,7 @@ def auto(
       costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
         `costs.estimated` for the batch and `dtype` of the parameters.
       num_recycled: number of nodes from Token Recycling, at most 80; default: 40 on CPU, else 80.
-      platform: the platform of the program, "cpu", "gpu" or "tpu"; default: JAX's backend.
+      platform: the platform of the program, "cpu", "gpu" or "tpu", or a chip such as "h200"; default: this device.
 
     State: the state of `token_recycling` with chances, at most 2.2 MB per row. With a head, its memory of the text and
       the hidden states of unread tokens are added: WAITING tokens and the longest draft.
@@ -300,7 +300,8 @@ def _cost(config: Config, context: Context, params: Params) -> float:
     assert config.head is not None and context.target is not None
     drafting = config.head_cost
     if drafting is None:
-        drafting = costs_of.of_head(context.target, DraftHead(config.head, params.head), config.builder.levels)
+        head = DraftHead(config.head, params.head)
+        drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform)
     return DRAFTING + drafting  # the nodes are merged and ranked again
 
 

@@ -55,7 +55,7 @@ def select_passes(
     """
     mesh = None if target is None else target.model.mesh
     devices, data = (1, 1) if mesh is None else (mesh.size, dict(mesh.shape).get("data", 1))
-    rows, logits = -(-batch // data), 0.0 if target is None else costs_of.logits_of(target)
+    rows, logits = -(-batch // data), 0.0 if target is None else costs_of.logits_of(target, platform)
     max_width = LOGITS_BYTES * devices / data / (4 * rows * vocab_size)
     evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, logits)
     passes = _paying(widths, max_width, evaluate(widths))

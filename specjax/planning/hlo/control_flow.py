@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specjax.planning.hlo.parsing import Instruction, Module
 
@@ -35,42 +36,65 @@ def always(conditional: Instruction) -> float:
     return 1.0
 
 
+class Visit(NamedTuple):
+    """An instruction that control flow reaches."""
+
+    computation: str
+    instruction: Instruction
+    executions: float
+    loop: Loop | None = None  # the loop, if the instruction is one
+    iterations: float = 0.0  # of the loop, per execution
+
+
 def walk(
     module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always
 ) -> Iterator[tuple[str, Instruction, float]]:
-    """Yield (computation, instruction, executions) of everything that control flow reaches.
+    """Yield (computation, instruction, executions) of everything that control flow reaches, like `visits`."""
+    return (visit[:3] for visit in visits(module, trips, taken))
 
-    A fusion is one instruction. The main branch of a conditional runs with the share `taken`. The main branch is the
-    one in which the scope around the conditional occurs again. Without such a branch, it is the one with the most
-    cycles (here the widest target pass). In the remaining executions the cheapest other branch runs.
+
+def visits(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Iterator[Visit]:
+    """Yield everything that control flow reaches. A fusion is one instruction.
+
+    The main branch of a conditional runs with the share `taken`. The main branch is the one in which the scope around
+    the conditional occurs again. Without such a branch, it is the one with the most cycles, or on a GPU the largest
+    results (here the widest target pass). In the remaining executions the cheapest other branch runs.
     """
 
-    def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[tuple[str, Instruction, float]]:
+    def of(name: str, times: float, depth: int, path: tuple[str, ...]) -> Iterator[Visit]:
         loops = loops_of(module, name, depth, path)
         for instruction in module.computations.get(name, {}).values():
-            yield name, instruction, times
-            if instruction.opcode == "while":
-                loop = loops[instruction.name]
+            loop = loops.get(instruction.name)
+            if loop is not None:
                 count = trips(loop) if loop.trips is None else loop.trips
+                yield Visit(name, instruction, times, loop, count)
                 for part in instruction.called("body", "condition"):
                     yield from of(part, times * count, depth + 1, (*path, instruction.name))
-            elif instruction.opcode == "conditional":
+                continue
+            yield Visit(name, instruction, times)
+            if instruction.opcode == "conditional":
                 branches = instruction.called("branch_computations", "true_computation", "false_computation")
                 if branches:
-                    cycles = lambda branch: sum(i.cycles * n for _, i, n in of(branch, 1.0, depth, path))
-                    counted, share = (
-                        _named(module, instruction, branches) or max(branches, key=cycles),
-                        taken(instruction),
-                    )
-                    yield from of(counted, times * share, depth, path)
+                    size = lambda branch: _size(of(branch, 1.0, depth, path))
+                    main, share = _named(module, instruction, branches) or max(branches, key=size), taken(instruction)
+                    yield from of(main, times * share, depth, path)
                     if share < 1 and len(branches) > 1:
-                        cheapest = min((branch for branch in branches if branch != counted), key=cycles)
+                        cheapest = min((branch for branch in branches if branch != main), key=size)
                         yield from of(cheapest, times * (1 - share), depth, path)
             elif instruction.opcode in ("call", "async-start"):
                 for part in instruction.called("to_apply", "calls", "called_computations"):
                     yield from of(part, times, depth, path)
 
-    yield from of(module.entry, 1.0, 0, ())
+    return of(module.entry, 1.0, 0, ())
+
+
+def _size(visits: Iterable[Visit]) -> tuple[float, float]:
+    """Return the cycles and the bytes of the results of a branch. A GPU's compiler counts no cycles."""
+    cycles = size = 0.0
+    for _, instruction, times, *_ in visits:
+        cycles += instruction.cycles * times
+        size += sum(array.bytes for array in instruction.arrays) * times
+    return cycles, size
 
 
 def _named(module: Module, conditional: Instruction, branches: list[str]) -> str | None:

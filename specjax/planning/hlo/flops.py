@@ -22,6 +22,8 @@ def flops_of(module: Module, computation: dict[str, Instruction], instruction: I
     if instruction.opcode == "fusion":
         inner = module.computations.get((instruction.called("calls") or [""])[0], {})
         return sum(flops_of(module, inner, part) for part in inner.values())
+    if is_library_product(instruction):
+        return _library_flops(computation, instruction)
     out = float(sum(a.elements for a in instruction.arrays))
     if instruction.opcode in ("dot", "convolution"):
         operands = [computation[name].arrays for name in instruction.operands if name in computation]
@@ -32,9 +34,31 @@ def flops_of(module: Module, computation: dict[str, Instruction], instruction: I
     if instruction.opcode in ("reduce", "reduce-window"):
         first = computation.get(instruction.operands[0]) if instruction.operands else None
         return float(first.arrays[0].elements) if first is not None and first.arrays else 0.0
-    if instruction.opcode in _NO_FLOPS or instruction.opcode.split("-start")[0] in COLLECTIVES:
+    if (
+        instruction.opcode in _NO_FLOPS
+        or instruction.opcode.endswith("-done")
+        or instruction.opcode.split("-start")[0] in COLLECTIVES
+    ):
         return 0.0
     return out if any(a.dtype in ("f32", "bf16", "f16", "f64") for a in instruction.arrays) else 0.0
+
+
+def is_library_product(instruction: Instruction) -> bool:
+    """Return True for a matrix product that a GPU library computes. Its second result is the library's workspace."""
+    return bool(re.search(r'custom_call_target="__cu(blas|tlass)', instruction.attributes))
+
+
+def _library_flops(computation: dict[str, Instruction], instruction: Instruction) -> float:
+    """Count the operations of a library's product from the dimensions that it sums over."""
+    dims = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', instruction.attributes)
+    left = computation.get(instruction.operands[0]) if instruction.operands else None
+    if dims is None or left is None or not left.arrays:
+        return 0.0
+    return (
+        2.0
+        * instruction.arrays[0].elements
+        * math.prod(left.arrays[0].dims[int(d)] for d in re.findall(r"\d+", dims[1]))
+    )
 
 
 def _dot_products(out: float, left: Array, right: Array, instruction: Instruction) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from specjax.costs.roofline import Kernel
+from specjax.planning.hlo.flops import is_library_product
 from specjax.planning.hlo.parsing import FREE, Array, Instruction, Module
 
 _VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}  # within a fusion
@@ -22,7 +23,8 @@ def traffic(module: Module, computation: dict[str, Instruction], instruction: In
         return kernel.bytes
     operands = [computation[name] for name in instruction.operands if name in computation]
     outer = [[a for a in operand.arrays if not a.in_vmem] for operand in operands]
-    written = sum(a.bytes for a in instruction.arrays if not a.in_vmem)
+    results = instruction.arrays[:1] if is_library_product(instruction) else instruction.arrays  # without workspace
+    written = sum(a.bytes for a in results if not a.in_vmem)
     if instruction.opcode == "fusion":
         inner = module.computations.get((instruction.called("calls") or [""])[0], {})
         read = sum(_read(module, inner, index, arrays) for index, arrays in enumerate(outer))

@@ -115,7 +115,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     close = _close(line, call.end() - 1)
     inside = line[call.end() : close - 1]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(head.group(2), line[at:end], call.group(1), operands, inside, line[close:], bool(head.group(1)))
+    shape, opcode = line[at:end], call.group(1)
+    if opcode == "fusion-start":  # ((operands), results, context) of a fusion that runs beside others
+        first = _close(shape, 1)
+        shape, opcode = shape[first + 2 : shape.rindex(",")], "fusion"
+    return Instruction(head.group(2), shape, opcode, operands, inside, line[close:], bool(head.group(1)))
 
 
 def _close(line: str, at: int) -> int:

@@ -9,7 +9,8 @@ from specjax.costs.roofline import Collective, Kernel, Totals
 from specjax.planning.hlo.control_flow import Taken, Trips, always, walk
 from specjax.planning.hlo.flops import flops_of
 from specjax.planning.hlo.hbm import kernel_of, traffic
-from specjax.planning.hlo.parsing import COLLECTIVES, FREE, Instruction, Module
+from specjax.planning.hlo.launches import condition_reads, is_launch
+from specjax.planning.hlo.parsing import COLLECTIVES, Instruction, Module
 
 
 def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Totals:
@@ -22,7 +23,7 @@ def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = alway
         cycles += times * instruction.cycles
         flops += times * flops_of(module, computation, instruction)
         moved += times * traffic(module, computation, instruction)
-        instructions += times * (instruction.opcode not in FREE)
+        instructions += times * is_launch(instruction)
         kernel = kernel_of(instruction)
         if kernel is not None:
             kernels = Kernel(
@@ -38,7 +39,8 @@ def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = alway
     collective_sums = tuple(
         Collective(kind, count, size, wire, group) for (kind, group), (count, size, wire) in sorted(collectives.items())
     )
-    return Totals(cycles, flops, moved, instructions, kernels, collective_sums)
+    reads = condition_reads(module, trips, taken)
+    return Totals(cycles, flops, moved, instructions, kernels, collective_sums, reads)
 
 
 def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, float, int]:

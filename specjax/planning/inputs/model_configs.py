@@ -38,12 +38,16 @@ def _name(source: str | Path) -> str:
     return str(source).replace("-", "_").replace(".", "_").lower()
 
 
-ON_TPU = {"stacked": True, "cache_lanes": cache_lanes_for("tpu")}
-"""The layout of a model that `specjax.load` uses on a TPU."""
+def layout_on(platform: str) -> dict[str, Any]:
+    """Return the fields of a config for the layout that `specjax.load` uses on "tpu" or "gpu"."""
+    return {"stacked": platform == "tpu", "cache_lanes": cache_lanes_for(platform)}
 
 
-def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
+def load_config(source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu") -> Any:
     """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
+
+    Args:
+      platform: "tpu" or "gpu", for the layout of the weights and the cache.
 
     Raises: UsageError that names `flag`, for anything else.
     """
@@ -54,8 +58,8 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target") -> Any:
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # False for invalid names, where pathlib may raise
     if name in configs_by_name and not os.path.exists(path):
-        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **ON_TPU)
-    options = {"dtype": dtype, **ON_TPU, "name": path.resolve().name if is_folder else path.stem}
+        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **layout_on(platform))
+    options = {"dtype": dtype, **layout_on(platform), "name": path.resolve().name if is_folder else path.stem}
     try:
         with guarded_read(path):
             if is_folder and (path / "config.json").is_file():

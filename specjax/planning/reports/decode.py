@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specjax.costs.roofline import clocks_of
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.drafting import tokens_of
 from specjax.planning.records import PlanReport, ProgramReport, SpeedUp
@@ -20,11 +21,11 @@ ACCEPTANCE_RATES = (0.3, 0.5, 0.7, 0.8, 0.9)
 def compile_report(
     target: str | Any, topology: str, *, cache: bool = True, on_step: Notify | None = None, **options: Any
 ) -> PlanReport:
-    """Compile a decode for absent TPUs, and report its memory, its traffic and estimates of its speed.
+    """Compile a decode for absent TPUs or GPUs, and report its memory, its traffic and estimates of its speed.
 
     Args:
       target: a built-in config name, a Hugging Face folder or a GGUF file (no weights are read), or a config.
-      topology: a slice of chips such as "v5e:2x4".
+      topology: a slice of chips such as "v5e:2x4", or GPUs of one machine such as "h200:8".
       cache: store results on disk. on_step: called with the name of each program before it is compiled.
       options: arguments of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
         max_new_tokens, dtype, cache_dtype, same_bits, temperature, top_k, top_p, min_p, repetition_penalty,
@@ -58,8 +59,9 @@ def report_on(work: Workload, cache: bool, notify: Notify) -> PlanReport:
                 speedups.append(SpeedUp(rate, e, e / ratio["roofline"], e / ratio["schedule"]))
     fits = suggest(work, program_reports, cache, notify)
     return PlanReport(
-        describe(work), _chip(work), versions(), tuple(program_reports), tuple(speedups), ratio, tuple(fits)
-    )
+        describe(work), _chip(work), versions(), tuple(program_reports), tuple(speedups), ratio, tuple(fits),
+        clocks=clocks_of(work.topology.chip),
+    )  # fmt: skip
 
 
 def _of_denoising(work: Workload, cache: bool, notify: Notify) -> PlanReport:
@@ -67,8 +69,9 @@ def _of_denoising(work: Workload, cache: bool, notify: Notify) -> PlanReport:
     program_reports, blocks, window = programs_and_blocks(work, cache, notify)
     fits = tuple(suggest(work, program_reports, cache, notify))
     return PlanReport(
-        describe(work), _chip(work), versions(), tuple(program_reports), fits=fits, blocks=blocks, window=window
-    )
+        describe(work), _chip(work), versions(), tuple(program_reports), fits=fits, blocks=blocks, window=window,
+        clocks=clocks_of(work.topology.chip),
+    )  # fmt: skip
 
 
 def _chip(work: Workload) -> dict[str, Any]:

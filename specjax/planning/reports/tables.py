@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specjax.bench.records import dtypes
-from specjax.costs.chips import DOCS, GIB, gib
+from specjax.costs.chips import DOCS, GIB, NVIDIA, gib
 from specjax.costs.roofline import CLOCKS
 from specjax.planning.inputs.warping import PENALTIES
 from specjax.planning.records import PlanReport
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from specjax.planning.reports.training import TrainingReport
 
 SHOWN = 3  # copies named per program
+RESERVED = 0.75
+"""The part of a GPU's memory that JAX reserves (docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -41,9 +43,10 @@ def warnings(report: PlanReport) -> list[str]:
     if any(p.needed_bytes for p in report.programs):
         lines += [f"it fits with {fit.change} ({gib(fit.needed_bytes)} per device)" for fit in report.fits]
         lines += [] if report.fits else ["none of the smaller configurations that were tried fits"]
+    lines += _memory_fraction(report)
     for program in report.programs:
         largest = sorted(program.findings, key=lambda finding: -finding["bytes"])
-        copies = [finding for finding in largest if finding["kind"] == "copy"]
+        copies = [finding for finding in largest if finding["kind"] in ("copy", "slice")]
         shown = [finding for finding in largest if finding not in copies[SHOWN:]]
         lines += [f"{program.name}: {finding['sentence']}" for finding in shown]
         if copies[SHOWN:]:
@@ -53,6 +56,15 @@ def warnings(report: PlanReport) -> list[str]:
                 f"{program.name}: {program.kernel_calls:g} calls of Pallas kernels, by their authors' estimates"
             )
     return lines
+
+
+def _memory_fraction(report: PlanReport) -> list[str]:
+    """Return a sentence if a program needs more of a GPU than JAX reserves by default."""
+    needed = max((p.memory.total / p.memory.available for p in report.programs if p.memory), default=0.0)
+    if report.chip["platform"] != "gpu" or needed <= RESERVED:
+        return []
+    fraction = min(needed + 0.05, 0.98)
+    return [f"JAX reserves {RESERVED:.0%} of a GPU by default; set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"]
 
 
 def show_report(report: PlanReport, out) -> None:
@@ -97,7 +109,8 @@ def show_report(report: PlanReport, out) -> None:
     out.print(memory)
     if times.row_count:
         out.print(times)
-    page = DOCS + report.chip["name"]
+    _show_launches(report, out)
+    page = (NVIDIA if report.chip["platform"] == "gpu" else DOCS) + report.chip["name"]
     write(f"of {gib(report.chip['hbm_bytes'])}; chip data from {page} and others, see --json", style="dim")
     for line in warnings(report):
         write(line, style="yellow" if "not" in line.split(":")[0] else "")
@@ -116,6 +129,28 @@ def show_report(report: PlanReport, out) -> None:
     if report.window:
         _show_blocks(report, out, write)
     _show_clocks(report.clocks, write)
+
+
+def _show_launches(report: PlanReport, out) -> None:
+    """Print the kernels and loops of each program for a GPU."""
+    from rich import box
+    from rich.table import Table
+
+    programs = [program for program in report.programs if program.kernels]
+    if not programs:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("program", no_wrap=True)
+    for heading in ("kernels", "products", "attention", "others", "loops of\nknown length", "of unknown\nlength"):
+        table.add_column(heading, justify="right")
+    for program in programs:
+        counts = [sum(program.kernels.values()), *program.kernels.values()]
+        count_loops = lambda known, loops=program.loops: sum(
+            loop["executions"] for loop in loops if loop["known"] is known
+        )
+        loops = [count_loops(True), count_loops(False)]
+        table.add_row(program.name, *(f"{count:,.0f}" for count in (*counts, *loops)))
+    out.print(table)
 
 
 def _show_blocks(report: PlanReport, out, write: Callable[..., None]) -> None:

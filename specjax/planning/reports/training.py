@@ -1,4 +1,4 @@
-"""The report on a training step of a draft head, compiled for absent TPUs: its memory and its tokens per second."""
+"""The report on a training step of a draft head for absent TPUs or GPUs: its memory and its tokens per second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.errors import UsageError
 from specjax.planning.abstract import abstract_job, shard_bytes
 from specjax.planning.compiler import Notify, compile_program
 from specjax.planning.inputs.topologies import describe_devices
-from specjax.planning.programs import Program
+from specjax.planning.programs import Program, compiler_options
 from specjax.planning.records import ProgramReport
 from specjax.planning.workload import Workload, describe, make_workload
 from specjax.training.data.packing import PackedBatch
@@ -119,7 +119,7 @@ def _program(work: Workload, shape: _StepShape, recipe: Recipe) -> tuple[Program
     arguments = state, frozen, target, packed, by_rows(shape.places, jnp.int32), key
 
     def compiled():
-        return train_step.lower(plan, *arguments).compile()
+        return train_step.lower(plan, *arguments).compile(compiler_options(mesh))
 
     return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset()), objective.depths(recipe)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax.costs.roofline import CLOCKS
+from specjax.costs.roofline import CLOCKS, clocks_of
 from specjax.errors import UsageError
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.records import ProgramReport
@@ -93,7 +93,8 @@ def plan(
         curve_of_cost = [(n, r.seconds[side]) for n, r in good]
         choices.append(choose(curve, curve_of_cost, draft_report.seconds[side] if draft_report else 0.0, side))
     inputs = describe(work) | {"draft": pair.draft.name if pair.draft else None}
-    return Plan(inputs, versions(), tuple(curve), source, tuple(reports), draft_report, tuple(choices))
+    clocks = clocks_of(work.topology.chip)
+    return Plan(inputs, versions(), tuple(curve), source, tuple(reports), draft_report, tuple(choices), clocks)
 
 
 def _require(report: ProgramReport) -> None:

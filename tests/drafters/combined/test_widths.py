@@ -8,7 +8,7 @@ from specjax.costs import Curve, estimated, logits_of
 from specjax.drafters import auto, choice, prompt_lookup, suffix
 from specjax.drafters.combined.settings import WIDTHS
 from specjax.drafters.combined.widths import LOGITS_BYTES, select_passes
-from specjax.types import Target
+from specjax.types import Capabilities, Target
 
 LARGE = 262_144
 
@@ -47,7 +47,7 @@ def test_a_mesh_splits_rows_and_vocabulary():
         size, shape = 8, {"data": 2, "model": 4}
 
     class Model:
-        mesh, vocab_size = Mesh, 0
+        mesh, vocab_size, capabilities = Mesh, 0, Capabilities()
 
     class Target:
         model, params = Model, {"weight": np.zeros(4)}

@@ -12,19 +12,22 @@ from specjax.cli.options import planning as p
 from specjax.cli.options.drafter_flags import read_settings
 from specjax.cli.options.groups import with_groups
 
-HELP = """Compile a decode for TPUs without a TPU: memory, and estimates of the speed.
+HELP = """Compile a decode for TPUs or GPUs without one: memory, and estimates of the speed.
 
-It needs the TPU compiler (pip install 'specjax\\[tpu-compile]'), but no TPU
-and no weights. --target and --draft are shapes only: a built-in config
+It needs the compiler (pip install 'specjax\\[tpu-compile]' for v5e:2x2 and
+other TPUs, 'specjax\\[gpu-compile]' for h200:1 or h100:8), but no device and no
+weights. --target and --draft are shapes only: a built-in config
 (llama3_8b, smollm2_135m, ...), a folder with a config.json, or a GGUF file.
 
 The report covers prefill, one step and the whole loop, per device: memory in
 the compiler's layout (args + temps + out - alias), the minimum and the actual
 memory traffic, FLOPs, collectives, and the time by two estimates. Roofline is
 bytes over the published HBM bandwidth, FLOPs over the peak, and collectives;
-it is a lower bound that ignores latency. Schedule is the compiler's own cycle
-count, an upper bound for programs of many small operations. Neither is a
-measurement; docs/tpu.md explains their use.
+it is a lower bound that ignores latency. Schedule is the TPU compiler's own
+cycle count, an upper bound for programs of many small operations. For GPUs,
+it is the bytes that the program moves, and the launches of its kernels and
+loops; a table has their numbers. Neither is a measurement. docs/tpu.md and
+docs/gpu.md explain their use.
 
 For a diffusion model (llada_8b, sdar_4b, dream_7b, ...) there are three
 programs: a pass, a pass that also updates the cache, and the whole loop. A

@@ -11,7 +11,7 @@ from specjax.cli.options import planning as p
 from specjax.cli.options.groups import with_groups
 from specjax.errors import UsageError
 
-HELP = """Propose the token tree for a pair of models on TPUs, without a TPU.
+HELP = """Propose the token tree for a pair of models on TPUs or GPUs, without one.
 
 It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft
 model (see `specjax compile`). Then it minimises seconds per token over all

@@ -1,0 +1,47 @@
+"""Costs of passes by chip."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from toy import tiny_llama
+
+from specjax import costs
+from specjax.costs import accelerators
+from specjax.costs.chips import CHIPS
+
+
+def test_an_h200_has_its_measured_costs():
+    np.testing.assert_allclose(costs.estimated((1, 8, 16, 32, 64), 1, "bfloat16", "h200"), [1, 1.01, 1.04, 1.07, 1.11])
+    np.testing.assert_allclose(costs.estimated((1, 64), 1, "bfloat16", "gpu"), [1, 1.11])  # an unknown GPU
+    assert costs.estimated((1, 128), 1, "bfloat16", "h200")[1] == pytest.approx(1.11 + 64 * 0.04 / 32)
+
+
+@pytest.mark.parametrize(("chip", "tokens"), [("h200", 206), ("h100", 295), ("v5e", 241), ("v6e", 560)])
+def test_wide_passes_cost_their_arithmetic(chip, tokens):
+    """A pass over many tokens takes the time of its FLOPs: as much as the weights at the chip's own balance."""
+    balance = CHIPS[chip].peak_flops / CHIPS[chip].hbm_bandwidth
+    assert balance == pytest.approx(tokens, rel=0.01)
+    assert accelerators.pass_cost(chip, 10 * balance) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [("NVIDIA H200", "h200"), ("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("NVIDIA A100-SXM4-40GB", "gpu")],
+)
+def test_chips_by_the_name_of_a_device(monkeypatch, kind, chip):
+    device = type("Device", (), {"device_kind": kind, "platform": "gpu"})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert accelerators.current_chip() == chip
+
+
+def test_small_models_wait_for_launches_on_a_gpu():
+    """Their logits and drafts cost little there: 100 MB per layer are read in the time of its kernels."""
+    target = tiny_llama()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    waiting = 25e-6 * 0.83 * 4.8e12 * target.model.capabilities.num_layers
+    assert accelerators.equivalent_bytes("h200", size, target.model.capabilities.num_layers) == size + waiting
+    assert accelerators.equivalent_bytes("cpu", size, 2) == accelerators.equivalent_bytes("v5e", size, 2) == size
+    assert costs.logits_of(target, "h200") == pytest.approx(4 * target.model.vocab_size / (size + waiting))
+    assert costs.of_draft(target, target, "h200") == costs.of_draft(target, target, "cpu") == 1
