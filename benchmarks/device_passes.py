@@ -1,12 +1,16 @@
-"""Passes on this accelerator: kernels against their specification, tokens per second against the memory roof.
+"""Speed of decoding on this accelerator, row by row, in less than five minutes and without attention.
 
     python benchmarks/device_passes.py --out device.json
+    python benchmarks/device_passes.py --tiny --minutes 1  # toy shapes, to test the script on a CPU
 
-In one run: the copy bandwidth; every kernel path as this backend takes it, against the specification on CPU; a model of
-the shape of `--config` (default llama3_8b) in bfloat16 with random weights: a pass over 1, 8, 16, 32 and 64 tokens, and
-a step of plain decoding as a share of the roof, the bytes of its parameters over the bandwidth; SmolLM2 likewise, and
-`transformers` (torch) on the same device with the same weights, where torch sees one. Medians of `--repeats`. Exit code
-1 if a kernel differs from its specification. Without an accelerator: --config smollm2_135m --dtype float32.
+The rows are steps of plain decoding of Llama 3 8B and SmolLM2 in bfloat16 with random weights: as `specjax.load` lays
+the layers out, stacked, unstacked, with loops in command buffers (GPU), in batches, and behind 4,000 tokens. Others are
+passes over several tokens, prefill, the error of float32 products, kernels against their specification, and
+`transformers`, eager and compiled, if torch has the same kind of device. All figures are medians of `--repeats`.
+
+Every program is compiled first, several at a time. A row that fails is printed with its error. After `--minutes` the
+script prints what it has, names the rows that are missing, and ends. Exit code 1 if a kernel differs from its
+specification or a row fails, 3 if time ran out.
 """
 
 from __future__ import annotations
@@ -14,32 +18,128 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import specjax
-from specjax import costs
-from specjax.models import init_params, make_model
+from specjax import Target, costs, drafters
+from specjax.costs.accelerators import current_chip
+from specjax.costs.chips import CHIPS, GIB
+from specjax.engine.job import Job
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import run
+from specjax.models import abstract_params, make_model
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.pallas_kernels.tree_attention import reference, tree_attention
-from specjax.planning.inputs.model_configs import builtin_configs
+from specjax.planning.inputs.model_configs import builtin_configs, layout_on, num_params
 from specjax.trees.operations import ancestor_mask
 
 WIDTHS = (1, 8, 16, 32, 64)
 STEPS = 64
+PROMPT, LONG = 100, 4000
+NO_DEVICE = 4
+"""Exit code of the process of transformers where torch has no GPU."""
+IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+GRAPHS = {"xla_gpu_enable_command_buffer": IN_GRAPHS}
+"""Loops and branches run in CUDA graphs too."""
+
+
+class Case(NamedTuple):
+    """A decode whose step is timed."""
+
+    config: str
+    layout: str = "default"  # as `specjax.load` chooses it, "stacked" or "unstacked"
+    batch: int = 1
+    context: int = PROMPT
+    graphs: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.config]
+        parts += [] if self.layout == "default" else [self.layout]
+        parts += ["loops in command buffers"] if self.graphs else []
+        parts += [f"batch {self.batch}"] if self.batch > 1 else []
+        parts += [f"{self.context:,} tokens of context"] if self.context > PROMPT else []
+        return ", ".join(parts)
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    what: str
+    value: str
+    remark: str = ""
+
+
+class Report:
+    """The rows so far, on the screen and in a file."""
+
+    def __init__(self, file: Path, expected: list[str]):
+        self.file, self.rows, self.missing, self.failed = file, [], list(expected), []
+        self.facts = describe_machine()
+        print(json.dumps(self.facts), flush=True)
+        print("| what | value | remark |\n| --- | --- | --- |", flush=True)
+
+    def measure(self, name: str, rows: Callable[[], list[Row]]) -> None:
+        """Run one measurement, and print its rows or its error."""
+        try:
+            new = rows()
+        except Exception as error:  # the other rows are still wanted
+            self.failed.append(name)
+            new = [Row(name, "failed", " ".join(str(error).split())[:200] or type(error).__name__)]
+        self.missing.remove(name)
+        for row in new:
+            print(f"| {row.what} | {row.value} | {row.remark} |", flush=True)
+        self.rows += new
+        self.write()
+
+    def write(self) -> None:
+        document = self.facts | {"rows": [row._asdict() for row in self.rows], "missing": self.missing}
+        self.file.write_text(json.dumps(document, indent=1))
+
+    def give_up(self) -> None:
+        """End the process: the time is over."""
+        for name in self.missing:
+            print(f"| {name} | not run | the time was over |", flush=True)
+        self.write()
+        os._exit(3)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the facts that explain the figures."""
+    device, versions = jax.devices()[0], {}
+    for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "torch", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.date.today().isoformat(), "device": device.device_kind, "devices": jax.device_count(),
+        "runtime": getattr(device.client, "platform_version", ""), "python": platform.python_version(),
+        "cpus": os.cpu_count(), "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), **versions,
+    }  # fmt: skip
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median of `repeats` runs behind one that compiles."""
+    """Return the median of `repeats` runs after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -48,8 +148,92 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def bandwidth(size: int, repeats: int) -> float:
-    """Bytes per second of a copy, read and written; in place, for on CPU fresh memory takes longer than the copy."""
+def config_of(case: Case, tiny: bool) -> Any:
+    """Return the config of a case with its layout, or with few and small layers."""
+    config = dataclasses.replace(builtin_configs()[case.config](), dtype="bfloat16", **layout_on(jax.default_backend()))
+    if case.layout != "default":
+        config = dataclasses.replace(config, stacked=case.layout == "stacked")
+    if tiny:
+        config = dataclasses.replace(
+            config, num_layers=2, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128, vocab_size=512
+        )
+    return config
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_array(shape: tuple[int, ...], dtype) -> jax.Array:
+    """Return random weights; zeros would take less power, and so less time."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.zeros(shape, dtype)
+    return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+def random_params(config: Any) -> Any:
+    """Return random parameters. Equal shapes share a program."""
+    return jax.tree.map(lambda leaf: random_array(leaf.shape, leaf.dtype), abstract_params(config))
+
+
+def job_of(case: Case, target: Target) -> Job:
+    """Return the job of a case. The target's parameters may be shapes."""
+    prompts = [[1 + place % 199 for place in range(case.context)]] * case.batch
+    return prepare(target, drafters.autoregressive(), prompts, Settings(), key=0, max_new_tokens=2 * STEPS)
+
+
+class Programs:
+    """The compiled loops of all cases, which are compiled at the same time."""
+
+    def __init__(self, cases: list[Case], tiny: bool):
+        self.tiny, self.pool = tiny, ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self.compiled: dict[Case, Future] = {case: self.pool.submit(self._compile, case) for case in cases}
+
+    def _compile(self, case: Case) -> tuple[Any, float]:
+        """Return the compiled loop of a case, and the seconds of tracing and compiling it."""
+        start, config = time.perf_counter(), config_of(case, self.tiny)
+        job = job_of(case, Target(make_model(config), abstract_params(config)))
+        program = run.lower(job).compile(GRAPHS if case.graphs else None)
+        return program, time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for all of them, so that tuning on the device does not disturb a measurement."""
+        for future in self.compiled.values():
+            future.exception()
+
+
+def step_rows(case: Case, target: Target, programs: Programs, repeats: int) -> list[Row]:
+    """Time a step of plain decoding, and the prompt. The steps are the difference between two lengths of text."""
+    program, compiling = programs.compiled[case].result()
+    job = job_of(case, target)
+    ends = [dataclasses.replace(job, stop=job.lengths + count) for count in (STEPS, 2 * STEPS)]
+    few, many = (seconds(lambda job=job: program(job), repeats) for job in ends)
+    step = (many - few) / STEPS
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    chip = CHIPS.get(current_chip())
+    remarks = [f"{case.batch / step:,.0f} tokens/s", f"compiled in {compiling:.0f} s beside others"]
+    if chip is not None:
+        remarks.append(f"{weights / chip.hbm_bandwidth / step:.0%} of the memory roof")
+    rows = [Row(f"{case.name}: a step", f"{1e3 * step:.2f} ms", "; ".join(remarks))]
+    if case.context > PROMPT:
+        prompt = few - STEPS * step
+        flops = 2 * num_params(target.model.config) * case.context * case.batch
+        share = f"{flops / prompt / chip.peak_flops:.0%} of the peak" if chip is not None else ""
+        rows.append(Row(f"{case.name}: prefill", f"{1e3 * prompt:.0f} ms", share))
+    return rows
+
+
+def pass_rows(name: str, target: Target, programs: Programs, repeats: int) -> list[Row]:
+    """Time passes over several tokens behind 512 cached ones (`specjax.costs.measured`)."""
+    list(programs.pool.map(lambda width: costs.timed(target, (width,), repeats=1), WIDTHS))  # compiles them at once
+    times = costs.timed(target, WIDTHS, repeats=3 * repeats)
+    rule = costs.estimated(WIDTHS, 1, "bfloat16", logits=costs.logits_of(target))
+    costs_text = ", ".join(f"{x / times[0]:.2f}" for x in times[1:])
+    rule_text = ", ".join(f"{x:.2f}" for x in rule[1:])
+    what = f"{name}: a pass over {', '.join(map(str, WIDTHS[1:]))} tokens"
+    remark = f"{1e3 * times[0]:.2f} ms over one; the rule of thumb: {rule_text}"
+    return [Row(what, f"{costs_text} passes over one", remark)]
+
+
+def bandwidth_rows(size: int, repeats: int) -> list[Row]:
+    """Time a copy in place, read and written."""
     x = jnp.zeros((size // 4,), jnp.float32)
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
 
@@ -58,11 +242,27 @@ def bandwidth(size: int, repeats: int) -> float:
         x = add_one(x)
         return x
 
-    return 2 * x.nbytes / seconds(copy, repeats)
+    rate, chip = 2 * x.nbytes / seconds(copy, repeats), CHIPS.get(current_chip())
+    share = f"{rate / chip.hbm_bandwidth:.0%} of {chip.name}'s published bandwidth" if chip else ""
+    return [Row("copies in memory", f"{rate / 1e9:,.0f} GB/s", share)]
+
+
+def precision_rows() -> list[Row]:
+    """Measure the error of float32 products against float64."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(1024, 1024)).astype(np.float32) for _ in range(2))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+
+    def error(precision: str | None) -> float:
+        difference = np.asarray(jnp.matmul(a, b, precision=precision)) - exact
+        return float(np.linalg.norm(difference) / np.linalg.norm(exact))
+
+    what = "float32 products: relative error"
+    return [Row(what, f"{error(None):.1e}", f"{error('highest'):.1e} with precision highest")]
 
 
 def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
-    """Largest difference from the specification in float32 on CPU, of a random tree behind two ragged rows."""
+    """Return the largest difference from the specification in float32 on CPU, for a tree behind two ragged rows."""
     rng = np.random.default_rng(nodes)
     parents = [-1, *(int(rng.integers(i)) for i in range(1, nodes))]
     among = np.asarray(ancestor_mask(jnp.asarray([parents])))[0]
@@ -72,7 +272,8 @@ def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
     keys_and_values = [values(2, 2, tokens, dim) for tokens in (nodes, nodes, slots, slots)]  # the new ones, the cached
     mask = jnp.broadcast_to(among, (2, nodes, nodes))
     arrays = values(2, nodes, 8, dim), *keys_and_values, jnp.asarray(length), jnp.asarray(positions), mask
-    output = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        output = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
     with jax.default_device(jax.devices("cpu")[0]):
         exact = [jnp.asarray(np.asarray(x)) for x in arrays]
         exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in exact]
@@ -80,123 +281,135 @@ def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
     return float(np.abs(np.asarray(output, np.float32) - np.asarray(wanted)).max())
 
 
-def draws_differ(vocab: int, k: int) -> int:
-    """Return the number of 8 x k draws without replacement that differ from those of the CPU."""
-    logits = np.random.default_rng(0).normal(size=(8, vocab)).astype(np.float32) * 3
-    draw = lambda: np.asarray(gumbel_topk(jax.random.split(jax.random.key(1), 8), jnp.asarray(logits), k)[0])
+def kernel_rows(tiny: bool) -> list[Row]:
+    """Compare the kernels that this backend runs with their specifications. Raises: AssertionError if they differ."""
+    shapes = [(nodes, dim) for nodes in ((1, 33) if tiny else (1, 64)) for dim in ((64,) if tiny else (64, 128))]
+    error = {
+        dtype.dtype.name: max(attention_error(dtype, nodes, dim, 1024) for nodes, dim in shapes)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    }
+    logits = np.random.default_rng(0).normal(size=(8, 4096 if tiny else 128_256)).astype(np.float32) * 3
+    draw = lambda: np.asarray(gumbel_topk(jax.random.split(jax.random.key(1), 8), jnp.asarray(logits), 64)[0])
     drawn = draw()
     with jax.default_device(jax.devices("cpu")[0]):
-        return int((drawn != draw()).sum())
+        differ = int((drawn != draw()).sum())
+    assert error["float32"] < 2e-5 and error["bfloat16"] < 0.03 and not differ, f"{error}, {differ} draws differ"
+    remark = f"attention within {error['float32']:.1e} (float32), {error['bfloat16']:.1e} (bfloat16); all draws"
+    return [Row("kernels against their specifications", "equal", remark)]
 
 
-def correctness() -> dict[str, Any]:
-    jax.config.update("jax_default_matmul_precision", "highest")
-    errors = {
-        f"{np.dtype(dtype).name}, {nodes} nodes, heads of {dim}": attention_error(dtype, nodes, dim, 1024)
-        for dtype in (jnp.float32, jnp.bfloat16) for nodes in (1, 33, 64, 128) for dim in (64, 128, 256)
-    }  # fmt: skip
-    jax.config.update("jax_default_matmul_precision", None)
-    good = all(error < (0.03 if name.startswith("bfloat16") else 2e-5) for name, error in errors.items())
-    differ = draws_differ(128_256, 64)
-    return {"tree_attention_errors": errors, "draws_that_differ": differ, "good": good and not differ}
+def transformers_rows(config: str, tiny: bool, mode: str, limit: float) -> list[Row]:
+    """Time a step of `transformers` in a process of its own, which ends after `limit` seconds."""
+    arguments = [sys.executable, __file__, "--transformers", mode, "--config", config, *(["--tiny"] if tiny else [])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=max(limit, 1.0))
+    if done.returncode == NO_DEVICE:
+        return [Row(f"{config} in transformers, {mode}", "not run", "torch has no GPU here")]
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output")
+    step = float(done.stdout.split()[-1])
+    return [Row(f"{config} in transformers, {mode}: a step", f"{1e3 * step:.2f} ms", f"{1 / step:,.0f} tokens/s")]
 
 
-def per_token(generate: Callable[[int], Any], repeats: int) -> float:
-    """Seconds per token of `generate(count)`, the prompt's taken off: STEPS more tokens make the difference."""
-    few, many = (seconds(lambda n=n: generate(n), repeats) for n in (STEPS, 2 * STEPS))
+def transformers_step(name: str, tiny: bool, mode: str) -> float:
+    """Return the seconds of a step of `generate` of transformers with random weights.
+
+    Raises: SystemExit with NO_DEVICE if torch has no GPU.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not torch.cuda.is_available() and not tiny:
+        raise SystemExit(NO_DEVICE)
+    place, c = "cuda" if torch.cuda.is_available() else "cpu", config_of(Case(name), tiny)
+    fields = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.width, intermediate_size=c.mlp_width, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim,
+        max_position_embeddings=8192, tie_word_embeddings=c.tied,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(place), torch.no_grad():
+        model, prompt = LlamaForCausalLM(fields).eval(), torch.ones((1, PROMPT), dtype=torch.long)
+    options = {"cache_implementation": "static"} if mode == "compiled" else {}
+
+    def generate(count: int) -> float:
+        start = time.perf_counter()
+        with torch.no_grad():
+            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0,
+                           eos_token_id=None, **options)  # fmt: skip
+        if place == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    few, many = (statistics.median([generate(count) for _ in range(4)][1:]) for count in (STEPS, 2 * STEPS))
     return (many - few) / STEPS
 
 
-def of_model(target: specjax.Target, copied: float, repeats: int) -> dict[str, Any]:
-    """A step of plain decoding and passes over several tokens, behind 512 cached ones."""
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    prompt, drafter, key = list(range(1, 100)), specjax.drafters.autoregressive(), jax.random.key(0)
-    decode = lambda count: specjax.decode(target, drafter, [prompt], key=key, max_new_tokens=count).tokens
-    step = per_token(decode, repeats)
-    passes = costs.timed(target, WIDTHS, repeats=repeats)
+def cases_for(large: str, small: str, long: int = LONG) -> dict[tuple[str, str], list[Case]]:
+    """Return the cases by config and layout, so that each set of weights is made once."""
+    graphs = jax.default_backend() == "gpu"
+    unstacked = not layout_on(jax.default_backend())["stacked"]
+    other = "stacked" if unstacked else "unstacked"
+    both = lambda name: [Case(name, graphs=True)] if graphs else []
+    more = [Case(large, batch=batch) for batch in (8, 32, 64)] + [Case(large, context=long, batch=b) for b in (1, 8)]
     return {
-        "model": target.model.name, "parameter_bytes": weights, "step_seconds": step, "tokens_per_second": 1 / step,
-        "share_of_roof": weights / copied / step,
-        "pass_seconds": dict(zip(map(str, WIDTHS), passes, strict=True)),
-        "cost_of_pass": {str(width): x / passes[0] for width, x in zip(WIDTHS, passes, strict=True)},
-    }  # fmt: skip
+        (large, "default"): [Case(large), *more, *both(large)],
+        (small, "default"): [Case(small), *both(small)],
+        (small, other): [Case(small, other)],
+        (large, other): [Case(large, other)],
+    }
 
 
-def transformers_rate(target: specjax.Target, tokenizer, repeats: int) -> float | None:
-    """Tokens per second of eager `generate` on torch's device of the same kind; None where there is none."""
-    try:
-        import torch
-        from every_method import hf_model
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return None
-    place = "cpu" if jax.default_backend() == "cpu" else "cuda" if torch.cuda.is_available() else None
-    if place is None:
-        return None
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[target.model.config.dtype]
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), target.params)
-    model = hf_model(specjax.Target(target.model, params), LlamaConfig, LlamaForCausalLM, torch).to(place, dtype)
-    prompt = torch.tensor([tokenizer.chat("Tell me a long story about a river.")], device=place)
-
-    def generate(n):
-        with torch.no_grad():
-            model.generate(
-                prompt, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0, eos_token_id=None
-            )
-        if place == "cuda":
-            torch.cuda.synchronize()
-
-    return 1 / per_token(generate, repeats)
-
-
-def table(report: dict[str, Any]) -> str:
-    """Markdown."""
-    copied = f"copies at {report['copy_bandwidth'] / 1e9:.0f} GB/s"
-    head = f"{report['device']}, {report['date']}, jax {report['jax']}: {copied}"
-    lines = [head, "", "| model | step, ms | share of roof | " + " | ".join(f"{w} tokens" for w in WIDTHS[1:]) + " |"]
-    lines.append("| --- |" + " --- |" * (len(WIDTHS) + 1))
-    for one in report["models"]:
-        cells = [f"{one['cost_of_pass'][str(width)]:.2f}" for width in WIDTHS[1:]]
-        lines.append(
-            f"| {one['model']} | {1e3 * one['step_seconds']:.2f} | {one['share_of_roof']:.2f} | {' | '.join(cells)} |"
-        )
-    if report.get("transformers_tokens_per_second"):
-        ours = report["models"][-1]["tokens_per_second"]
-        theirs = report["transformers_tokens_per_second"]
-        lines.append(f"\n{ours:.0f} tokens/s against {theirs:.0f} of transformers: {ours / theirs:.1f}")
-    return "\n".join(lines)
+def measure_model(report: Report, programs: Programs, name: str, layout: str, group: list[Case], args) -> None:
+    """Measure all cases of a model with one layout."""
+    config = config_of(group[0], args.tiny)
+    target = Target(make_model(config), random_params(config))
+    for case in group:
+        report.measure(case.name, functools.partial(step_rows, case, target, programs, args.repeats))
+    if layout == "default":
+        report.measure(f"passes of {name}", functools.partial(pass_rows, name, target, programs, args.repeats))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama3_8b", choices=builtin_configs(), help="a shape, random weights")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--target", help="the model with real weights; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--copy-bytes", type=int, default=2 << 30, help="of the array that is copied")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--config", help="the large model; default: llama3_8b, or llama3_1b below 40 GiB of memory")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes, to test the script")
+    parser.add_argument("--minutes", type=float, default=4.75, help="after which it ends")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("device.json"))
+    parser.add_argument("--transformers", choices=("eager", "compiled"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    stacked = jax.default_backend() != "cpu"
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-        "copy_bandwidth": bandwidth(args.copy_bytes, args.repeats), "kernels": correctness(), "models": [],
-    }  # fmt: skip
-
-    def add(target):
-        report["models"].append(of_model(target, report["copy_bandwidth"], args.repeats))
-        args.out.write_text(json.dumps(report, indent=1))
-
-    shape = dataclasses.replace(builtin_configs()[args.config](), dtype=args.dtype, stacked=stacked)
-    add(specjax.Target(make_model(shape), init_params(shape, jax.random.key(0))))
-    target, tokenizer = specjax.load(args.target, dtype=args.dtype)
-    add(target)
-    if args.target is None:
-        flat = specjax.load(dtype=args.dtype, stacked=False)[0] if stacked else target
-        report["transformers_tokens_per_second"] = transformers_rate(flat, tokenizer, args.repeats)
-        args.out.write_text(json.dumps(report, indent=1))
-    print(table(report))
-    print(json.dumps(report["kernels"], indent=1))
-    return int(not report["kernels"]["good"])
+    if args.transformers:
+        print(transformers_step(args.config, args.tiny, args.transformers))
+        return 0
+    begin = time.perf_counter()
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    large, small = args.config or ("llama3_8b" if memory > 40 * GIB or args.tiny else "llama3_1b"), "smollm2_135m"
+    groups = cases_for(large, small, 300 if args.tiny else LONG)
+    cases = [case for group in groups.values() for case in group]
+    modes = [(name, mode) for name in (large, small) for mode in ("compiled", "eager")]
+    has_torch = jax.default_backend() == "gpu" or args.tiny
+    has_torch = has_torch and all(map(importlib.util.find_spec, ("torch", "transformers")))
+    names = ["kernels", "float32", "bandwidth", *(case.name for case in cases)]
+    names += [f"passes of {name}" for name in (large, small)]
+    names += [f"{name} in transformers, {mode}" for name, mode in modes if has_torch]
+    report = Report(args.out, names)
+    watch = threading.Timer(60 * args.minutes, report.give_up)
+    watch.daemon = True
+    watch.start()
+    programs = Programs(cases, args.tiny)
+    report.measure("kernels", lambda: kernel_rows(args.tiny))
+    report.measure("float32", precision_rows)
+    programs.wait()
+    report.measure("bandwidth", lambda: bandwidth_rows(1 << 20 if args.tiny else 1 << 30, args.repeats))
+    for (name, layout), group in groups.items():
+        measure_model(report, programs, name, layout, group, args)
+    for name, mode in modes if has_torch else ():
+        left = 60 * args.minutes - (time.perf_counter() - begin) - 5
+        rows = functools.partial(transformers_rows, name, args.tiny, mode, left)
+        report.measure(f"{name} in transformers, {mode}", rows)
+    watch.cancel()
+    print(f"all rows took {time.perf_counter() - begin:.0f} s")
+    return int(bool(report.failed))
 
 
 if __name__ == "__main__":
