@@ -130,9 +130,13 @@ def test_what_does_not_fit_is_a_result():
 
 
 def test_a_plan_for_a_gpu():
-    """Wide passes cost little, and both estimates propose a tree."""
+    """The mesh is the fastest of two, wide passes cost little, and both estimates propose a tree."""
     options = {"acceptance": [0.6, 0.2], "widths": [1, 8], "context": 256, "max_new_tokens": 32}
-    (plan,) = gpu.reports(gpu.request({"name": "llama3_8b", "num_layers": 2}, kind="plan", **options))
+    (plan,) = gpu.reports(gpu.request({"name": "llama3_8b", "num_layers": 2}, "h200:2", kind="plan", **options))
+    alone, both = plan["meshes"]
+    assert (alone["name"], both["name"]) == ("model 1", "model 2")
+    fastest = 1 + (both["seconds"]["schedule"] < alone["seconds"]["schedule"])
+    assert plan["inputs"]["model"] == fastest
     assert [report["name"] for report in plan["widths"]] == ["verify 1", "verify 8"]
     assert {choice["side"] for choice in plan["choices"]} == {"schedule", "roofline"}
     assert all(choice["num_nodes"] == 8 and choice["speedup"] > 1.2 for choice in plan["choices"])

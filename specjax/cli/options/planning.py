@@ -47,7 +47,9 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32."
 DataOption = Annotated[int, typer.Option("--data", help="Number of devices that share the batch.")]
 ModelOption = Annotated[
     int | None,
-    typer.Option("--model", help="Number of devices that share weights and heads. Default: all.", show_default=False),
+    typer.Option(
+        "--model", help="Devices that share weights and heads. Default: all; plan: fastest.", show_default=False
+    ),
 ]
 LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs in parallel.")]
 SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]

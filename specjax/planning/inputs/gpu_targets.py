@@ -10,12 +10,19 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+import jax
+
 _H100 = {
     "memory_bandwidth": "3352320000000", "l2_cache_size": "52428800", "device_memory_size": "84942979072",
     "mem_clock_ghz": "2.619", "name": '"NVIDIA H100 80GB HBM3"', "device_description_str": '"NVIDIA H100 80GB HBM3"',
     "model_str": '"sm_9.0a with 84942979072B RAM, 132 cores, 1980000KHz clock, 2619000KHz mem clock, 52428800B L2$"',
 }  # fmt: skip
 """Fields of an H100 that differ from those of an H200."""
+_SINCE_0_11 = (
+    "mem_clock_ghz", "reserved_shared_memory_per_block", "max_blocks_per_multiprocessor",
+    "collective_memory_granularity",
+)  # fmt: skip
+"""Fields that the compiler of jax 0.10 does not accept."""
 _CHANGES: dict[str, dict[str, str]] = {"h200": {}, "h100": _H100}
 
 
@@ -25,4 +32,6 @@ def target_config(chip: str) -> str:
     for field, value in _CHANGES[chip].items():
         text, count = re.subn(rf"(?m)^(\s*){field}: .*$", lambda match, new=f"{field}: {value}": match[1] + new, text)
         assert count == 1, field
+    if jax.__version_info__ < (0, 11):
+        text = re.sub(rf"(?m)^ *({'|'.join(_SINCE_0_11)}): .*\n", "", text)
     return text

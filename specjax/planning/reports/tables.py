@@ -9,7 +9,7 @@ from specjax.bench.records import dtypes
 from specjax.costs.chips import DOCS, GIB, NVIDIA, gib
 from specjax.costs.roofline import CLOCKS
 from specjax.planning.inputs.warping import PENALTIES
-from specjax.planning.records import PlanReport
+from specjax.planning.records import PlanReport, ProgramReport
 from specjax.planning.tree.plan import Plan
 
 if TYPE_CHECKING:
@@ -227,6 +227,8 @@ def show_plan(plan_result: Plan, out) -> None:
         f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}"
         f"{sampling_of(inputs)}; {inputs['topology']}, {mesh_of(inputs)}"
     )
+    if plan_result.meshes:
+        write("mesh by the schedule of a plain step: " + ", ".join(map(_mesh_cost, plan_result.meshes)))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("program", no_wrap=True)
     for heading in ("roofline ms", "of plain", "schedule ms", "of plain", "GFLOP", "moved MB"):
@@ -253,6 +255,15 @@ def show_plan(plan_result: Plan, out) -> None:
             f"({choice.spec_speedup:.2f} times)"
         )
     _show_clocks(plan_result.clocks, write)
+
+
+def _mesh_cost(report: ProgramReport) -> str:
+    """Return the time of a plain step for a size of the axis "model"."""
+    return (
+        f"{report.name} {milliseconds(report.seconds['schedule'])} ms"
+        if report.compiles
+        else f"{report.name} too large"
+    )
 
 
 def _show_clocks(clocks: dict[str, str], write: Callable[..., None]) -> None:

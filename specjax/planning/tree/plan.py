@@ -1,4 +1,4 @@
-"""Choice of the draft tree for a chip from compiled programs: `choose` with the compiler's costs.
+"""Choice of the draft tree and the mesh for a chip from compiled programs: `choose` with the compiler's costs.
 
 t_target(n) and t_draft of `specjax.planning.tree.choice` come from the schedule and from the roofline (see
 `specjax.costs.roofline`).
@@ -18,6 +18,7 @@ from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.records import ProgramReport
 from specjax.planning.report_cache import versions
 from specjax.planning.tree.choice import Choice, choose
+from specjax.planning.tree.mesh import choose_mesh
 from specjax.planning.tree.rank_acceptance import read_acceptance
 from specjax.planning.workload import describe, make_workload
 
@@ -37,6 +38,7 @@ class Plan:
     draft: ProgramReport | None  # one pass of the draft model
     choices: tuple[Choice, ...]
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # meaning of the time estimates
+    meshes: tuple[ProgramReport, ...] = ()  # plain steps by the size of the axis "model"; (): it was given
 
     def to_json(self) -> dict:
         """Return plain dicts and lists."""
@@ -53,7 +55,7 @@ def plan(
     on_step: Notify | None = None,
     **options: Any,
 ) -> Plan:
-    """Propose the tree for a pair of models, a chip and a measured acceptance.
+    """Propose the tree and the mesh for a pair of models, chips and a measured acceptance.
 
     Args:
       acceptance: probabilities by rank, as a text ".6,.2,.1" or as numbers. The r-th is the probability that the r-th
@@ -61,7 +63,8 @@ def plan(
         `specjax bench`.
       widths: numbers of nodes for which a target pass is compiled. Costs are interpolated between them.
       cache, on_step, options: arguments of `compile_report`, without method, tree and num_draft_tokens. Without a draft
-        model, drafting has no cost, as with prompt lookup.
+        model, drafting has no cost, as with prompt lookup. Without `model`, the plan chooses its size
+        (`specjax.planning.tree.mesh`).
 
     Raises: UsageError for bad options, a missing compiler, or a plain step that does not compile.
     """
@@ -77,6 +80,7 @@ def plan(
             f"--target: {pair.target.name} is a diffusion model, which drafts no tree; use specjax compile"
         )
     work = dataclasses.replace(pair, method="autoregressive", draft=None)
+    work, meshes = choose_mesh(work, cache, notify) if options.get("model") is None else (work, ())
     reports = []
     for n in sizes:
         width_reports = compile_programs(work, cache, notify, only=("step",), rename={"step": f"verify {n}"}, nodes=n)
@@ -94,7 +98,7 @@ def plan(
         choices.append(choose(curve, curve_of_cost, draft_report.seconds[side] if draft_report else 0.0, side))
     inputs = describe(work) | {"draft": pair.draft.name if pair.draft else None}
     clocks = clocks_of(work.topology.chip)
-    return Plan(inputs, versions(), tuple(curve), source, tuple(reports), draft_report, tuple(choices), clocks)
+    return Plan(inputs, versions(), tuple(curve), source, tuple(reports), draft_report, tuple(choices), clocks, meshes)
 
 
 def _require(report: ProgramReport) -> None:

@@ -75,8 +75,8 @@ def test_missing_compiler_names_the_extra(monkeypatch, name, extra):
 def test_the_target_of_an_h100_is_that_of_an_h200_with_other_memory():
     texts = [target_config(name).splitlines() for name in ("h200", "h100")]
     changed = {line.split(":")[0].strip() for line, other in zip(*texts, strict=True) if line != other}
-    assert changed == {
-        "memory_bandwidth", "l2_cache_size", "device_memory_size", "mem_clock_ghz", "name", "device_description_str",
+    assert changed - {"mem_clock_ghz"} == {  # which jax 0.10 does not accept
+        "memory_bandwidth", "l2_cache_size", "device_memory_size", "name", "device_description_str",
         "model_str",
     }  # fmt: skip
 

@@ -11,13 +11,15 @@ from specjax.cli.options import planning as p
 from specjax.cli.options.groups import with_groups
 from specjax.errors import UsageError
 
-HELP = """Propose the token tree for a pair of models on TPUs or GPUs, without one.
+HELP = """Propose tree and mesh for a pair of models on TPUs or GPUs, without one.
 
 It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft
 model (see `specjax compile`). Then it minimises seconds per token over all
 sizes and depths: (depth x draft + verify(nodes)) / expected tokens of the
 best tree (Sequoia, arXiv 2402.12374), by each of the two estimates of
-`specjax compile`. Without --draft, drafting costs nothing.
+`specjax compile`. Without --draft, drafting costs nothing. On several devices
+without --model, a plain step is compiled for 1, 2, 4, ... devices per copy of
+the model, and the fastest by the schedule is used.
 
 --acceptance has the probability that the first, second, ... child of an
 accepted node is the accepted one, joined by commas. It can also be the JSON
