@@ -34,10 +34,10 @@ def test_calibration_stops_where_the_bound_no_longer_holds():
 
 def test_confidences():
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1]]]))
-    before, after = jnp.array([[[1.0, 0.0]]]), jnp.array([[[3.0, 4.0]]])
-    seen = LayerStreams(0, before, before, after, Sublayers(None, None), lambda stream: logits)
-    np.testing.assert_allclose(margin(None, seen), [[0.3]], atol=1e-6)
-    np.testing.assert_allclose(saturation(None, seen), [[0.6]], atol=1e-6)
+    layer_input, layer_output = jnp.array([[[1.0, 0.0]]]), jnp.array([[[3.0, 4.0]]])
+    streams = LayerStreams(0, layer_input, layer_input, layer_output, Sublayers(None, None), lambda stream: logits)
+    np.testing.assert_allclose(margin(None, streams), [[0.3]], atol=1e-6)
+    np.testing.assert_allclose(saturation(None, streams), [[0.6]], atol=1e-6)
 
 
 def test_every_token_leaves_at_the_first_test_or_none_does():
@@ -58,12 +58,12 @@ def test_layers_that_are_tested():
 
 def test_upper_layers_that_add_nothing_make_leaving_exact():
     """Zero output projections from layer 2 on: the text, and the keys that are propagated, are those of the whole."""
-    whole = depths.target()
-    layers = dict(whole.params["layers"])
+    full_depth = depths.target()
+    layers = dict(full_depth.params["layers"])
     for part, name in (("attention", "o"), ("mlp", "down")):
         weight = layers[part][name]["weight"].at[2:].set(0.0)
         layers[part] = layers[part] | {name: layers[part][name] | {"weight": weight}}
-    target = Target(whole.model, whole.params | {"layers": layers})
+    target = Target(full_depth.model, full_depth.params | {"layers": layers})
     model = adaptive.skip_layers(target, adaptive.calm(-1.0, every=2))
     text = depths.texts(target)
     assert depths.texts(model) == text

@@ -15,12 +15,12 @@ def test_probes_learn_where_the_prediction_stays():
     probes = adaptive.train_probes(target, tokens, length, every=2, steps=300, learning_rate=0.03)
     streams, agrees = lessons(target.model, (1, 3, 5), target.params, tokens)
     counts = np.asarray(jnp.arange(tokens.shape[1]) < length[:, None])
-    found = [
+    agreement = [
         (np.asarray(judged(probes, layer, stream) > 0) == np.asarray(label, bool))[counts].mean()
         for layer, stream, label in zip((1, 3, 5), streams, agrees, strict=True)
     ]
     always = [max(np.asarray(label)[counts].mean(), 1 - np.asarray(label)[counts].mean()) for label in agrees]
-    assert np.mean(found) > 0.9 and np.mean(found) > np.mean(always)
+    assert np.mean(agreement) > 0.9 and np.mean(agreement) > np.mean(always)
     assert not np.asarray(probes.weight)[[0, 2, 4, 6, 7]].any()  # of layers that are not tested
 
 

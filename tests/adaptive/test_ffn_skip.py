@@ -9,7 +9,7 @@ from specjax import Target, UsageError, adaptive
 
 
 def mlps(depth, target=None):
-    """Which MLPs the generated tokens of the first row ran, and its text."""
+    """Return the MLPs that each generated token of the first row ran, and all texts."""
     model = adaptive.skip_layers(target or depths.target(), depth)
     text = depths.texts(model)
     reading, counts = depths.read_again(model, text)
@@ -19,18 +19,18 @@ def mlps(depth, target=None):
 
 def test_without_a_threshold_one_mlp_runs_between_the_cold_regions():
     ran, _ = mlps(adaptive.ffn_skip(-1.0, first=2, last=2, warm_up=3))
-    whole = list(range(depths.LAYERS))
-    assert ran[:4] == [whole] * 4  # the last of the prompt, and three tokens
+    all_layers = list(range(depths.LAYERS))
+    assert ran[:4] == [all_layers] * 4  # the last of the prompt, and three tokens
     assert ran[4:] == [[0, 1, 2, 6, 7]] * (depths.NEW - 4)
 
 
 def test_mlps_that_add_nothing():
     """Cosine 1: MLPs 0, 1, 2, 6 and 7 run, the text is that of the model."""
-    whole = depths.target()
-    layers = dict(whole.params["layers"])
+    base = depths.target()
+    layers = dict(base.params["layers"])
     down = layers["mlp"]["down"] | {"weight": jnp.zeros_like(layers["mlp"]["down"]["weight"])}
     layers["mlp"] = layers["mlp"] | {"down": down}
-    target = Target(whole.model, whole.params | {"layers": layers})
+    target = Target(base.model, base.params | {"layers": layers})
     ran, text = mlps(adaptive.ffn_skip(0.999, first=2, last=2, warm_up=0), target)
     assert ran[1:] == [[0, 1, 2, 6, 7]] * (depths.NEW - 1)
     assert text == depths.texts(target)

@@ -31,10 +31,10 @@ def test_equal_prompts_run_equal_layers_and_others_others():
 
 def test_a_set_of_layers_can_be_said():
     """Routers that say the same of every token: the kept layers of another method, behind a prompt in full."""
-    kept = kept_layers(2.0, depths.LAYERS)
-    bias = jnp.where(jnp.isin(jnp.arange(depths.LAYERS), jnp.asarray(kept)), 9.0, -9.0)
+    layer_set = kept_layers(2.0, depths.LAYERS)
+    bias = jnp.where(jnp.isin(jnp.arange(depths.LAYERS), jnp.asarray(layer_set)), 9.0, -9.0)
     routers = adaptive.Routers(jnp.zeros((depths.LAYERS, depths.WIDTH)), bias)
-    assert ran(routers)[:2] == [list(kept)] * 2
+    assert ran(routers)[:2] == [list(layer_set)] * 2
 
 
 def test_routers_of_another_model():
@@ -47,12 +47,12 @@ def test_routers_of_another_model():
 
 def test_routers_learn_what_can_be_left_out():
     """Layers of which one adds nothing: its gate falls, under a penalty, and the text stays as likely."""
-    whole = depths.target()
-    layers = dict(whole.params["layers"])
+    base = depths.target()
+    layers = dict(base.params["layers"])
     for part, name in (("attention", "o"), ("mlp", "down")):
         weight = layers[part][name]["weight"].at[3].set(0.0)
         layers[part] = layers[part] | {name: layers[part][name] | {"weight": weight}}
-    target = Target(whole.model, whole.params | {"layers": layers})
+    target = Target(base.model, base.params | {"layers": layers})
     text = depths.texts(target)
     rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, text, strict=True)]
     tokens = jnp.asarray([row + [0] * (25 - len(row)) for row in rows])
@@ -85,11 +85,11 @@ def test_the_second_stage_learns_with_the_layers_that_decoding_runs():
     np.testing.assert_allclose(losses[0], held(depths.target(), routers), rtol=1e-4)
     assert losses[-1] < 0.6 * losses[0]
     assert held(target, routers) < 0.6 * losses[0]
-    before, after = depths.target().params["layers"], target.params["layers"]
+    original, trained = depths.target().params["layers"], target.params["layers"]
     for part, name in (("attention", "k"), ("attention", "o"), ("mlp", "up")):
-        np.testing.assert_array_equal(before[part][name]["weight"], after[part][name]["weight"])
+        np.testing.assert_array_equal(original[part][name]["weight"], trained[part][name]["weight"])
     for name in ("q", "v"):
-        difference = np.asarray(after["attention"][name]["weight"] - before["attention"][name]["weight"])
+        difference = np.asarray(trained["attention"][name]["weight"] - original["attention"][name]["weight"])
         assert max(np.linalg.matrix_rank(layer, tol=1e-4) for layer in difference) == 4
 
 

@@ -21,7 +21,7 @@ def target() -> Target:
 
 
 def of(every: int) -> adaptive.DepthPolicy:
-    """Of low rank, and not zeros."""
+    """Return a policy whose corrections are random, of low rank and not zero."""
     down, up = (
         jax.random.normal(jax.random.key(seed), shape) * 0.1
         for seed, shape in ((5, (LAYERS, 4, depths.WIDTH)), (6, (LAYERS, depths.WIDTH, 4)))
@@ -51,8 +51,8 @@ def test_speculation_changes_no_text():
 
 def test_one_reading_is_the_decoding():
     reading, counts = depths.read_again(dropped(), text())
-    said = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
-    assert said == text()
+    tokens = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
+    assert tokens == text()
     ran = np.asarray(reading.ran.attention)[0][counts[0]]
     which = droppable(LAYERS)
     assert ran[:, [layer for layer in range(LAYERS) if layer not in which]].all()
@@ -82,15 +82,15 @@ def test_zeros_repeat_what_the_layer_gave_last():
         model.params, tokens, model.model.start_cache(model.params, None, jnp.array([len(prompt)]), 64),
         positions=jnp.arange(size)[None], mask=jnp.tril(jnp.ones((1, size, size), bool)), taps=(4,),
     )  # fmt: skip
-    refresh, after, other = np.asarray(output.taps[0][0, -3:])  # behind layer 3, which can be dropped
-    np.testing.assert_array_equal(refresh, after)
+    refresh, repeated, other = np.asarray(output.taps[0][0, -3:])  # behind layer 3, which can be dropped
+    np.testing.assert_array_equal(refresh, repeated)
     assert not np.allclose(refresh, other)
     np.testing.assert_array_equal(pending.ran.mlp[0, -3:, 3], [True, False, True])
 
 
 def test_corrections_learn_with_the_target_frozen():
-    whole = depths.texts(target())
-    rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, whole, strict=True)]
+    answers = depths.texts(target())
+    rows = [prompt + answer for prompt, answer in zip(depths.PROMPTS, answers, strict=True)]
     size = max(map(len, rows))
     tokens = jnp.asarray([row + [0] * (size - len(row)) for row in rows])
     prompt, length = (jnp.asarray(list(map(len, texts))) for texts in (depths.PROMPTS, rows))

@@ -27,21 +27,21 @@ def with_mlp(target, change):
 
 
 def test_the_whole_width_is_the_model():
-    whole = depths.target()
-    drafter = drafters.thinned(whole, adaptive.matformer(1.0), num_tokens=3)
-    result = decode(whole, drafter, depths.PROMPTS, key=jax.random.key(0), max_new_tokens=20)
-    assert result.to_lists() == depths.texts(whole)
+    target = depths.target()
+    drafter = drafters.thinned(target, adaptive.matformer(1.0), num_tokens=3)
+    result = decode(target, drafter, depths.PROMPTS, key=jax.random.key(0), max_new_tokens=20)
+    assert result.to_lists() == depths.texts(target)
     assert np.asarray(result.stats.target_passes).tolist() == [5] * 3
 
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_part_drafts_what_the_whole_verifies(stacked):
-    whole = tiny_llama(layers=3, stacked=stacked)
-    drafter = drafters.thinned(whole, adaptive.matformer(0.5), num_tokens=3)
-    assert depths.texts(whole, drafter) == depths.texts(whole)
-    part = adaptive.skip_layers(whole, adaptive.matformer(0.5))
+    target = tiny_llama(layers=3, stacked=stacked)
+    drafter = drafters.thinned(target, adaptive.matformer(0.5), num_tokens=3)
+    assert depths.texts(target, drafter) == depths.texts(target)
+    part = adaptive.skip_layers(target, adaptive.matformer(0.5))
     assert part.model.name == "llama by matformer" and part.model.config.mlp_width == 32
-    assert depths.texts(part) == depths.texts(narrow_mlps(whole, 32)) != depths.texts(whole)
+    assert depths.texts(part) == depths.texts(narrow_mlps(target, 32)) != depths.texts(target)
 
 
 def test_units_beyond_the_part_do_not_matter():
@@ -73,8 +73,8 @@ def test_units_may_change_places_within_a_band():
 def test_granularities_learn_together():
     trained, losses = adaptive.train_nested(small(), *depths.lesson(), shares=SHARES, steps=50, learning_rate=3e-3)
     assert losses[-1] < 0.5 * losses[0]
-    quarter, half, whole = (loss(trained, share) for share in SHARES)
-    assert quarter > half > whole
+    quarter, half, full = (loss(trained, share) for share in SHARES)
+    assert quarter > half > full
     assert quarter < 0.6 * loss(small(), 0.25)
 
 

@@ -53,8 +53,8 @@ def test_exits_learn_together():
     assert losses[-1] < 0.4 * losses[0]
     model = trained.model
     each = [float(adaptive.sorted_loss(model, trained.params, *depths.lesson(), (exit,))) for exit in (2, 4, 6)]
-    before = [float(adaptive.sorted_loss(model, draft().params, *depths.lesson(), (exit,))) for exit in (2, 4, 6)]
-    assert all(after < 0.5 * old for after, old in zip(each, before, strict=True))
+    initial = [float(adaptive.sorted_loss(model, draft().params, *depths.lesson(), (exit,))) for exit in (2, 4, 6)]
+    assert all(loss < 0.5 * old for loss, old in zip(each, initial, strict=True))
     np.testing.assert_allclose(
         np.mean(each), adaptive.sorted_loss(model, trained.params, *depths.lesson(), (2, 4, 6)), rtol=1e-5
     )

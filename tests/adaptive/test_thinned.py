@@ -1,4 +1,4 @@
-"""What holds of every method of adaptive depth: its model is a model as any other, and the whole one where it skips
+"""Tests of every method of adaptive depth: its model is a model as any other, and the whole one where it skips
 nothing."""
 
 import functools
@@ -81,12 +81,12 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
 @pytest.mark.parametrize("name", those({"first"}, NAMES))
 def test_requests_that_join_are_told_where_their_prompt_ends(name):
     requests = [Request(prompt, 0) for prompt in depths.PROMPTS]
-    found = [[] for _ in requests]
+    outputs = [[] for _ in requests]
     for step in specjax.serve(
         thinned(name), autoregressive(), requests, slots=2, longest_prompt=8, max_new_tokens=depths.NEW
     ):
-        found[step.request] += step.tokens
-    assert found == plain(name)
+        outputs[step.request] += step.tokens
+    assert outputs == plain(name)
 
 
 @pytest.mark.parametrize("name", those((), NAMES))  # lora_drop wants such layers
@@ -105,8 +105,8 @@ def test_layers_that_are_not_stacked_give_the_same_text(name):
 def test_one_reading_runs_what_decoding_ran(name):
     """The text from its own reading, and every step's layers one token at a time."""
     reading, counts = depths.read_again(thinned(name), plain(name))
-    said = np.asarray(reading.likeliest)
-    assert [row[count].tolist() for row, count in zip(said, counts, strict=True)] == plain(name)
+    likeliest = np.asarray(reading.likeliest)
+    assert [row[count].tolist() for row, count in zip(likeliest, counts, strict=True)] == plain(name)
     ran = np.asarray(reading.ran.mlp)[counts]
     assert ran.any() and not ran.all()
     model, params = thinned(name).model, thinned(name).params
@@ -123,9 +123,9 @@ def test_one_reading_runs_what_decoding_ran(name):
         return model.commit(cache, pending, jnp.zeros((1, 1), int), jnp.ones(1, int)), pending.ran, output.logits
 
     for i, token in enumerate(prompt[-1:] + answer[:-1]):
-        cache, here, logits = step(cache, jnp.array([[token]]), length - 1 + i)
-        np.testing.assert_array_equal(here.attention[0, 0], reading.ran.attention[0, i])
-        np.testing.assert_array_equal(here.mlp[0, 0], reading.ran.mlp[0, i])
+        cache, step_ran, logits = step(cache, jnp.array([[token]]), length - 1 + i)
+        np.testing.assert_array_equal(step_ran.attention[0, 0], reading.ran.attention[0, i])
+        np.testing.assert_array_equal(step_ran.mlp[0, 0], reading.ran.mlp[0, i])
         log_p = jax.nn.log_softmax(logits[0, 0])[answer[i]]
         np.testing.assert_allclose(log_p, reading.logprobs[0, i], atol=1e-4)
 
@@ -178,8 +178,8 @@ def test_a_model_of_which_layers_can_be_named_is_wanted():
         adaptive.skip_layers(markov(), adaptive.calm())
     reading, counts = depths.read_again(depths.target(), whole())
     assert np.asarray(reading.ran.attention).all()
-    said = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
-    assert said == whole()
+    tokens = [row[count].tolist() for row, count in zip(np.asarray(reading.likeliest), counts, strict=True)]
+    assert tokens == whole()
 
 
 def test_every_method_is_in_the_table_and_reads_from_a_text():
@@ -207,10 +207,10 @@ def test_options_and_defaults_are_those_of_the_function(name):
 
 
 def test_a_checkpoint_is_of_one_depth():
-    """What decides the text is in the fingerprint, and where the model lies is not."""
+    """The fingerprint covers what decides the text, and not where the model lies."""
     of = lambda depth, target: fingerprint.digest_model(adaptive.skip_layers(target, depth))
     depth = adaptive.calm(0.5, every=2)
-    others = (
+    variants = (
         adaptive.calm(0.4, every=2),
         adaptive.calm(0.5, every=3),
         adaptive.calm(0.5, every=2, horizon=20),
@@ -218,8 +218,8 @@ def test_a_checkpoint_is_of_one_depth():
         adaptive.skip_decode(2.0),
         adaptive.skip_decode(2.0, horizon=20),
     )
-    whole = depths.target()
-    found = [of(other, whole) for other in (depth, *others)]
-    assert len({*found}) == len(found)
-    assert of(adaptive.calm(0.5, every=2), whole) == found[0]
-    assert of(depth, specjax.shard(whole, specjax.parallel.mesh(1, 2))) == found[0]
+    base = depths.target()
+    digests = [of(other, base) for other in (depth, *variants)]
+    assert len({*digests}) == len(digests)
+    assert of(adaptive.calm(0.5, every=2), base) == digests[0]
+    assert of(depth, specjax.shard(base, specjax.parallel.mesh(1, 2))) == digests[0]
