@@ -79,20 +79,23 @@ def test_a_model_without_them_is_told():
 
 
 def test_a_long_prompt_is_read_in_chunks(monkeypatch):
-    """As `decode` reads it: scores of a whole one would take the square of its length."""
+    """The probe reads a long prompt in the chunks of `decode`: scores of a whole one would take the square of its
+    length."""
     text = np.resize(np.array(TEXT, np.int32), CHUNK + 5)
     plainly = dataclasses.replace(LLAMA, same_bits=False, dtype="float32")  # whose program is compiled sooner
     ask, widths = _BitProbe(target_of(plainly), text, CHUNK - 2), []
     see = ask.run_pass
     monkeypatch.setattr(
-        ask, "run_pass", lambda cache, tokens, *rest: widths.append(tokens.shape[1]) or see(cache, tokens, *rest)
+        ask,
+        "run_pass",
+        lambda cache, tokens, *arguments: widths.append(tokens.shape[1]) or see(cache, tokens, *arguments),
     )
-    found = ask.as_prompt()
+    prompt_outputs = ask.as_prompt()
     assert widths == [CHUNK, CHUNK]
     plain = ask.one_by_one()
-    assert found.keys() == plain.keys() == set(range(CHUNK - 2, CHUNK + 5))
+    assert prompt_outputs.keys() == plain.keys() == set(range(CHUNK - 2, CHUNK + 5))
     for at in plain:
-        np.testing.assert_allclose(found[at].logits, plain[at].logits, atol=1e-4)
+        np.testing.assert_allclose(prompt_outputs[at].logits, plain[at].logits, atol=1e-4)
 
 
 HAS_AMX = Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -101,7 +104,7 @@ HAS_AMX = Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo")
 @pytest.mark.xfail(HAS_AMX, reason="on a CPU with AMX bits depend on the pass: a defect of same_bits", strict=False)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.9])
 def test_texts_are_those_of_plain_decoding(temperature):
-    """Where rounding would part some of them: compare the test above."""
+    """Speculative texts are those of plain decoding where rounding would part some of them: compare the test above."""
     target, prompts = target_of(MODELS["bits"]), [TEXT[:40] + TEXT[:20], TEXT[20:45]]
     settings = {"key": jax.random.key(1), "max_new_tokens": 48, "temperature": temperature}
     plain = specjax.decode(target, "autoregressive", prompts, **settings)

@@ -28,15 +28,15 @@ GOOD = bag_model()
 def test_the_toys_keep_theirs(make, count):
     target = make()
     inputs = inputs_of(3) if target.model.capabilities.inputs else None
-    found = check_model(target.model, target.params, inputs=inputs)
-    assert found and len(found.promises) == count
-    assert str(found).startswith(
+    report = check_model(target.model, target.params, inputs=inputs)
+    assert report and len(report.promises) == count
+    assert str(report).startswith(
         f"{target.model.name} keeps all {count} promises; logits that should be equal differ by "
     )
 
 
 def whole(params, tokens):
-    """What the model is meant to be: a pass over a whole text."""
+    """Return the logits of one pass over a whole text, which are what the model is meant to compute."""
     batch, count = tokens.shape
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (batch, count, count))
     cache, positions = GOOD.init_cache(params, None, batch, 1), jnp.broadcast_to(jnp.arange(count), tokens.shape)
@@ -45,8 +45,8 @@ def whole(params, tokens):
 
 @pytest.mark.exhaustive
 def test_a_model_that_is_its_reference():
-    found = check_model(GOOD, weights(), reference=whole)
-    assert found and [promise.name for promise in found.promises] == [
+    report = check_model(GOOD, weights(), reference=whole)
+    assert report and [promise.name for promise in report.promises] == [
         "reference", "causal", "steps", "prompt", "rows", "commit", "rewind", "siblings", "tree", "branch", "pending",
         "capacity", "axes",
     ]  # fmt: skip
@@ -71,10 +71,10 @@ def saying(change):
     return GOOD._replace(forward=forward)
 
 
-def among(mask, seen):
-    """The mask in which new tokens see `seen` bool[T, T] of each other."""
+def among(mask, visible):
+    """The mask in which new tokens see `visible` bool[T, T] of each other."""
     new = jnp.arange(mask.shape[2]) >= mask.shape[2] - mask.shape[1]
-    wide = jnp.pad(seen, ((0, 0), (mask.shape[2] - mask.shape[1], 0)))
+    wide = jnp.pad(visible, ((0, 0), (mask.shape[2] - mask.shape[1], 0)))
     return jnp.where(new, wide, mask)
 
 
@@ -185,12 +185,12 @@ REPEATED = (
 @pytest.mark.parametrize("broken", those([name for name in BROKEN if name not in REPEATED], BROKEN))
 def test_what_is_broken_is_named_in_one_sentence(broken):
     model, name, words = BROKEN[broken]
-    found = check_model(model, weights())
-    assert not found and [promise.name for promise in found.promises if not promise.holds] == [name], found
-    assert words in str(found) and "\n" not in str(found)
+    report = check_model(model, weights())
+    assert not report and [promise.name for promise in report.promises if not promise.holds] == [name], report
+    assert words in str(report) and "\n" not in str(report)
     if name not in ("form", "finite"):
-        assert f"(allowed: {found.tolerance:.2g}) at row " in str(found)
-        assert found.promises[-1].largest > 10 * found.tolerance
+        assert f"(allowed: {report.tolerance:.2g}) at row " in str(report)
+        assert report.promises[-1].largest > 10 * report.tolerance
 
 
 def late(tokens, cache, options):
@@ -203,11 +203,11 @@ def test_without_a_reference_a_mistake_of_every_pass_makes_a_model_like_any_othe
 
 
 def test_a_mistake_of_every_pass_is_found_by_a_reference():
-    found = check_model(reading(late), weights(), reference=whole)
-    assert "other logits than `reference`" in str(found) and str(found).endswith(
+    report = check_model(reading(late), weights(), reference=whole)
+    assert "other logits than `reference`" in str(report) and str(report).endswith(
         "; the model counts positions one too high"
     )
-    assert [promise.name for promise in found.promises] == ["reference"]
+    assert [promise.name for promise in report.promises] == ["reference"]
 
 
 @pytest.mark.exhaustive
@@ -227,8 +227,8 @@ def test_what_may_differ():
 @pytest.mark.exhaustive
 def test_more_may_differ_in_short_dtypes():
     in_half = {name: x.astype(jnp.bfloat16) for name, x in weights().items()}
-    found = check_model(GOOD, in_half)
-    assert found and np.isclose(found.tolerance / check_model(GOOD, weights()).tolerance, 50, rtol=0.1)
+    report = check_model(GOOD, in_half)
+    assert report and np.isclose(report.tolerance / check_model(GOOD, weights()).tolerance, 50, rtol=0.1)
 
 
 def test_a_model_of_very_short_texts_is_refused():
@@ -240,18 +240,18 @@ def test_a_model_of_very_short_texts_is_refused():
 def test_what_is_no_model_and_what_is_no_reference():
     with pytest.raises(UsageError, match=r"not Target; for a target call check_model\(target.model, target.params\)"):
         check_model(Target(GOOD, weights()), weights())
-    for reference, said in (
+    for reference, wrong in (
         (lambda params, tokens: (whole(params, tokens), None), "tuple"),
         (lambda params, tokens: whole(params, tokens)[:, :, :1], r"\[3, 19, 1\]"),  # which would be compared
     ):
-        found = check_model(GOOD, weights(), reference=reference)
-        assert not found
-        message = rf"reference must return logits \[3, 19, {VOCAB}\] for tokens \[3, 19\], not {said}"
-        assert re.search(message, str(found))
+        report = check_model(GOOD, weights(), reference=reference)
+        assert not report
+        message = rf"reference must return logits \[3, 19, {VOCAB}\] for tokens \[3, 19\], not {wrong}"
+        assert re.search(message, str(report))
 
 
 def test_what_is_computed_in_bfloat16_is_rounded():
-    """As most Flax modules do: parameters of float32, products of less."""
+    """A model of float32 parameters whose products are of bfloat16 counts as short, as most Flax modules do."""
 
     def forward(params, tokens, cache, **options):
         short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, cache))

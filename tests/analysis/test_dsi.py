@@ -22,33 +22,33 @@ def test_events_worked_by_hand():
     One server: 0-4, 4-8, 8-12, then 12-16 and 16-20. Speculation: 3 tokens by 6, 1 by 12, 2 with one draft by 17.
     """
     accepted = [True, True, True, False, True, True]
-    found = dsi(accepted, 4, 1, lookahead=2, servers=2)
-    assert (found.dsi, found.speculation, found.plain) == (13, 17, 24)
+    times = dsi(accepted, 4, 1, lookahead=2, servers=2)
+    assert (times.dsi, times.speculation, times.plain) == (13, 17, 24)
     assert dsi(accepted, 4, 1, lookahead=2).dsi == 13
     assert dsi(accepted, 4, 1, lookahead=2, servers=1).dsi == 20
 
 
 def by_the_clock(accepted, target_time, draft_time, lookahead, servers):
     """The same for whole times, tick by tick: a drafter, a queue of tasks, and servers."""
-    now, base = 0, 0
+    clock, base = 0, 0
     while base < len(accepted):
-        began, left, drafted, waiting, running, added = now, len(accepted) - base, 0, [0], [], 0
+        began, left, drafted, waiting, running, added = clock, len(accepted) - base, 0, [0], [], 0
         while not added:
             while waiting and len(running) < servers:
-                running.append((now + target_time, waiting.pop(0)))
-            now += 1
-            if (now - began) % draft_time == 0 and drafted < left - 1:
+                running.append((clock + target_time, waiting.pop(0)))
+            clock += 1
+            if (clock - began) % draft_time == 0 and drafted < left - 1:
                 drafted += 1
                 if drafted % lookahead == 0 or drafted == left - 1:
                     waiting.append(drafted)
-            while running and running[0][0] == now and not added:
+            while running and running[0][0] == clock and not added:
                 judged = accepted[base : base + running.pop(0)[1] + 1]
                 if not all(judged):
                     added = judged.index(False) + 1
                 elif len(judged) == left:
                     added = left
         base += added
-    return now
+    return clock
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 5])
@@ -57,8 +57,8 @@ def by_the_clock(accepted, target_time, draft_time, lookahead, servers):
 )
 def test_the_clock_agrees(target_time, draft_time, lookahead, copies):
     rows = outcomes(7)
-    found = dsi(rows, target_time, draft_time, lookahead=lookahead, servers=copies).dsi
-    assert found.tolist() == [by_the_clock(row, target_time, draft_time, lookahead, copies) for row in rows.tolist()]
+    times = dsi(rows, target_time, draft_time, lookahead=lookahead, servers=copies).dsi
+    assert times.tolist() == [by_the_clock(row, target_time, draft_time, lookahead, copies) for row in rows.tolist()]
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 5, 40])
@@ -69,12 +69,12 @@ def test_closed_forms(num_tokens, lookahead):
     assert dsi(every, 1, 0.125, lookahead=lookahead).dsi == (num_tokens - 1) * 0.125 + 1
     enough = servers(1, 0.125, lookahead)
     waits = 0 if (num_tokens - 1) % lookahead == 0 else (lookahead - 1) * 0.125
-    found = dsi(every, 1, 0.125, lookahead=lookahead, servers=enough).dsi
-    assert 0 <= found - ((num_tokens - 1) * 0.125 + 1) <= waits
+    times = dsi(every, 1, 0.125, lookahead=lookahead, servers=enough).dsi
+    assert 0 <= times - ((num_tokens - 1) * 0.125 + 1) <= waits
     for copies in (1, 2, None):
         assert dsi(none, 1, 0.125, lookahead=lookahead, servers=copies).dsi == num_tokens
-    rounds, rest = divmod(num_tokens, lookahead + 1)
-    wanted = rounds * (lookahead * 0.125 + 1) + (rest > 0) * ((rest - 1) * 0.125 + 1)
+    rounds, remainder = divmod(num_tokens, lookahead + 1)
+    wanted = rounds * (lookahead * 0.125 + 1) + (remainder > 0) * ((remainder - 1) * 0.125 + 1)
     assert dsi(every, 1, 0.125, lookahead=lookahead).speculation == wanted
     assert dsi(none, 1, 0.125, lookahead=1).speculation == (num_tokens - 1) * 1.125 + 1
 
@@ -83,21 +83,22 @@ def test_closed_forms(num_tokens, lookahead):
     ("target_time", "draft_time", "lookahead"), [(5, 1, 1), (5, 1, 5), (7, 2, 3), (4, 1, 3), (3, 3, 1)]
 )
 def test_never_slower_than_plain_decoding_or_speculation(target_time, draft_time, lookahead):
-    """For every outcome, if a block takes no longer to draft than to verify."""
+    """DSI is never slower for any outcome, if a block takes no longer to draft than to verify."""
     rows = outcomes(10)
     by_copies = [dsi(rows, target_time, draft_time, lookahead=lookahead, servers=n) for n in (1, 2, 3, 4, None)]
-    assert all((found.dsi <= found.plain).all() for found in by_copies)
+    assert all((times.dsi <= times.plain).all() for times in by_copies)
     assert all((more.dsi <= fewer.dsi).all() for fewer, more in itertools.pairwise(by_copies))
     enough = servers(target_time, draft_time, lookahead) + 1
-    found = dsi(rows, target_time, draft_time, lookahead=lookahead, servers=enough)
-    np.testing.assert_array_equal(found.dsi, by_copies[-1].dsi)
-    assert (found.dsi <= found.speculation).all()
+    times = dsi(rows, target_time, draft_time, lookahead=lookahead, servers=enough)
+    np.testing.assert_array_equal(times.dsi, by_copies[-1].dsi)
+    assert (times.dsi <= times.speculation).all()
     closest = dsi(rows, target_time, draft_time).dsi
-    assert (closest <= found.speculation).all() and (closest <= found.dsi).all()
+    assert (closest <= times.speculation).all() and (closest <= times.dsi).all()
 
 
 def test_where_it_is_slower():
-    """One server cannot keep up, and falls behind speculation; blocks that outlast a pass leave the target idle."""
+    """A single server cannot keep up, and falls behind speculation; blocks that outlast a pass leave the target
+    idle."""
     every = np.ones(60, bool)
     few, enough = dsi(every, 1, 0.1, lookahead=2, servers=1), dsi(every, 1, 0.1, lookahead=2, servers=5)
     assert enough.dsi < few.speculation < few.dsi < few.plain
@@ -121,12 +122,13 @@ def test_expected_time(draft_time, lookahead, copies):
 
 
 def test_rejections_cost_a_pass_each():
-    """With lookahead 1: S t_d, and t_t - t_d more for the first token and after each rejection but one at the end."""
+    """A text of S tokens costs S t_d with lookahead 1. The first token and each rejection but one at the end add t_t -
+    t_d."""
     accepted = np.random.default_rng(1).random((50, 4, 30)) < 0.8
-    found = dsi(accepted, 1, 0.25)
+    times = dsi(accepted, 1, 0.25)
     stretches = 1 + (~accepted[..., :-1]).sum(-1)
-    assert found.dsi.shape == found.speculation.shape == found.plain.shape == (50, 4)
-    np.testing.assert_allclose(found.dsi, 30 * 0.25 + stretches * 0.75, rtol=1e-12)
+    assert times.dsi.shape == times.speculation.shape == times.plain.shape == (50, 4)
+    np.testing.assert_allclose(times.dsi, 30 * 0.25 + stretches * 0.75, rtol=1e-12)
 
 
 def test_servers_and_lookahead():

@@ -46,7 +46,7 @@ def test_rounds_are_those_of_decode(drafter, temperature):
 
 
 def test_chances_are_those_of_the_target_behind_the_parent():
-    """Of a model whose next token depends on the last one alone."""
+    """The chances equal the target's rows, for a model whose next token depends on the last one alone."""
     rows = np.asarray(TARGET_ROWS)
     rounds = specjax.explain(
         markov(), branching_drafter((2, 2)).replace(params=DRAFT_ROWS), [0], key=1, max_new_tokens=12
@@ -69,7 +69,7 @@ def test_the_accepted_path_is_one():
 
 
 def test_equal_siblings_are_one_context():
-    """Of drafts drawn with replacement a rule may go on below any of them: some path has these tokens."""
+    """A rule may go on below any of several equal drafts, and some path of the picture has the accepted tokens."""
     drafter = drafters.two_model(markov(DRAFT_ROWS), tree=trees.branching("4x3x2", "with_replacement"))
     options = {"key": 2, "max_new_tokens": 30, "temperature": 1.0}
     rounds = specjax.explain(markov(), drafter, [0], **options)
@@ -127,7 +127,7 @@ def test_auto_says_why():
 
 
 def test_auto_says_when_it_rests():
-    """Of a text that repeats nothing: promises fall, and it rests."""
+    """On a text that repeats nothing the promises fall, and `auto` pauses."""
     uniform = markov(np.full((64, 64), 1 / 64))
     rounds = specjax.explain(uniform, "auto", [0], key=0, max_new_tokens=60, temperature=1.0)
     rests = [one for one in rounds if one.why.startswith("pauses")]

@@ -30,9 +30,9 @@ def random_pairs(count, vocab, seed=0, concentration=0.7):
 def test_golden_bounds(p, q, golden, n, kind):
     short = {"with_replacement": "with", "without_replacement": "without"}[kind]
     wanted = golden[f"n={n}"].get(f"optimal_{short}") or golden[f"n={n}"][f"optimal_{kind}"]
-    found = optimal_acceptance(p, q, n, kind)
-    assert found.acceptance == pytest.approx(wanted["alpha"], abs=1e-6)
-    assert found.order[: found.prefix].tolist() == wanted["H"]
+    result = optimal_acceptance(p, q, n, kind)
+    assert result.acceptance == pytest.approx(wanted["alpha"], abs=1e-6)
+    assert result.order[: result.prefix].tolist() == wanted["H"]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -46,12 +46,12 @@ def test_golden_rules(n):
         np.testing.assert_allclose(values, [wanted["kseq"]["accept"], wanted["greedy_draft"]["alpha"], *rrs], atol=2e-6)
 
 
-def all_inside(q, chosen, n, kind):
+def all_inside(q, subset, n, kind):
     """P(n draws lie in a set), by summing over ordered draws."""
     if kind == "with_replacement":
-        return q[list(chosen)].sum() ** n
+        return q[list(subset)].sum() ** n
     total = 0.0
-    for order in itertools.permutations(chosen, n):
+    for order in itertools.permutations(subset, n):
         left, chance = 1.0, 1.0
         for token in order:
             chance *= q[token] / left
@@ -64,9 +64,9 @@ def all_inside(q, chosen, n, kind):
 @pytest.mark.parametrize("n", [2, 3])
 def test_prefix_search_equals_all_subsets(n, kind):
     p, q = random_pairs(100, 6)
-    sets = [chosen for size in range(7) for chosen in itertools.combinations(range(6), size)]
+    sets = [subset for size in range(7) for subset in itertools.combinations(range(6), size)]
     best = [
-        1 + min(p[i][list(chosen)].sum() - all_inside(q[i], chosen, n, kind) for chosen in sets) for i in range(100)
+        1 + min(p[i][list(subset)].sum() - all_inside(q[i], subset, n, kind) for subset in sets) for i in range(100)
     ]
     np.testing.assert_allclose(optimal_acceptance(p, q, n, kind).acceptance, best, atol=1e-12)
 
@@ -99,8 +99,8 @@ def test_order_of_the_rules():
         assert np.all(bounds[KINDS[1], n] >= bounds[KINDS[0], n] - 1e-12)
         below = [(0, "spectr"), (0, "specinfer"), (0, "multipath_block"), (1, "recursive_rejection")]
         for kind, rule in below:
-            found = acceptance(rule, p, q, n)
-            assert np.all(found.value <= bounds[KINDS[kind], n] + 2e-6 + 6 * found.standard_error), rule
+            result = acceptance(rule, p, q, n)
+            assert np.all(result.value <= bounds[KINDS[kind], n] + 2e-6 + 6 * result.standard_error), rule
         guaranteed = (1 - (1 - 1 / n) ** n) * bounds[KINDS[0], n]
         assert np.all(acceptance("spectr", p, q, n).value >= guaranteed - 2e-6)
     for rule in analysis.FORMULAS:
@@ -117,7 +117,7 @@ def _one_draft(rule, p, q, one):
 
 
 def test_few_tokens_end_the_drafts():
-    """Without replacement there are no more drafts than tokens; all of them are then drafted."""
+    """No more drafts than tokens are drawn without replacement; all of them are then drafted."""
     p, q = np.array([0.2, 0.3, 0.5, 0.0]), np.array([0.6, 0.4, 0.0, 0.0])
     for n in (2, 3, 4):
         assert optimal_acceptance(p, q, n, KINDS[1]).acceptance == pytest.approx(0.5)
@@ -139,8 +139,8 @@ def enumerated(rule, rows, start, n, target_rows):
         tree, weights = without_replacement(rows, start, template((n,)))
     core = rule_module(rule).core
     if rule == "multipath_block":
-        own = core
-        core = lambda u, tree, logits: own(u, tree, logits, paths=n)
+        rule_core = core
+        core = lambda u, tree, logits: rule_core(u, tree, logits, paths=n)
     with np.errstate(divide="ignore"):
         logits = np.log(target_rows)[tree.tokens].astype(np.float32)
     probability, end = patterns(core, tree, jax.numpy.asarray(logits))
@@ -155,8 +155,8 @@ def test_acceptance_equals_the_rule_itself(rule, n):
             acceptance(rule, TARGET_ROWS[0], DRAFT_ROWS[0], n)
         return
     p, q = random_pairs(4, 4, seed=5)
-    found = acceptance(rule, p[0], q[0], n).value
-    assert found == pytest.approx(enumerated(rule, q.astype(np.float32), 0, n, p), abs=2e-5)
+    result = acceptance(rule, p[0], q[0], n).value
+    assert result == pytest.approx(enumerated(rule, q.astype(np.float32), 0, n, p), abs=2e-5)
 
 
 def test_drawn_rejections_equal_the_sum(monkeypatch):
@@ -183,8 +183,8 @@ def test_coupled():
     for i in range(3):
         rates = np.maximum(np.delete(q, i) * p[i] / q[i] - np.delete(p, i), 0)
         missed += p[i] * quad(lambda t, rates=rates: np.exp(-t) * np.prod(-np.expm1(-t * rates)), 0, np.inf)[0]
-    found = acceptance("coupled", p, q, 2, samples=40_000)
-    assert abs(found.value - (1 - missed)) < 4 * found.standard_error
+    result = acceptance("coupled", p, q, 2, samples=40_000)
+    assert abs(result.value - (1 - missed)) < 4 * result.standard_error
 
 
 def test_any_verifier_is_simulated():
@@ -193,10 +193,10 @@ def test_any_verifier_is_simulated():
         (verifiers.traversal, 2, golden["n=2"]["rrs_without"]),
         (verifiers.block, 1, ONE_STEP["multi_draft_hard"]["sd_acceptance"]),
     ):
-        own = verifiers.Verifier(verifier.name, verifier.rule, verifier.draws, "distribution", "a copy")
-        found = acceptance(own, p, q, n, samples=8000)
-        assert found.standard_error > 0
-        assert abs(found.value - wanted) < 4 * found.standard_error
+        copy = verifiers.Verifier(verifier.name, verifier.rule, verifier.draws, "distribution", "a copy")
+        result = acceptance(copy, p, q, n, samples=8000)
+        assert result.standard_error > 0
+        assert abs(result.value - wanted) < 4 * result.standard_error
     with pytest.raises(UsageError, match="block supports drafts drawn chain"):
         acceptance("block", p, q, 2)
 
@@ -219,12 +219,12 @@ def test_bad_input():
 
 
 def test_compare_and_plot():
-    found = analysis.compare(TARGET_ROWS, DRAFT_ROWS, (3, 2))
-    assert {entry.rule for entry in found.entries} == set(analysis.FORMULAS)
-    assert [entry.n for entry in found.entries if entry.rule == "spectr"] == [2, 3]
-    standard = found.entries[0]
+    result = analysis.compare(TARGET_ROWS, DRAFT_ROWS, (3, 2))
+    assert {entry.rule for entry in result.entries} == set(analysis.FORMULAS)
+    assert [entry.n for entry in result.entries if entry.rule == "spectr"] == [2, 3]
+    standard = result.entries[0]
     assert (standard.n, standard.gap) == (1, pytest.approx(0, abs=1e-9))
-    assert analysis.plot(found, "toy").startswith(b"\x89PNG")
+    assert analysis.plot(result, "toy").startswith(b"\x89PNG")
     curve = analysis.acceptance_curve("specinfer", TARGET_ROWS, DRAFT_ROWS)
     assert np.all(np.diff([x.value for x in curve], axis=0) >= 0)
 
@@ -233,9 +233,9 @@ def test_block_efficiency_of_constant_distributions():
     """The golden one-step acceptance a gives 1 + a + a^2 on two levels; a row of the toy by its last token."""
     p, q, golden = HARD
     alpha = golden["n=2"]["rrs_without"]
-    found = analysis.block_efficiency(None, trees.branching("2x2"), p, q, key=jax.random.key(0), max_new_tokens=200)
-    assert abs(found.mean - (1 + alpha + alpha**2)) < 4 * found.standard_error + 0.01
-    np.testing.assert_allclose(found.by_depth, [alpha, alpha**2], atol=0.02)
+    result = analysis.block_efficiency(None, trees.branching("2x2"), p, q, key=jax.random.key(0), max_new_tokens=200)
+    assert abs(result.mean - (1 + alpha + alpha**2)) < 4 * result.standard_error + 0.01
+    np.testing.assert_allclose(result.by_depth, [alpha, alpha**2], atol=0.02)
     with pytest.raises(UsageError, match="both be models"):
         analysis.block_efficiency(None, trees.chain(1), p, tiny_llama(), key=jax.random.key(0))
     with pytest.raises(UsageError, match="not valid for drafts"):
@@ -246,26 +246,26 @@ def test_record_holds_the_laws_of_both_models(tmp_path):
     target, other = tiny_llama(layers=1), tiny_llama(1, layers=1)
     prompts, key = [[1, 2, 3], [9, 8, 7, 6, 5]], jax.random.key(3)
     options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 20}
-    whole = analysis.record(target, other, prompts, key=key, **options, keep=64)
-    assert whole.p.shape[0] == 12 and whole.prompt.tolist() == [0] * 6 + [1] * 6
-    assert np.all((whole.p > 0).sum(1) <= 20) and not whole.dropped.max() > 1e-6
-    for tokens, mass in zip(whole.tokens, whole.p + whole.q, strict=True):
-        held = int((tokens >= 0).sum())
-        assert np.all(np.diff(tokens[:held]) > 0) and np.all((mass > 0) == (np.arange(len(tokens)) < held))
+    full = analysis.record(target, other, prompts, key=key, **options, keep=64)
+    assert full.p.shape[0] == 12 and full.prompt.tolist() == [0] * 6 + [1] * 6
+    assert np.all((full.p > 0).sum(1) <= 20) and not full.dropped.max() > 1e-6
+    for tokens, mass in zip(full.tokens, full.p + full.q, strict=True):
+        support = int((tokens >= 0).sum())
+        assert np.all(np.diff(tokens[:support]) > 0) and np.all((mass > 0) == (np.arange(len(tokens)) < support))
 
     # The text is that of `decode`; each token has mass in the distribution of its position.
     one = lambda number: decode(target, autoregressive(), prompts[number : number + 1], key=keys[number], **options)
     keys = [jax.random.fold_in(key, number)[None] for number in range(2)]
     text = [one(number).to_lists()[0] for number in range(2)]
-    for row, (number, position) in enumerate(zip(whole.prompt, whole.position, strict=True)):
-        assert whole.p[row][whole.tokens[row] == text[number][position]] > 0
+    for row, (number, position) in enumerate(zip(full.prompt, full.position, strict=True)):
+        assert full.p[row][full.tokens[row] == text[number][position]] > 0
 
     # A short record drops what it says.
     short = analysis.record(target, other, prompts, key=key, **options, keep=3)
     assert short.p.shape[1] == 6
     for row in range(12):
-        held = np.isin(whole.tokens[row], short.tokens[row])
-        assert short.dropped[row, 0] == pytest.approx(whole.p[row][~held].sum(), abs=1e-5)
+        support = np.isin(full.tokens[row], short.tokens[row])
+        assert short.dropped[row, 0] == pytest.approx(full.p[row][~support].sum(), abs=1e-5)
 
     analysis.save_record(tmp_path / "a.npz", short)
     for ours, read in zip(short, analysis.load_record(tmp_path / "a.npz"), strict=True):

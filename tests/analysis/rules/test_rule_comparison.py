@@ -19,7 +19,8 @@ CHAIN = two_model(DRAFT, tree=trees.chain(2))
 
 
 def one_pass(rule, start):
-    """By enumeration: tokens that a pass adds after token `start`, and the distribution of the last of them."""
+    """Enumerate a pass: return the expected tokens that it adds after token `start`, and the distribution of the last
+    one."""
     core = module(rule).core
     drafts, weights = without_replacement(DRAFT_ROWS, start, template((1, 1)))
     probability, end = patterns(core, drafts, jnp.log(jnp.asarray(TARGET_ROWS))[drafts.tokens])
@@ -30,22 +31,22 @@ def one_pass(rule, start):
 def test_the_mean_is_that_of_the_enumeration():
     """2,000 trees with 8 verdicts each, in two passes; the second begins where the first rule left off."""
     rules = [verifiers.standard, verifiers.block]
-    found = expected_tokens(rules, TARGET, CHAIN, [[0]] * 2000, key=jax.random.key(0), passes=2)
+    means = expected_tokens(rules, TARGET, CHAIN, [[0]] * 2000, key=jax.random.key(0), passes=2)
     by_start = {rule.name: np.array([one_pass(rule.name, token)[0] for token in range(3)]) for rule in rules}
     places = one_pass("standard", 0)[1]
     for name, golden in (("standard", "chain_sd_L2"), ("block", "block_verification_L2")):
-        assert found[name].shape == (2000, 2)
+        assert means[name].shape == (2000, 2)
         np.testing.assert_allclose(
             by_start[name][0], MARKOV[golden]["expected_tokens_per_iteration"], atol=5e-6
         )  # the oracle itself
-        error = found[name].std(0) / 2000**0.5
-        assert (abs(found[name].mean(0) - [by_start[name][0], places @ by_start[name]]) < 4 * error).all()
+        error = means[name].std(0) / 2000**0.5
+        assert (abs(means[name].mean(0) - [by_start[name][0], places @ by_start[name]]) < 4 * error).all()
         assert (error < 0.02).all()
-    gain = found["block"] - found["standard"]
+    gain = means["block"] - means["standard"]
     error = gain.std(0) / 2000**0.5
     assert (abs(gain.mean(0) - [0.05, places @ (by_start["block"] - by_start["standard"])]) < 4 * error).all()
-    assert (error < 0.01).all() and (error < found["block"].std(0) / 2000**0.5).all()  # on the same drafts: surer
-    assert abs(found["block"][:, 1].mean() - by_start["block"][0]) > 0.1  # the second pass is elsewhere
+    assert (error < 0.01).all() and (error < means["block"].std(0) / 2000**0.5).all()  # on the same drafts: surer
+    assert abs(means["block"][:, 1].mean() - by_start["block"][0]) > 0.1  # the second pass is elsewhere
 
 
 def which_tree(name):
@@ -60,16 +61,16 @@ def which_tree(name):
 
 def test_every_rule_judges_the_same_tree_in_every_draw():
     run = lambda *rules: expected_tokens(rules, TARGET, CHAIN, [[0]] * 64, key=jax.random.key(1), passes=3)
-    found = run(verifiers.standard, which_tree("a"), verifiers.block, which_tree("b"))
-    np.testing.assert_array_equal(found["a"], found["b"])
-    np.testing.assert_array_equal(found["a"], np.round(found["a"]))  # one tree in all draws
-    assert all(len(set(column)) > 8 for column in found["a"].T[1:])  # not one tree in all rows
+    means = run(verifiers.standard, which_tree("a"), verifiers.block, which_tree("b"))
+    np.testing.assert_array_equal(means["a"], means["b"])
+    np.testing.assert_array_equal(means["a"], np.round(means["a"]))  # one tree in all draws
+    assert all(len(set(column)) > 8 for column in means["a"].T[1:])  # not one tree in all rows
     alone = run(verifiers.standard, which_tree("a"))
-    np.testing.assert_array_equal(alone["a"], found["a"])  # the other rules have no say in where it goes on
-    np.testing.assert_array_equal(alone["standard"], found["standard"])
+    np.testing.assert_array_equal(alone["a"], means["a"])  # the other rules have no say in where it goes on
+    np.testing.assert_array_equal(alone["standard"], means["standard"])
     other = run(verifiers.block, which_tree("a"))
-    np.testing.assert_array_equal(other["a"][:, 0], found["a"][:, 0])
-    assert (other["a"][:, 1:] != found["a"][:, 1:]).any()  # the first one has
+    np.testing.assert_array_equal(other["a"][:, 0], means["a"][:, 0])
+    assert (other["a"][:, 1:] != means["a"][:, 1:]).any()  # the first one has
 
 
 def test_a_rule_that_is_not_valid_for_the_drafts_is_refused():
@@ -82,8 +83,8 @@ def test_a_rule_that_is_not_valid_for_the_drafts_is_refused():
 def test_at_temperature_zero_tokens_are_counted():
     """The target goes round 0, 1, 2; the draft stays at 2."""
     row = lambda *best: last_token_model(np.eye(3)[list(best)] * 0.8 + 0.2 / 3)
-    found = expected_tokens(
+    means = expected_tokens(
         [verifiers.greedy], row(1, 2, 0), two_model(row(1, 2, 2), tree=trees.chain(3)), [[0], [1], [0, 2]],
         key=jax.random.key(0), passes=3, temperature=0.0,
     )  # fmt: skip
-    assert found["greedy"].tolist() == [[3, 3, 3], [2, 3, 3], [1, 3, 3]]
+    assert means["greedy"].tolist() == [[3, 3, 3], [2, 3, 3], [1, 3, 3]]
