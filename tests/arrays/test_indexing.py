@@ -29,9 +29,9 @@ def rows(vocab):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_numpys_argmax(vocab, dtype):
     x = jnp.asarray(rows(vocab), dtype)
-    found = jax.jit(first_largest)(x.reshape(3, 4, vocab))
-    assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, np.argmax(np.asarray(x, np.float32), -1).reshape(3, 4))
+    index = jax.jit(first_largest)(x.reshape(3, 4, vocab))
+    assert index.dtype == jnp.int32
+    np.testing.assert_array_equal(index, np.argmax(np.asarray(x, np.float32), -1).reshape(3, 4))
 
 
 def test_rows_of_a_vmap():
