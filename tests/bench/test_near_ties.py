@@ -1,4 +1,4 @@
-"""Where two greedy texts part, and how close the choice was."""
+"""Tests of the place where two greedy texts part, and of how close the choice was."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ def test_the_logits_are_those_after_the_last_token():
     ],
 )
 def test_a_flip_is_a_near_tie_only_between_the_likeliest(ours, plain, position, pair, near_tie):
-    found = find_difference(last_token_model(LAWS), [0], ours, plain, "float32")
-    assert (found.position, (found.token, found.plain_token), found.near_tie) == (position, pair, near_tie)
-    assert (found.behind < NEAR_TIE["float32"]) == near_tie
+    difference = find_difference(last_token_model(LAWS), [0], ours, plain, "float32")
+    assert (difference.position, (difference.token, difference.plain_token), difference.near_tie) == (
+        position,
+        pair,
+        near_tie,
+    )
+    assert (difference.behind < NEAR_TIE["float32"]) == near_tie
 
 
 def test_equal_texts_do_not_part():
