@@ -34,9 +34,9 @@ def bench():
     return module_at(FILE)
 
 
-def run(bench, name, entry, chosen=PROBLEMS, save=lambda: None):
+def run(bench, name, entry, problems=PROBLEMS, save=lambda: None):
     call = bench.make(name, "gsm8k", history(0), history(1), Words(), 3)
-    bench.run_method(name, call, chosen, entry, 2, 3, 40, Words(), "gsm8k", save)
+    bench.run_method(name, call, problems, entry, 2, 3, 40, Words(), "gsm8k", save)
     return entry
 
 
@@ -72,7 +72,7 @@ def test_a_program_without_an_end_is_wrong(bench):
 
 @pytest.mark.parametrize("name", ["large", "foreal", "spec_reason", "rpc"])
 def test_a_run_goes_on_behind_its_last_batch(bench, name):
-    whole, part, saved = run(bench, name, empty(bench)), empty(bench), []
+    uninterrupted, part, saved = run(bench, name, empty(bench)), empty(bench), []
 
     def killed():
         saved.append(len(part["right"]))
@@ -83,11 +83,11 @@ def test_a_run_goes_on_behind_its_last_batch(bench, name):
     assert saved == [2]
     run(bench, name, part)
     for key in set(bench.EMPTY) - {"seconds", "processor"}:
-        assert part[key] == whole[key], key
-    assert [len(whole[key]) for key in bench.EMPTY] == [3, 3, 5, 5, 5, 5, 5]
-    assert all(large <= tokens for large, tokens in zip(whole["large"], whole["tokens"], strict=True))
-    alone = {"large": whole["tokens"], "rpc": [0] * 5}
-    assert whole["large"] == alone.get(name, whole["large"])
+        assert part[key] == uninterrupted[key], key
+    assert [len(uninterrupted[key]) for key in bench.EMPTY] == [3, 3, 5, 5, 5, 5, 5]
+    assert all(large <= tokens for large, tokens in zip(uninterrupted["large"], uninterrupted["tokens"], strict=True))
+    alone = {"large": uninterrupted["tokens"], "rpc": [0] * 5}
+    assert uninterrupted["large"] == alone.get(name, uninterrupted["large"])
 
 
 def test_compilation_is_not_timed(bench):
@@ -97,9 +97,9 @@ def test_compilation_is_not_timed(bench):
     jax.monitoring.register_event_duration_secs_listener(listen)
 
     def watched(rows, **options):
-        before = len(compiled)
+        count_at_start = len(compiled)
         result = call(rows, **options)
-        count.append(len(compiled) - before)
+        count.append(len(compiled) - count_at_start)
         return result
 
     bench.run_method("entropy_adaptive", watched, PROBLEMS[:4], entry, 2, 3, 48, Words(), "gsm8k", lambda: None)
@@ -107,8 +107,8 @@ def test_compilation_is_not_timed(bench):
 
 
 def test_samples_of_one_prompt(bench):
-    found = bench.one_prefill(history(0), [[1, 2, 3]], 4, 6)
-    assert found["one prefill"]["temporaries"] > 0 and found["separate"]["seconds"] > 0
+    costs = bench.one_prefill(history(0), [[1, 2, 3]], 4, 6)
+    assert costs["one prefill"]["temporaries"] > 0 and costs["separate"]["seconds"] > 0
 
 
 def test_the_table(bench):

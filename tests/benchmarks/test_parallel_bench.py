@@ -66,7 +66,7 @@ def test_an_exact_model_is_right_one_by_one_and_at_its_level_all_at_once(task):
 
 
 def test_a_threshold_decides_together_only_what_is_determined():
-    """Of a shuffle the last two names: once one of two is decided the other one is sure."""
+    """The last two names of a shuffle may be decided together: once one of them is decided the other one is sure."""
     answers = grid.GRID["shuffle"](4)
     denoiser = grid.exact(answers)
     way = methods.fast_dllm(denoiser, block=None, tau=0.9)

@@ -27,8 +27,8 @@ ORDERS = {"once": 1, "beside": 2, "twice": 2, "compared": 2}
 
 @pytest.mark.parametrize("name", ANSWERED)
 def test_answers_by_hand(name):
-    task, (asked, answer) = words.TASKS_BY_NAME[name], ANSWERED[name]
-    prompt, right = words.tokens(asked), words.answers(words.TEMPLATES[name].solve(asked.split()))
+    task, (question, answer) = words.TASKS_BY_NAME[name], ANSWERED[name]
+    prompt, right = words.tokens(question), words.answers(words.TEMPLATES[name].solve(question.split()))
     assert words.tokens(answer) in right and len(right) == ORDERS[name] and task.is_right(prompt, words.tokens(answer))
     assert task.is_right((*prompt, words.NOTHING), words.tokens(answer))
     wrong = re.sub(r"\d+ (\w+)$", r"20 \1", answer)
@@ -50,14 +50,14 @@ def test_questions_and_answers(name):
             assert len(item.answer) + (len(item.answer) % words.BLOCK > 0) == task.columns
             filled = bench.pad_answer(item.answer, words.END)
             assert len(filled) % words.BLOCK == 0 and bench.answer_of(filled, words.END) == item.answer
-            said = words.text(item.answer)
-            steps = re.findall(r"(\d+) ([+-]) (\d+) = (\d+) \.", said)
+            text = words.text(item.answer)
+            steps = re.findall(r"(\d+) ([+-]) (\d+) = (\d+) \.", text)
             assert [str(words.value((int(a), sign, int(b)))) for a, sign, b, _ in steps] == [step[3] for step in steps]
-            assert all(before[3] in (step[0], step[2]) for before, step in itertools.pairwise(steps))
-            assert re.search(r"(\d+) \w+$", said)[1] == steps[-1][3]
+            assert all(previous[3] in (step[0], step[2]) for previous, step in itertools.pairwise(steps))
+            assert re.search(r"(\d+) \w+$", text)[1] == steps[-1][3]
 
 
 def test_both_orders_of_a_sum_are_taught():
     rng = np.random.default_rng(0)
     first = [(item.prompt[2], item.answer[0]) for item in (words.training_item(rng, "once") for _ in range(200))]
-    assert {said == asked for asked, said in first} == {True, False}
+    assert {sentence == question for question, sentence in first} == {True, False}
