@@ -76,11 +76,11 @@ def test_options_and_defaults_are_those_of_the_factory(name):
         assert declared.keys() <= signature.keys()
     else:
         assert declared == {option: signature[option] for option in declared}
-    others = set(signature) - set(declared) - {"target", "draft", "datastore"} - IN_PYTHON.get(name, set())
+    undeclared = set(signature) - set(declared) - {"target", "draft", "datastore"} - IN_PYTHON.get(name, set())
     if row.kind == "decoder":
-        others -= OF_EVERY_LOOP | ({"temperature"} - set(declared)) | {"model"}
-    assert others <= set(NEED_OF) | {"inner", "retrieval", "fallback"}, others
-    assert all(NEED_OF[other] is None or row.uses(NEED_OF[other]) for other in others)
+        undeclared -= OF_EVERY_LOOP | ({"temperature"} - set(declared)) | {"model"}
+    assert undeclared <= set(NEED_OF) | {"inner", "retrieval", "fallback"}, undeclared
+    assert all(NEED_OF[other] is None or row.uses(NEED_OF[other]) for other in undeclared)
     assert set(row.cpu_options) <= set(declared)
 
 

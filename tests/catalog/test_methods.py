@@ -96,9 +96,9 @@ def make(name, target, draft):
     return make_drafter(name, target, draft, **options)
 
 
-def masked_places(params, tokens, given, positions):
+def masked_places(params, tokens, visible, positions):
     """Return logits of masked positions; params[t, i] are the logits at distance i after the last text token t."""
-    last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), 0), 1)
+    last = jnp.max(jnp.where(visible, jnp.arange(tokens.shape[1]), 0), 1)
     token = jnp.take_along_axis(tokens, last[:, None], 1)
     return params[token, jnp.arange(positions.shape[1])]
 
@@ -177,24 +177,24 @@ def test_point_mass_methods_sample_the_text_of_plain_sampling(name):
 @pytest.mark.parametrize("name", USUAL)
 def test_a_row_does_not_depend_on_its_neighbours(name):
     """Decode two rows of a batch at other positions among other rows; the program is the same, so this is cheap."""
-    batch, whole = run(name, temperature=0.7)
+    batch, result = run(name, temperature=0.7)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
     order = [2, 3, 1, 0]
-    others = [PROMPTS[2], [9, 8, 9], PROMPTS[1], [6, 1]]
+    neighbours = [PROMPTS[2], [9, 8, 9], PROMPTS[1], [6, 1]]
     moved = decode(
-        tiny_llama(), drafter_of(name), others, key=keys[np.array(order)], max_new_tokens=24, temperature=0.7
+        tiny_llama(), drafter_of(name), neighbours, key=keys[np.array(order)], max_new_tokens=24, temperature=0.7
     )
     for ours, theirs in ((0, 2), (2, 1)):
         assert moved.to_lists()[ours] == batch[theirs]
         if name not in BATCH_WIDE:
-            for one, other in zip(*map(jax.tree.leaves, (moved.stats, whole.stats)), strict=True):
+            for one, other in zip(*map(jax.tree.leaves, (moved.stats, result.stats)), strict=True):
                 np.testing.assert_array_equal(one[ours], other[theirs])
 
 
 @pytest.mark.parametrize("name", those({"auto", "two_model"}, NAMES))
 def test_a_row_alone_equals_the_row_in_a_batch(name):
     temperature = 0.8
-    batch, whole = run(name, temperature)
+    batch, result = run(name, temperature)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4))
     for b in (1, 2):
         alone = decode(
@@ -208,7 +208,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name):
         assert alone.to_lists()[0] == batch[b]
         if name in BATCH_WIDE:
             continue
-        for ours, theirs in zip(*map(jax.tree.leaves, (alone.stats, whole.stats)), strict=True):
+        for ours, theirs in zip(*map(jax.tree.leaves, (alone.stats, result.stats)), strict=True):
             np.testing.assert_array_equal(ours[0], theirs[b])
 
 
@@ -286,8 +286,8 @@ def test_drafting_twice_gives_the_same_tree(name):
         limit = jnp.full(len(PROMPTS), drafter.max_depth)
         return [drafter.propose(drafter.params, key, state.draft, context, limit)[0] for key in keys]
 
-    keys, others = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
-    first, second, third = drafts(job.parts.drafter, state, keys, keys, others)
+    keys, other_keys = (jax.random.split(jax.random.key(seed), len(PROMPTS)) for seed in (2, 3))
+    first, second, third = drafts(job.parts.drafter, state, keys, keys, other_keys)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     if job.parts.drafter.traits.draws == "point_mass" and name not in DRAWS_ITS_POINTS:
         jax.tree.map(np.testing.assert_array_equal, first, third)
