@@ -45,8 +45,8 @@ def test_as_a_drafter_it_is_lossless(cli):
 
 
 def test_the_table_says_that_it_is_lossy(cli):
-    said = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
-    assert "(guarantee: lossy; distribution relative to the target with unified:1.5)" in said
+    out = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
+    assert "(guarantee: lossy; distribution relative to the target with unified:1.5)" in out
 
 
 @pytest.mark.parametrize("name", ["calm:0.5", "skip_decode", "ffn_skip", "unified"])

@@ -10,8 +10,8 @@ from specjax.cli.options import completion
 
 
 @pytest.mark.parametrize(
-    ("words", "at", "found"),
-    [
+    ("words", "at", "completions"),
+    COMPLETED := [
         ("specjax gener", 1, {"generate"}),
         ("specjax co", 1, {"compare-verifiers", "compile"}),
         ("specjax generate --tempe", 2, {"--temperature"}),
@@ -39,12 +39,13 @@ from specjax.cli.options import completion
         ("specjax generate --method = lookahead --set gu", 6, {"guesses="}),
         ("specjax generate --set a = 1 --meth", 6, {"--method"}),
     ],
+    ids=[f"{words}-{at}-found{number}" for number, (words, at, _) in enumerate(COMPLETED)],
 )
-def test_words_are_completed(cli, monkeypatch, words, at, found):
+def test_words_are_completed(cli, monkeypatch, words, at, completions):
     monkeypatch.setenv("_SPECJAX_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(at))
-    assert set(cli().out.split()) == found
+    assert set(cli().out.split()) == completions
 
 
 def test_a_prompt_without_quotes_is_told(refused):
@@ -65,7 +66,7 @@ def test_models_that_come_along_are_called_as_their_loaders_call_them():
 
 
 def test_a_shell_need_not_wait_for_jax():
-    asked = {"_SPECJAX_COMPLETE": "complete_bash", "COMP_WORDS": "specjax generate --method tok", "COMP_CWORD": "3"}
+    variables = {"_SPECJAX_COMPLETE": "complete_bash", "COMP_WORDS": "specjax generate --method tok", "COMP_CWORD": "3"}
     code = """
 import atexit, sys
 atexit.register(lambda: print("jax" in sys.modules, "numpy" in sys.modules))
@@ -73,6 +74,6 @@ from specjax.cli import main
 main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | asked
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | variables
     )
     assert done.stdout.split() == ["token_recycling", "False", "False"]

@@ -22,10 +22,11 @@ from specjax.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Also where the tests were started in the background, with the signal ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Restore Python's handler of SIGINT, also where the tests were started in the background with the signal
+    ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
 
 
 TESTS = Path(__file__).parents[1]
@@ -209,7 +210,7 @@ def test_interrupted_while_it_starts(module, command):
 
 
 def test_an_interrupt_that_is_dropped_comes_again():
-    """Of what a callback raises Python says that it is ignored, and goes on."""
+    """An interrupt that Python ignores because a callback raised it is raised again."""
 
     class Callback:
         def __del__(self):
@@ -254,12 +255,12 @@ def test_interrupts_of_others_are_left_alone():
 
 
 def test_a_device_is_not_replaced(refused, tmp_path):
-    before = os.stat("/dev/full")
+    status = os.stat("/dev/full")
     file = prompt_file(tmp_path, 1)
     sentence = refused("bench", file, "--out", "/dev/full")
     assert sentence == "specjax: --out: /dev/full is a device, which would be replaced; name a file"
     assert "is a device" in refused("compare-verifiers", file, "--draft", "draft", "--save-record", "/dev/full")
-    assert stat.S_ISCHR(os.stat("/dev/full").st_mode) and os.stat("/dev/full").st_rdev == before.st_rdev
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode) and os.stat("/dev/full").st_rdev == status.st_rdev
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_files_are_whole_or_as_they_were(tmp_path):
 
 
 def test_it_does_not_wait_for_programs_that_nobody_needs(tmp_path):
-    """Which are read beside a text that has ended."""
+    """The process ends although programs are still read beside a text that has ended."""
     code = """
 import sys, time
 from specjax import cli

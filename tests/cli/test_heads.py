@@ -74,18 +74,18 @@ def test_a_head_of_its_own_method(cli, saved):
 
 
 def test_the_check_of_a_head_needs_a_few_tokens(refused, saved):
-    said = refused("generate", "hello", "--draft", saved("eagle"), "--max-positions", 2, "--max-new-tokens", 1)
-    assert "--max-positions must be at least 3 with a draft head" in said
+    message = refused("generate", "hello", "--draft", saved("eagle"), "--max-positions", 2, "--max-new-tokens", 1)
+    assert "--max-positions must be at least 3 with a draft head" in message
 
 
 def test_inspect_says_what_a_head_is(cli, saved):
     result = cli("inspect", saved("eagle3"), "--json")
     assert result.code == 0, result.err
-    found = json.loads(result.out)
-    assert (found["kind"], found["dialect"], found["flags"]["taps"]) == ("eagle3", "speculators", [0, 1, 1])
-    assert found["flags"]["norm_taps"] == "each" and found["flags"]["draft_vocab_size"] == 258
-    assert found["places"] > 100 and 0 <= found["agreement"] < 0.2 and found["reason"]
-    assert found["unused"] == [] and found["parameters"] > 10_000
+    report = json.loads(result.out)
+    assert (report["kind"], report["dialect"], report["flags"]["taps"]) == ("eagle3", "speculators", [0, 1, 1])
+    assert report["flags"]["norm_taps"] == "each" and report["flags"]["draft_vocab_size"] == 258
+    assert report["places"] > 100 and 0 <= report["agreement"] < 0.2 and report["reason"]
+    assert report["unused"] == [] and report["parameters"] > 10_000
     shown = cli("inspect", saved("eagle3")).out
     assert "eagle3 in the format of speculators (taps=(0, 1, 1)" in shown and "Likely cause: " in shown
 
@@ -166,13 +166,13 @@ def test_heads_that_decide(cli, tmp_path):
     assert document["guarantee"] == "lossy" and document["block_efficiency"] == 3.0, "two drafted, both accepted"
 
 
-def asked(**given):
-    plain = {name: given.pop(name, None) for name in ("method", "draft", "num_draft_tokens", "tree", "settings")}
+def asked(**options):
+    plain = {name: options.pop(name, None) for name in ("method", "draft", "num_draft_tokens", "tree", "settings")}
     names = {
         "config": "config", "algorithm": "algorithm", "model": "draft_model_path", "steps": "num_steps",
         "topk": "eagle_topk", "tokens": "num_draft_tokens",
     }  # fmt: skip
-    flags = SpeculativeOptions(**{f"speculative_{names[name]}": value for name, value in given.items()})
+    flags = SpeculativeOptions(**{f"speculative_{names[name]}": value for name, value in options.items()})
     return translate(DraftFlags(**plain), flags)
 
 
@@ -191,8 +191,8 @@ def test_the_words_of_vllm_and_sglang():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
+    ("options", "message"),
+    CONTRADICTIONS := [
         (
             {"config": '{"method": "eagle"}', "method": "eagle3"},
             "--method is eagle3 and --speculative-config: method",
@@ -211,10 +211,11 @@ def test_the_words_of_vllm_and_sglang():
         ({"tokens": 1}, "--speculative-num-draft-tokens must be at least 2, not 1"),
         ({"tree": "2x2", "topk": 2, "steps": 3, "tokens": 8}, "--tree is 2x2 and --speculative-eagle-topk 2"),
     ],
+    ids=[f"given{number}-{message}" for number, (_, message) in enumerate(CONTRADICTIONS)],
 )
-def test_words_that_contradict_each_other_are_both_named(given, message):
+def test_words_that_contradict_each_other_are_both_named(options, message):
     with pytest.raises(specjax.UsageError) as error:
-        asked(**given)
+        asked(**options)
     assert message in str(error.value)
 
 

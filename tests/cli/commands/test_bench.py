@@ -54,9 +54,9 @@ def watch_compilation(monkeypatch) -> list[list[str]]:
     honest = measure.run_decode
 
     def watched(task):
-        before = len(compiled)
+        start = len(compiled)
         run = honest(task)
-        by_run.append(compiled[before:])
+        by_run.append(compiled[start:])
         return run
 
     def listen(event, seconds, **more):
@@ -97,7 +97,9 @@ def test_table_plot_and_json(cli, prompts, tmp_path, monkeypatch):
 
 def test_the_untimed_run_does_not_count(cli, prompts, tmp_path, monkeypatch):
     honest, count = measure.run_decode, iter(range(100))
-    monkeypatch.setattr(measure, "run_decode", lambda *rest: honest(*rest)._replace(seconds=float(next(count))))
+    monkeypatch.setattr(
+        measure, "run_decode", lambda *arguments: honest(*arguments)._replace(seconds=float(next(count)))
+    )
     document = json.loads(
         cli("bench", prompts, *SHORT, "--limit", 1, "--repeats", 1, "--json", "--out", tmp_path / "x").out
     )
@@ -123,12 +125,12 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(cli, prompts, tmp_path, m
     assert document["overall"]["auto"]["tokens"] == 12 and document["overall"]["auto"]["compile_seconds"] >= 0
 
 
-@pytest.mark.parametrize(("temperature", "told"), [(0, 1), (1, 0)])
-def test_a_lossy_rule_that_is_none_at_temperature_0_is_told(cli, prompts, tmp_path, temperature, told):
+@pytest.mark.parametrize(("temperature", "messages"), [(0, 1), (1, 0)])
+def test_a_lossy_rule_that_is_none_at_temperature_0_is_told(cli, prompts, tmp_path, temperature, messages):
     """Before anything is loaded: here there is nothing."""
     options = ("--verifier", "rollback", "--temperature", temperature, "--target", tmp_path / "none")
     result = cli("bench", prompts, *SHORT, "--out", tmp_path / "out.json", *options)
-    assert result.err.count("the text is the greedy one; add --temperature 1") == told and result.code == 2
+    assert result.err.count("the text is the greedy one; add --temperature 1") == messages and result.code == 2
 
 
 def test_json_on_stdout_and_limit(cli, prompts, tmp_path):
@@ -159,8 +161,10 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
         assert record["identical"] is False and record["speedup"] is None
 
     def near_tie(*arguments):
-        found = honest_difference(*arguments)
-        return found and Difference(found.position, found.token, found.plain_token, 1e-5, 1e-5, True)
+        difference = honest_difference(*arguments)
+        return difference and Difference(
+            difference.position, difference.token, difference.plain_token, 1e-5, 1e-5, True
+        )
 
     honest_difference = near_ties.find_difference
     monkeypatch.setattr(near_ties, "find_difference", near_tie)

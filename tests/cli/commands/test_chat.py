@@ -14,8 +14,8 @@ from specjax.persistence.program_cache import ProgramCache
 
 
 @pytest.fixture
-def said(cli, monkeypatch):
-    """`said(lines, *arguments)`: the command with these lines on stdin."""
+def chat(cli, monkeypatch):
+    """`chat(lines, *arguments)`: the command with these lines on stdin."""
 
     def run(lines, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
@@ -28,7 +28,7 @@ CONTEXT = 160
 
 
 def answer(*messages: str, count: int = 12) -> str:
-    """By the last turns that fit."""
+    """Return the answer to the last turns that fit."""
     target, tokenizer = specjax.load()
     written = lambda messages: tokenizer.chat([{"content": words} for words in messages])
     while len(ids := written(messages)) > CONTEXT and len(messages) > 1:
@@ -37,56 +37,56 @@ def answer(*messages: str, count: int = 12) -> str:
     return tokenizer.decode([i for i in result.to_lists()[0] if i not in tokenizer.eos])
 
 
-def test_a_turn_is_answered_by_all_that_was_said(said):
+def test_a_turn_is_answered_by_all_that_was_said(chat):
     first = answer("Be brief.", "hello")
     second = answer("Be brief.", "hello", first, "and now?")
     alone = answer("hello")
-    done = said(
+    done = chat(
         ["/stats", "hello", "and now?", "", "/stats", "/clear", "/system", "hello", "/undo", "hello", "/what", "/help",
          "/exit", "never"], "--system", "Be brief.",
     )  # fmt: skip
     assert done.code == 0
     assert done.out == "".join(f"{visible(text)}\n" for text in (first, second, alone, alone))
     assert "no answers yet" in done.err and "24 tokens" in done.err and "unknown command /what" in done.err
-    for told in (
+    for line in (
         "(all turns are forgotten)",
         "(no system prompt)",
         "(the last turn is forgotten)",
         "/clear        forget",
     ):
-        assert told in done.err
+        assert line in done.err
 
 
-def test_the_oldest_turns_are_forgotten_where_they_do_not_fit(said):
+def test_the_oldest_turns_are_forgotten_where_they_do_not_fit(chat):
     turns = []
     for letter in "abc":
         turns += [letter * 60, answer(*turns, letter * 60)]
-    done = said([letter * 60 for letter in "abc"])
+    done = chat([letter * 60 for letter in "abc"])
     assert done.code == 0 and "the oldest turn is forgotten" in done.err
     assert done.out == "".join(f"{visible(text)}\n" for text in turns[1::2])
 
 
-def test_what_is_too_long_is_said_and_the_chat_goes_on(said):
-    done = said(["a" * 300, "hello"])
+def test_what_is_too_long_is_said_and_the_chat_goes_on(chat):
+    done = chat(["a" * 300, "hello"])
     assert done.code == 0 and "prompt" in done.err and done.out == visible(answer("hello")) + "\n"
 
 
-def test_a_second_chat_finds_its_programs(said, tmp_path, monkeypatch):
+def test_a_second_chat_finds_its_programs(chat, tmp_path, monkeypatch):
     monkeypatch.delenv("SPECJAX_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sessions, "use_compilation_cache", lambda enabled: None)  # XLA's cache is of the whole process
-    found, of = [], ProgramCache.programs
+    hits, of = [], ProgramCache.programs
 
     def noted(self, *arguments):
         programs = of(self, *arguments)
-        found.append(self.hit)
+        hits.append(self.hit)
         return programs
 
     monkeypatch.setattr(ProgramCache, "programs", noted)
     new = "--method", "prompt_lookup", "--max-new-tokens", 11  # of no other chat: XLA cannot keep all that has run
-    texts = [said(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
+    texts = [chat(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
     assert texts[0] == texts[1] == visible(answer("Be brief.", "hello", count=11)) + "\n"
-    assert found == [False, True, True]
+    assert hits == [False, True, True]
     assert len([path for path in (tmp_path / "specjax" / "programs").iterdir() if path.suffix == ".last"]) == 1
 
 

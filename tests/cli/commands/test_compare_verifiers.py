@@ -73,8 +73,8 @@ def test_what_was_recorded_before_an_interrupt_is_kept(cli, prompts, tmp_path, m
     options = ("--save-record", saved) if named else ()
     result = cli("compare-verifiers", prompts, *PAIR, *SHORT, "--out", out, *options)
     assert result.code == 130 and f"{saved} has the 1 of 2 prompts that are finished" in " ".join(result.err.split())
-    kept = analysis.load_record(saved)
-    assert kept.prompt.tolist() == [0] * 5 and kept.about["temperature"] == 1.0
+    partial = analysis.load_record(saved)
+    assert partial.prompt.tolist() == [0] * 5 and partial.about["temperature"] == 1.0
     assert not left_over(tmp_path) and not out.exists()
 
 
@@ -134,7 +134,7 @@ def test_bad_input(refused, prompts, distributions, tmp_path, monkeypatch, argum
     places = {"PROMPTS": prompts, "LAWS": distributions} | {
         name: f"{name}.npz" for name in ("FUTURE", "DAMAGED", "ARRAYS")
     }
-    before = {path.name for path in tmp_path.iterdir()}
+    files = {path.name for path in tmp_path.iterdir()}
     sentence = refused("compare-verifiers", *(places.get(argument, argument) for argument in arguments))
     assert words in sentence, sentence
-    assert {path.name for path in tmp_path.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == files

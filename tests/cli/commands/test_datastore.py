@@ -36,9 +36,9 @@ def store(cli, corpus, tmp_path):
 def test_build_info_find(cli, store):
     document = json.loads(cli("datastore", "info", store, "--json").out)
     assert (document["documents"], document["tokens"], document["vocab_size"]) == (1, 46, 259)
-    found = json.loads(cli("datastore", "find", store, "and once", "--length", 3, "--json").out)
-    assert (found["span"], found["count"]) == (5, 2)  # " once", but not at the beginning
-    assert [(entry["text"], entry["count"]) for entry in found["continuations"]] == [(" mo", 1), (" up", 1)]
+    match = json.loads(cli("datastore", "find", store, "and once", "--length", 3, "--json").out)
+    assert (match["span"], match["count"]) == (5, 2)  # " once", but not at the beginning
+    assert [(entry["text"], entry["count"]) for entry in match["continuations"]] == [(" mo", 1), (" up", 1)]
     assert "not found" in cli("datastore", "find", store, "Z").out
     shown = cli("datastore", "find", store, "once up").out
     assert "occur 2 times" in shown and "'on a hill,'" in shown
@@ -54,23 +54,23 @@ def test_a_method_reads_it(cli, store):
 
 def test_suffix_matching_copies_from_it_too(cli, store):
     run = ("generate", "once upon a", "--raw", "--method", "suffix", "--compare", *SHORT)
-    own, both = (json.loads(cli(*run, *more).out) for more in ((), ("--datastore", store)))
-    assert own["identical"] is True and both["identical"] is True
-    assert own["datastore"] is None and both["datastore"]["tokens"] == 46
-    assert both["drafted"] > own["drafted"]
+    text_alone, both = (json.loads(cli(*run, *more).out) for more in ((), ("--datastore", store)))
+    assert text_alone["identical"] is True and both["identical"] is True
+    assert text_alone["datastore"] is None and both["datastore"]["tokens"] == 46
+    assert both["drafted"] > text_alone["drafted"]
 
 
 def test_it_is_spread_over_the_mesh(cli, corpus, tmp_path, monkeypatch):
     assert cli("datastore", "build", corpus, "--out", tmp_path / "store", "--shard-tokens", 10).code == 0
-    made = []
+    indexes = []
     module, real = importlib.import_module("specjax.drafters.lookup.rest"), drafters.rest
-    monkeypatch.setattr(module, "rest", lambda index, **options: made.append(index) or real(index, **options))
+    monkeypatch.setattr(module, "rest", lambda index, **options: indexes.append(index) or real(index, **options))
     run = ("generate", "once upon a", "--raw", "--method", "rest", "--datastore", tmp_path / "store", *SHORT)
     alone, ours = (json.loads(cli(*run, *more).out) for more in ((), ("--data", 4, "--model", 2, "--compare")))
     assert ours["identical"] is True and ours["results"][0]["text"] == alone["results"][0]["text"]
     assert ours["drafted"] == alone["drafted"] > 0
-    whole, spread = ([part.data.shape for part in index.tokens.addressable_shards] for index in made)
-    assert whole == [(6, 10)] and spread == [(3, 10)] * 8
+    full_shapes, spread = ([part.data.shape for part in index.tokens.addressable_shards] for index in indexes)
+    assert full_shapes == [(6, 10)] and spread == [(3, 10)] * 8
 
 
 @pytest.mark.exhaustive
@@ -90,12 +90,12 @@ def test_bad_input(refused, store, corpus, tmp_path):
     generate = ("generate", "abc", *SHORT)
     assert "needs a datastore" in refused(*generate, "--method", "rest")
     assert "remove it" in refused(*generate, "--datastore", store)
-    rest = (*generate, "--method", "rest", "--datastore")
-    assert "--datastore: " in refused(*rest, tmp_path / "none")
-    assert "another tokenizer" in refused(*rest, store, "--target", "odd")
+    command = (*generate, "--method", "rest", "--datastore")
+    assert "--datastore: " in refused(*command, tmp_path / "none")
+    assert "another tokenizer" in refused(*command, store, "--target", "odd")
     assert "another tokenizer" in refused("datastore", "find", store, "a", "--target", "odd")
     (store / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin has 0 bytes" in refused(*rest, store)
+    assert "tokens.bin has 0 bytes" in refused(*command, store)
     build = ("datastore", "build", corpus, "--out")
     assert "already exists" in refused(*build, store)
     assert "--shard-tokens" in refused(*build, tmp_path / "new", "--shard-tokens", 1)

@@ -151,7 +151,7 @@ def test_costs_are_measured_for_the_prompts_that_there_are(cli, monkeypatch):
 
 
 def test_goodput_knows_what_the_draft_model_costs(cli, monkeypatch, tmp_path):
-    """With wide passes that cost nothing it drafts, unless the draft model is dear."""
+    """The controller drafts where wide passes cost nothing, unless the draft model is dear."""
     plan = tmp_path / "plan.json"
     reports = [{"name": f"verify {n}", "compiles": True, "seconds": {"schedule": 4}} for n in (1, 8)]
     plan.write_text(json.dumps({"widths": reports}))
@@ -189,8 +189,8 @@ def test_compare_finds_a_difference(cli, monkeypatch):
 
     honest = measure.run_stream
 
-    def wrong(task, *rest, **more):
-        run = honest(task, *rest, **more)
+    def wrong(task, *arguments, **more):
+        run = honest(task, *arguments, **more)
         if task.drafter.max_depth:
             run.tokens[0][3] = (run.tokens[0][3] + 1) % 259
         return run
@@ -216,20 +216,20 @@ def test_batch_file(cli, tmp_path):
 
 
 def test_what_one_prompt_taught_serves_the_next_one(cli, tmp_path):
-    """Of equal prompts the first is answered without memory; all in one program, and with one text."""
+    """The first of equal prompts is answered without memory; all are answered by one program, and with one text."""
     file = tmp_path / "same.txt"
     file.write_text("abcd\n" * 3)
     options = ("--method", "token_recycling", "--max-new-tokens", 24, "--json")
     report = json.loads(cli("generate", "--batch-file", file, *options, "--compare").out)
-    first, *others = report["results"]
-    assert report["identical"] and all(other["text"] == first["text"] for other in others)
-    assert all(other["target_passes"] < first["target_passes"] for other in others)
+    first, *later = report["results"]
+    assert report["identical"] and all(other["text"] == first["text"] for other in later)
+    assert all(other["target_passes"] < first["target_passes"] for other in later)
     alone = json.loads(cli("generate", "abcd", *options).out)["results"][0]
     assert alone["target_passes"] == first["target_passes"]
 
 
 def test_with_checkpoints_each_batch_stands_for_itself(cli, tmp_path):
-    """So a second run finds every batch as the first left it."""
+    """A second run finds every batch as the first left it."""
     file = tmp_path / "same.txt"
     file.write_text("abcd\n" * 2)
     options = ("--method", "token_recycling", "--max-new-tokens", 24, "--json", "--checkpoint", tmp_path / "kept")
@@ -390,9 +390,9 @@ def test_processors_and_stop_strings(cli, monkeypatch):
     """The text of plain decoding with the same flags; it ends before the stop string, in both."""
     flags = ("--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.2, "--logit-bias", "40=2")
     command = ("generate", "abcabcabc", "--max-new-tokens", 12, "--json", "--compare", *flags, "--ban", 120)
-    whole = json.loads(cli(*command).out)
-    assert whole["identical"] is True and 120 not in whole["results"][0]["token_ids"]
-    text = whole["results"][0]["text"]
+    unstopped = json.loads(cli(*command).out)
+    assert unstopped["identical"] is True and 120 not in unstopped["results"][0]["token_ids"]
+    text = unstopped["results"][0]["text"]
     stop = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
     ended = json.loads(cli(*command, "--stop-string", stop, "--min-p", 0.1).out)
     result = ended["results"][0]

@@ -74,12 +74,12 @@ def test_the_prompts_of_training_and_those_of_a_run(cli, prompts, tmp_path):
 def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, monkeypatch):
     out, history = tmp_path / "head", tmp_path / "head" / "history.jsonl"
     arguments = ("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 4, *SMALL)
-    kept = TrainingCheckpoints.save_state
+    save = TrainingCheckpoints.save_state
 
-    def interrupted(self, state, *others):
+    def interrupted(self, state, *arguments):
         if int(state.step) == 4:
             raise KeyboardInterrupt
-        kept(self, state, *others)
+        save(self, state, *arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingCheckpoints, "save_state", interrupted)
@@ -95,12 +95,12 @@ def test_of_a_run_that_was_ended_the_best_head_is_there(cli, prompts, tmp_path, 
 def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
     out, tuned = tmp_path / "head", tmp_path / "tuned"
     first = cli("train", "--method", "medusa", "--prompts", prompts, "--out", out, "--epochs", 2, *SMALL, "--json")
-    rest = ("train", "--draft", out, "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json")
+    command = ("train", "--draft", out, "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json")
     # Nothing is learnt at a rate of 0: what is served is what the head served.
-    result = cli(*rest, "--out", tuned, "--learning-rate", 1e-30)
+    result = cli(*command, "--out", tuned, "--learning-rate", 1e-30)
     assert result.code == 0, result.err
-    before, after = json.loads(first.out), json.loads(result.out)
-    assert after["method"] == "medusa" and after["served"] == before["served"]
+    first_run, second_run = json.loads(first.out), json.loads(result.out)
+    assert second_run["method"] == "medusa" and second_run["served"] == first_run["served"]
     cli("train", "--method", "medusa", "--prompts", prompts, "--answers", out / "answers", *SMALL, "--json",
               "--out", tmp_path / "new", "--learning-rate", 1e-30)  # fmt: skip
     steps = lambda folder: list(map(json.loads, (folder / "history.jsonl").read_text().splitlines()))
@@ -115,17 +115,17 @@ def test_a_head_that_there_is_goes_on_from_what_it_was(cli, prompts, tmp_path):
         (("--start", "random"), "--start is for a new head, and --draft is one already"),
         (("--layers", "0"), "--layers does not fit --method medusa"),
     ):
-        refused = cli(*rest, "--out", tuned, *arguments)
+        refused = cli(*command, "--out", tuned, *arguments)
         assert refused.code == 2 and words in " ".join(refused.err.split())
-    begun = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", tmp_path / "begun",
+    initialized = cli("train", "--method", "medusa", "--start", out, *command[3:], "--out", tmp_path / "begun",
                 "--learning-rate", 1e-30)  # fmt: skip
-    assert json.loads(begun.out)["served"] == before["served"], "all of a head of the same kind fits"
-    assert "100% of the parameters are copied from the head to start from" in " ".join(begun.err.split())
-    refused = cli("train", "--method", "medusa", "--start", out, *rest[3:], "--out", out)
+    assert json.loads(initialized.out)["served"] == first_run["served"], "all of a head of the same kind fits"
+    assert "100% of the parameters are copied from the head to start from" in " ".join(initialized.err.split())
+    refused = cli("train", "--method", "medusa", "--start", out, *command[3:], "--out", out)
     assert refused.code == 2 and "is the folder of --start" in " ".join(refused.err.split())
     refused = cli("train", "--method", "eagle3", "--start", out, "--prompts", prompts, "--out", tmp_path / "other")
     assert refused.code == 2 and "--start: the head to start from has no matrix" in " ".join(refused.err.split())
-    refused = cli(*rest, "--out", out)
+    refused = cli(*command, "--out", out)
     assert refused.code == 2 and "is the folder of --draft" in " ".join(refused.err.split())
 
 
@@ -211,14 +211,14 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
 @pytest.mark.exhaustive
 def test_devices_share_the_work(cli, prompts, tmp_path):
     """Answers, and what is served, are those of one device."""
-    found = {}
+    outcomes = {}
     for name, flags in (("one", ()), ("two", ("--data", 2, "--model", 1))):
         arguments = ("--prompts", prompts, "--out", tmp_path / name, "--batch-size", 4, *SMALL, *flags)
         result = cli("train", "--method", "medusa", *arguments, "--json")
         assert result.code == 0, result.err
         answers = sorted((tmp_path / name / "answers" / "answers-00000.jsonl").read_text().splitlines())
-        found[name] = json.loads(result.out)["served"], answers
-    assert found["two"] == found["one"]
+        outcomes[name] = json.loads(result.out)["served"], answers
+    assert outcomes["two"] == outcomes["one"]
 
 
 def test_the_target_cannot_write_prompts_without_a_template(refused, tmp_path):
@@ -230,12 +230,12 @@ def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monk
     """A run that is ended while they are written goes on with them, and has the same ones."""
     written, tokenizer = [], type(specjax.load()[1])
 
-    def run(folder, most=None):
+    def run(folder, limit=None):
         written.clear()
         add = ResponseStore.add
 
         def counted(self, answer):
-            if len(written) == most:
+            if len(written) == limit:
                 raise KeyboardInterrupt
             written.append(answer)
             add(self, answer)
@@ -260,10 +260,10 @@ def test_prompts_that_the_target_wrote_are_kept_as_they_come(cli, tmp_path, monk
             )
         return [one.text for one in written]
 
-    whole = run(tmp_path / "whole")
-    assert len(whole) == 6
-    part = run(tmp_path / "part", most=2)
-    assert sorted(part + run(tmp_path / "part")) == sorted(whole) and len(written) == 4
+    uninterrupted = run(tmp_path / "whole")
+    assert len(uninterrupted) == 6
+    part = run(tmp_path / "part", limit=2)
+    assert sorted(part + run(tmp_path / "part")) == sorted(uninterrupted) and len(written) == 4
 
 
 def test_files_and_folders_are_checked_before_a_model_is_loaded(refused, prompts, tmp_path, monkeypatch):
@@ -298,6 +298,6 @@ def test_files_of_conversations_are_answered_or_trained_on(cli, tmp_path):
     card = json.loads(answered.out)
     assert f"left out: {file}, 6: no text" in " ".join(answered.err.split())
     assert 24 < card["answer_tokens"] <= 3 * 2 * 8 and card["temperature"] == 0.9
-    given = cli("train", "--texts", file, "--out", tmp_path / "given", *small)
-    assert given.code == 0, given.err
-    assert json.loads(given.out)["answer_tokens"] == 3 * 2 * 3, "three letters, twice"
+    continued = cli("train", "--texts", file, "--out", tmp_path / "given", *small)
+    assert continued.code == 0, continued.err
+    assert json.loads(continued.out)["answer_tokens"] == 3 * 2 * 3, "three letters, twice"

@@ -119,8 +119,8 @@ def test_rules_with_parameters(generate):
 
 def test_a_text_to_be_edited(generate, refused, tmp_path):
     (tmp_path / "draft.txt").write_text("a text to be edited, quite long")
-    given = generate("--method", "input_guided", "--source", tmp_path / "draft.txt", "--set", "num_tokens=4")
-    assert given["identical"] is True and given["drafted"] >= 4  # the first round copies its beginning
+    report = generate("--method", "input_guided", "--source", tmp_path / "draft.txt", "--set", "num_tokens=4")
+    assert report["identical"] is True and report["drafted"] >= 4  # the first round copies its beginning
     run = ("generate", "abc", *SHORT)
     assert "--source does not apply to method suffix" in refused(*run, "--method", "suffix", "--source", "x")
     assert "cannot read nowhere.txt" in refused(*run, "--method", "input_guided", "--source", "nowhere.txt")
@@ -270,7 +270,7 @@ def test_a_plan_that_drafts_nothing(refused, tmp_path):
     "name", [name for name, row in specjax.METHODS.items() if row.kind == "drafter" and not missing_inputs(row)]
 )
 def test_every_option_can_be_written(name):
-    """Of each kind of value one, read as what the factory takes."""
+    """A value of each kind is read as what the factory takes."""
     row = specjax.METHODS[name]
     texts = {
         "N": "3",
@@ -303,10 +303,10 @@ def test_every_option_can_be_written(name):
         datastore = "store" if "datastore" in row.needs else None
         head = name if "head" in row.needs else None
         files = DraftFiles(draft, head, datastore)
-        given = read_method_options([name], files, DraftOptions(settings=flags), {}).options[name]
-        assert set(given) == {option.name} and isinstance(given[option.name], FlagValue)
-        assert given[option.name].flag == f"--set {option.name}"
-        assert given[option.name].value == values.get(option.form, given[option.name].value)
+        options = read_method_options([name], files, DraftOptions(settings=flags), {}).options[name]
+        assert set(options) == {option.name} and isinstance(options[option.name], FlagValue)
+        assert options[option.name].flag == f"--set {option.name}"
+        assert options[option.name].value == values.get(option.form, options[option.name].value)
 
 
 def test_a_session_makes_a_drafter_with_the_options_of_the_machine_beneath():

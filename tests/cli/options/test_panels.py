@@ -9,10 +9,10 @@ from specjax.errors import UsageError
 
 
 def flags_of(command):
-    own = {param.opts[0]: param for param in command.params if param.param_type_name == "option"}
+    flags = {param.opts[0]: param for param in command.params if param.param_type_name == "option"}
     for sub in getattr(command, "commands", {}).values():
-        own |= flags_of(sub)
-    return own
+        flags |= flags_of(sub)
+    return flags
 
 
 def test_every_flag_of_a_group_exists_and_long_commands_are_grouped():

@@ -42,8 +42,8 @@ def test_bad_lines_are_found_before_decoding(cli, tmp_path, number):
     line, words = list(BAD.items())[number]
     file = tmp_path / "prompts.jsonl"
     file.write_text(f"{GOOD}\n{line}\n")
-    found, [bad] = prompts.read(file, "--batch-file")
-    assert [prompt.text for prompt in found] == ["abc"] and bad.line == 2
+    entries, [bad] = prompts.read(file, "--batch-file")
+    assert [prompt.text for prompt in entries] == ["abc"] and bad.line == 2
     assert words in bad.error and len(bad.error) < 200
     if number in (0, 6):
         result = cli("generate", "--batch-file", file, "--max-new-tokens", 4, "--method", "autoregressive", "--json")
@@ -79,8 +79,8 @@ def test_what_never_ends_is_not_read_to_its_end(refused, monkeypatch, tmp_path):
 def test_what_nobody_reads_may_be_odd(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "abc", "reference": NaN, "size": {"9" * 5000}, "other": "\\ud800"}}\n')
-    found, bad = prompts.read(file, "--batch-file")
-    assert not bad and found[0].text == "abc"
+    entries, bad = prompts.read(file, "--batch-file")
+    assert not bad and entries[0].text == "abc"
 
 
 def test_pairs_of_surrogates_are_characters(tmp_path):
@@ -114,16 +114,16 @@ def test_any_file(cases, tmp_path):
             content += bytes([rng.randrange(128, 256)])
         file.write_bytes(content)
         try:
-            found, bad = prompts.read(file, "--batch-file", jsonl=rng.random() < 0.8)
+            entries, bad = prompts.read(file, "--batch-file", jsonl=rng.random() < 0.8)
         except UsageError as error:
             assert "\n" not in str(error)
             refused += 1
             continue
-        for prompt in found:
+        for prompt in entries:
             prompt.text.encode(), prompt.task.encode()
             json.dumps(prompt.question_id, allow_nan=False).encode()
         for entry in bad:
             sentence = prompts.describe([entry], file)
             assert visible(sentence) == sentence and "\n" not in sentence and len(sentence) < 500
-        good += bool(found)
+        good += bool(entries)
     assert good > cases / 50 and refused > cases / 100

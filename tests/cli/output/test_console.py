@@ -1,4 +1,4 @@
-"""What the command line shows has no control characters of other people's."""
+"""Tests that the output of the command line contains no control characters of other people's texts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_sentence_is_short(refused):
 def test_callbacks_that_nobody_waits_for(capsys):
     loop = asyncio.new_event_loop()
     loop.close()
-    for own in (False, True):
+    for from_user_code in (False, True):
         try:
             loop.call_soon_threadsafe(print)
         except RuntimeError as error:
             trace = error.__traceback__
-            show_traceback(RuntimeError, error, trace if own else trace.tb_next)
-        assert ("Event loop is closed" in capsys.readouterr().err) == own
+            show_traceback(RuntimeError, error, trace if from_user_code else trace.tb_next)
+        assert ("Event loop is closed" in capsys.readouterr().err) == from_user_code
 
 
 @pytest.mark.parametrize("error", [None, specjax.UsageError("why"), ValueError("other")])

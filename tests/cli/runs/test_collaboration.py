@@ -47,10 +47,10 @@ def test_json_says_who_wrote_which_token(cli):
 @pytest.mark.parametrize("name", ["spec_reason", "momentum"])
 def test_a_table_of_costs(cli, name):
     draft = ("--draft", "draft") if of_kind("collaboration")[name].needs else ()
-    said = cli("generate", "hello", "--method", name, *draft, *SHORT).out
-    assert f"{name} (guarantee: lossy)" in said and "passes of tiny" in said and "compilation included" in said
-    assert ("written by the target" in said) == ("mean score" in said) == ("steps by target" in said) == bool(draft)
-    assert "greedy" in said
+    out = cli("generate", "hello", "--method", name, *draft, *SHORT).out
+    assert f"{name} (guarantee: lossy)" in out and "passes of tiny" in out and "compilation included" in out
+    assert ("written by the target" in out) == ("mean score" in out) == ("steps by target" in out) == bool(draft)
+    assert "greedy" in out
 
 
 def test_the_target_alone_beside_it(cli):
@@ -186,7 +186,7 @@ def test_a_drafter_inside_changes_no_greedy_text(cli, name, flags):
 
 
 def test_a_prompt_that_fails_is_reported_and_the_others_have_their_texts(monkeypatch, cli, prompts):
-    """In a batch with others, and in a batch of its own."""
+    """A failure costs no other prompt its text, in a batch with others and in a batch of its own."""
     row = of_kind("collaboration")["cntp"]
 
     def some_fail(target, rows, **arguments):
@@ -228,13 +228,13 @@ def test_what_can_be_served():
 
 @pytest.mark.parametrize("name", SERVED)
 def test_words_are_what_the_method_takes(name):
-    """Of a method that is told something in words: the tokens that its function has parameters for."""
+    """A method that takes words receives the tokens that its function has parameters for."""
     _, tokenizer = specjax.load()
-    found = word_arguments(name, tokenizer, 259)
-    assert set(found) <= set(inspect.signature(of_kind("collaboration")[name].make).parameters)
+    arguments = word_arguments(name, tokenizer, 259)
+    assert set(arguments) <= set(inspect.signature(of_kind("collaboration")[name].make).parameters)
     row = of_kind("collaboration")[name]
-    assert ("segmenter" in row.needs) == bool({"segmenter", "punctuation"} & set(found))
-    assert ("judging" in row.needs) == ("digits" in found)
+    assert ("segmenter" in row.needs) == bool({"segmenter", "punctuation"} & set(arguments))
+    assert ("judging" in row.needs) == ("digits" in arguments)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ def same(document):
 @pytest.mark.parametrize("compare", [(), ("--compare",)])
 def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monkeypatch, compare):
     command = ("generate", "--batch-file", prompts, *FEW, *compare)
-    whole = json.loads(cli(*command).out)
-    folder, written, asked = tmp_path / "kept", Collaboration._write, []
+    uninterrupted = json.loads(cli(*command).out)
+    folder, written, batches = tmp_path / "kept", Collaboration._write, []
 
     def killed(self, group, log):
-        asked.append([row.ordinal for row in group])
-        if 2 in asked[-1]:
+        batches.append([row.ordinal for row in group])
+        if 2 in batches[-1]:
             raise KeyboardInterrupt
         return written(self, group, log)
 
@@ -286,13 +286,13 @@ def test_a_killed_run_goes_on_behind_its_last_batch(cli, prompts, tmp_path, monk
     ended = cli(*command, "--checkpoint", folder)
     assert ended.code == 130 and json.loads(ended.out)["left"] == 1
     assert [path.name for path in folder.iterdir()] == ["batch-00000.json"]
-    asked.clear()
-    monkeypatch.setattr(Collaboration, "_write", lambda *given: asked.append(0) or written(*given))
+    batches.clear()
+    monkeypatch.setattr(Collaboration, "_write", lambda *arguments: batches.append(0) or written(*arguments))
     again = json.loads(cli(*command, "--checkpoint", folder).out)
-    assert same(again) == same(whole) and len(asked) == 1
+    assert same(again) == same(uninterrupted) and len(batches) == 1
     assert bool(again["baseline_tokens_per_second"]) == bool(compare)
-    asked.clear()
-    assert same(json.loads(cli(*command, "--checkpoint", folder).out)) == same(whole) and not asked
+    batches.clear()
+    assert same(json.loads(cli(*command, "--checkpoint", folder).out)) == same(uninterrupted) and not batches
 
 
 @pytest.mark.parametrize(

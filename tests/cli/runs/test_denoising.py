@@ -198,8 +198,8 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     fast, ahead = (document["overall"][name] for name in ("fast_dllm", "freedave"))
     assert fast["tokens"] == 20 and fast["tokens_per_pass"] == 10.0 and fast["baseline_tokens_per_pass"] == 1.0
     tokenizer = specjax.load_denoiser("full")[1]
-    whole = sum(len(tokenizer.chat(text)) + 10 for text in ("hello", "abc"))  # columns of the two canvases
-    assert fast["columns_per_token"] == whole / 20 and fast["baseline_columns_per_token"] == 10 * whole / 20
+    columns = sum(len(tokenizer.chat(text)) + 10 for text in ("hello", "abc"))  # columns of the two canvases
+    assert fast["columns_per_token"] == columns / 20 and fast["baseline_columns_per_token"] == 10 * columns / 20
     assert fast["speedup"] == pytest.approx(fast["tokens_per_second"] / fast["baseline_tokens_per_second"])
     assert fast["guarantee"] == "lossy" and 0 <= fast["agreement"] <= 1 and not fast["refused"]
     assert ahead["guarantee"] == "identical" and ahead["identical"] is True
@@ -207,10 +207,10 @@ def test_bench_counts_columns_beside_passes(cli, prompts, tmp_path):
     assert fast["baseline_computed_per_token"] == 10 * fast["computed_per_token"]
     # Its text is that of `llada` with two columns a pass, not with one; four canvases are four times the columns.
     assert not ahead["refused"] and document["differences"] == [] and ahead["tokens_per_pass"] >= 2.0
-    assert ahead["columns_per_token"] == pytest.approx(4 * whole / 2 / ahead["tokens_per_pass"], rel=0.2)
+    assert ahead["columns_per_token"] == pytest.approx(4 * columns / 2 / ahead["tokens_per_pass"], rel=0.2)
     runs = document["prompts"][0]["runs"]
     assert set(runs) == {"fast_dllm", "freedave", "one column per pass, blocks of 10"}
-    assert sum(entry["runs"]["fast_dllm"]["columns"] for entry in document["prompts"]) == whole
+    assert sum(entry["runs"]["fast_dllm"]["columns"] for entry in document["prompts"]) == columns
     assert len(document["tasks"]) == 2 and (tmp_path / "b.png").exists()
 
 
@@ -241,17 +241,17 @@ def test_bench_runs_a_grid_of_options(cli, prompts, tmp_path):
         "--json",
     )  # fmt: skip
     assert result.code == 0, result.err
-    found = json.loads(result.out)["overall"]
-    rates = {name: entry["tokens_per_pass"] for name, entry in found.items()}
+    overall = json.loads(result.out)["overall"]
+    rates = {name: entry["tokens_per_pass"] for name, entry in overall.items()}
     assert rates == {
         "fast_dllm tau=2, block=5": 1.0, "fast_dllm tau=2, block=10": 1.0,
         "fast_dllm tau=0, block=5": 5.0, "fast_dllm tau=0, block=10": 10.0,
     }  # fmt: skip
-    assert {entry["method"] for entry in found.values()} == {"fast_dllm"}
-    assert found["fast_dllm tau=0, block=5"]["options"] == {"rule": "threshold", "tau": 0.0, "block": 5}
-    cost = {name: entry["columns_per_token"] * rates[name] for name, entry in found.items()}
+    assert {entry["method"] for entry in overall.values()} == {"fast_dllm"}
+    assert overall["fast_dllm tau=0, block=5"]["options"] == {"rule": "threshold", "tau": 0.0, "block": 5}
+    cost = {name: entry["columns_per_token"] * rates[name] for name, entry in overall.items()}
     assert len(set(cost.values())) == 1, "a pass reads the canvas"
-    assert all(found[name]["agreement"] == 1 for name in rates if "tau=2" in name)
+    assert all(overall[name]["agreement"] == 1 for name in rates if "tau=2" in name)
 
 
 def test_bench_refuses_the_speed_of_another_text_than_was_promised(cli, prompts, tmp_path, monkeypatch):

@@ -15,11 +15,11 @@ FLAGS = {"no_cache": False, "prompt": "a"}
 @pytest.fixture
 def xla_folder(monkeypatch):
     """The folder of XLA's cache, which a test may set. Another test of this process may have set it."""
-    setting, chosen = "jax_compilation_cache_dir", []
+    setting, folders = "jax_compilation_cache_dir", []
     update, previous = jax.config.update, jax.config.values["jax_compilation_cache_dir"]
     update(setting, None)
-    monkeypatch.setattr(jax.config, "update", lambda name, value: chosen.append(value) if name == setting else None)
-    yield chosen
+    monkeypatch.setattr(jax.config, "update", lambda name, value: folders.append(value) if name == setting else None)
+    yield folders
     monkeypatch.setattr(jax.config, "update", update)
     update(setting, previous)
 
@@ -59,10 +59,10 @@ def test_folders_of_others_are_left_alone(spoil, words, tmp_path, monkeypatch, x
     base.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     spoil(base)
-    before = sorted(base.rglob("*"))
+    files = sorted(base.rglob("*"))
     environment.use_compilation_cache(True)
     assert environment.open_program_cache(FLAGS) is None and not xla_folder
-    assert sorted(base.rglob("*")) == before
+    assert sorted(base.rglob("*")) == files
     notes = capsys.readouterr().err.splitlines()
     assert notes and all("specjax: compiled programs are not stored" in note and words in note for note in notes)
 
