@@ -39,11 +39,11 @@ def test_it_is_a_new_turn_of_the_user_and_the_beginning_of_an_answer(joins):
     judge = judge_prompt(tokenizer)
     step = "2 + 2 = 4.\n\n"
     history = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": step}]
-    begun = [*tokenizer.chat(history[:1]), *tokenizer.encode(step)]
+    opening = [*tokenizer.chat(history[:1]), *tokenizer.encode(step)]
     for digit in range(10):
         wanted = tokenizer.chat([*history, {"role": "user", "content": QUESTION}])
         wanted += tokenizer.encode(f"{ANSWER}{digit}")
-        assert [*begun, *judge.judging, judge.digits[digit]] == wanted
+        assert [*opening, *judge.judging, judge.digits[digit]] == wanted
     assert judge.digits == ([300 + i for i in range(10)] if joins else [58 + i for i in range(10)])
 
 

@@ -1,4 +1,4 @@
-"""What every method of kind `collaboration` must do, on models that compile in no time."""
+"""Tests of the contract of every method of kind `collaboration`, on models that compile in no time."""
 
 import dataclasses
 import inspect
@@ -34,9 +34,9 @@ def test_options_and_defaults_are_those_of_the_function(name):
     default = lambda p: REQUIRED if p.default is p.empty else p.default
     declared = {option.name: option.default for option in row.options}
     assert declared == {option: default(signature[option]) for option in declared}
-    others = set(signature) - set(declared) - OF_EVERY_METHOD - ({"answer"} if name == "spec_reason" else set())
-    assert others <= set(GIVEN) and all(row.uses(GIVEN[other]) for other in others)
-    assert {GIVEN[other] for other in others} == row.needs | row.takes
+    undeclared = set(signature) - set(declared) - OF_EVERY_METHOD - ({"answer"} if name == "spec_reason" else set())
+    assert undeclared <= set(GIVEN) and all(row.uses(GIVEN[other]) for other in undeclared)
+    assert {GIVEN[other] for other in undeclared} == row.needs | row.takes
     assert row.guarantee == "lossy"
 
 

@@ -33,7 +33,7 @@ def alternating(job, limits, text=None):
 
 @pytest.mark.exhaustive
 def test_two_writers_with_keys_and_values():
-    """Of a transformer, with a transformer that drafts."""
+    """Two writers that are one transformer, one of them with a transformer that drafts, write its text."""
     job = lib.job_of([tiny_llama(), tiny_llama()], (drafters.two_model(tiny_llama_alike(), 3), None))
     assert lib.new_tokens(alternating(job, (1, 2, 3, 1, 4, 9))) == lib.plain(tiny_llama())
 
@@ -43,7 +43,8 @@ def test_two_writers_with_keys_and_values():
     exhaustive("stand", 0.0),
 ])  # fmt: skip
 def test_two_writers_of_one_model_write_its_text(name, temperature):
-    """With one key, since a draw belongs to a position: each reads what the other wrote, cache, drafter and all."""
+    """Both writers read what the other wrote, cache and drafter included; they share a key, since a draw belongs to a
+    position."""
     settings = Settings(temperature=temperature, sampling="coupled" if temperature else "speculative")
     job = lib.job_of([lib.history(), lib.history()], (INSIDE[name](), INSIDE[name]()), settings=settings)
     text = lib.begin(job)
@@ -72,27 +73,29 @@ def test_the_other_model_goes_on_from_what_the_first_wrote():
 @pytest.mark.parametrize("name", ["two_model", exhaustive("token_recycling")])
 def test_a_step_ends_where_it_would_token_by_token(name):
     """Drafts reach beyond the end of a step, and are taken back; what is written then is as if they had never been."""
-    whole = lib.plain(lib.history(), max_new_tokens=24)
-    common = sorted({token for row in whole for token in row}, key=lambda t: -sum(row.count(t) for row in whole))[:2]
+    plain_rows = lib.plain(lib.history(), max_new_tokens=24)
+    common = sorted(
+        {token for row in plain_rows for token in row}, key=lambda t: -sum(row.count(t) for row in plain_rows)
+    )[:2]
     segmenter = segments.after_any(common, 16)
     job = lib.job_of([lib.history()], (INSIDE[name](),), max_new_tokens=24)
-    text, ends = lib.begin(job), [[] for _ in whole]
+    text, ends = lib.begin(job), [[] for _ in plain_rows]
     while np.asarray(text.unfinished).any():
-        before = np.asarray(text.length)
+        old_length = np.asarray(text.length)
         text, written = lib.turn(job.writers, text, 0, segmenter=segmenter)
-        for row, (start, end) in enumerate(zip(before, np.asarray(text.length), strict=True)):
+        for row, (start, end) in enumerate(zip(old_length, np.asarray(text.length), strict=True)):
             if end > start:
                 ends[row].append((int(end - text.prompt[row]), bool(written.complete[row])))
-    assert lib.new_tokens(text) == whole
-    for row, tokens in enumerate(whole):
+    assert lib.new_tokens(text) == plain_rows
+    for row, tokens in enumerate(plain_rows):
         marks = [(n + 1, True) for n, token in enumerate(tokens) if token in common]
         assert ends[row] == marks + [(24, False)] * (not marks or marks[-1][0] < 24)
     assert sum(map(len, ends)) > 6
 
 
 def test_an_eos_ends_a_row_and_nothing_follows():
-    whole = lib.plain(lib.history(), max_new_tokens=12)
-    eos = whole[0][4]
+    plain_rows = lib.plain(lib.history(), max_new_tokens=12)
+    eos = plain_rows[0][4]
     wanted = lib.plain(lib.history(), eos=eos)
     text = alternating(lib.job_of([lib.history()], (INSIDE["two_model"](),), settings=Settings(eos=eos)), (3, 3, 9))
     assert lib.new_tokens(text) == wanted
@@ -115,15 +118,15 @@ def test_rows_that_are_not_active_stay_as_they_are():
 def test_what_was_taken_back_leaves_nothing_behind(name):
     """Another writer's tokens take the place of a writer's own, which then goes on."""
     job = lib.job_of([lib.history(), lib.history(1)], (INSIDE[name](), None))
-    kept = [2, 0, 5]
+    counts = [2, 0, 5]
     text, _ = lib.turn(job.writers, lib.begin(job), 0, limit=6)
-    text = lib.rewind(job.writers, text, text.prompt + np.array(kept))
+    text = lib.rewind(job.writers, text, text.prompt + np.array(counts))
     text = alternating(job, (0, 4, 3), text)
     first = lib.plain(lib.history(), max_new_tokens=6)
-    prompts = [[*prompt, *row[:n]] for prompt, row, n in zip(lib.PROMPTS, first, kept, strict=True)]
+    prompts = [[*prompt, *row[:n]] for prompt, row, n in zip(lib.PROMPTS, first, counts, strict=True)]
     second = lib.plain(lib.history(1), prompts=prompts, max_new_tokens=4)
     third = lib.plain(lib.history(), prompts=[[*a, *b] for a, b in zip(prompts, second, strict=True)], max_new_tokens=3)
-    for row, n in enumerate(kept):
+    for row, n in enumerate(counts):
         assert lib.new_tokens(text)[row] == ([*first[row][:n], *second[row], *third[row]])[:12]
 
 
@@ -153,8 +156,8 @@ def test_selected_rows_go_on_as_themselves():
     text, _ = lib.turn(job.writers, lib.begin(job), 0, limit=5)
     text = jax.jit(texts.select)(job.writers, text, np.array([2, 0, 0]))
     text, _ = lib.turn(job.writers, text, 0)
-    whole = lib.plain(lib.history())
-    assert lib.new_tokens(text) == [whole[2], whole[0], whole[0]]
+    plain_rows = lib.plain(lib.history())
+    assert lib.new_tokens(text) == [plain_rows[2], plain_rows[0], plain_rows[0]]
 
 
 def test_scores_are_those_of_a_whole_pass():
@@ -169,11 +172,11 @@ def test_scores_are_those_of_a_whole_pass():
         return *texts.look(writers, text, 1), scores
 
     text, _ = lib.turn(job.writers, lib.begin(job), 0, limit=4)
-    before, logits, hidden, scores = judge(job.writers, text)
-    text, _ = lib.turn(job.writers, before, 1)
-    assert before.passes[:, 1].tolist() == [3, 3, 3]  # what the other wrote, the score, the look
+    judged, logits, hidden, scores = judge(job.writers, text)
+    text, _ = lib.turn(job.writers, judged, 1)
+    assert judged.passes[:, 1].tolist() == [3, 3, 3]  # what the other wrote, the score, the look
     for row, n in enumerate(count.tolist()):
-        written = lib.new_tokens(before)[row]
+        written = lib.new_tokens(judged)[row]
         tokens = [*lib.PROMPTS[row], *written, *appended[row, :n].tolist()]
         output = _whole(model, tokens)
         log_p = np.asarray(jax.nn.log_softmax(output.logits[0]))
@@ -187,8 +190,8 @@ def test_scores_are_those_of_a_whole_pass():
         np.testing.assert_allclose(hidden[row], output.hidden[0, at], atol=2e-5)
         assert not scores.logprobs[row, n:].any()
         # and the score left nothing behind
-        after = lib.plain(model, prompts=[[*lib.PROMPTS[row], *written]] * 3, max_new_tokens=8)[0]
-        assert lib.new_tokens(text)[row] == [*written, *after]
+        next_tokens = lib.plain(model, prompts=[[*lib.PROMPTS[row], *written]] * 3, max_new_tokens=8)[0]
+        assert lib.new_tokens(text)[row] == [*written, *next_tokens]
 
 
 def _whole(target, tokens):

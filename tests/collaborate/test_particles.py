@@ -31,7 +31,7 @@ def test_expected_numbers_of_copies_are_the_weights():
 
 
 def test_many_particles_need_no_table_of_all_pairs():
-    """As counted one by one where there are few, and 60,000 in little memory."""
+    """The indices of a few particles are those counted one by one, and 60,000 particles take little memory."""
     rng = np.random.default_rng(0)
     logw, u0 = jnp.asarray(rng.normal(size=(4, 50)) * 3, jnp.float32), jnp.asarray(rng.uniform(size=4), jnp.float32)
     total, u = jnp.cumsum(jax.nn.softmax(logw, 1), 1), (u0[:, None] + jnp.arange(50)) / 50

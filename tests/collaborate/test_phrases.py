@@ -22,10 +22,10 @@ def test_phrases_are_counted_by_substring_whatever_the_tokens_and_the_case():
     start = rng.integers(0, 6, 300)
     end = start + rng.integers(0, 7, 300)
     counter = phrases.count_strings(WORDS, Pieces(), len(PIECES))
-    found = phrases.count(counter, *(jnp.asarray(x, jnp.int32) for x in (tokens, start, end)))
+    counts = phrases.count(counter, *(jnp.asarray(x, jnp.int32) for x in (tokens, start, end)))
     texts = [Pieces().decode(row[a:b]).lower() for row, a, b in zip(tokens, start, end, strict=True)]
     wanted = [sum(text.count(word) for word in WORDS) for text in texts]
-    assert found.tolist() == wanted and max(wanted) > 2
+    assert counts.tolist() == wanted and max(wanted) > 2
 
 
 def test_sequences_of_tokens():

@@ -1,4 +1,4 @@
-"""Where steps end: the automaton against a search in the text itself."""
+"""Tests of the ends of steps: the automaton against a search in the text itself."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +20,8 @@ def kept_of(segmenter, rows, parts=1):
     tokens = jnp.array(rows)
     run, total = segments.start(len(rows)), 0
     for portion in np.array_split(np.arange(tokens.shape[1]), parts):
-        run, kept = segments.follow(segmenter, run, tokens[:, portion], jnp.full((len(rows),), len(portion)))
-        total += np.asarray(kept)
+        run, count = segments.follow(segmenter, run, tokens[:, portion], jnp.full((len(rows),), len(portion)))
+        total += np.asarray(count)
     return total.tolist(), np.asarray(run.over).tolist()
 
 
@@ -29,8 +29,8 @@ def kept_of(segmenter, rows, parts=1):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_it_ends_with_the_token_that_completes_a_string(ends, parts):
     rows = np.random.default_rng(0).integers(0, len(PIECES), (200, 12))
-    kept, over = kept_of(segments.after_strings(ends, Pieces(), len(PIECES)), rows, parts)
-    for row, count, ended in zip(rows, kept, over, strict=True):
+    counts, over = kept_of(segments.after_strings(ends, Pieces(), len(PIECES)), rows, parts)
+    for row, count, ended in zip(rows, counts, over, strict=True):
         texts = ["".join(PIECES[i] for i in row[: n + 1]) for n in range(12)]
         first = next((n for n, text in enumerate(texts) if any(end in text for end in ends)), None)
         assert (count, ended) == ((12, False) if first is None else (first + 1, True))
@@ -66,8 +66,8 @@ def end_of_sentence(row):
     text = "".join(SENTENCE_PIECES[i] for i in row)
     ends = np.cumsum([len(SENTENCE_PIECES[i]) for i in row])
     for place, letter in enumerate(text):
-        before, behind = text[place - 1 : place].isdigit(), text[place + 1 : place + 2]
-        if letter in "?!\n" or (letter == "." and not (before and (behind.isdigit() or not behind))):
+        left, behind = text[place - 1 : place].isdigit(), text[place + 1 : place + 2]
+        if letter in "?!\n" or (letter == "." and not (left and (behind.isdigit() or not behind))):
             return int(np.searchsorted(ends, place, side="right")) + 1, True
     return len(row), False
 
@@ -76,8 +76,8 @@ def end_of_sentence(row):
 def test_a_sentence_ends_with_the_token_that_has_the_mark_unless_digits_surround_it(parts):
     rows = np.random.default_rng(1).integers(0, len(SENTENCE_PIECES), (400, 10))
     segmenter = segments.after_sentences(SentencePieces(), len(SENTENCE_PIECES) + 1)
-    kept, over = kept_of(segmenter, rows, parts)
-    assert list(zip(kept, over, strict=True)) == [end_of_sentence(row) for row in rows]
+    counts, over = kept_of(segmenter, rows, parts)
+    assert list(zip(counts, over, strict=True)) == [end_of_sentence(row) for row in rows]
     number = [SENTENCE_PIECES.index(piece) for piece in ("3", ".", "14", " The")]
     ended = [SENTENCE_PIECES.index(piece) for piece in ("3", ".", " The", "a")]
     assert kept_of(segmenter, [number, ended]) == ([4, 2], [False, True])
@@ -85,7 +85,7 @@ def test_a_sentence_ends_with_the_token_that_has_the_mark_unless_digits_surround
 
 def test_a_delimiter_has_the_blank_before_a_word():
     """SentencePiece decodes a word alone without its blank."""
-    kept, over = kept_of(
+    counts, over = kept_of(
         segments.after_strings([". T"], SentencePieces(), len(SENTENCE_PIECES)), [[2, 5, 0], [2, 0, 5]]
     )
-    assert (kept, over) == ([2, 3], [True, False])
+    assert (counts, over) == ([2, 3], [True, False])

@@ -20,10 +20,10 @@ def grow(nodes, g, rewards, depth, names, frontier=4):
     """The frontier after its first node has been expanded to nodes with these names, their only tokens."""
     count = len(rewards)
     f, g = costs(jnp.array([[g]]), jnp.array([rewards]), jnp.array([[depth]]), jnp.zeros((1, count), bool), 0.0)
-    whole, no = jnp.ones((1, count), jnp.int32), jnp.zeros((1, count), bool)
-    children = Nodes(f, g, whole * depth, jnp.array(names)[None, :, None], whole, no, no)
-    others = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
-    return keep_best(jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), others, children), frontier)
+    ones, no = jnp.ones((1, count), jnp.int32), jnp.zeros((1, count), bool)
+    children = Nodes(f, g, ones * depth, jnp.array(names)[None, :, None], ones, no, no)
+    remaining = nodes._replace(f=nodes.f.at[:, 0].set(jnp.inf))
+    return keep_best(jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), remaining, children), frontier)
 
 
 def test_the_order_of_the_card():

@@ -22,8 +22,8 @@ def test_the_path_by_hand():
     for budget, theta, q, kl in (
         (0.1, 0.4294, (0.7198, 0.2802), 0.1), (0.0, 0.0, (0.5, 0.5), 0.0), (9.0, 1.0, (0.9, 0.1), 0.3681),
     ):  # fmt: skip
-        log_q, found, spent = fuse(s, r, jnp.array([budget]))
-        np.testing.assert_allclose(found, [theta], atol=1e-4)
+        log_q, weights, spent = fuse(s, r, jnp.array([budget]))
+        np.testing.assert_allclose(weights, [theta], atol=1e-4)
         np.testing.assert_allclose(jnp.exp(log_q[0]), q, atol=1e-4)
         np.testing.assert_allclose(spent, [kl], atol=1e-4)
     same = fuse(s, s, jnp.array([0.01]))
@@ -42,9 +42,9 @@ def test_it_is_always_on_the_side_of_the_budget():
         exact = np.where(log_q > -np.inf, np.exp(log_q) * (log_q - s), 0).sum(1)
     assert (exact <= budget + 1e-6).all() and (spent <= budget.astype(np.float32)).all()
     np.testing.assert_allclose(exact, spent, atol=2e-5)
-    held = (theta > 0) & (theta < 1)
-    smooth = held & (np.arange(2000) % 5 > 0)
-    assert held.sum() > 500 and (budget - exact)[smooth].max() < 1e-2  # and near it
+    interior = (theta > 0) & (theta < 1)
+    smooth = interior & (np.arange(2000) % 5 > 0)
+    assert interior.sum() > 500 and (budget - exact)[smooth].max() < 1e-2  # and near it
 
 
 def test_the_divergence_of_the_whole_law_is_bounded():
@@ -57,8 +57,8 @@ def test_the_divergence_of_the_whole_law_is_bounded():
             grown = {}
             for text, (p, spent, ps) in nodes.items():
                 last = text[-1] if text else 0
-                now = jnp.array([max(0.0, (t + 1) * k - spent)])
-                log_q, _, kl = fuse(log(safe[last]), log(risky[last]), now)
+                allowance = jnp.array([max(0.0, (t + 1) * k - spent)])
+                log_q, _, kl = fuse(log(safe[last]), log(risky[last]), allowance)
                 for token, q in enumerate(np.exp(np.asarray(log_q[0], np.float64))):
                     grown[(*text, token)] = p * q, spent + float(kl[0]), ps * safe[last, token]
             nodes = grown
@@ -70,15 +70,15 @@ def test_the_divergence_of_the_whole_law_is_bounded():
 
 def test_debt_by_hand():
     s, r = jnp.zeros((1, 4)), jnp.array([[3.0, -2.0, 1.0, 9.0]])
-    known = jnp.array([[True, True, True, False]])
-    np.testing.assert_allclose(prompt_debt(s, r, known, 2), [2.0])
-    np.testing.assert_allclose(prompt_debt(s, r, known, 4), [4 / 3], rtol=1e-6)
+    prompt_mask = jnp.array([[True, True, True, False]])
+    np.testing.assert_allclose(prompt_debt(s, r, prompt_mask, 2), [2.0])
+    np.testing.assert_allclose(prompt_debt(s, r, prompt_mask, 4), [4 / 3], rtol=1e-6)
 
 
 def test_without_a_budget_it_is_the_safe_model_and_with_all_the_risky_one():
     assert lib.run("anchored", budget=0.0).to_lists() == lib.plain(SAFE, temperature=1.0)
-    whole = lib.run("anchored", budget=1e6)
-    assert whole.to_lists() == lib.plain(RISKY, temperature=1.0) and whole.log.theta.tolist() == [12.0] * 3
+    unlimited = lib.run("anchored", budget=1e6)
+    assert unlimited.to_lists() == lib.plain(RISKY, temperature=1.0) and unlimited.log.theta.tolist() == [12.0] * 3
 
 
 def test_no_text_spends_more_than_its_budget():

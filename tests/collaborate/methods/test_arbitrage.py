@@ -1,4 +1,4 @@
-"""Who writes which step, by hand."""
+"""Tests of which model writes which step, by hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,15 +27,15 @@ def always(token):
 def test_the_steps_of_the_card(form, tau, authors):
     """A reward threshold has two steps rewritten, one of which the target makes no better. Each step is asked for by
     itself, as two equal ones in a row end a text."""
-    found = []
+    writers = []
     for number in range(3):
         result = arbitrage(
             always(0), always(1), [[0] * (number + 1)], key=0, max_new_tokens=1, form=form, tau=tau,
             segmenter=segments.after_any([0, 1], 2), reward=by_the_card,
         )  # fmt: skip
-        found += result.to_lists()[0]
-        assert result.log.author[0, 0] == found[-1]
-    assert found == authors
+        writers += result.to_lists()[0]
+        assert result.log.author[0, 0] == writers[-1]
+    assert writers == authors
 
 
 def test_greedy_text_is_that_of_the_loop_by_hand():

@@ -29,10 +29,10 @@ def test_the_shortest_of_the_samples_wins():
     finished = 0
     for row in range(3):
         if ended[row].any():
-            least = lengths[row][ended[row]].min()
+            shortest = lengths[row][ended[row]].min()
             # nobody goes on behind the shortest: all tokens together are n times its length
-            assert result.log.lengths[row].tolist() == [least] * 3 and result.passes[row].tolist() == [3 * least]
-            order = [i for i in range(3) if ended[row, i] and lengths[row, i] == least]
+            assert result.log.lengths[row].tolist() == [shortest] * 3 and result.passes[row].tolist() == [3 * shortest]
+            order = [i for i in range(3) if ended[row, i] and lengths[row, i] == shortest]
             finished += 1
         else:
             order = range(3)

@@ -37,11 +37,11 @@ def test_greedy_text_is_that_of_the_loop_by_hand(inside):
     for row, prompt in enumerate(lib.PROMPTS):
         text, authors = list(prompt), []
         while len(authors) < 24:
-            begun = lib.greedy(LARGE, text, min(2, 24 - len(authors)), lib.ENDS)
-            text, authors = text + begun, authors + [1] * len(begun)
-            if begun[-1] not in lib.ENDS:
-                rest = lib.greedy(SMALL, text, 24 - len(authors), lib.ENDS)
-                text, authors = text + rest, authors + [0] * len(rest)
+            lead = lib.greedy(LARGE, text, min(2, 24 - len(authors)), lib.ENDS)
+            text, authors = text + lead, authors + [1] * len(lead)
+            if lead[-1] not in lib.ENDS:
+                continuation = lib.greedy(SMALL, text, 24 - len(authors), lib.ENDS)
+                text, authors = text + continuation, authors + [0] * len(continuation)
         assert result.to_lists()[row] == text[len(prompt) :]
         assert result.authors[row].tolist() == authors
 

@@ -19,8 +19,8 @@ def test_forms_by_hand():
     np.testing.assert_allclose(scores[0], [*(s + 0.5 * (l - s))[0, :2], -np.inf], rtol=1e-5)
     assert jnp.argmax(contrastive(log(s), log(l), jnp.float32(0), jnp.float32(0.1))) == 0  # the small one's, plausible
     assert jnp.argmax(contrastive(log(s), log(l), jnp.float32(0), jnp.float32(0.9))) == 1
-    whole = contrastive(log(s), log(l), jnp.float32(1), jnp.float32(0))
-    np.testing.assert_allclose(whole, l, rtol=1e-5)
+    all_large = contrastive(log(s), log(l), jnp.float32(1), jnp.float32(0))
+    np.testing.assert_allclose(all_large, l, rtol=1e-5)
     np.testing.assert_allclose(proxy(log(s), log(l), log(s), jnp.float32(1)), l, rtol=1e-5)
     tuned = proxy(log(s), log(l), log(s[:, ::-1].copy()), jnp.float32(1))
     np.testing.assert_allclose(tuned, l + s[:, ::-1] - s, rtol=1e-5)

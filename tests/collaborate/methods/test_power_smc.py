@@ -40,13 +40,13 @@ def many(**options):
     return power_smc(COIN, PROMPTS, **settings).log
 
 
-@pytest.mark.parametrize("ramp, n, most", [(1, N, 0.02), (2, N, 0.02), exhaustive(3, 67_000, 0.01)])
-def test_the_law_is_the_power_whatever_the_ramp(ramp, n, most):
+@pytest.mark.parametrize("ramp, n, tolerance", [(1, N, 0.02), (2, N, 0.02), exhaustive(3, 67_000, 0.01)])
+def test_the_law_is_the_power_whatever_the_ramp(ramp, n, tolerance):
     wanted = law(2, 2.0)
     total = sum(wanted.values())
     np.testing.assert_allclose([wanted[t] / total for t in sorted(wanted)], [0.6136, 0.0076, 0.1894, 0.1894], atol=5e-5)
     sample = many(ramp=ramp, kappa=1.0, particles=n)
-    assert np.abs(found(sample, 2) - [wanted[t] / total for t in sorted(wanted)]).sum() / 2 < most
+    assert np.abs(found(sample, 2) - [wanted[t] / total for t in sorted(wanted)]).sum() / 2 < tolerance
     assert (sample.resampled > 0).all()
     np.testing.assert_allclose(np.exp(sample.log_z), total, rtol=0.04)
 
@@ -128,9 +128,9 @@ def numpy_law(table, alpha, n, ramp, form, times, seed=0):
             if ended.all():
                 break
             if 1 / (w**2).sum() < n / 2:
-                chosen = np.minimum(np.searchsorted(np.cumsum(w), (rng.random() + np.arange(n)) / n), n - 1)
-                texts = [list(texts[i]) for i in chosen]
-                log_p, log_q, previous, logw = log_p[chosen], log_q[chosen], previous[chosen], np.zeros(n)
+                ancestors = np.minimum(np.searchsorted(np.cumsum(w), (rng.random() + np.arange(n)) / n), n - 1)
+                texts = [list(texts[i]) for i in ancestors]
+                log_p, log_q, previous, logw = log_p[ancestors], log_q[ancestors], previous[ancestors], np.zeros(n)
         for text, weight in zip(texts, w, strict=True):
             law[tuple(text[1:])] = law.get(tuple(text[1:]), 0.0) + weight / times
     return law

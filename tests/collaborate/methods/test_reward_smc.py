@@ -72,7 +72,7 @@ def one(tokens, start, length, ended):
 
 
 def test_each_prompt_has_its_own_temperature():
-    """Without rewards the weight of a text is p / q, with q at the temperature of its row."""
+    """The weight of a text without rewards is p / q, with q at the temperature of its row."""
     temperatures = np.array([0.5, 1.0, 2.0], np.float32)
     log = many(one, temperature=temperatures, particles=4, kappa=0.0, move=False)
     for prompt, temperature, rows, weights in zip(PROMPTS, temperatures, log.tokens, log.logw, strict=True):
@@ -141,8 +141,8 @@ def all_zero(tokens, start, length, ended):
     [(never_a_number, 1, "a particle's weight is NaN; rewards must"), (always_zero, 2, "no particle is alive")],
 )
 def test_one_bad_prompt_does_not_lose_the_batch(reward, row, reason):
-    whole, result = (lib.run("reward_smc", reward=r, move=False) for r in (ones, reward))
-    wanted = whole.to_lists()
+    undisturbed, result = (lib.run("reward_smc", reward=r, move=False) for r in (ones, reward))
+    wanted = undisturbed.to_lists()
     wanted[row] = []
     assert result.to_lists() == wanted and list(result.failures) == [row] and reason in result.failures[row]
     assert result.finish_reasons[row] == "failed" and result.authors[row].tolist() == [-1] * 12

@@ -138,11 +138,11 @@ def broken(row):
 
 
 def test_one_judge_without_a_rating_does_not_lose_the_batch():
-    whole = lib.run("spec_reason")
+    undisturbed = lib.run("spec_reason")
     method, (small, _), settings = lib.calls()["spec_reason"]
     run = lambda prompts, key: method(small, broken(1), prompts, key=key, max_new_tokens=12, **settings)
     result = run(lib.PROMPTS, lib.KEYS)
-    assert result.to_lists() == [whole.to_lists()[0], [], whole.to_lists()[2]]
+    assert result.to_lists() == [undisturbed.to_lists()[0], [], undisturbed.to_lists()[2]]
     assert result.failures == {1: "the target's rating is NaN; look at its parameters"}
     assert result.finish_reasons == ["length", "failed", "length"]
     with pytest.raises(UsageError, match="the target's rating is NaN; look at its parameters, in every row"):
