@@ -62,7 +62,9 @@ def test_bass_follows_the_best_row():
     best = [7, 9, 4, 2, 6, 6, 0, 0]
     wanted = [7, 9, 11, 9, 7, 6, 8, 7, 5]
     assert trace(controllers.bass(), zip(wanted, best, strict=False)) == wanted
-    rounds = [([limit] * 3, [0, most, most // 2], [1, 1, 1]) for limit, most in zip(wanted, best, strict=False)]
+    rounds = [
+        ([limit] * 3, [0, longest, longest // 2], [1, 1, 1]) for limit, longest in zip(wanted, best, strict=False)
+    ]
     assert batch_trace(controllers.bass(), 3, rounds) == [[limit] * 3 for limit in wanted]
     assert trace(controllers.bass(31), [(31, 31), (32, 32), (32, 5)]) == [31, 32, 32, 28]
     assert trace(controllers.bass(2), [(2, 0), (1, 0), (1, 1), (3, 0)]) == [2, 1, 1, 3, 2]
@@ -82,8 +84,8 @@ def test_bass_learns_from_a_rejection_beside_drafts_that_ended_early():
 @pytest.mark.parametrize("controller", [controllers.additive(4), controllers.multiplicative(4), controllers.bass(4)])
 def test_a_draft_that_ended_early_does_not_raise_the_limit(controller):
     """A stop condition or the tree's depth may end a draft early. The limit must not grow beyond the drafted depth."""
-    before, after, lowered, empty = trace(controller, [(2, 2), (3, 1), (0, 0)])
-    assert before == after == 4 and lowered < 4 and empty == lowered
+    initial, ended, lowered, empty = trace(controller, [(2, 2), (3, 1), (0, 0)])
+    assert initial == ended == 4 and lowered < 4 and empty == lowered
 
 
 def test_rows_that_have_ended_keep_their_limit():
@@ -140,7 +142,8 @@ def test_a_limit_that_reads_the_draft_is_caught():
 
 
 def test_greedy_text_is_the_targets_under_the_adversary():
-    """With a draft model that is the target, too: what was drafted after rounds without a draft is all accepted."""
+    """The text is the target's, and a draft model that is the target has every token accepted after rounds without a
+    draft."""
     run = lambda drafter, **options: decode(
         tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=20, **options
     )
@@ -163,8 +166,8 @@ ALL = {
 
 
 def test_every_controller_is_tested():
-    others = {"FORMS", "bandit", "parse"}
-    assert set(ALL) == set(controllers.__all__) - others
+    helpers = {"FORMS", "bandit", "parse"}
+    assert set(ALL) == set(controllers.__all__) - helpers
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -177,8 +180,8 @@ def test_the_limit_does_not_depend_on_the_randomness_of_its_round(name):
     state, advance = start(job), jax.jit(step)
     for _ in range(2):
         state, _ = advance(job.parts, state)
-    others = state._replace(keys=jax.random.split(jax.random.key(9), 64))
-    (_, ours), (_, theirs) = advance(job.parts, state), advance(job.parts, others)
+    reseeded = state._replace(keys=jax.random.split(jax.random.key(9), 64))
+    (_, ours), (_, theirs) = advance(job.parts, state), advance(job.parts, reseeded)
     np.testing.assert_array_equal(ours.drafted_depth, theirs.drafted_depth)
     np.testing.assert_array_equal(ours.drafted_depth, np.minimum(controller.limit(state.control), 8))
     assert (ours.accepted != theirs.accepted).any()

@@ -20,7 +20,7 @@ def seconds(batch, k):
 
 
 def info(accepted, depth, batch):
-    """One round in which every row drafted `depth` tokens and accepted `accepted`."""
+    """Return one round in which every row drafted `depth` tokens and accepted `accepted`."""
     row = lambda value: jnp.full((batch,), value, jnp.int32)
     nothing = jnp.zeros((batch, 1), jnp.int32)
     return Info(nothing, row(accepted + 1), row(accepted), row(depth), row(depth), row(1) > 0, row(0) > 0)
