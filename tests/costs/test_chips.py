@@ -47,7 +47,8 @@ def test_every_figure_of_a_gpu_is_what_its_source_says(chip):
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
 def test_every_figure_is_what_its_source_says(chip):
-    """Of a chip, of which tpu7x has two devices; `hbm_bytes`, VMEM and links are those of a device already."""
+    """Each figure is that of its source. Sources are per chip, and tpu7x has two devices per chip; `hbm_bytes`, VMEM
+    and links are per device already."""
     figures = {
         "hbm_bytes": (r"available HBM ([\d.]+)G", GIB, chip.hbm_bytes),
         "hbm_bandwidth": (r"(\d+) GBps", 1e9, chip.hbm_bandwidth * chip.devices_per_chip),
@@ -61,6 +62,6 @@ def test_every_figure_is_what_its_source_says(chip):
         figures["link_bandwidth"] = (r": ([\d.e]+) one way", 1, chip.link_bandwidth)
         assert 4096 * 6 * chip.link_bandwidth == pytest.approx(1.1e15, rel=0.01)
     for name, (pattern, unit, value) in figures.items():
-        said = re.search(pattern, chip.sources[name])
-        assert said is not None, name
-        assert value == pytest.approx(float(said[1]) * unit, rel=1e-3), name
+        quote = re.search(pattern, chip.sources[name])
+        assert quote is not None, name
+        assert value == pytest.approx(float(quote[1]) * unit, rel=1e-3), name

@@ -14,8 +14,8 @@ from specjax.errors import UsageError
 
 
 def test_measured_on_this_device():
-    found = costs.measured(tiny_llama(), (1, 4), context=16, repeats=3)
-    assert found.widths == (1, 4) and found.costs[0] == 1.0 and found.costs[1] > 0
+    curve = costs.measured(tiny_llama(), (1, 4), context=16, repeats=3)
+    assert curve.widths == (1, 4) and curve.costs[0] == 1.0 and curve.costs[1] > 0
 
 
 def plan(**reports):
@@ -25,9 +25,9 @@ def plan(**reports):
 
 
 def test_planned_from_a_report():
-    found = costs.planned(plan(_16=7.0, _1=4.0, _8=5.0, _32=None))
-    np.testing.assert_allclose(found((1, 8, 12)), [1, 1.25, 1.5])
-    np.testing.assert_allclose(found((8, 24)), [1, 9 / 5])  # beyond the last width by the last slope
+    curve = costs.planned(plan(_16=7.0, _1=4.0, _8=5.0, _32=None))
+    np.testing.assert_allclose(curve((1, 8, 12)), [1, 1.25, 1.5])
+    np.testing.assert_allclose(curve((8, 24)), [1, 9 / 5])  # beyond the last width by the last slope
     for other in ({}, {"widths": [{"name": "step"}]}, []):
         with pytest.raises(UsageError, match="specjax plan --json"):
             costs.planned(other)
@@ -46,18 +46,18 @@ def test_a_curve_numbers_or_the_rule_of_thumb():
 def test_estimated_rises_with_width_and_batch():
     for dtype in ("float32", "bfloat16"):
         for batch in (1, 16):
-            found = costs.estimated((1, 4, 8, 32), batch, dtype, "cpu")
-            assert found[0] == 1 and (np.diff(found) > 0).all()
+            costs_by_width = costs.estimated((1, 4, 8, 32), batch, dtype, "cpu")
+            assert costs_by_width[0] == 1 and (np.diff(costs_by_width) > 0).all()
 
 
 @pytest.mark.parametrize("which", ["auto", "choice", "goodput"])
 def test_the_rule_of_thumb_is_asked_for_the_rows_there_are(which, monkeypatch):
-    """What decides by costs and was given none."""
-    asked = []
+    """Every part that decides by costs and was given none estimates them for the rows of the batch."""
+    batches = []
 
-    def spy(widths, batch, *rest, real=costs.estimated):
-        asked.append(batch)
-        return real(widths, batch, *rest)
+    def spy(widths, batch, *arguments, real=costs.estimated):
+        batches.append(batch)
+        return real(widths, batch, *arguments)
 
     monkeypatch.setattr(curves, "estimated", spy)
     lookup = drafters.prompt_lookup(3)
@@ -65,4 +65,4 @@ def test_the_rule_of_thumb_is_asked_for_the_rows_there_are(which, monkeypatch):
     controller = controllers.goodput((0, 1, 2)) if which == "goodput" else None
     run = functools.partial(decode, tiny_llama(), drafter, key=jax.random.key(0), controller=controller)
     jax.eval_shape(lambda tokens: run((tokens, jnp.full(5, 3)), max_new_tokens=3).tokens, jnp.zeros((5, 8), jnp.int32))
-    assert asked and set(asked) == {5}
+    assert batches and set(batches) == {5}

@@ -1,4 +1,4 @@
-"""What drafting costs with heads that run layers of the target."""
+"""Tests of the costs of drafting with heads that run layers of the target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = LlamaConfig(64, 32, 8, 4, 2, 8, 64, tied=False)
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_layers_of_the_target_that_are_skipped_cost_nothing(stacked):
-    """By hand: the share of layers that run, what the head itself multiplies with, and the target's head, once."""
+    """The cost by hand is the share of layers that run, the head's own products, and the target's head once."""
     config = dataclasses.replace(CONFIG, stacked=stacked)
     target = Target(make_model(config), abstract_params(config))
     weights = sum(x.size for x in jax.tree.leaves(target.params))

@@ -1,4 +1,4 @@
-"""From totals to seconds."""
+"""Tests of the step from totals to seconds."""
 
 from __future__ import annotations
 

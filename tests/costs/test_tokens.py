@@ -1,4 +1,4 @@
-"""From acceptance rates to tokens."""
+"""Tests of the step from acceptance rates to tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specjax.trees.templates import branching_paths
 def test_expected_tokens_of_chains_and_trees():
     """The chain values are those of the cost model's card: 1, 1.7, 2.19, 2.533, 2.7731, 2.9412 at 0.7."""
     chain = lambda k: tuple((0,) * depth for depth in range(1, k + 1))
-    found = [expected_tokens(chain(k), rank_acceptance(0.7)) for k in range(6)]
-    assert found == pytest.approx([1, 1.7, 2.19, 2.533, 2.7731, 2.94117])
+    by_length = [expected_tokens(chain(k), rank_acceptance(0.7)) for k in range(6)]
+    assert by_length == pytest.approx([1, 1.7, 2.19, 2.533, 2.7731, 2.94117])
     a = (0.6, 0.2, 0.1)
     for n, depth in ((5, None), (6, None), (4, 2)):
         value, paths = trees.sequoia(a, n, depth)
