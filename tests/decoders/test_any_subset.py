@@ -68,9 +68,9 @@ def test_any_positions_may_be_missing_and_rows_may_be_shorter():
     tokens = jnp.tile(jnp.array([[7, 7, 2]]), (ROWS, 1))  # 7: never read
     fill = functools.partial(any_subset, exact(distribution), tokens, key=jax.random.key(2), window=3)
     result = fill(tokens == 7)
-    given = distribution.copy()
-    given[:, :, [0, 1]] = 0
-    assert p_value(result.filled, given) > 1e-3
+    conditional = distribution.copy()
+    conditional[:, :, [0, 1]] = 0
+    assert p_value(result.filled, conditional) > 1e-3
     assert result.to_lists() == np.asarray(result.filled)[:, :2].tolist()  # those that were missing
     assert (np.asarray(result.block_efficiency) == 1).all() and set(result.finish_reasons) == {"length"}
     assert (np.asarray(result.stats.target_passes) == 2).all()
@@ -200,11 +200,11 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
     tokens = jnp.array([[0, 1, 0], [1, 1, 0], [0, 0, 1]])
     missing = jnp.array([[True, True, True], [False, True, True], [True, False, False]])
     keys = jax.random.split(jax.random.key(5), 3)
-    whole = any_subset(model, tokens, missing, key=keys, window=2)
-    assert not (np.asarray(whole.filled) == model.mask_token)[missing].any()  # the mask token is never drawn
+    batch = any_subset(model, tokens, missing, key=keys, window=2)
+    assert not (np.asarray(batch.filled) == model.mask_token)[missing].any()  # the mask token is never drawn
     for b in range(3):
         alone = any_subset(model, tokens[b : b + 1], missing[b : b + 1], key=keys[b : b + 1], window=2)
-        for ours, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(whole), strict=True):
+        for ours, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(batch), strict=True):
             np.testing.assert_array_equal(ours[0], theirs[b])
     other = jax.block_until_ready(jax.random.split(jax.random.key(6), 3))
     compiled = []

@@ -17,11 +17,11 @@ NEW = 19
 
 @functools.cache
 def greedy(prompts=None, **options):
-    found = decode(
+    result = decode(
         tiny_llama(), autoregressive(), (prompts and [list(prompts)]) or PROMPTS, key=jax.random.key(0),
         max_new_tokens=NEW, **options,
     )  # fmt: skip
-    return found.to_lists()
+    return result.to_lists()
 
 
 def run(target=None, prompts=PROMPTS, **options):
@@ -49,8 +49,8 @@ def test_the_first_tokens_of_a_block_are_right():
     [text] = run(prompts=PROMPTS[:1], block=5, iterations=2).to_lists()
     assert text != greedy()[0]
     for start in range(0, NEW, 5):
-        before = tuple(PROMPTS[0] + text[:start])
-        assert greedy(before)[0][:2] == text[start : start + 2]
+        prefix = tuple(PROMPTS[0] + text[:start])
+        assert greedy(prefix)[0][:2] == text[start : start + 2]
 
 
 def test_keys_of_what_was_left_early_are_read_again():
@@ -70,8 +70,8 @@ def test_passes_until_a_fixed_point():
     """Decode a constant text: one pass finds it and one confirms it; a right guess needs one."""
     same = np.full((1, 64), 5)
     assert run(scripted(same, 8), [[5, 5, 5]], block=4, max_new_tokens=8).stats.target_passes.tolist() == [2]
-    found = run(scripted(same, 8), [[1, 2, 3]], block=4, max_new_tokens=8).stats.target_passes
-    assert found.tolist() == [4]
+    num_passes = run(scripted(same, 8), [[1, 2, 3]], block=4, max_new_tokens=8).stats.target_passes
+    assert num_passes.tolist() == [4]
     rows = np.eye(4, dtype=np.float32)[[1, 2, 3, 0]] * 0.9 + 0.025  # the next token is that of the last
     passes = run(markov(rows), [[0]], block=4, iterations=None, max_new_tokens=4).stats.target_passes
     assert 2 <= int(passes[0]) <= 4

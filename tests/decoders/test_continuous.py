@@ -150,12 +150,12 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
     prompts, lengths = jax.random.normal(jax.random.key(0), (3, 4, 1)), jnp.array([4, 0, 2])
     keys, condition = jax.random.split(jax.random.key(1), 3), jnp.array([0.0, 1.0, 2.0])
     run = functools.partial(continuous, *models, max_new_tokens=9, window=3)
-    whole = run(prompts, lengths=lengths, condition=condition, key=keys)
+    batch = run(prompts, lengths=lengths, condition=condition, key=keys)
     for b in range(3):
         row = slice(b, b + 1)
         alone = run(prompts[row], lengths=lengths[row], condition=condition[row], key=keys[row])
-        np.testing.assert_allclose(alone.tokens[0], whole.tokens[b], atol=1e-5)
-        assert alone.stats.target_passes[0] == whole.stats.target_passes[b]
+        np.testing.assert_allclose(alone.tokens[0], batch.tokens[b], atol=1e-5)
+        assert alone.stats.target_passes[0] == batch.stats.target_passes[b]
     other = jax.block_until_ready(condition + 5)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -163,7 +163,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
     )
     far = jax.block_until_ready(run(prompts, lengths=lengths, condition=other, key=keys))
     assert compiled == []
-    assert (np.asarray(far.tokens) > np.asarray(whole.tokens) + 3).all()  # the condition reaches both backbones
+    assert (np.asarray(far.tokens) > np.asarray(batch.tokens) + 3).all()  # the condition reaches both backbones
 
 
 def test_usage_errors():

@@ -86,8 +86,8 @@ def trained():
 
 
 def test_trained_parts_write_two_tokens_a_pass():
-    base, head, found, _ = trained()
-    assert found[-1] < 0.05 < 1 < found[0]
+    base, head, losses, _ = trained()
+    assert losses[-1] < 0.05 < 1 < losses[0]
     result = decoders.hamburger(base, head, depths.PROMPTS, max_new_tokens=NEW, confidence=0.5)
     assert result.to_lists() == greedy()
     assert result.stats.target_passes.tolist() == [NEW // 2] * 3
@@ -119,9 +119,9 @@ def of_four():
 def names(macro):
     """Return the most likely tokens of the last three segments, int32[3, 4]."""
     head, target = of_four()[0], tiny_llama()
-    found = jax.jit(functools.partial(compute_logits, target.model, head.head))(target.params, head.params, macro)
+    logits = jax.jit(functools.partial(compute_logits, target.model, head.head))(target.params, head.params, macro)
     begin, end = len(depths.PROMPTS[0]) - 1, len(depths.PROMPTS[0]) + 2
-    best = jnp.concatenate([found.first[:, :, None], found.later], 2)[0, begin:end]
+    best = jnp.concatenate([logits.first[:, :, None], logits.later], 2)[0, begin:end]
     return np.asarray(jnp.argmax(best, -1)), np.asarray(macro.tokens[0, begin + 1 : end + 1])
 
 

@@ -42,12 +42,12 @@ def test_units_of_the_cards_confidences():
 def test_a_lesson_hides_one_unit_but_its_first_token():
     starts = jnp.asarray([[1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0]], bool)
     tokens, length = jnp.arange(14).reshape(2, 7), jnp.array([7, 6])
-    found = {
+    hidden_units = {
         tuple(np.flatnonzero(np.asarray(row == PAD)).tolist())
         for seed in range(20)
         for row in hide_unit(jax.random.key(seed), tokens, length, starts, PAD)
     }
-    assert found == {(1, 2), (4,), (6,), ()}  # of the second text nothing: its last token is not its own
+    assert hidden_units == {(1, 2), (4,), (6,), ()}  # of the second text nothing: its last token is not its own
     inputs = hide_unit(jax.random.key(0), tokens, length, starts, PAD)
     assert (inputs[1] == tokens[1]).all()
 
@@ -141,11 +141,11 @@ def test_settings_out_of_range(options, words):
 
 
 def test_a_seed_will_do_and_half_a_step_will_not():
-    given = {"pad_token": PAD, "key": 0, "slots": SLOTS, "threshold": 0.0, "steps": 150, "learning_rate": 1e-2}
-    np.testing.assert_array_equal(train_lud(tiny_llama(), *lesson(), **given)[1], tuned()[1])
+    settings = {"pad_token": PAD, "key": 0, "slots": SLOTS, "threshold": 0.0, "steps": 150, "learning_rate": 1e-2}
+    np.testing.assert_array_equal(train_lud(tiny_llama(), *lesson(), **settings)[1], tuned()[1])
     for wrong in ({"steps": 1.5}, {"slots": 1.5}):
         with pytest.raises(UsageError, match=r"(steps|slots) must be a whole number of at least ., not 1\.5"):
-            train_lud(tiny_llama(), *lesson(), **given | wrong)
+            train_lud(tiny_llama(), *lesson(), **settings | wrong)
     tokens, length = lesson()
     for wrong, length_of, words in (
         ({"threshold": float("nan")}, length, "threshold must be from 0 to 1"),
@@ -153,4 +153,4 @@ def test_a_seed_will_do_and_half_a_step_will_not():
         ({}, jnp.ones_like(length), "no text has two tokens"),
     ):
         with pytest.raises(UsageError, match=words):
-            train_lud(tiny_llama(), tokens, length_of, **given | wrong)
+            train_lud(tiny_llama(), tokens, length_of, **settings | wrong)

@@ -76,11 +76,11 @@ def test_steps_are_those_of_the_card(gamma, wrong, limit, data):
     expected = [[0, False] for _ in wrong]  # length without the prompt, POST
     end = min(limit, eos_at + 1)
     while not text.done.all():
-        before = text
+        previous = text
         behind = lambda table, start: np.stack([row[n : n + gamma] for row, n in zip(table, start - 5, strict=True)])
         text, _ = join(text, behind(drafts, text.length), behind([right] * rows, text.verified), np.array([1]))
         for b, mistakes in enumerate(wrong):
-            if before.done[b]:
+            if previous.done[b]:
                 continue
             n, post = expected[b]
             tested = [*range(n - gamma + 1, n), n] if post else [n]
@@ -125,9 +125,11 @@ def test_the_draft_model_forgets_what_failed():
     post, verified = result.trace.post, result.trace.verified
     texts = [prompt + new for prompt, new in zip(PROMPTS, result.to_lists(), strict=True)]
     steps = [(s, b) for s in range(1, len(post)) for b in range(4) if not post[s - 1, b] and verified[s - 1, b] < 19]
-    before = [texts[b][: len(PROMPTS[b]) + verified[s - 1, b]] for s, b in steps]
-    says = specjax.decode(tiny_llama_alike(), "autoregressive", before, key=OPTIONS["key"], max_new_tokens=1).to_lists()
-    right = [texts[b][len(old)] == token for (s, b), old, (token,) in zip(steps, before, says, strict=True)]
+    prefixes = [texts[b][: len(PROMPTS[b]) + verified[s - 1, b]] for s, b in steps]
+    says = specjax.decode(
+        tiny_llama_alike(), "autoregressive", prefixes, key=OPTIONS["key"], max_new_tokens=1
+    ).to_lists()
+    right = [texts[b][len(old)] == token for (s, b), old, (token,) in zip(steps, prefixes, says, strict=True)]
     assert right == [bool(post[s, b]) for s, b in steps]
     assert len(set(right)) == 2
 

@@ -56,9 +56,9 @@ def test_ngrams_are_counted_as_written_out():
             if n - 1 <= length and times(context):
                 wanted[row] += [weight * times([*context, v]) / times(context) for v in range(3)]
     tokens = jnp.broadcast_to(jnp.arange(3), (4, 3))
-    found = jax.jit(ngram_probability)(corpus, jnp.array(texts), jnp.array(lengths), tokens)
+    probability = jax.jit(ngram_probability)(corpus, jnp.array(texts), jnp.array(lengths), tokens)
     assert (wanted > 0).any() and (wanted[2] > 0).any()
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(probability, wanted, rtol=1e-6)
 
 
 def test_one_draft_is_greedy_decoding():
@@ -100,8 +100,8 @@ def beam(target, prompt, steps, k, candidates, temperature, f=None, alpha=0.54):
         if f is not None:
             of = np.array([[f([*prompt, *d], v) for v in named.tolist()] for d in drafts])
             with np.errstate(divide="ignore"):
-                known = (1 - alpha) * log_p + alpha * np.log(of)
-            log_r = np.where((of > 0).any(1, keepdims=True), known, (1 - alpha) * log_p + UNKNOWN)
+                log_mix = (1 - alpha) * log_p + alpha * np.log(of)
+            log_r = np.where((of > 0).any(1, keepdims=True), log_mix, (1 - alpha) * log_p + UNKNOWN)
         total = (scores[:, None] + log_r).ravel()
         best = np.argsort(-total, kind="stable")[:k]
         drafts = [[*drafts[i // candidates], int(named[i % candidates])] for i in best]
@@ -121,8 +121,8 @@ def test_the_rule_written_out(counted):
             return sum(tuple(row[i : i + len(gram)]) == gram for row in documents for i in range(len(row)))
 
         def f(text, v):
-            known = [(w, text[1 - n :]) for n, w in enumerate(WEIGHTS, 2) if n - 1 <= len(text)]
-            return sum(w * times(*c, v) / times(*c) for w, c in known if times(*c))
+            contexts = [(w, text[1 - n :]) for n, w in enumerate(WEIGHTS, 2) if n - 1 <= len(text)]
+            return sum(w * times(*c, v) / times(*c) for w, c in contexts if times(*c))
 
     settings = {"candidates": 9, "temperature": 2.0}
     ours = superposed(target, PROMPTS, max_new_tokens=4, drafts=3, corpus=corpus, **settings)
