@@ -1,4 +1,4 @@
-"""Which loop takes which model and which method."""
+"""Tests of which loop takes which model and which method."""
 
 import pytest
 import toy

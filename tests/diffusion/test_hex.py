@@ -24,8 +24,8 @@ def test_an_expert_among_others_is_the_procedure_of_its_block_size():
     votes = hex_vote(denoiser, PROMPTS, answer=lambda text: text[-1] % 2, key=3, blocks=(8, 4), seeds=2, **settings)
     assert [(e.block, e.seed) for e in votes[1].experts] == [(4, 0), (4, 1), (8, 0), (8, 1)]
     keys = toys.keys_of(3, 2)
-    own = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 4), 1))(keys)
-    alone = specjax.denoise(denoiser, methods.llada(denoiser, block=4), PROMPTS, key=own, **settings).to_lists()
+    expert_keys = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 4), 1))(keys)
+    alone = specjax.denoise(denoiser, methods.llada(denoiser, block=4), PROMPTS, key=expert_keys, **settings).to_lists()
     assert alone == [vote.experts[1].tokens for vote in votes]
     assert len({tuple(e.tokens) for e in votes[0].experts}) == 4
     for vote in votes:

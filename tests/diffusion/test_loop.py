@@ -54,15 +54,15 @@ def test_a_block_of_one_is_autoregression(temperature):
 @pytest.mark.parametrize("denoiser", [toys.full("shifted"), toys.causal(), toys.causal(4, "seed_and_mask")])
 def test_a_row_alone_is_the_row_in_a_batch(denoiser):
     method = methods.llada(denoiser, steps=3, **({} if denoiser.is_causal else {"block": 8}))
-    whole = texts(denoiser, method, temperature=0.8)
+    batch = texts(denoiser, method, temperature=0.8)
     for row, key in enumerate(toys.keys_of(3, len(PROMPTS))):
         alone = texts(denoiser, method, [PROMPTS[row]], key[None], temperature=0.8)
-        assert alone.to_lists()[0] == whole.to_lists()[row]
-        assert alone.decided_at[0].tolist() == whole.decided_at[row].tolist()
+        assert alone.to_lists()[0] == batch.to_lists()[row]
+        assert alone.decided_at[0].tolist() == batch.decided_at[row].tolist()
 
 
 def test_one_pass_over_everything_is_what_the_cache_of_blocks_says():
-    """Of every pass: the window's rows against one block-causal pass over the text so far, without any cache."""
+    """The window's rows of every pass equal one block-causal pass over the text so far, without any cache."""
     denoiser = toys.causal()
     job = prepare(denoiser, methods.sdar(denoiser, tau=2, steps=2), PROMPTS, Settings(), key=0, max_new_tokens=14)
     state = start(job)
@@ -73,14 +73,14 @@ def test_one_pass_over_everything_is_what_the_cache_of_blocks_says():
 
 @jax.jit
 def differences(parts, state):
-    """Of the logits of the window, in rows that have not ended."""
+    """Return the differences of the logits of the window, in rows that have not ended."""
     denoiser, canvas = parts.denoiser, get_canvas(state)
     place, _ = parts.procedure.schedule.place(state.draft.slots.schedule, canvas)
     window = Window(place, place != state.draft.window, ~state.done, parts.width)
-    seen, _ = parts.memory.look(denoiser, state.cache, canvas, window)
+    output, _ = parts.memory.look(denoiser, state.cache, canvas, window)
     plain = uncached(denoiser, canvas)[jnp.arange(len(place))[:, None], place[:, None] + jnp.arange(4)]
-    counts = seen.predicted & window.active[:, None]
-    return jnp.where(counts[..., None], forward.compute_logits(denoiser, seen.hidden) - plain, 0)
+    counts = output.predicted & window.active[:, None]
+    return jnp.where(counts[..., None], forward.compute_logits(denoiser, output.hidden) - plain, 0)
 
 
 def uncached(denoiser, canvas):
@@ -152,19 +152,19 @@ def test_a_longer_text_begins_with_the_shorter_one():
 
 def test_a_row_ends_at_an_eos_once_all_before_it_is_decided():
     denoiser = toys.frozen([0.3, 0.3, 0.35, 0.4, 0.5, 0.45, *np.linspace(0.8, 0.6, 10)])
-    whole = texts(denoiser, methods.llada(denoiser, block=None), [[1, 2]], count=12, eos=5)
-    assert whole.to_lists() == [[2, 3, 4, 5]] and whole.finish_reasons == ["eos"]
-    assert whole.decided_at[0, :4].tolist() == [11, 10, 8, 9] and whole.stats.target_passes[0] == 12
+    full = texts(denoiser, methods.llada(denoiser, block=None), [[1, 2]], count=12, eos=5)
+    assert full.to_lists() == [[2, 3, 4, 5]] and full.finish_reasons == ["eos"]
+    assert full.decided_at[0, :4].tolist() == [11, 10, 8, 9] and full.stats.target_passes[0] == 12
 
 
 def test_what_streams_is_final_and_in_order():
     denoiser = toys.full()
     job = prepare(denoiser, methods.llada(denoiser, block=8), PROMPTS, Settings(), key=3, max_new_tokens=18)
-    told = [[] for _ in PROMPTS]
+    streamed = [[] for _ in PROMPTS]
     for one in steps(job):
-        for row, tokens in zip(told, one.tokens, strict=True):
+        for row, tokens in zip(streamed, one.tokens, strict=True):
             row += tokens
-    assert told == texts(denoiser, methods.llada(denoiser, block=8)).to_lists()
+    assert streamed == texts(denoiser, methods.llada(denoiser, block=8)).to_lists()
 
 
 def test_two_tokens_that_hang_together_are_right_one_at_a_time_and_wrong_half_the_time_at_once():
@@ -204,9 +204,9 @@ def no_compiles():
 
     @contextlib.contextmanager
     def same():
-        before = run._cache_size()
+        num_programs = run._cache_size()
         yield
-        assert run._cache_size() == before
+        assert run._cache_size() == num_programs
 
     return same()
 

@@ -42,10 +42,10 @@ def test_the_table_has_every_method():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_options_and_defaults_are_the_functions(name):
-    _, *own = inspect.signature(METHODS[name].make).parameters.values()
+    _, *parameters = inspect.signature(METHODS[name].make).parameters.values()
     row = METHODS[name]
-    assert {p.name for p in own if p.name in row.needs} == row.needs == set(GIVEN.get(name, ()))
-    options = [(p.name, p.default) for p in own if p.name not in row.needs]
+    assert {p.name for p in parameters if p.name in row.needs} == row.needs == set(GIVEN.get(name, ()))
+    options = [(p.name, p.default) for p in parameters if p.name not in row.needs]
     assert options == [(option.name, option.default) for option in row.options]
 
 
@@ -53,13 +53,13 @@ def test_options_and_defaults_are_the_functions(name):
 def test_rows_are_independent_prompts_stay_and_every_pass_goes_on(name):
     denoiser = denoiser_of(name)
     settings, method = {"max_new_tokens": 14, "temperature": 0.8}, procedure_of(name, denoiser, **GIVEN.get(name, {}))
-    whole = specjax.denoise(denoiser, method, PROMPTS, key=5, **settings)
-    assert whole.lengths.tolist() == [14, 14] and np.all(whole.tokens < 64) and not np.any(whole.tokens == toys.MASK)
-    order = np.asarray(whole.decided_at)
-    assert np.all(order >= 0) and np.all(whole.stats.target_passes <= 2 * 14 + 8)
+    batch = specjax.denoise(denoiser, method, PROMPTS, key=5, **settings)
+    assert batch.lengths.tolist() == [14, 14] and np.all(batch.tokens < 64) and not np.any(batch.tokens == toys.MASK)
+    order = np.asarray(batch.decided_at)
+    assert np.all(order >= 0) and np.all(batch.stats.target_passes <= 2 * 14 + 8)
     for row, key in enumerate(toys.keys_of(5, 2)):
         alone = specjax.denoise(denoiser, method, [PROMPTS[row]], key=key[None], **settings)
-        assert alone.to_lists()[0] == whole.to_lists()[row]
+        assert alone.to_lists()[0] == batch.to_lists()[row]
 
 
 @pytest.mark.parametrize("name", those(["ete"], ROWS))

@@ -1,4 +1,5 @@
-"""What is refused before anything compiles: settings that do nothing, parts that would void what another promises."""
+"""Tests of what is refused before anything compiles: settings that do nothing, parts that would void what another
+promises."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the methods are compared with."""
+"""Tests of the procedures that the methods are compared with."""
 
 import pytest
 import toy_denoisers as toys

@@ -1,4 +1,4 @@
-"""What holds for every rule that decides without a state, over random proposals."""
+"""Tests of every rule that decides without a state, over random proposals."""
 
 import itertools
 
@@ -106,13 +106,13 @@ def test_of_equal_columns_the_lower_ones():
 
 
 def test_which_columns_chance_takes_says_nothing_of_their_tokens():
-    """Of two columns with two words each: the word of the one that is taken is either, half of the time."""
+    """The column that is taken of two columns with two words each has either word half of the time."""
     rows = 2000
-    seen = hand_made.view(np.ones((rows, 2)))
-    token = jnp.argmax(sampling.noise(seen.keys[:, :2], 2), -1)
+    view = hand_made.view(np.ones((rows, 2)))
+    token = jnp.argmax(sampling.noise(view.keys[:, :2], 2), -1)
     proposed = hand_made.of_logits(np.ones((rows, 2, 2)))
     for rule in (quota("random"), by_chance("confidence", 1.0)):
-        take, _, _ = hand_made.select(rule, proposed, seen)
+        take, _, _ = hand_made.select(rule, proposed, view)
         first = np.asarray(token)[np.asarray(take)[:, :2]]
         assert len(first) == rows and abs(first.mean() - 0.5) < 4 * 0.5 / np.sqrt(rows)
 

@@ -57,17 +57,17 @@ FIXED = [name for name, row in of_kind("diffusion").items() if row.option("block
 @pytest.mark.parametrize("name", FIXED)
 def test_a_block_causal_model_has_its_own_blocks(name):
     """Another size is refused, and the model's own size changes nothing."""
-    denoiser, own = toys.causal(), []
+    denoiser, messages = toys.causal(), []
     for block in (8, 32):
         with pytest.raises(UsageError) as error:
             procedure_of(name, denoiser, block=block, **given(name))
-        own.append(str(error.value))
+        messages.append(str(error.value))
     try:
         plain = procedure_of(name, denoiser, **given(name))
     except UsageError as refusal:
-        assert "block-causal" in str(refusal) and set(own) == {str(refusal)}
+        assert "block-causal" in str(refusal) and set(messages) == {str(refusal)}
     else:
-        assert own[0].startswith("block=8 differs from the model's blocks of 4 columns")
+        assert messages[0].startswith("block=8 differs from the model's blocks of 4 columns")
         assert procedure_of(name, denoiser, block=4, **given(name)) == plain or name == "constraint"
 
 

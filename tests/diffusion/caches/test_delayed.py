@@ -10,7 +10,8 @@ MASK, SIZE, PROMPT = 9, 8, 2
 
 
 def computed(order, refresh=None, suffix="frozen", width=3):
-    """Of three columns behind a prompt of two, decided one a pass in this order: (computed, kept) of each pass."""
+    """Return the (computed, kept) columns of each pass over three columns behind a prompt of two, decided one a pass in
+    this order."""
     tokens = np.array([[5, 6] + [1] * (SIZE - PROMPT)])
     opened = np.array([[False] * PROMPT + [True] * 4 + [False] * 2])  # the window and one column behind it
     of, passes = np.full((1, SIZE), -1), []
@@ -31,8 +32,8 @@ ALL = list(range(6))
 
 def test_what_was_decided_is_computed_once_more_and_kept():
     """The card: decided in the order 2, 0, 1. Column 2 is kept as the pass 1 computed it, from its token."""
-    whole = (ALL, ALL)
-    assert computed([2, 0, 1]) == [whole, whole, ([2, 3], [2]), ([3], [3])]
-    assert computed([2, 0, 1], suffix="fresh") == [whole, whole, ([2, 3, 5], [2]), ([3, 5], [3])]
-    assert computed([2, 0, 1], refresh=3) == [whole, whole, ([2, 3], [2]), whole]
-    assert computed([2, 0, 1], refresh=1) == [whole] * 4
+    full_pass = (ALL, ALL)
+    assert computed([2, 0, 1]) == [full_pass, full_pass, ([2, 3], [2]), ([3], [3])]
+    assert computed([2, 0, 1], suffix="fresh") == [full_pass, full_pass, ([2, 3, 5], [2]), ([3, 5], [3])]
+    assert computed([2, 0, 1], refresh=3) == [full_pass, full_pass, ([2, 3], [2]), full_pass]
+    assert computed([2, 0, 1], refresh=1) == [full_pass] * 4

@@ -30,8 +30,8 @@ def test_logits_are_moved_away_from_those_of_a_masked_prompt(denoiser, memory):
     @functools.partial(jax.jit, static_argnums=0)
     def logits(memory, canvas):
         window = Window(start // 4 * 4 if block else start, jnp.ones(2, bool), jnp.ones(2, bool), 4)
-        seen, _ = memory.look(denoiser, memory.init(denoiser, canvas, 4), canvas, window)
-        return forward.window_logits(denoiser, seen)
+        window_pass, _ = memory.look(denoiser, memory.init(denoiser, canvas, 4), canvas, window)
+        return forward.window_logits(denoiser, window_pass)
 
     masked = canvas._replace(tokens=jnp.where(column < start[:, None], toys.MASK, tokens))
     ours, plain, blind = logits(guided(memory, 1.5), canvas), logits(memory, canvas), logits(memory, masked)

@@ -12,16 +12,16 @@ def passes(order, outer, inner, refresh, prompt=1, new=6):
     size = prompt + new + 1
     opened = np.array([[prompt <= i < prompt + new for i in range(size)]])
     behind = lambda x: [i - prompt for i in np.flatnonzero(x[0]).tolist() if i >= prompt]
-    phase, found = None, []
+    phase, columns_of_passes = None, []
     for column in order:
-        whole = jnp.array([prompt + new])
-        canvas = Canvas(None, jnp.array(opened), jnp.array([prompt]), whole, None, None, None)
+        tokens = jnp.array([prompt + new])
+        canvas = Canvas(None, jnp.array(opened), jnp.array([prompt]), tokens, None, None, None)
         phase = begin(canvas) if phase is None else phase
         planned, phase = plan(canvas, phase, outer, inner, refresh)
         assert bool(planned.visible[0, 0]) and not bool(planned.visible[0, -1])
-        found.append((behind(planned.visible), behind(planned.live)))
+        columns_of_passes.append((behind(planned.visible), behind(planned.live)))
         opened[0, prompt + column] = False
-    return found
+    return columns_of_passes
 
 
 def test_the_window_slides_and_the_buffer_stays_for_a_phase():
@@ -34,5 +34,5 @@ def test_the_window_slides_and_the_buffer_stays_for_a_phase():
 
 
 def test_a_phase_ends_early_where_an_active_column_was_not_seen():
-    seen = [x for x, _ in passes([0, 1, 2, 3], 3, 2, 100)]
-    assert seen == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    visible = [x for x, _ in passes([0, 1, 2, 3], 3, 2, 100)]
+    assert visible == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]

@@ -73,24 +73,26 @@ def test_a_look_computes_what_is_live_and_keeps_what_is_kept(alignment):
     opened = (column >= 12) & (column < count[:, None])
     canvas = Canvas(tokens, opened, jnp.array([12, 12]), count, count * 0, jnp.where(opened, -1, -2), count * 0)
     window = Window(jnp.array([12, 14]), count > 0, count > 0, 4)
-    left, there = some.empty(denoiser, canvas), some.exists(canvas)
+    left, existing = some.empty(denoiser, canvas), some.exists(canvas)
     look = jax.jit(lambda left, canvas, plan: some.look(denoiser, left, canvas, window, plan))
-    seen, left = look(left, canvas, some.PassPlan(there, there, there))
+    initial, left = look(left, canvas, some.PassPlan(existing, existing, existing))
     changed = canvas._replace(tokens=tokens.at[:, 3].set(60).at[:, 5].set(61).at[:, 7].set(62))
     within = some.in_window(canvas, window)
     live = within.at[:, [3, 7]].set(True)
-    ours, after = look(left, changed, some.PassPlan(live, there, within.at[:, 3].set(True) & ~within))
-    whole = lambda tokens: look(left, canvas._replace(tokens=tokens), some.PassPlan(there, there, there))[0]
-    expected = whole(tokens.at[:, 3].set(60).at[:, 7].set(62))
+    ours, updated = look(left, changed, some.PassPlan(live, existing, within.at[:, 3].set(True) & ~within))
+    full_pass = lambda tokens: look(left, canvas._replace(tokens=tokens), some.PassPlan(existing, existing, existing))[
+        0
+    ]
+    expected = full_pass(tokens.at[:, 3].set(60).at[:, 7].set(62))
     np.testing.assert_allclose(ours.hidden, expected.hidden, atol=1e-4)
-    assert ours.predicted.all() and seen.columns.tolist() == [20, 30] and seen.computed.tolist() == [32, 32]
+    assert ours.predicted.all() and initial.columns.tolist() == [20, 30] and initial.computed.tolist() == [32, 32]
     live_columns = 4 + 2 + (alignment == "shifted")  # shifted models read the column before the window
     assert ours.columns.tolist() == [live_columns] * 2 and ours.computed.tolist() == [8, 8]
     # It kept what it made of column 3, not of 7, and nothing of 5, which was not live.
-    expected = whole(tokens.at[:, 3].set(60))
-    again, _ = look(after, canvas, some.PassPlan(within, there, within & False))
+    expected = full_pass(tokens.at[:, 3].set(60))
+    again, _ = look(updated, canvas, some.PassPlan(within, existing, within & False))
     np.testing.assert_allclose(again.hidden, expected.hidden, atol=1e-4)
-    assert float(jnp.max(jnp.abs(seen.hidden - expected.hidden))) > 1e-2
+    assert float(jnp.max(jnp.abs(initial.hidden - expected.hidden))) > 1e-2
 
 
 def test_what_they_do_not_fit_is_refused():

@@ -13,12 +13,12 @@ AFTER = np.full((5, 5), 1e-9)  # of the second token of a pair
 AFTER[END, [A, B]], AFTER[A, [C, D]], AFTER[B, [C, D]] = 0.5, (0.1, 0.9), (0.8, 0.2)
 
 
-def path(rows, *, blend=0.5, beams=3, choices=4, mass=1.0, eos=(), most=None):
+def path(rows, *, blend=0.5, beams=3, choices=4, mass=1.0, eos=(), limit=None):
     with np.errstate(divide="ignore"):
         words = lattice(jnp.log(jnp.array([rows], jnp.float32)), mass, choices, eos)
-    say = lambda before, token: jnp.log(jnp.array(AFTER))[before[..., 1:], token[:, None]]
-    before, most = jnp.full((1, 2), END), jnp.array([len(rows) if most is None else most])
-    tokens, count = search(words, before, most, say, beams, blend, eos)
+    say = lambda suffix, token: jnp.log(jnp.array(AFTER))[suffix[..., 1:], token[:, None]]
+    suffix, limit = jnp.full((1, 2), END), jnp.array([len(rows) if limit is None else limit])
+    tokens, count = search(words, suffix, limit, say, beams, blend, eos)
     return tokens[0, : int(count[0])].tolist()
 
 
@@ -29,13 +29,13 @@ def test_the_words_that_go_together_win():
     assert path([FIRST, SECOND], blend=0.0) == [A, D]
     # More weight on c lets bc win: -1.2152 + .5 log(.99 / .55) = -.92, and ad has -1.0539 + .5 log(.01 / .45) = -2.96.
     assert path([FIRST, [0, 0, 0.99, 0.01, 0]]) == [B, C]
-    assert path([FIRST, SECOND], most=1) == [A]
+    assert path([FIRST, SECOND], limit=1) == [A]
 
 
 def test_a_word_is_judged_by_the_two_before_it():
     """Each is the last but one, plus one: behind 0 1 come 1 2 2 3."""
     words = lattice(jnp.log(jnp.full((1, 4, 5), 0.2)), 1.0, 5, ())
-    say = lambda before, token: jnp.log(jnp.where(token[:, None] == before[..., :1] + 1, 0.9, 0.1))
+    say = lambda suffix, token: jnp.log(jnp.where(token[:, None] == suffix[..., :1] + 1, 0.9, 0.1))
     tokens, _ = search(words, jnp.array([[0, 1]]), jnp.array([4]), say, 1, 0.0, ())
     assert tokens[0].tolist() == [1, 2, 2, 3]
 
@@ -58,9 +58,9 @@ def test_a_lattice_has_the_mass_and_every_eos():
 
 def test_trigrams_are_counted_in_the_text_alone():
     context = Context(jnp.array([[1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, 4]]), jnp.array([9]))
-    said = trigram(context, 10, jnp.array([[[1, 2], [3, 3]]]), jnp.array([[3, 4, 5]]))
+    scores = trigram(context, 10, jnp.array([[[1, 2], [3, 3]]]), jnp.array([[3, 4, 5]]))
     expected = np.log([[[3 / 13, 2 / 13, 1 / 13], [0.1, 0.1, 0.1]]])
-    np.testing.assert_allclose(said, expected, rtol=1e-5)
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
 def test_lengths_follow_what_was_drafted_and_accepted():
@@ -68,8 +68,8 @@ def test_lengths_follow_what_was_drafted_and_accepted():
     nothing = jnp.zeros((2,))
     state = State((), jnp.array([30, 30]), nothing, nothing, jnp.array([0, 0]))
     lengths = []
-    for made, accepted in ((30, 30), (25, 4), (12, 4), (20, 20)):
-        state = state._replace(last=jnp.array([made, made]))
+    for num_drafted, accepted in ((30, 30), (25, 4), (12, 4), (20, 20)):
+        state = state._replace(last=jnp.array([num_drafted, num_drafted]))
         verdict = Verdict(None, jnp.array([accepted + 1, 0]), None)  # the second row has ended
         state = drafter.update((), state, (), verdict)
         lengths.append(state.length.tolist())

@@ -20,7 +20,7 @@ from specjax.types import Context
     ],
 )
 def test_a_chunk_with_a_weak_token_is_the_last(sure, limit, length):
-    """Of two rows, the other of which always drafts one chunk."""
+    """The first of two rows stops after a chunk with a weak token; the other one always drafts one chunk."""
     denoiser = toys.frozen(np.array([0.9, *sure, 0.9, 0.1, 0.1, 0.1]), np.arange(11) + 0)
     drafter = failfast(denoiser, chunk=2, num_tokens=6, tau=0.5)
     context = Context(jnp.zeros((2, 16), jnp.int32), jnp.array([1, 8]))

@@ -1,4 +1,4 @@
-"""Where blocks end."""
+"""Tests of the ends of blocks."""
 
 import hand_made
 import jax.numpy as jnp

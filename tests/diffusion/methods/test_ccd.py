@@ -17,15 +17,15 @@ START = 2
 def order_of(sure, candidates, warmup, dynamic):
     """The pass in which each column is decided, where words never change; falling entropy is rising confidence."""
     sure, size = np.asarray(sure), len(sure)
-    decided, before, passes = np.full(size, -1), set(), 0
+    decided, previous, passes = np.full(size, -1), set(), 0
     while (decided < 0).any():
         ranked = sorted(np.flatnonzero(decided < 0), key=lambda i: (-sure[i], i))
         named = ranked[: 1 if 10 * len(ranked) <= size else min(passes + 1, candidates)]
-        again = [i for i in named if i in before]
-        known = ranked[0] in before and again and passes >= warmup
-        take = (again if dynamic else again[:1]) if known else ranked[:1]
+        again = [i for i in named if i in previous]
+        is_confirmed = ranked[0] in previous and again and passes >= warmup
+        take = (again if dynamic else again[:1]) if is_confirmed else ranked[:1]
         decided[take] = passes
-        before, passes = set(named), passes + 1
+        previous, passes = set(named), passes + 1
     return decided.tolist()
 
 
@@ -47,7 +47,7 @@ def state_of(rule, opened):
 
 
 def decide(rule, steps, opened):
-    """What each pass takes of columns that stay open."""
+    """Return what each pass takes of columns that stay open."""
     state, taken = state_of(rule, opened), []
     for i, (best, sure) in enumerate(steps):
         view = hand_made.window(opened, entered=i == 0)

@@ -19,7 +19,7 @@ BRACKETS = TokenAutomaton([[1, -1, 0, -1], [2, 0, 1, -1], [-1, 1, 2, -1]], [True
 
 
 def over(automaton, vocab):
-    """With the tokens of a larger vocabulary, which no word has."""
+    """Return the automaton over a larger vocabulary, whose further tokens no word has."""
     table = np.asarray(automaton.transitions)
     return TokenAutomaton(np.pad(table, ((0, 0), (0, vocab - table.shape[1])), constant_values=-1), automaton.accepting)
 

@@ -75,9 +75,9 @@ def test_the_least_credited_word_makes_room_and_decided_columns_gain_nothing():
 
 @pytest.mark.parametrize("slots", [0, 4])
 def test_credit_is_gone_in_the_next_block(slots):
-    kept, again = (passes_of(credits(0.7, 0.8, 0.2, slots), [TWO] * 3, entered=e) for e in ((0,), (0, 2)))
-    np.testing.assert_allclose(again[2], kept[0], atol=1e-6)
-    assert np.abs(kept[2] - kept[0]).max() > 0.1
+    uninterrupted, again = (passes_of(credits(0.7, 0.8, 0.2, slots), [TWO] * 3, entered=e) for e in ((0,), (0, 2)))
+    np.testing.assert_allclose(again[2], uninterrupted[0], atol=1e-6)
+    assert np.abs(uninterrupted[2] - uninterrupted[0]).max() > 0.1
 
 
 def test_without_alpha_it_is_the_threshold_rule():

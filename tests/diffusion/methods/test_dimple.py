@@ -32,7 +32,8 @@ def test_nothing_is_more_confident_than_1():
 
 
 def by_the_card(columns, steps, sure=(), eps=1e-3):
-    """How many are taken in each pass, if in the passes `sure` one column is confident and in the others none."""
+    """Return how many columns each pass takes, if in the passes `sure` one column is confident and in the others
+    none."""
     times, left, counts = np.linspace(1, eps, steps + 1), columns, []
     while left:
         i, t = len(counts), left / columns
@@ -58,8 +59,8 @@ def test_shares_are_those_of_the_next_time_that_has_one_and_never_of_an_earlier_
             confidence = np.full((1, columns), 0.5)
             if len(counts) in sure:
                 confidence[0, columns - left] = 0.95
-            seen = hand_made.view(np.arange(columns) >= columns - left, entered=not counts)
-            take, _, state = hand_made.select(rule, proposal(confidence), seen, state=state)
+            view = hand_made.view(np.arange(columns) >= columns - left, entered=not counts)
+            take, _, state = hand_made.select(rule, proposal(confidence), view, state=state)
             counts.append(int(np.asarray(take).sum()))
             left -= counts[-1]
         assert counts == by_the_card(columns, steps, sure)

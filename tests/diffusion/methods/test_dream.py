@@ -101,19 +101,19 @@ def test_origin_decides_every_column_at_a_step_of_its_own_by_chance():
     rows, width, steps = 2000, 8, 4
     rule = at_their_times(steps, 0.1)
     proposed = hand_made.proposal(np.full((rows, width), 0.5))
-    take, _, own = hand_made.select(rule, proposed)
-    own, state = np.asarray(own)[:, :width], own
+    take, _, steps_of = hand_made.select(rule, proposed)
+    steps_of, state = np.asarray(steps_of)[:, :width], steps_of
     take = np.asarray(take)[:, :width]
     law = np.array([0.225, 0.225, 0.225, 0.325])
-    seen = np.bincount(own.ravel(), minlength=steps) / own.size
-    assert np.all(np.abs(seen - law) < 4 * np.sqrt(law * (1 - law) / own.size))
-    assert abs(np.corrcoef(own[:, 0], own[:, 1])[0, 1]) < 4 / np.sqrt(rows)
-    np.testing.assert_array_equal(take, own == own.min(1, keepdims=True))
+    frequencies = np.bincount(steps_of.ravel(), minlength=steps) / steps_of.size
+    assert np.all(np.abs(frequencies - law) < 4 * np.sqrt(law * (1 - law) / steps_of.size))
+    assert abs(np.corrcoef(steps_of[:, 0], steps_of[:, 1])[0, 1]) < 4 / np.sqrt(rows)
+    np.testing.assert_array_equal(take, steps_of == steps_of.min(1, keepdims=True))
     later = hand_made.view(~take, entered=False, seed=9)  # other noise, the same steps
-    again, _, kept = hand_made.select(rule, proposed, later, state=state)
-    np.testing.assert_array_equal(kept, state)
-    rest = np.where(take, steps, own)
-    np.testing.assert_array_equal(np.asarray(again)[:, :width], ~take & (rest == rest.min(1, keepdims=True)))
+    again, _, next_state = hand_made.select(rule, proposed, later, state=state)
+    np.testing.assert_array_equal(next_state, state)
+    remaining = np.where(take, steps, steps_of)
+    np.testing.assert_array_equal(np.asarray(again)[:, :width], ~take & (remaining == remaining.min(1, keepdims=True)))
 
 
 def test_what_is_no_setting_is_refused():

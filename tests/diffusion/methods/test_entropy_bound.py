@@ -24,9 +24,9 @@ def test_without_its_own_entropy_one_more_fits():
 
 
 def test_columns_that_may_not_be_decided_do_not_count():
-    seen = hand_made.view([1, 1, 1, 1], eligible=[1, 0, 0, 1])
-    assert taken(within(1.5), uniform([3, 1, 2, 6]), seen) == [[0]]
-    assert taken(within(LOG(18) + 0.01), uniform([3, 1, 2, 6]), seen) == [[0, 3]]
+    view = hand_made.view([1, 1, 1, 1], eligible=[1, 0, 0, 1])
+    assert taken(within(1.5), uniform([3, 1, 2, 6]), view) == [[0]]
+    assert taken(within(LOG(18) + 0.01), uniform([3, 1, 2, 6]), view) == [[0, 3]]
 
 
 def test_the_whole_entropy_counts_not_what_the_likeliest_token_adds():

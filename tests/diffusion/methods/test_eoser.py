@@ -25,14 +25,15 @@ def canvas_of(count, start=2, origin=None):
 
 
 def weights(score, canvas, passes, eos=(EOS,), entries=(0,)):
-    """Of a word and of an end, in each of these passes, of which `entries` are the first of their block."""
+    """Return the weights of a word and of an end in each of these passes, of which `entries` are the first of their
+    block."""
     proposal = hand_made.proposal([[0.5, 0.9]], [[3, EOS]], narrow=True)
-    state, found = score.init((), canvas, 2, 12), []
+    state, weight_rows = score.init((), canvas, 2, 12), []
     for i in passes:
-        seen = hand_made.window([[True] * 2], passes=i, eos=eos, entered=i in entries)
-        found.append(score.weigh((), state, proposal, seen)[0].tolist())
-        state = score.learn((), state, seen, None, None)
-    return found
+        window = hand_made.window([[True] * 2], passes=i, eos=eos, entered=i in entries)
+        weight_rows.append(score.weigh((), state, proposal, window)[0].tolist())
+        state = score.learn((), state, window, None, None)
+    return weight_rows
 
 
 def test_the_discount_of_ends_fades_and_words_keep_their_confidence():
@@ -82,7 +83,7 @@ def test_blocks_of_a_block_causal_model_begin_before_the_new_columns():
 
 
 def shares(count, parts=1):
-    """How many columns each pass may decide, and below which."""
+    """Return how many columns each pass may decide, and below which."""
     schedule, canvas = powers(parts), canvas_of(count)
     state, view, out, left = schedule.init((), canvas, count), hand_made.window([[True] * count], start=2), [], count
     while left > 0:

@@ -35,15 +35,15 @@ def test_it_takes_all_that_the_factor_rule_takes():
 
 
 def test_what_it_takes_is_the_likeliest_choice_under_any_joint_law():
-    rng, seen = np.random.default_rng(3), 0
+    rng, num_cases = np.random.default_rng(3), 0
     joints = rng.dirichlet(np.full(27, 0.08), 512).reshape(-1, 3, 3, 3)
     marginals = np.stack([joints.sum((2, 3)), joints.sum((1, 3)), joints.sum((1, 2))], 1)
     proposed = hand_made.of_logits(np.log(marginals))
     for joint, columns, best in zip(joints, taken(frechet(0.0), proposed), np.asarray(proposed.token), strict=True):
         if len(columns) > 1:
-            rest = tuple(axis for axis in range(3) if axis not in columns)
-            together = joint.sum(rest)
+            other_axes = tuple(axis for axis in range(3) if axis not in columns)
+            together = joint.sum(other_axes)
             choice = np.unravel_index(np.argmax(together), together.shape)
             assert list(choice) == [int(best[column]) for column in columns]
-            seen += 1
-    assert seen > 50
+            num_cases += 1
+    assert num_cases > 50

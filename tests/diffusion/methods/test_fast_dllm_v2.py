@@ -34,8 +34,8 @@ def test_a_sub_block_of_the_block_is_sdar():
 
 def test_the_seed_then_one_sub_block_after_the_other():
     order = np.asarray(decode(sub_block=2, tau=0.0).decided_at)
-    whole = order[2]  # a prompt of two blocks: the pass that reads the second seeds the third
-    np.testing.assert_array_equal(whole[:8] - whole[0], [0, 1, 2, 2, 3, 4, 5, 5])
+    decided_at = order[2]  # a prompt of two blocks: the pass that reads the second seeds the third
+    np.testing.assert_array_equal(decided_at[:8] - decided_at[0], [0, 1, 2, 2, 3, 4, 5, 5])
 
 
 def test_a_greedy_text_is_that_of_the_release_whatever_the_nucleus():
@@ -50,11 +50,12 @@ def test_a_greedy_text_is_that_of_the_release_whatever_the_nucleus():
 
 
 def test_tokens_are_drawn_from_the_nucleus_and_their_share_of_it_is_the_confidence():
-    """Of one token it is 1, so a whole sub-block is decided in a pass; at temperature 0 it is not."""
+    """A nucleus of one token has confidence 1, so a whole sub-block is decided in a pass; at temperature 0 it is
+    not."""
     greedy = np.asarray(decode(sub_block=2).decided_at)
     ours = decode(sub_block=2, top_p=1e-6, temperature=1.0)
-    whole = np.asarray(ours.decided_at)[2]
-    np.testing.assert_array_equal(whole[:8] - whole[0], [0, 1, 2, 2, 3, 4, 5, 5])
+    decided_at = np.asarray(ours.decided_at)[2]
+    np.testing.assert_array_equal(decided_at[:8] - decided_at[0], [0, 1, 2, 2, 3, 4, 5, 5])
     assert not np.array_equal(greedy, ours.decided_at) and ours.to_lists() == decode(sub_block=2, tau=0.0).to_lists()
     cut = decode(sub_block=2, top_p=1.0, temperature=1.0, more={"top_p": 1e-6})
     assert cut.to_lists() == ours.to_lists()  # the smaller one, of the method and of the run

@@ -91,15 +91,16 @@ def test_two_tokens_that_hang_together_are_never_decided_by_marginals():
 
 
 def test_a_draft_that_is_wrong_ends_the_chain_before_it():
-    """Of three right drafts the second is spoilt after the model looked at it as it was."""
+    """The chain ends before the second of three right drafts, which is spoilt after the model looked at it as it
+    was."""
     denoiser = toys.frozen(np.linspace(0.9, 0.5, 18))
-    whole = WHOLE
+    cache = WHOLE
 
     def spoilt(denoiser, state, canvases, window):
-        seen, state = whole.several(denoiser, state, canvases, window)
-        return seen._replace(hidden=seen.hidden.at[1].set(jax.numpy.roll(seen.hidden[1], 1, 1))), state
+        output, state = cache.several(denoiser, state, canvases, window)
+        return output._replace(hidden=output.hidden.at[1].set(jax.numpy.roll(output.hidden[1], 1, 1))), state
 
-    memory = CanvasCache(whole.look, "full", True, whole.init, "spoilt", whole.axes, spoilt)
+    memory = CanvasCache(cache.look, "full", True, cache.init, "spoilt", cache.axes, spoilt)
     method = methods.freedave(denoiser, block=None, drafts=4).replace(memory=memory)
     job = prepare(denoiser, method, [[1, 2]], Settings(), key=0, max_new_tokens=16)
     state, counts = start(job), []

@@ -1,4 +1,4 @@
-"""What is mixed in, and thresholds that fall."""
+"""Tests of what is mixed in, and of thresholds that fall."""
 
 import hand_made
 import jax
@@ -30,13 +30,13 @@ def test_open_columns_of_the_window_are_mixed_with_what_was_said_before():
         state = memory.init(denoiser, canvas, 4)
         for entered in (True, False, True):
             window = Window(start, jnp.array([entered]), jnp.array([True]), 4)
-            seen, state = memory.look(denoiser, state, canvas, window)
-            out.append(forward.window_logits(denoiser, seen))
+            output, state = memory.look(denoiser, state, canvas, window)
+            out.append(forward.window_logits(denoiser, output))
         plain, _ = WHOLE.look(denoiser, WHOLE.init(denoiser, canvas, 4), canvas, window)
         p = jax.nn.softmax(out[0], -1)  # [1, 4, 64]
         table = jnp.eye(64)[forward.input_tokens(denoiser, canvas, column[None])]
-        here = canvas.open[0, 2:6]
-        table = table.at[:, 2:6].add(jnp.where(here[:, None], 0.17 * p, 0))
+        open_columns = canvas.open[0, 2:6]
+        table = table.at[:, 2:6].add(jnp.where(open_columns[:, None], 0.17 * p, 0))
         mixture = Mixture(jnp.broadcast_to(jnp.arange(64), (1, size, 64)), table)
         hidden = denoiser.model.forward(
             denoiser.params, mixture, denoiser.model.init_cache(denoiser.params, None, 1, 1), positions=column[None],

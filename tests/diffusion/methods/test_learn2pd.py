@@ -20,8 +20,8 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
 def test_the_filter_sees_decided_columns_too():
     """It takes an open column only if the one before it is sure, whether that is open or decided."""
-    before = jnp.eye(4, k=1)
-    filter = Filter(100 * before, jnp.zeros(4), jnp.eye(4), jnp.full(4, -80.0))
+    shift = jnp.eye(4, k=1)
+    filter = Filter(100 * shift, jnp.zeros(4), jnp.eye(4), jnp.full(4, -80.0))
     rule = filtered(0.9)
     for opened, expected in (([True] * 4, [0, 1]), ([False, True, True, True], [1])):
         proposal = hand_made.proposal([[0.95, 0.6, 0.5, 0.4]], [[1, 2, 3, 4]], narrow=True)

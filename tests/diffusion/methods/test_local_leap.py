@@ -26,8 +26,8 @@ def test_without_an_anchor_one_column():
 
 
 def test_a_decided_column_is_no_anchor():
-    seen = hand_made.view([1, 1, 0, 1, 1, 1, 1, 1])
-    assert taken(around_anchors(0.9, 0.75, 2), proposal(CARD), seen) == [[1]]
+    view = hand_made.view([1, 1, 0, 1, 1, 1, 1, 1])
+    assert taken(around_anchors(0.9, 0.75, 2), proposal(CARD), view) == [[1]]
 
 
 def test_no_radius_or_no_lower_bar_is_the_threshold_rule():

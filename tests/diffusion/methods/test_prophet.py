@@ -1,4 +1,4 @@
-"""When all is filled at once."""
+"""Tests of the pass in which all columns are filled at once."""
 
 import hand_made
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ CONTROL = sure_of_the_answer(7.5, 5.0, 2.5, None, None)
 
 
 def fills(gaps, best, passes, *, decided=(), eos=(EOS,), count=8):
-    """Whether a row of 8 new columns behind two fills after so many passes; `decided` by column, in earlier ones."""
+    """Return whether a row of 8 new columns behind two fills after so many passes; `decided` by column, in earlier
+    ones."""
     start, size = jnp.array([2]), 2 + count
     column = jnp.arange(size)
     opened = (column >= 2)[None]

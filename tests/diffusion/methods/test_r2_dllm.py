@@ -37,10 +37,10 @@ def test_one_of_the_three_may_be_decided_but_not_two():
 
 def test_three_columns_must_exist():
     """The window has five, of which the text has two: open ones are no cluster of three with what is behind it."""
-    there = view([1, 1, 0, 0, 0])
-    assert taken(CLUSTER, proposal([[0.85, 0.84, 0.1, 0.1, 0.1]]), there._replace(revisable=there.open & False)) == [
-        [0]
-    ]
+    two_open = view([1, 1, 0, 0, 0])
+    assert taken(
+        CLUSTER, proposal([[0.85, 0.84, 0.1, 0.1, 0.1]]), two_open._replace(revisable=two_open.open & False)
+    ) == [[0]]
     sure = proposal([[0.85, 0.84, 0.89, 0.1, 0.1]])
     assert taken(CLUSTER, sure, view([1, 1, 1, 0, 0])) == [[0, 1, 2]]
 

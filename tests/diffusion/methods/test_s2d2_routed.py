@@ -48,11 +48,11 @@ def test_chances_are_those_of_entropy_or_of_a_margin():
 
 def test_hysteresis_stays_on_until_the_score_is_low():
     router = routers.hysteresis(on=1.0, off=-1.0, cost=1.0)
-    state, seen = router.init(1), []
+    state, decisions = router.init(1), []
     for expected in (1.5, 2.5, 1.5, 0.5, -0.5, 1.5):  # with one sure column the score is one less
         verifies, state = router.route(state, asked([4], [expected], [1]))
-        seen.append(bool(verifies[0]))
-    assert seen == [False, True, True, True, False, False]
+        decisions.append(bool(verifies[0]))
+    assert decisions == [False, True, True, True, False, False]
     with pytest.raises(UsageError, match="off 2"):
         routers.hysteresis(on=1.0, off=2.0)
 
@@ -60,13 +60,13 @@ def test_hysteresis_stays_on_until_the_score_is_low():
 def test_a_bandit_learns_where_verifying_pays():
     """Rounds of one kind give three tokens if they verify and one if not, of another one and one."""
     router = routers.bandit(explore=0.3)
-    state, chosen = router.init(2), []
+    state, decisions = router.init(2), []
     for _ in range(40):
         verifies, state = router.route(state, asked([4, 1], [3.0, 0.1], [0, 0]))
         tokens = jnp.where(verifies, jnp.array([3, 1]), 1)
         state = router.learn(state, verifies, tokens)
-        chosen.append(verifies)
-    late = np.mean(np.array(chosen[20:]), 0)
+        decisions.append(verifies)
+    late = np.mean(np.array(decisions[20:]), 0)
     assert late[0] > 0.8 and late[1] < 0.2
     assert np.asarray(state.rounds).sum((1, 2)).tolist() == [40, 40]
 
@@ -126,8 +126,8 @@ def test_a_verified_span_has_the_law_of_blocks_of_one(router, is_the_law):
     way = methods.s2d2_routed(denoiser, router=router, tau=0.0, **span)
     result = specjax.denoise(denoiser, way, [[1]] * ROWS, key=11, max_new_tokens=3, temperature=1.0)
     text = np.asarray(result.tokens) @ np.array([9, 3, 1])
-    found = toy.chi_square(np.bincount(text, minlength=27), law / law.sum())
-    assert (found > 1e-3) == is_the_law, found
+    p_value = toy.chi_square(np.bincount(text, minlength=27), law / law.sum())
+    assert (p_value > 1e-3) == is_the_law, p_value
 
 
 @pytest.mark.exhaustive  # the law of a span says it for any temperature
@@ -144,11 +144,11 @@ def test_routers_decode_with_rows_independent_of_each_other(router):
     denoiser = toys.causal()
     way = methods.s2d2_routed(denoiser, router=router, above=-0.5, below=-2.0)
     settings = {"max_new_tokens": 14, "temperature": 0.8}
-    whole = specjax.denoise(denoiser, way, PROMPTS[:2], key=5, **settings)
+    batch = specjax.denoise(denoiser, way, PROMPTS[:2], key=5, **settings)
     for row, key in enumerate(toys.keys_of(5, 2)):
         one = specjax.denoise(denoiser, way, [PROMPTS[row]], key=key[None], **settings)
-        assert one.to_lists()[0] == whole.to_lists()[row]
-        assert int(one.stats.target_passes[0]) == int(whole.stats.target_passes[row])
+        assert one.to_lists()[0] == batch.to_lists()[row]
+        assert int(one.stats.target_passes[0]) == int(batch.stats.target_passes[row])
 
 
 def test_models_that_do_not_fit_are_refused():

@@ -28,7 +28,8 @@ def test_a_greedy_text_is_that_of_the_release(steps, tau):
 
 
 def test_the_first_block_has_the_quotas_of_a_whole_one():
-    """Of 2 columns left in the first block and 2 passes: both at once, as of 4; by its masks one would be taken."""
+    """The 2 columns left in the first block are decided at once with 2 passes, as 2 of 4; by its masks one would be
+    taken."""
     denoiser, settings = toys.causal(), {"key": 0, "max_new_tokens": 6}
     static = methods.sdar(denoiser, steps=2, remasking="static")
     assert specjax.denoise(denoiser, static, [[6, 7]], **settings).decided_at[0, :2].tolist() == [0, 0]
@@ -37,7 +38,8 @@ def test_the_first_block_has_the_quotas_of_a_whole_one():
 
 
 def test_confidence_is_that_of_the_distribution_that_is_drawn_from():
-    """One token that is left has all of it, so a block is decided in a pass; at temperature 0 nothing is cut."""
+    """A single token that is left has all the mass, so a block is decided in a pass; at temperature 0 nothing is
+    cut."""
     denoiser = toys.causal()
     run = lambda **settings: specjax.denoise(
         denoiser, methods.sdar(denoiser, tau=0.999), [[3] * 8], key=0, max_new_tokens=8, top_k=1, **settings
