@@ -86,12 +86,12 @@ def test_while_it_rests_it_learns_from_every_fourth_step():
     tree = operations.chain(jnp.array([[3]]), jnp.ones((1, 1), bool))
     verdict = Verdict(jnp.array([[0]]), jnp.array([1]), jnp.array([4]))
     output = Output(jnp.zeros((1, 1, 9)).at[0, 0, 4].set(5.0), None)
-    learnt = []
-    for rest in range(REST + 1):
-        resting = state._replace(record=state.record._replace(rest=jnp.int32(rest)))
-        seen = drafter.observe((), resting, context, tree, verdict, output)
-        learnt.append(int(drafter.update((), resting, seen, verdict).matrix.tokens[0, 0, 3]))
-    assert learnt == [-1 if rest % LEARN else 4 for rest in range(REST + 1)]
+    tokens = []
+    for steps_left in range(REST + 1):
+        resting = state._replace(record=state.record._replace(rest=jnp.int32(steps_left)))
+        observation = drafter.observe((), resting, context, tree, verdict, output)
+        tokens.append(int(drafter.update((), resting, observation, verdict).matrix.tokens[0, 0, 3]))
+    assert tokens == [-1 if steps_left % LEARN else 4 for steps_left in range(REST + 1)]
 
 
 def test_plain_decoding_keeps_learning():
@@ -106,8 +106,8 @@ def test_plain_decoding_keeps_learning():
 
 def test_a_batch_backs_off_as_its_passes_grow_dear():
     """Use the cost rule of a CPU: a single row of a mostly cyclic text drafts, a batch of 32 does not."""
-    known = costs.estimated((1, 8), 1, platform="cpu"), costs.estimated((1, 8), 32, platform="cpu")
-    assert known[0][1] < 2 and known[1][1] > 5
+    curves = costs.estimated((1, 8), 1, platform="cpu"), costs.estimated((1, 8), 32, platform="cpu")
+    assert curves[0][1] < 2 and curves[1][1] > 5
     assert costs.estimated((1, 64), 1, platform="tpu")[1] < 1.15
     drafter = auto(9, widths=(1, 8), platform="cpu")
     drafted = [
@@ -117,27 +117,29 @@ def test_a_batch_backs_off_as_its_passes_grow_dear():
     assert drafted[0] > 10 * drafted[1]
 
 
-def spent(drafter, chance, known):
-    """Return the cost of 500 tokens, averaged over three keys; `known` are the costs of passes by width."""
+def spent(drafter, chance, cost_of):
+    """Return the cost of 500 tokens, averaged over three keys; `cost_of` are the costs of passes by width."""
     total = 0.0
     for seed in range(3):
         steps = stream(
             mostly_a_cycle(chance), drafter, [[0]], key=jax.random.key(seed), max_new_tokens=500, temperature=1.0
         )
-        total += sum(min(cost for width, cost in known.items() if width > step.info.drafted[0]) for step in steps)
+        total += sum(min(cost for width, cost in cost_of.items() if width > step.info.drafted[0]) for step in steps)
     return total / 3
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("chance", [0.3, 0.75, 0.9])
-@pytest.mark.parametrize("known", [(1.0, 1.3, 2.0), (1.0, 2.0, 3.0), (1.0, 3.0, 5.0)])
-def test_it_is_nearly_as_good_as_the_best_width(known, chance):
+@pytest.mark.parametrize(
+    "costs", [(1.0, 1.3, 2.0), (1.0, 2.0, 3.0), (1.0, 3.0, 5.0)], ids=["known0", "known1", "known2"]
+)
+def test_it_is_nearly_as_good_as_the_best_width(costs, chance):
     """Compare total costs, since the text is the same at all widths; for nearly equal widths the ratio is 0.92."""
     widths = 1, 4, 8
-    price = dict(zip(widths, known, strict=True))
+    price = dict(zip(widths, costs, strict=True))
     always = [auto(9, widths=(1, width), costs=(1.0, 0.1)) for width in widths[1:]]
     best = min(500.0, *(spent(drafter, chance, price) for drafter in always))
-    assert best / spent(auto(9, widths=widths, costs=known), chance, price) > 0.9
+    assert best / spent(auto(9, widths=widths, costs=costs), chance, price) > 0.9
 
 
 def test_a_batch_does_not_wait_for_drafts_of_rows_that_are_ahead():

@@ -109,11 +109,11 @@ def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
     assert int(waiting.num_read.min()) > waiting.pending.tokens.shape[1] and int(waiting.pending.count.max()) > 3
     context = Context(state.tokens, state.length, target=job.parts.target)
     chunk = waiting.pending.tokens.shape[1] // 2
-    whole = jax.jit(lambda read: pending_pairs.read_pending(head.head, head.params, read, context, chunk))
-    assert differs(head, job, state, lambda draft: whole(draft.head.read)) < 1e-4
+    read_all = jax.jit(lambda read: pending_pairs.read_pending(head.head, head.params, read, context, chunk))
+    assert differs(head, job, state, lambda draft: read_all(draft.head.read)) < 1e-4
     # A mutant: what waits is counted, but its features are lost.
     lost = waiting._replace(pending=waiting.pending._replace(features=jnp.zeros_like(waiting.pending.features)))
-    assert differs(head, job, state, lambda draft: whole(lost)) > 1e-2
+    assert differs(head, job, state, lambda draft: read_all(lost)) > 1e-2
 
 
 def asked(gains, cost, rounds=60):
@@ -152,12 +152,12 @@ def test_when_it_is_asked():
 
 
 @pytest.mark.parametrize(
-    ("gains", "cost", "least"),
+    ("gains", "cost", "share"),
     [([0.0, 0.6], 0.15, 1), ([1.6, 2.6], 1.5, 1), ([2.0, 0.0, 0.0], 0.15, 0.8), ([4.0, 4.0, 0.0], 1.5, 1)],
 )
-def test_it_is_asked_as_long_as_it_pays_in_the_mean(gains, cost, least):
+def test_it_is_asked_as_long_as_it_pays_in_the_mean(gains, cost, share):
     """Keep running a head that is useless in every other step, or in two of three, at any cost that it saves."""
-    assert asked(gains, cost, 240)[0] >= 240 * least
+    assert asked(gains, cost, 240)[0] >= 240 * share
 
 
 @pytest.mark.parametrize(("gains", "cost"), [([0.0], 0.15), ([0.3, 0.0, 0.3], 0.3), ([2.2, 0.0], 1.5)])
@@ -253,9 +253,9 @@ def test_a_row_alone_equals_the_row_in_a_batch():
 def test_a_head_is_a_drafter_of_its_own():
     """Pass a head to `decode`; the drafter is `auto` with this head."""
     head = tiny_head("eagle3", tiny_llama())
-    made, _ = api._with_defaults(tiny_llama(), head, Settings())
-    assert made.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
-    assert made.params.head is head.params and made.traits.draws == "point_mass"
+    drafter, _ = api._with_defaults(tiny_llama(), head, Settings())
+    assert drafter.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
+    assert drafter.params.head is head.params and drafter.traits.draws == "point_mass"
 
 
 def test_what_drafting_costs():

@@ -22,15 +22,15 @@ def cycle(n):
     return markov(rows)
 
 
-@pytest.mark.parametrize(("price", "most", "least"), [(1.0, 75, 0), (50.0, 300, 200)])
-def test_it_drafts_where_it_pays_and_is_plain_where_not(price, most, least):
+@pytest.mark.parametrize(("price", "max_passes", "min_passes"), [(1.0, 75, 0), (50.0, 300, 200)])
+def test_it_drafts_where_it_pays_and_is_plain_where_not(price, max_passes, min_passes):
     several = prompt_lookup(3), token_recycling(7, num_nodes=3)
     drafter = choice(*several, depths=(3,), costs=(1.0, price))
     result = decode(cycle(7), drafter, [[0]], key=jax.random.key(0), max_new_tokens=210)
     assert result.to_lists()[0] == [(t + 1) % 7 for t in range(210)]
-    assert least <= int(result.stats.target_passes[0]) <= most
+    assert min_passes <= int(result.stats.target_passes[0]) <= max_passes
     arms = 3
-    if least:  # each arm once, then hardly ever
+    if min_passes:  # each arm once, then hardly ever
         assert int(result.stats.drafted[0]) < 3 * 3 * arms
 
 
@@ -55,15 +55,15 @@ def test_a_step_does_not_read_its_own_randomness(name):
     job = prepare(tiny_llama(), drafter, prompts, settings, key=jax.random.key(0), max_new_tokens=40)
     parts = dataclasses.replace(job.parts, keep=Keep(scored=True))
     state, advance = start(job), jax.jit(step)
-    seen = 0
+    num_drafted = 0
     for number in range(6):
-        others = state._replace(keys=jax.random.split(jax.random.key(9 + number), len(prompts)))
-        (state, ours), (_, theirs) = advance(parts, state), advance(parts, others)
+        reseeded = state._replace(keys=jax.random.split(jax.random.key(9 + number), len(prompts)))
+        (state, ours), (_, theirs) = advance(parts, state), advance(parts, reseeded)
         for one, other in zip(jax.tree.leaves(ours.scored.tree), jax.tree.leaves(theirs.scored.tree), strict=True):
             np.testing.assert_array_equal(one, other)
         assert (ours.tokens != theirs.tokens).any()
-        seen += int(ours.drafted.sum())
-    assert seen > 0
+        num_drafted += int(ours.drafted.sum())
+    assert num_drafted > 0
 
 
 def test_what_its_drafters_read_and_remember_is_theirs():

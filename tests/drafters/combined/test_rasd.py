@@ -31,14 +31,14 @@ ROOT, A, B, C, D, E, F, G, H = range(9)
 
 def from_paths(paths, nodes):
     """Return a trie in breadth-first order, padded to `nodes`."""
-    known = {(): 0}
+    node_of = {(): 0}
     tokens, parents = [ROOT], [-1]
     for depth in range(1, 1 + max(map(len, paths), default=0)):
         for path in paths:
-            if len(path) >= depth and tuple(path[:depth]) not in known:
-                known[tuple(path[:depth])] = len(tokens)
+            if len(path) >= depth and tuple(path[:depth]) not in node_of:
+                node_of[tuple(path[:depth])] = len(tokens)
                 tokens.append(path[depth - 1])
-                parents.append(known[tuple(path[: depth - 1])])
+                parents.append(node_of[tuple(path[: depth - 1])])
     more = nodes - len(tokens)
     assert more >= 0
     return TokenTree(
@@ -50,11 +50,11 @@ def from_paths(paths, nodes):
 
 def paths_of(tree):
     """Return all paths of valid nodes as a set of token tuples."""
-    found = {0: ()}
+    path_of = {0: ()}
     for i in range(1, tree.tokens.shape[1]):
         if tree.valid[0, i]:
-            found[i] = (*found[int(tree.parents[0, i])], int(tree.tokens[0, i]))
-    return set(found.values())
+            path_of[i] = (*path_of[int(tree.parents[0, i])], int(tree.tokens[0, i]))
+    return set(path_of.values())
 
 
 def test_the_cards_fusion():
@@ -121,11 +121,11 @@ def test_any_drafter_of_point_mass_trees_can_be_fused(base):
     target, prompts = tiny_llama(), [[1, 2, 3, 1, 2, 3, 1], [5]]
     run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=25)
     plain = run(autoregressive())
-    known = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
+    corpus = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
     drafters = {
         "token_recycling": token_recycling(64, num_nodes=7, read_prompt=True),
         "early_exit": early_exit(target, 1, tree=parse("top:2x1")),
-        "rest": rest(known, num_nodes=7, min_span=1),
+        "rest": rest(corpus, num_nodes=7, min_span=1),
     }
     fused = run(rasd(drafters[base], suffix(5, min_match=1), prune=False))
     assert fused.to_lists() == plain.to_lists()

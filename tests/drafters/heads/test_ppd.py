@@ -45,17 +45,17 @@ def of_rejected_nodes(drafter):
 def beside_mutants(drafter):
     """Return a drafter with a tuple of states: its own, which acts, and those of both mutants."""
     observers = drafter.observe, of_the_token_before(drafter), of_rejected_nodes(drafter)
-    of_first = lambda function: lambda params, state, *rest: function(params, state[0], *rest)
+    of_first = lambda function: lambda params, state, *arguments: function(params, state[0], *arguments)
 
-    def propose(params, keys, state, *rest):
-        tree, first = drafter.propose(params, keys, state[0], *rest)
+    def propose(params, keys, state, *arguments):
+        tree, first = drafter.propose(params, keys, state[0], *arguments)
         return tree, (first, *state[1:])
 
     return drafter.replace(
         init=lambda *arguments: (drafter.init(*arguments),) * 3,
         propose=propose,
         hooks=drafter.hooks._replace(soft_prompts=of_first(drafter.hooks.soft_prompts)),
-        observe=lambda params, state, *rest: tuple(observe(params, state[0], *rest) for observe in observers),
+        observe=lambda params, state, *arguments: tuple(observe(params, state[0], *arguments) for observe in observers),
     )
 
 

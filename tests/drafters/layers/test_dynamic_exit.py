@@ -39,12 +39,12 @@ def test_certain_and_hopeless_exits():
 def test_a_draft_ends_where_its_own_tokens_per_layer_would_fall():
     """Check L = 32, exit 8: .9 / 8 > 1.9 / 40; then c = .5: .45 / 8 > 2.35 / 48; then .3: .135 / 8 <= 2.485 / 56."""
     stop = falling(jnp.array([8]), 32)
-    value, said = stop.start, []
+    value, stops = stop.start, []
     for depth, c in enumerate((0.9, 0.5, 0.3)):
         logits = jnp.log(jnp.array([[[c, *[(1 - c) / 9] * 9]]]))
         value, go_on = stop.judge(value, Fed(logits, jnp.array([[depth]]), logits))
-        said.append(not go_on[0, 0])
-    assert said == [False, False, True]
+        stops.append(not go_on[0, 0])
+    assert stops == [False, False, True]
 
 
 @functools.cache
@@ -78,9 +78,9 @@ def test_shadow_tokens_of_an_exit_are_its_drafts_and_of_the_last_layer_the_targe
     drafts = jnp.roll(tree.tokens, -1, 1)
     agree = jax.jit(matches)
     assert agree(target, output.taps, drafts, valid)[0, tap] == 3
-    own = jnp.argmax(output.logits, -1)
-    assert agree(target, output.taps, own, valid)[0, 2] == 3
-    assert agree(target, output.taps, own + 1, valid)[0, 2] == 0
+    likeliest = jnp.argmax(output.logits, -1)
+    assert agree(target, output.taps, likeliest, valid)[0, 2] == 3
+    assert agree(target, output.taps, likeliest + 1, valid)[0, 2] == 0
 
 
 def test_a_draft_is_the_beginning_of_that_of_early_exit():
@@ -92,9 +92,9 @@ def test_a_draft_is_the_beginning_of_that_of_early_exit():
     wanted, _ = fixed.propose(fixed.params, None, (), context, limit)
     tree, state = ours.propose(ours.params, None, hopeful, context, limit)
     assert state.watching.tolist() == [True]  # a round with a draft is learnt from
-    kept = int(tree.valid.sum())
-    assert kept > 1
-    np.testing.assert_array_equal(tree.tokens[0, :kept], wanted.tokens[0, :kept])
+    length = int(tree.valid.sum())
+    assert length > 1
+    np.testing.assert_array_equal(tree.tokens[0, :length], wanted.tokens[0, :length])
     hopeless = hopeful._replace(matches=jnp.zeros((1, 2)))
     tree, state = ours.propose(ours.params, None, hopeless, context, limit)
     assert tree.valid.tolist() == [[True] + [False] * 6]
@@ -123,12 +123,12 @@ def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
     target = tiny_llama()
     drafter = dynamic_exit(target, 4, exits=(1, 2))
     assert drafter.traits.taps == (1, 2, 2)
-    seen = []
+    states = []
     original = drafter.hooks.prefill
 
     def read(params, state, context, tokens, count, output):
         state = original(params, state, context, tokens, count, output)
-        jax.debug.callback(lambda s: seen.append(s), state)
+        jax.debug.callback(lambda s: states.append(s), state)
         return state
 
     for prompts in ([[1, 2, 3] * 50, [4, 5, 6, 7]], [[4, 5, 6, 7]]):
@@ -140,7 +140,7 @@ def test_the_prompt_is_read_at_spread_positions_whatever_else_is_in_the_batch():
             max_new_tokens=2,
         )
     jax.effects_barrier()
-    first, second, alone = seen
+    first, second, alone = states
     assert first.positions.tolist() == [16, 3]
     assert second.positions[1] == first.positions[1] == alone.positions[0] == 3
     np.testing.assert_allclose(second.positions[0], 16 * 0.95 + 16)

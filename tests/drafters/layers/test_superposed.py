@@ -46,10 +46,10 @@ def test_a_level_is_one_pass_over_the_mixture():
     """Compute the second level by hand: the distribution after the mixture of two tokens, and the best two sums."""
     target = tiny_llama()
     tree = propose(superposed(target, 2, num_tokens=2, drafts=2, candidates=5, temperature=1.0), target, [2, 1])
-    here = context(target)
+    ctx = context(target)
     look = jax.jit(
         lambda tokens, mask: target.model.forward(
-            target.params, tokens, here.cache, positions=here.length[:, None] - 1 + jnp.arange(2),
+            target.params, tokens, ctx.cache, positions=ctx.length[:, None] - 1 + jnp.arange(2),
             mask=jnp.broadcast_to(jnp.tril(jnp.ones((2, 2), bool)), (2, 2, 2)),
         )[0].logits
     )  # fmt: skip

@@ -33,8 +33,8 @@ def search(**changes):
 def context():
     """Return the state after the prompts and 8 tokens of the model."""
     target = tiny_llama(layers=4)
-    own = decode(target, autoregressive(), PROMPTS, key=jax.random.key(0), max_new_tokens=8).to_lists()
-    tokens = jnp.asarray([(prompt + new + [0] * 300)[:212] for prompt, new in zip(PROMPTS, own, strict=True)])
+    answers = decode(target, autoregressive(), PROMPTS, key=jax.random.key(0), max_new_tokens=8).to_lists()
+    tokens = jnp.asarray([(prompt + new + [0] * 300)[:212] for prompt, new in zip(PROMPTS, answers, strict=True)])
     cache = prefill(
         target.model, target.params, target.model.init_cache(target.params, None, 2, 212), tokens, LENGTH - 1
     )
@@ -75,7 +75,7 @@ def test_nothing_skipped_is_always_accepted():
 
 
 def test_matchness_in_one_pass_is_that_of_single_steps():
-    target, here = tiny_llama(layers=4), search()
+    target, settings = tiny_llama(layers=4), search()
     skipped = jnp.array([[False, False, True, False], [True, False, False, True]])
     hits = np.zeros(2, int)
     cache = target.model.rewind(context().cache, START)
@@ -84,7 +84,7 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
     def step(cache, tokens, positions):
         output, pending = target.model.forward(
             target.params, tokens, cache, positions=positions, mask=jnp.ones((2, 1, 1), bool),
-            layers=here.sublayers(skipped),
+            layers=settings.sublayers(skipped),
         )  # fmt: skip
         return jnp.argmax(output.logits[:, 0], -1), target.model.commit(
             cache, pending, jnp.zeros((2, 1), jnp.int32), jnp.ones((2,), jnp.int32)
@@ -103,26 +103,26 @@ def test_matchness_in_one_pass_is_that_of_single_steps():
 
 def test_the_search_is_monotone_and_reaches_the_best_set():
     """Return all sets of two of eight sublayers."""
-    here, own = search(layers=(0, 1, 2, 3)), context()
-    score = jax.jit(lambda skipped: matchness(here, skipped, jnp.array([True, True]), START, own))
-    sets = [np.isin(np.arange(8), pair) for pair in itertools.combinations(range(8), here.size)]
+    settings, ctx = search(layers=(0, 1, 2, 3)), context()
+    score = jax.jit(lambda skipped: matchness(settings, skipped, jnp.array([True, True]), START, ctx))
+    sets = [np.isin(np.arange(8), pair) for pair in itertools.combinations(range(8), settings.size)]
     scores = np.array([score(jnp.stack([jnp.asarray(s)] * 2)) for s in sets])
     best = scores.max(0)
     assert len(sets) == 28
     assert (np.mean(scores == best, 0) < 0.5).all()  # most sets are worse
-    run = jax.jit(lambda state: search_once(here, state, own, LIMIT))
-    state = empty(here)
+    run = jax.jit(lambda state: search_once(settings, state, ctx, LIMIT))
+    state = empty(settings)
     for trial in range(60):
-        before, state = state, run(state)
-        assert (state.hits >= before.hits).all()
+        previous, state = state, run(state)
+        assert (state.hits >= previous.hits).all()
         if trial == 0:
-            np.testing.assert_array_equal(state.skipped, before.skipped)  # the first set is scored first
+            np.testing.assert_array_equal(state.skipped, previous.skipped)  # the first set is scored first
     assert state.hits.tolist() == best.tolist()
     assert score(state.skipped).tolist() == best.tolist()
 
 
 def test_the_search_waits_for_enough_text_and_ends():
-    run = lambda here, state: search_once(here, state, context(), LIMIT)
+    run = lambda settings, state: search_once(settings, state, context(), LIMIT)
     waiting = empty(search(), jnp.array([6, 4]))  # 6 and 7 tokens are there: not more than 6, and more
     assert run(search(), waiting).trials.tolist() == [0, 1]
     resting = search_once(search(), waiting, context(), jnp.array([9, 0]))  # the second row drafts nothing
@@ -133,9 +133,9 @@ def test_the_search_waits_for_enough_text_and_ends():
     assert run(search(enough=0.9, patience=3), spent).trials.tolist() == [3, 4]
     assert run(search(enough=0.9, patience=2), spent).trials.tolist() == [3, 3]
     assert run(search(enough=0.9, max_trials=3), spent).trials.tolist() == [3, 3]
-    kept = run(search(enough=1.0, patience=3), spent)  # a score at the bar is not above it
-    assert kept.trials.tolist() == [4, 4]
-    np.testing.assert_array_equal(kept.hits[0], WINDOW)
+    unfinished = run(search(enough=1.0, patience=3), spent)  # a score at the bar is not above it
+    assert unfinished.trials.tolist() == [4, 4]
+    np.testing.assert_array_equal(unfinished.hits[0], WINDOW)
 
 
 @pytest.mark.parametrize(("keys", "counts"), [(None, [3, 8, 10]), (jax.random.key(0), [1, 8, 10])])

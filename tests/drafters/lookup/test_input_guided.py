@@ -46,13 +46,13 @@ def reference(source, output, num_tokens, max_ngram):
     output = [*output, EOS]
     while len(text) < len(output):
         draft = source[place : place + num_tokens] if place is not None else []
-        kept = 0
-        while kept < len(draft) and draft[kept] == output[len(text) + kept]:
-            kept += 1
-        text += output[len(text) : len(text) + kept + 1]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == output[len(text) + accepted]:
+            accepted += 1
+        text += output[len(text) : len(text) + accepted + 1]
         passes += 1
-        if place is not None and place + kept < len(source) and source[place + kept] == text[-1]:
-            place += kept + 1  # the draft was cut off, and the target agrees with what would have followed
+        if place is not None and place + accepted < len(source) and source[place + accepted] == text[-1]:
+            place += accepted + 1  # the draft was cut off, and the target agrees with what would have followed
             continue
         place = None
         for n in range(1, min(max_ngram, len(text)) + 1):

@@ -84,17 +84,17 @@ def test_an_index_spread_over_the_targets_mesh(shape):
     texts = [prompt + new for prompt, new in zip(prompts, plain, strict=True)]
     store = from_documents([*texts, *(row[9:] + row[:20] for row in texts)], 64, shard_tokens=40)
     small, sharded = {"num_nodes": 6, "depth": 6, "max_span": 4, "num_paths": 4}, shard(target, over)
-    whole, spread = (make_drafter("rest", model, datastore=store, **small) for model in (target, sharded))
+    local, spread = (make_drafter("rest", model, datastore=store, **small) for model in (target, sharded))
     each = -(-len(store.shards) // shape[1])
     assert len(store.shards) > 4 and {p.data.shape for p in spread.params.tokens.addressable_shards} == {(each, 40)}
 
     context = lambda model: Context(jnp.asarray([text[:20] for text in texts]), jnp.array([20, 9, 13, 5]))
-    trees = [jax.jit(d.propose)(d.params, None, (), context(d), jnp.full(4, 6))[0] for d in (whole, spread)]
+    trees = [jax.jit(d.propose)(d.params, None, (), context(d), jnp.full(4, 6))[0] for d in (local, spread)]
     for one, eight in zip(jax.tree.leaves(trees[0]), jax.tree.leaves(trees[1]), strict=True):
         np.testing.assert_array_equal(one, eight)
     assert trees[0].valid.sum() > 12
 
-    alone, ours = decode(target, whole, prompts, **options), decode(sharded, spread, prompts, **options)
+    alone, ours = decode(target, local, prompts, **options), decode(sharded, spread, prompts, **options)
     assert alone.to_lists() == ours.to_lists() == plain
     for one, eight in zip(jax.tree.leaves(alone.stats), jax.tree.leaves(ours.stats), strict=True):
         np.testing.assert_array_equal(one, eight)

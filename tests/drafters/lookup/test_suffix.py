@@ -107,9 +107,9 @@ def test_text_copied_from_a_corpus_is_the_targets():
     target, prompts = tiny_llama(), [[1, 2, 3], [9]]
     run = lambda drafter: decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=24)
     plain = run(autoregressive())
-    known = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
+    corpus = from_documents([p + row for p, row in zip(prompts, plain.to_lists(), strict=True)], 64).to_device()
     fallback = token_recycling(64, num_nodes=7)
-    copied = run(suffix(5, corpus=known, bias=0, fallback=fallback, min_match=3))
+    copied = run(suffix(5, corpus=corpus, bias=0, fallback=fallback, min_match=3))
     alone = run(suffix(5, fallback=fallback, min_match=3))
     assert copied.to_lists() == alone.to_lists() == plain.to_lists()
     assert (copied.stats.target_passes < alone.stats.target_passes).all()

@@ -64,9 +64,9 @@ def test_scalar_toy_of_the_card(group, wanted):
 def test_segments_cover_all_layers():
     for num_layers in range(1, 12):
         for group in range(1, 6):
-            found = L.layer_segments(num_layers, group)
-            assert [i for start, size, n in found for i in range(start, start + size * n)] == list(range(num_layers))
-            assert all(size <= group and n > 0 for _, size, n in found)
+            segments = L.layer_segments(num_layers, group)
+            assert [i for start, size, n in segments for i in range(start, start + size * n)] == list(range(num_layers))
+            assert all(size <= group and n > 0 for _, size, n in segments)
     assert L.layer_segments(9, 4) == [(0, 1, 1), (1, 4, 1), (5, 3, 1), (8, 1, 1)]
 
 
@@ -90,10 +90,10 @@ def test_layers_of_a_group_read_one_stream(config):
     params = init_params(config, jax.random.key(0))
     without = params | {"layers": params["layers"] | {2: jax.tree.map(lambda leaf: 0 * leaf, params["layers"][2])}}
     for group in (1, 3):  # (1, 2, 3) and (4)
-        whole, cut = (forward_at(group)(Target(make_model(config), p)) for p in (params, without))
-        differs = [not np.allclose(a, b, atol=1e-5) for a, b in zip(whole[1].k, cut[1].k, strict=True)]
+        full, cut = (forward_at(group)(Target(make_model(config), p)) for p in (params, without))
+        differs = [not np.allclose(a, b, atol=1e-5) for a, b in zip(full[1].k, cut[1].k, strict=True)]
         assert differs == [False, False, True, group == 1, True, True]
-        stream = whole[0].taps
+        stream = full[0].taps
         assert all(float(jnp.max(jnp.abs(a - b))) > 1e-3 for a, b in itertools.pairwise(stream))
 
 
@@ -174,8 +174,8 @@ def test_the_cache_is_that_of_an_exact_prefill(lag):
             (*cache.k, *cache.v), (*state.pending.k, *state.pending.v), (*exact.k, *exact.v), strict=True
         ):
             ours, pending, wanted = map(np.asarray, (ours, pending, wanted))
-            found = np.concatenate([ours[:, :, :start], pending[:, :, :lag]], 2)
-            gaps.append(np.abs(found - wanted[:, :, :length]).max())
+            ours_with_pending = np.concatenate([ours[:, :, :start], pending[:, :, :lag]], 2)
+            gaps.append(np.abs(ours_with_pending - wanted[:, :, :length]).max())
     assert max(gaps) < 1e-5 if lag == 4 else max(gaps) > 1e-2
 
 

@@ -52,15 +52,15 @@ def chance_of_accepted(min_tokens, own_token):
     own_token: the chain starts with a token of the middle model's own; without, as in the golden row.
     """
     p, m, q = (rows.astype(np.float64) for rows in (TARGET_ROWS, MIDDLE_ROWS, DRAFT_ROWS))
-    found = np.zeros(min_tokens + 2)
+    chances = np.zeros(min_tokens + 2)
 
     def target(chain, chance):
         """The target's test of a whole chain, which begins with the last token of the text."""
-        for accepted, (before, token) in enumerate(itertools.pairwise(chain)):
-            passed = min(1.0, p[before, token] / m[before, token])
-            found[accepted] += chance * (1 - passed)
+        for accepted, (previous, token) in enumerate(itertools.pairwise(chain)):
+            passed = min(1.0, p[previous, token] / m[previous, token])
+            chances[accepted] += chance * (1 - passed)
             chance *= passed
-        found[len(chain) - 1] += chance
+        chances[len(chain) - 1] += chance
 
     def middle(chain, chance):
         """Passes of the middle model: recursive rejection of two children and one token more, until it is enough."""
@@ -87,14 +87,14 @@ def chance_of_accepted(min_tokens, own_token):
             middle((0, token), m[0, token])
     else:
         middle((0,), 1.0)
-    return found
+    return chances
 
 
 def test_the_enumeration_is_the_golden_row():
     golden = MARKOV["hierarchical_min2"]
-    found = chance_of_accepted(2, own_token=False)
-    np.testing.assert_allclose(found, list(golden["accepted_length_pmf"].values()), atol=2e-6)
-    np.testing.assert_allclose(found @ (1 + np.arange(4)), golden["expected_tokens_per_iteration"], atol=2e-6)
+    chances = chance_of_accepted(2, own_token=False)
+    np.testing.assert_allclose(chances, list(golden["accepted_length_pmf"].values()), atol=2e-6)
+    np.testing.assert_allclose(chances @ (1 + np.arange(4)), golden["expected_tokens_per_iteration"], atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def passes_of_equals(inner, min_tokens, own_token):
 # Without its own token, the nested drafters below ask the same of their caches.
 @pytest.mark.parametrize(("own_token", "min_tokens", "drafts"), [(True, 5, 7), exhaustive(False, 4, 6)])
 def test_three_equal_models_are_always_right(own_token, min_tokens, drafts):
-    """So the caches of both inner models hold what a fresh prefill would, after every full acceptance.
+    """The caches of both inner models hold what a fresh prefill would, after every full acceptance.
 
     A chain ends once it has `min_tokens`: 1 own token and two inner rounds of 3, or these two rounds alone. An inner
     drafter that is wrong once ends it one token earlier or later, and a random one at `min_tokens`.
@@ -201,10 +201,10 @@ def test_what_the_inner_drafter_reads_and_remembers_is_its_own():
         jax.effects_barrier()
         return result, len(passes)
 
-    made = lambda **options: hierarchical(middle, token_recycling(9, num_nodes=7, **options), min_tokens=6)
-    (cold, first), (_, warm), (_, read) = run(made()), run(run(made())[0].drafter), run(made(read_prompt=True))
+    make = lambda **options: hierarchical(middle, token_recycling(9, num_nodes=7, **options), min_tokens=6)
+    (cold, first), (_, warm), (_, read) = run(make()), run(run(make())[0].drafter), run(make(read_prompt=True))
     assert warm == read < first
-    assert cold.drafter.params[0] is made().params[0]  # the middle model's are not copied
+    assert cold.drafter.params[0] is make().params[0]  # the middle model's are not copied
 
 
 def test_rounds_without_drafts_leave_no_refused_ones_in_its_caches():

@@ -16,16 +16,16 @@ from specjax.verifiers import top_beta
 MASK = 3
 
 
-def marginals(params, tokens, given, positions):
+def marginals(params, tokens, visible, positions):
     """Return log P(token at position | given) of a Markov chain float32[V, V], from its powers."""
-    last = jnp.max(jnp.where(given, jnp.arange(tokens.shape[1]), -1), 1)
+    last = jnp.max(jnp.where(visible, jnp.arange(tokens.shape[1]), -1), 1)
     row = jax.nn.one_hot(jnp.take_along_axis(tokens, last[:, None], 1)[:, 0], len(params))  # zeros after a mask token
     distributions = []
     for _ in range(positions.shape[1]):
         row = jnp.dot(row, params, precision="highest")
         distributions.append(row)
     asked_well = jnp.all(positions == last[:, None] + 1 + jnp.arange(positions.shape[1]))
-    asked_well &= jnp.all(given | (tokens == MASK))
+    asked_well &= jnp.all(visible | (tokens == MASK))
     return jnp.pad(jnp.log(jnp.where(asked_well, jnp.stack(distributions, 1), jnp.nan)), ((0, 0), (0, 0), (0, 1)))
 
 
@@ -58,7 +58,7 @@ def test_relaxed_acceptance_ends():
     run = lambda verifier: decode(
         markov(), drafter, [[0], [1, 2]], key=jax.random.key(0), max_new_tokens=8, temperature=1.0, verifier=verifier
     )
-    best, greedy, own = TARGET_ROWS.argmax(1), [], []
+    best, greedy, drafted_rows = TARGET_ROWS.argmax(1), [], []
     for last in (0, 2):
         text = [last]
         while len(text) < 9:
@@ -68,10 +68,10 @@ def test_relaxed_acceptance_ends():
         while len(text) < 9:
             text += block_after(text[-1], DRAFT_ROWS)
             text.append(int(best[text[-1]]))
-        own.append(text[1:])
+        drafted_rows.append(text[1:])
     assert run(top_beta(1, 0.0)).to_lists() == greedy
     loose = run(top_beta(3, float("inf")))  # three drafts and the target's own token a pass
-    assert loose.to_lists() == own != greedy
+    assert loose.to_lists() == drafted_rows != greedy
     assert loose.stats.target_passes.tolist() == [2, 2]
 
 

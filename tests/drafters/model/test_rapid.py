@@ -21,13 +21,13 @@ def reference(text, budget, chunk, query):
     """Return the shortened prompt, by the docstring of the module."""
     if len(text) <= budget:
         return text
-    body, asked = text[: len(text) - query], text[len(text) - query :]
+    body, question = text[: len(text) - query], text[len(text) - query :]
     chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
-    held_by = {t: sum(t in c for c in chunks) for t in asked}
+    held_by = {t: sum(t in c for c in chunks) for t in question}
     rarity = {t: round(1024 * math.log(len(chunks) / n)) for t, n in held_by.items() if n}
     score = lambda i: (i != 0, -sum(rarity.get(t, 0) for t in set(chunks[i])), i)
     best = sorted(sorted(range(len(chunks)), key=score)[: (budget - query) // chunk])
-    return [t for i in best for t in chunks[i]] + asked
+    return [t for i in best for t in chunks[i]] + question
 
 
 def shortened(texts, size=64, **options):

@@ -95,8 +95,8 @@ def test_tokens_have_the_law_that_is_reported():
     assert counts[distribution == 0].sum() == 0
     assert chisquare(counts[distribution > 0], distribution[distribution > 0] * batch, sum_check=False).pvalue > 1e-3
     second = np.asarray(jax.nn.softmax(tree.logits[:, 1], -1))  # its own distribution per first token
-    chosen = np.asarray(tree.tokens[:, 2])
-    assert (np.take_along_axis(second, chosen[:, None], 1) > 0).all()
+    token = np.asarray(tree.tokens[:, 2])
+    assert (np.take_along_axis(second, token[:, None], 1) > 0).all()
 
 
 @pytest.mark.parametrize("temperature", [exhaustive(0.0), 1.0])

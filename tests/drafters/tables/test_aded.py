@@ -49,8 +49,8 @@ def test_bonuses_add_up_and_are_capped():
         table = teach(table, gram, jnp.array([[True, False]]))
     half = jax.tree.map(jnp.asarray, corpus_table([[1, 2, 3], [1, 2, 9]], buckets=4))
     tokens, scores = _successors(half, table, jnp.array([[[1, 2]]]))
-    found = {int(t): float(s) for t, s in zip(tokens[0, 0], scores[0, 0], strict=True) if s > 0}
-    assert found == pytest.approx({3: 1.3, 9: 0.5}, abs=1e-5)
+    score_of = {int(t): float(s) for t, s in zip(tokens[0, 0], scores[0, 0], strict=True) if s > 0}
+    assert score_of == pytest.approx({3: 1.3, 9: 0.5}, abs=1e-5)
     for _ in range(60):
         table = teach(table, gram, jnp.array([[True, True]]))
     assert shares(table, [1, 2]) == pytest.approx({3: CAP, 4: 2.4}, abs=1e-4)

@@ -57,8 +57,8 @@ def test_joint_law_with_every_kind_of_initial_token(options):
 
 
 def test_joint_law_of_block_verification_with_warped_distributions():
-    kept = np.array([[25, 9, 0], [0, 36, 9], [1, 0, 4]])  # squares of the two largest; of equal ones the first
-    distribution = joint_distribution(kept / kept.sum(1, keepdims=True), 0, 3)
+    truncated = np.array([[25, 9, 0], [0, 36, 9], [1, 0, 4]])  # squares of the two largest; of equal ones the first
+    distribution = joint_distribution(truncated / truncated.sum(1, keepdims=True), 0, 3)
     assert p_value(triples(jacobi(3, window=3), verifier=block, temperature=0.5, top_k=2), distribution) > 1e-3
 
 
@@ -113,12 +113,12 @@ def test_without_drafts_it_is_plain_sampling():
 
 def test_every_redrafted_token_is_accepted_if_the_law_has_no_context():
     rows = np.broadcast_to(TARGET_ROWS[:1], (3, 3))
-    left, before = 60, None
+    left, previous = 60, None
     options = {"key": jax.random.key(3), "max_new_tokens": left, "temperature": 1.0}
     for step in stream(markov(rows), jacobi(3, window=3), [[0]], **options):
-        if before is not None:
-            assert step.accepted[0] >= min(3 - before, left - 1)
-        before, left = step.accepted[0], left - len(step.tokens[0])
+        if previous is not None:
+            assert step.accepted[0] >= min(3 - previous, left - 1)
+        previous, left = step.accepted[0], left - len(step.tokens[0])
     assert left == 0
 
 
@@ -143,10 +143,10 @@ def pass_over(tokens, valid, accepted, logits):
 def test_the_window_keeps_the_laws_behind_the_committed_token():
     logits = jax.nn.one_hot(jnp.array([3, 1, 4, 2]), 5)  # of the positions behind nodes 0 ... 3
     observe = functools.partial(jacobi(5, window=3).observe, (), None, None)
-    for accepted, kept in [(0, [1, 2, 3]), (1, [2, 3]), (2, [3]), (3, [])]:
+    for accepted, window_rows in [(0, [1, 2, 3]), (1, [2, 3]), (2, [3]), (3, [])]:
         state = observe(*pass_over([0, 1, 2, 3], 4, accepted, logits))
-        assert state.num_valid.tolist() == [len(kept)]
-        np.testing.assert_array_equal(state.logits[0, : len(kept)], logits[jnp.array(kept, int)])
+        assert state.num_valid.tolist() == [len(window_rows)]
+        np.testing.assert_array_equal(state.logits[0, : len(window_rows)], logits[jnp.array(window_rows, int)])
         assert state.likeliest.tolist() == [2]
     state = observe(*pass_over([0, 1, 2, 3], 2, 0, logits))  # nodes 2 and 3 were not drafted
     assert state.num_valid.tolist() == [1]
@@ -162,7 +162,7 @@ def propose(drafter, state, text, temperature=1.0):
 
 def test_initial_tokens_and_their_distributions():
     logits = jnp.log(jax.nn.one_hot(jnp.array([[5, 6, 7, 8]]), 10))
-    state = lambda known, likeliest=8: JacobiState(logits, jnp.array([known]), jnp.array([likeliest]))
+    state = lambda count, likeliest=8: JacobiState(logits, jnp.array([count]), jnp.array([likeliest]))
     make = lambda **options: jacobi(10, window=4, **options)
     tree = propose(make(initial="repeat"), state(2), [1, 2, 3])
     assert tree.tokens[0].tolist() == [3, 5, 6, 6, 6]

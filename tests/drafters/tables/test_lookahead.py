@@ -34,8 +34,8 @@ def programs(**options):
     @jax.jit
     def learn(state, tree, verdict, output):
         """The state after a round, and the likeliest token below each column."""
-        seen = drafter.observe((), state, None, tree, verdict, output)
-        return drafter.update((), state, seen, verdict), seen.below
+        observation = drafter.observe((), state, None, tree, verdict, output)
+        return drafter.update((), state, observation, verdict), observation.below
 
     return drafter, jax.jit(drafter.init), jax.jit(drafter.propose), learn
 
@@ -64,11 +64,11 @@ def test_the_cards_window():
     assert depths(tree.parents)[0, :4].tolist() == [0, 1, 1, 2]
     logits = jax.nn.one_hot((tree.tokens + 1) % VOCAB, VOCAB)
     output = Output(logits, jnp.zeros((*tree.tokens.shape, 1)))
-    before = state._replace(window=jnp.array([[[3, 7], [4, 8]]]))
+    two_columns = state._replace(window=jnp.array([[[3, 7], [4, 8]]]))
     state, y = learn(state, tree, verdict_of(1, drafter.num_nodes, 4), output)
     assert state.window[0].tolist() == [[4, 8], [5, 9]]
     assert y.tolist() == [[5, 9]]  # below 3, 4 and 7, 8
-    two, _ = learn(before, tree, verdict_of(2, drafter.num_nodes, 5), output)
+    two, _ = learn(two_columns, tree, verdict_of(2, drafter.num_nodes, 5), output)
     assert two.window[0].tolist() == [[8, -1], [9, -1]]  # a column further; the missing one is to be drawn
     # The next time the last token is 3 the pool drafts 4, 5, and the window's 4, 5 stand behind them.
     tree, state = propose((), keys, state, context([3, 4, 3]), jnp.array([9]))

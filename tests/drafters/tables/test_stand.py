@@ -36,14 +36,14 @@ def test_the_prompt_is_read_in_chunks():
     context = Context(tokens, jnp.array([6, 3]))
     logits = jax.random.normal(jax.random.key(0), (2, 8, 4))
     drafter = stand(4, tree=SMALL, buckets=16)
-    whole = read_in_parts(drafter, context, logits, (0, 8))
+    one_pass = read_in_parts(drafter, context, logits, (0, 8))
     parts = read_in_parts(drafter, context, logits, (0, 3), (3, 6))
     contexts = jnp.array([[[0, 1, 2, 3], [9, 9, 0, 1], [9, 9, 2, 0]], [[9, 9, 3, 2], [9, 9, 2, 1], [9, 9, 9, 9]]])
-    for state in (whole, parts):
-        found = find((), state.table, contexts)
-        assert found.occurrences.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last prompt token is decoded, not read
-        np.testing.assert_allclose(found.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
-        np.testing.assert_array_equal(found.tokens[1, 0], np.argsort(-logits[1, 1]))
+    for state in (one_pass, parts):
+        entries = find((), state.table, contexts)
+        assert entries.occurrences.tolist() == [[1, 1, 0], [1, 0, 0]]  # the last prompt token is decoded, not read
+        np.testing.assert_allclose(entries.probs[0, 0], -np.sort(-jax.nn.softmax(logits[0, 3])), rtol=1e-5)
+        np.testing.assert_array_equal(entries.tokens[1, 0], np.argsort(-logits[1, 1]))
 
 
 @pytest.mark.parametrize("verify", ["sample_and_match", exhaustive("recursive_rejection")])
@@ -52,7 +52,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_distribution(ver
     rows, p = 20_000, np.array([0.25, 0.04, 0.36])
     drafter = stand(3, tree=SMALL, buckets=2, verify=verify)
     one = Context(jnp.array([[0, 1, 0, 1]]), jnp.array([4]))
-    known = read_in_parts(drafter, one, jnp.log(jnp.asarray(p / p.sum()))[None, None].repeat(4, 1), (0, 4))
+    draft_state = read_in_parts(drafter, one, jnp.log(jnp.asarray(p / p.sum()))[None, None].repeat(4, 1), (0, 4))
 
     @jax.jit
     def draw(table, keys):
@@ -60,7 +60,7 @@ def test_children_are_drawn_without_replacement_from_the_stored_distribution(ver
         tree, _ = drafter.propose(table, keys, drafter.init((), many), many, jnp.full(rows, 9))
         return tree
 
-    tree = draw(jax.jit(drafter.hooks.export)((), known), jax.random.split(jax.random.key(1), rows))
+    tree = draw(jax.jit(drafter.hooks.export)((), draft_state), jax.random.split(jax.random.key(1), rows))
     assert tree.valid[:, :3].all()
     pairs = np.bincount(np.asarray(tree.tokens[:, 1] * 3 + tree.tokens[:, 2]), minlength=9).reshape(3, 3)
     q = p**0.5 / np.sum(p**0.5)
@@ -152,10 +152,10 @@ def test_the_tree_of_calibration_results():
 
 def test_the_default_tree_has_its_parents_first():
     for n in (1, 7, 32, len(ACCEPTED)):
-        chosen = set(ACCEPTED[:n])
-        assert len(chosen) == n
-        assert all(path[:-1] in chosen or len(path) == 1 for path in chosen)
-        assert all((*path[:-1], path[-1] - 1) in chosen for path in chosen if path[-1])  # no rank is left out
+        paths = set(ACCEPTED[:n])
+        assert len(paths) == n
+        assert all(path[:-1] in paths or len(path) == 1 for path in paths)
+        assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])  # no rank is left out
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def recycle(tree, path):
     drafter = token_recycling(20, num_nodes=nodes - 1)
     state = drafter.init((), Context(tree.tokens, jnp.array([1])))
     verdict = Verdict(jnp.array([path]), jnp.array([1]), jnp.array([0]))
-    seen = drafter.observe((), state, None, tree, verdict, Output(logits, None))
-    state = drafter.update((), state, seen, verdict)
+    observation = drafter.observe((), state, None, tree, verdict, Output(logits, None))
+    state = drafter.update((), state, observation, verdict)
     return drafter.hooks.export((), state).tokens[0, :4].tolist()
 
 
@@ -84,8 +84,8 @@ def test_sixty_four_rows_take_less_than_300_mb(make):
     state = jax.eval_shape(functools.partial(make(262_144).init, ()), context)
 
     def tiled(x):
-        *before, rows, columns = (1, 1, *x.shape)
-        return 4 * math.prod(before) * -(-rows // 8) * 8 * -(-columns // 128) * 128
+        *leading, rows, columns = (1, 1, *x.shape)
+        return 4 * math.prod(leading) * -(-rows // 8) * 8 * -(-columns // 128) * 128
 
     assert sum(tiled(x) for x in jax.tree.leaves(state)) < 300e6
 
@@ -99,8 +99,8 @@ def test_of_two_tokens_of_one_slot_the_latest_is_known():
         logits = jnp.zeros((1, 1, 3 * SLOTS)).at[0, 0, token + 1].set(1.0)
         tree = chain(jnp.array([[token]]), jnp.ones((1, 1), bool))
         verdict = Verdict(jnp.array([[0]]), jnp.array([1]), jnp.array([token + 1]))
-        seen = drafter.observe((), state, context(token), tree, verdict, Output(logits, None))
-        state = drafter.update((), state, seen, verdict)
+        observation = drafter.observe((), state, context(token), tree, verdict, Output(logits, None))
+        state = drafter.update((), state, observation, verdict)
         for other in (5, 5 + SLOTS, 5 + 2 * SLOTS):
             tree, _ = drafter.propose((), None, state, context(other), jnp.array([1]))
             assert tree.valid[0, 1] == (other == token)
