@@ -1,4 +1,5 @@
-"""What one text teaches the next ones, where several are decoded at the same time and end one after another."""
+"""Tests of what one text teaches the next ones, where several are decoded at the same time and end one after
+another."""
 
 import functools
 
@@ -30,7 +31,7 @@ def cycle(stride):
 
 
 def text(drafter, stride, first):
-    """What a row knows after 14 tokens, and how many of them were drafted."""
+    """Return what a row has learned after 14 tokens, and how many of its drafts were accepted."""
     prompt, key = [[first]], jax.random.key(0)
     job = prepare(cycle(stride), drafter, prompt, Settings(), key=key, max_new_tokens=14)
     state, over, accepted = start(job), False, 0
@@ -46,26 +47,26 @@ def test_a_text_that_ends_late_takes_nothing_back(name):
     early = learned(drafter, text(drafter, 1, 14)[0])  # 15 follows 14, ...
     long, _ = text(early, 1, 0)
     short, _ = text(early, -1, 29)  # now 28 follows 29, ...
-    before = learned(early, short)
-    after = learned(before, long)
-    accepted = [text(known, -1, 29)[1] for known in (drafter, before, after)]
+    early_drafter = learned(early, short)
+    late_drafter = learned(early_drafter, long)
+    accepted = [text(candidate, -1, 29)[1] for candidate in (drafter, early_drafter, late_drafter)]
     assert accepted[2] >= accepted[1] > accepted[0] + 5
-    assert text(after, 1, 0)[1] > text(before, 1, 0)[1] + 5
+    assert text(late_drafter, 1, 0)[1] > text(early_drafter, 1, 0)[1] + 5
 
 
 def test_what_stays_as_it_is_is_not_copied():
     """A corpus, or a draft model, of a drafter that remembers something else."""
-    known = {"corpus": np.arange(4), "learnt": jax.numpy.zeros(())}
+    parameters = {"corpus": np.arange(4), "learnt": jax.numpy.zeros(())}
     learning = lambda params, state: params | {"learnt": params["learnt"] + 1}
-    drafter = drafters.autoregressive().replace(params=jax.device_put(known), hooks=Hooks(export=learning))
+    drafter = drafters.autoregressive().replace(params=jax.device_put(parameters), hooks=Hooks(export=learning))
     target, prompts, options = cycle(1), [[3]], {"key": 0, "max_new_tokens": 2}
     requests = [Request(prompts[0], 0)] * 3
     last = lambda steps: list(steps)[-1].drafter()
-    for after, lessons in (
+    for updated, lessons in (
         (decode(target, drafter, prompts, **options).drafter, 1),
         (last(stream(target, drafter, prompts, **options)), 1),
         (last(serve(target, drafter, requests, slots=2, longest_prompt=1, max_new_tokens=2)), 4),
         (canonical(target, drafter), 1),
     ):
-        assert after.params["corpus"] is drafter.params["corpus"]
-        assert after.params["learnt"] == lessons
+        assert updated.params["corpus"] is drafter.params["corpus"]
+        assert updated.params["learnt"] == lessons

@@ -84,10 +84,10 @@ def test_a_fixed_controller_bounds_the_draft_and_changes_no_token(depth):
 def test_a_pass_is_as_wide_as_the_widest_draft_asks_for():
     """Two rows of a regular text, whose limits by round ask for passes of 1, 4, 4 and 8 nodes and plain steps."""
     limits = jnp.array([[0, 0], [3, 1], [1, 3], [0, 5], [0, 0]])
-    seen, honest = [], markov(CYCLE)
+    widths, honest = [], markov(CYCLE)
 
     def forward(params, tokens, cache, **options):
-        jax.debug.callback(lambda: seen.append(tokens.shape[1]), ordered=True)
+        jax.debug.callback(lambda: widths.append(tokens.shape[1]), ordered=True)
         return honest.model.forward(params, tokens, cache, **options)
 
     scripted = Controller(
@@ -104,7 +104,7 @@ def test_a_pass_is_as_wide_as_the_widest_draft_asks_for():
     jax.effects_barrier()
     assert result.to_lists() == [cycle(1, 14)] * 2
     assert result.stats.target_passes.tolist() == [10, 5]
-    assert [width for width in seen if width < CHUNK] == [1, 4, 4, 8, 1] + [1] * 5  # then the first row is alone
+    assert [width for width in widths if width < CHUNK] == [1, 4, 4, 8, 1] + [1] * 5  # then the first row is alone
 
 
 # Greedy text is that of the conformance suite, under the same kind of controller.

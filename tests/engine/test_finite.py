@@ -97,8 +97,8 @@ def test_a_text_ends_before_what_no_token_follows_also_within_a_draft():
     for drafter in (autoregressive(), prompt_lookup(5, min_ngram=1), two_model(markov(rows), 4)):
         result = marked(bad, drafter, **options)
         assert result.to_lists() == [[5, 6, 7]] and result.finish_reasons == ["failed"]
-    whole = marked(markov(rows), two_model(markov(rows), 4), **options)
-    assert whole.to_lists() == [[5, 6, 7, 0, 1, 2, 3, 4, 5]]
+    decoded = marked(markov(rows), two_model(markov(rows), 4), **options)
+    assert decoded.to_lists() == [[5, 6, 7, 0, 1, 2, 3, 4, 5]]
     ended = marked(bad, two_model(markov(rows), 4), eos=7, **options)
     assert ended.to_lists() == [[5, 6, 7]] and ended.finish_reasons == ["eos"]
 

@@ -41,10 +41,10 @@ def keys(request, implementation):
 
 
 def repeats(rows):
-    """How often a token is the one before, or that of another row: each 1 in 16 by right."""
+    """Return the larger share of tokens that equal the one before, or that of another row; each is 1 in 16 by right."""
     rows = np.asarray(rows)
-    others = [rows[a] == rows[b] for a in range(len(rows)) for b in range(a)]
-    return max(np.mean(rows[:, 1:] == rows[:, :-1]), np.mean(others))
+    pairs = [rows[a] == rows[b] for a in range(len(rows)) for b in range(a)]
+    return max(np.mean(rows[:, 1:] == rows[:, :-1]), np.mean(pairs))
 
 
 def sampled(drafter, key, prompts=PROMPTS, **options):
@@ -70,10 +70,10 @@ def test_rows_draw_apart_after_the_first_has_ended(keys, name):
 
 def test_a_row_alone_equals_the_row_in_a_batch(keys):
     rows = sampled(drafting(), keys)
-    own = sampling.row_keys(keys, ROWS)
-    assert rows == sampled(drafting(), own)
+    row_keys = sampling.row_keys(keys, ROWS)
+    assert rows == sampled(drafting(), row_keys)
     for row in (1, ROWS - 1):
-        assert sampled(drafting(), own[row : row + 1], PROMPTS[:1]) == rows[row : row + 1]
+        assert sampled(drafting(), row_keys[row : row + 1], PROMPTS[:1]) == rows[row : row + 1]
 
 
 def test_stream_and_serve_take_them_too(keys):
@@ -97,12 +97,12 @@ def test_stream_and_serve_take_them_too(keys):
 def test_loops_of_their_own(implementation):
     """Any-subset, continuous and both forms of PEARL: rows that differ, and equal those of their own keys alone."""
     key = jax.random.key(5)
-    own = sampling.row_keys(key, 3)
+    row_keys = sampling.row_keys(key, 3)
     joint = np.full((VOCAB,) * 3, VOCAB**-3.0)
     blank = lambda rows: (jnp.zeros((rows, 3), jnp.int32), jnp.ones((rows, 3), bool))
     text = np.asarray(decoders.any_subset(exact(joint), *blank(3), key=key, window=2).filled)
     assert len({tuple(row) for row in text}) == 3
-    alone = decoders.any_subset(exact(joint), *blank(1), key=own[2:], window=2).filled
+    alone = decoders.any_subset(exact(joint), *blank(1), key=row_keys[2:], window=2).filled
     np.testing.assert_array_equal(alone[0], text[2])
 
     model = linear([0.5, 0.5], [0.3, 0.4])
@@ -111,7 +111,7 @@ def test_loops_of_their_own(implementation):
     )
     values = np.asarray(smooth(3, key))
     assert len(np.unique(values)) == 12
-    np.testing.assert_allclose(smooth(1, own[2:])[0], values[2], rtol=1e-6)
+    np.testing.assert_allclose(smooth(1, row_keys[2:])[0], values[2], rtol=1e-6)
 
     target, options = markov(UNIFORM), {"max_new_tokens": 8, "temperature": 1.0}
     plain = decode(target, "autoregressive", PROMPTS, key=key, **options).to_lists()
@@ -121,10 +121,10 @@ def test_loops_of_their_own(implementation):
 
 
 def test_a_drafter_that_draws(implementation):
-    """Its guesses, too: a row takes as many passes alone as in a batch."""
-    drafter, own = drafters.jacobi(64, window=4), sampling.row_keys(jax.random.key(0), 3)
+    """The guesses of a row are its own, too: it takes as many passes alone as in a batch."""
+    drafter, row_keys = drafters.jacobi(64, window=4), sampling.row_keys(jax.random.key(0), 3)
     run = functools.partial(decode, tiny_llama(), drafter, max_new_tokens=16, temperature=0.8)
-    batch, alone = run([[1, 2, 3, 1], [5], [7, 7, 7]], key=own), run([[5]], key=own[1:2])
+    batch, alone = run([[1, 2, 3, 1], [5], [7, 7, 7]], key=row_keys), run([[5]], key=row_keys[1:2])
     assert alone.to_lists()[0] == batch.to_lists()[1]
     assert int(alone.stats.target_passes[0]) == int(batch.stats.target_passes[1])
 

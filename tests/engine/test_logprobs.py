@@ -68,13 +68,13 @@ def test_greedy_tokens_are_certain():
 
 def test_they_come_only_if_asked_for_and_step_by_step_too():
     options = {"key": jax.random.key(1), "max_new_tokens": NEW, "temperature": 1.0}
-    whole = decode(tiny_llama(), DRAFTERS["chain"](), PROMPTS, logprobs=True, **options)
+    decoded = decode(tiny_llama(), DRAFTERS["chain"](), PROMPTS, logprobs=True, **options)
     assert jax.eval_shape(lambda: decode(tiny_llama(), DRAFTERS["chain"](), PROMPTS, **options)).logprobs is None
     parts = [[] for _ in PROMPTS]
     for step in stream(tiny_llama(), DRAFTERS["chain"](), PROMPTS, logprobs=True, **options):
         for row, new, count in zip(parts, step.info.logprobs, step.info.emitted, strict=True):
             row += new[:count].tolist()
-    np.testing.assert_allclose(np.array(parts), whole.logprobs, atol=1e-6)
+    np.testing.assert_allclose(np.array(parts), decoded.logprobs, atol=1e-6)
 
 
 def test_no_law_leaves_the_step():
@@ -110,10 +110,10 @@ def _equations(jaxpr):
 def test_a_mesh_that_splits_the_vocabulary_gives_the_same():
     target = tiny_llama(num_heads=8, num_kv_heads=8)
     options = {"key": jax.random.key(1), "max_new_tokens": NEW, "logprobs": True, **WARPING}
-    whole = decode(target, DRAFTERS["plain"](), PROMPTS, **options)
+    unsharded = decode(target, DRAFTERS["plain"](), PROMPTS, **options)
     split = decode(shard(target, mesh(1, 8)), DRAFTERS["plain"](), PROMPTS, **options)
-    assert split.to_lists() == whole.to_lists()
-    np.testing.assert_allclose(split.logprobs, whole.logprobs, atol=1e-4)
+    assert split.to_lists() == unsharded.to_lists()
+    np.testing.assert_allclose(split.logprobs, unsharded.logprobs, atol=1e-4)
 
 
 # Heads of 64 are those that the TPU kernel takes.

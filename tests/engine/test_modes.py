@@ -34,7 +34,7 @@ RULES = [
 
 
 def same(run):
-    """What `run()` gives is the same with and without."""
+    """Check that `run()` gives the same with and without the unusual modes."""
     narrow = run()
     with unusual_modes():
         assert jnp.zeros(1).dtype == jnp.float64

@@ -34,7 +34,7 @@ def test_prompts_change_no_node_and_none_is_accepted():
         root = state.tokens[rows, state.length - 1][:, None]
         tree = operations.chain(jnp.concatenate([root, jnp.full((2, 2), 7)], 1), jnp.ones((2, 3), bool))
         judge = lambda tree, observe, prompt: judge_at(parts, state, tree, observe, prompt, state.cache, 3)
-        plain = judge(tree, lambda *seen: (), None)
+        plain = judge(tree, lambda *arguments: (), None)
         best = jnp.argmax(plain.diagnostics.scored.logits, -1)  # [B, 3]
         # Below node 0 the token after the root and, below that, another one; below node 1 the one after it.
         tokens = jnp.stack([best[:, 0], best[:, 1], best[:, 1]], 1)

@@ -14,15 +14,16 @@ KEY = jax.random.key(0)
 
 
 def test_a_chat_that_grows_compiles_a_handful_of_programs():
-    """From 1 to 900 tokens, with another number of new ones at every turn."""
+    """A text that grows from 1 to 900 tokens, with another number of new ones at every turn, compiles at most 6
+    programs."""
     target, drafter = markov(), drafters.prompt_lookup(4)
-    before, sizes = run._cache_size(), set()
+    num_programs, sizes = run._cache_size(), set()
     for turn, length in enumerate(range(1, 900, 37)):
         new = (3, 40, 17, 90)[turn % 4]
         result = decode(target, drafter, [[turn % 3] * length], key=KEY, max_new_tokens=new)
         assert result.tokens.shape == (1, new) and result.lengths.tolist() == [new]
         sizes.add(buffer_size(length, new, drafter.num_nodes, target.model.max_positions))
-    assert run._cache_size() - before == len(sizes) <= 6
+    assert run._cache_size() - num_programs == len(sizes) <= 6
 
 
 @pytest.mark.parametrize("longest", [1, 100, 127, 128, 129, 500, 1000, 5000])
@@ -41,14 +42,14 @@ def test_start_and_step_are_what_run_loops():
     job = preparing.prepare(
         markov(), drafters.prompt_lookup(4), [[0, 1, 0, 1], [2]], settings, key=KEY, max_new_tokens=9
     )
-    whole, state, passes = run(job).cut(9), start(job), 0
+    result, state, passes = run(job).cut(9), start(job), 0
     over = False
     while not over:
         state, _, over = step(job.parts, state)
         passes += 1
     ours = [np.asarray(state.tokens)[b, n : n + 9].tolist() for b, n in enumerate((4, 1))]
-    assert ours == whole.to_lists()
-    assert passes == int(whole.stats.target_passes.max())
+    assert ours == result.to_lists()
+    assert passes == int(result.stats.target_passes.max())
 
 
 def test_prompts_longer_than_their_array_are_refused():
@@ -66,10 +67,10 @@ def test_stream_and_serve_refuse_what_they_do_not_report():
 def test_the_last_step_of_a_stream_has_what_was_learnt():
     """The drafter for the next call, as `decode` gives it."""
     drafter = drafters.token_recycling(3, num_nodes=7)
-    whole = decode(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
-    *others, last = stream(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
-    assert all(step.drafter is None for step in others)
-    ours, theirs = (jax.tree.leaves(one.params) for one in (last.drafter(), whole.drafter))
+    result = decode(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
+    *earlier, last = stream(markov(), drafter, [[0, 1], [2]], key=KEY, max_new_tokens=9)
+    assert all(step.drafter is None for step in earlier)
+    ours, theirs = (jax.tree.leaves(one.params) for one in (last.drafter(), result.drafter))
     for x, y in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(x, y)
     *_, last = stream(markov(), drafters.prompt_lookup(4), [[0]], key=KEY, max_new_tokens=9)

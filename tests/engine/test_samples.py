@@ -26,11 +26,11 @@ def separate(drafter, samples, **options):
 
 def test_texts_are_those_of_separate_prompts():
     """Rows of a prompt stand together; drafts of a model, whose cache is copied too, and of what the prompt taught."""
-    seen, honest = [], tiny_llama()
+    row_counts, honest = [], tiny_llama()
 
     def forward(params, tokens, cache, **options):
         if tokens.shape[1] == CHUNK:
-            seen.append(tokens.shape[0])
+            row_counts.append(tokens.shape[0])
         return honest.model.forward(params, tokens, cache, **options)
 
     target = Target(honest.model._replace(forward=forward), honest.params)
@@ -38,7 +38,7 @@ def test_texts_are_those_of_separate_prompts():
     options = OPTIONS | {"key": jax.random.key(0), "processors": [PENALTY], "samples_per_prompt": 3}
     ours = decode(target, drafter, PROMPTS, **options)
     assert ours.to_lists() == separate(drafter, 3).to_lists()
-    assert len({tuple(text) for text in ours.to_lists()}) == 6 and set(seen) == {2}
+    assert len({tuple(text) for text in ours.to_lists()}) == 6 and set(row_counts) == {2}
 
 
 @pytest.mark.exhaustive
