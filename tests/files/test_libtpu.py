@@ -1,4 +1,4 @@
-"""What libtpu is told before it is loaded."""
+"""Tests of the flags that libtpu receives before it is loaded."""
 
 import os
 
@@ -16,8 +16,8 @@ def machine(monkeypatch, tmp_path):
 
     def prepare(device: str | None) -> None:
         (tmp_path / "device").write_text(f"{device}\n")
-        found = {"/dev/accel[0-9]*": ["/dev/accel0"] * (device is not None), libtpu._PCI: [str(tmp_path / "device")]}
-        monkeypatch.setattr("glob.glob", lambda pattern: found.get(pattern, []))
+        devices = {"/dev/accel[0-9]*": ["/dev/accel0"] * (device is not None), libtpu._PCI: [str(tmp_path / "device")]}
+        monkeypatch.setattr("glob.glob", lambda pattern: devices.get(pattern, []))
         libtpu.prepare_environment()
 
     return prepare
@@ -35,7 +35,8 @@ def test_where_there_is_none_nothing_looks_for_it(machine, monkeypatch):
 
 
 def test_tiles_of_tpu7x(machine, monkeypatch):
-    """Where weights would be tiled anew, and where programs for such chips are compiled; one's own flags stay."""
+    """The flag is set where weights would be tiled anew, and where programs for such chips are compiled; the user's own
+    flags stay."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     for device in ("0x0076", None, None):
         machine(device)
