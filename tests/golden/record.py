@@ -135,23 +135,23 @@ def of_loops():
     draft = tiny_llama_alike()
     draft = specjax.Target(draft.model, jax.device_put(draft.params, jax.devices()[1]))
     for temperature in (0.0, 0.8):
-        found = specjax.decoders.pearl(
+        result = specjax.decoders.pearl(
             tiny_llama(), draft, PROMPTS, key=jax.random.key(0), max_new_tokens=16, temperature=temperature,
             num_tokens=3,
         )  # fmt: skip
-        yield f"pearl {temperature}", found.to_lists(), 0
+        yield f"pearl {temperature}", result.to_lists(), 0
 
 
 PARTS = of_methods, of_rules, of_serve, of_resume, of_loops
 
 
 def main(out: str) -> None:
-    found, start = {}, time.time()
+    record, start = {}, time.time()
     for part in PARTS:
         for name, texts, passes in part():
-            found[name] = {"texts": texts, "passes": np.asarray(passes).tolist()}
+            record[name] = {"texts": texts, "passes": np.asarray(passes).tolist()}
             print(f"{time.time() - start:6.0f} s  {name}", flush=True)
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(texts)}" for name, texts in found.items())
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(texts)}" for name, texts in record.items())
         pathlib.Path(out).write_text(f"{{\n{rows}\n}}\n")
 
 

@@ -13,8 +13,8 @@ TEXTS = json.loads((FOLDER / "texts.json").read_text())
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", ["of_methods", "of_rules", "of_serve", "of_resume", "of_loops"])
 def test_texts_are_those_of_before(part):
-    seen = 0
+    num_texts = 0
     for name, texts, _ in getattr(module_at(FOLDER / "record.py"), part)():
         assert texts == TEXTS[name]["texts"], name
-        seen += 1
-    assert seen > 1
+        num_texts += 1
+    assert num_texts > 1
