@@ -49,9 +49,9 @@ class Characters:
 @pytest.fixture
 def small(monkeypatch):
     """`specjax.load` of a tiny model. (target, tokenizer)."""
-    found = tiny_llama(), Characters()
-    monkeypatch.setattr(specjax, "load", lambda *args, **options: found)
-    return found
+    loaded = tiny_llama(), Characters()
+    monkeypatch.setattr(specjax, "load", lambda *args, **options: loaded)
+    return loaded
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -66,9 +66,9 @@ def test_the_first_example_runs_as_it_stands(page, small, capsys):
 
 def test_the_example_of_training(capsys):
     prompts = np.random.default_rng(0).integers(1, 60, (4, 6)).tolist()
-    given = {"target": tiny_llama(), "jax": jax, "specjax": specjax, "prompts": prompts}
+    namespace = {"target": tiny_llama(), "jax": jax, "specjax": specjax, "prompts": prompts}
     short = blocks(ROOT / "docs/training.md")[0].replace("max_new_tokens=48", "max_new_tokens=12")
-    exec(compile(short, "training.md", "exec"), given)
+    exec(compile(short, "training.md", "exec"), namespace)
     *steps, per_pass = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in steps] == ["1", "2"], "one lesson, twice"
     assert 1 <= float(per_pass) <= 4
@@ -76,16 +76,16 @@ def test_the_example_of_training(capsys):
 
 def test_the_examples_of_own_models(capsys):
     """Both targets keep their promises; the texts, here plain and drafted, are the same."""
-    given = {"__name__": "own_models"}
+    namespace = {"__name__": "own_models"}
     short = {"max_new_tokens=24": "max_new_tokens=8", "target, None": 'target, "autoregressive"'}
     short["quick, None"] = 'quick, "prompt_lookup"'
     for block in blocks(ROOT / "docs/own_models.md"):
         for long, brief in short.items():
             block = block.replace(long, brief)
-        exec(compile(block, "own_models.md", "exec"), given)
+        exec(compile(block, "own_models.md", "exec"), namespace)
     first, texts, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Mine keeps all 13 promises") and second.startswith("Mine keeps all 12 promises")
-    assert str(given["again"].to_lists()) in texts
+    assert str(namespace["again"].to_lists()) in texts
 
 
 @pytest.mark.parametrize("lines", [["one", "two and three", "4"]])

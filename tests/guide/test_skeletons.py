@@ -35,7 +35,7 @@ SETTINGS = {
 
 @functools.cache
 def skeleton(section):
-    """What the file of a section defines."""
+    """Return what the file of a section defines."""
     (source,) = re.findall(r"^```python\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
     names = {"__name__": section}
     exec(compile(source, f"CONTRIBUTING.md, {section}", "exec"), names)
@@ -106,11 +106,11 @@ def test_a_round_of_the_drafter_by_hand():
     assert tree.tokens[0, :3].tolist() == [0, 1, 2]
     assert tree.valid.tolist() == [[True, True, True, False]]  # nothing is known behind 2
     best = jax.nn.one_hot(jnp.array([[3, 2, 0]]), 4)  # the target would have 3 behind 0, 2 behind 1, 0 behind 2
-    for width, learnt in ((1, [3, 2, -1, -1]), (3, [3, 2, 0, -1])):
+    for width, row in ((1, [3, 2, -1, -1]), (3, [3, 2, 0, -1])):
         output = Output(best[:, :width], best[:, :width])
-        seen = drafter.observe((), table, text, operations.cut(tree, width), None, output)
-        assert {x.shape for x in seen} == {(1, drafter.num_nodes)}
-        assert drafter.update((), table, seen, None).tolist() == [learnt]
+        observation = drafter.observe((), table, text, operations.cut(tree, width), None, output)
+        assert {x.shape for x in observation} == {(1, drafter.num_nodes)}
+        assert drafter.update((), table, observation, None).tolist() == [row]
 
 
 def drafter_of_head(target):
@@ -130,7 +130,8 @@ def test_the_head_drafts_and_the_text_is_that_of_plain_decoding(how):
 
 
 def error_of(core):
-    """Of the joint distribution of three tokens: every chain of two drafts, every outcome of the rule."""
+    """Return the largest error of the joint distribution of three tokens, over every chain of two drafts and every
+    outcome of the rule."""
     joint, _ = block_distribution(core, *without_replacement(DRAFT_ROWS, 0, template((1, 1))), TARGET_ROWS, 2)
     return np.abs(joint - joint_distribution(TARGET_ROWS, 0, 3)).max()
 
@@ -177,7 +178,7 @@ def test_the_model_scores_a_tree_as_it_scores_each_path():
 
 
 def test_a_draft_that_is_the_target_is_always_right():
-    """So what it remembers is what a fresh prefill would leave: one wrong state and drafts go astray."""
+    """The model remembers what a fresh prefill would leave: with one wrong state drafts go astray."""
     drafter = two_model(recurrent(), tree=skeleton("A tree")["comb"](1, 3))
     result = decode(recurrent(), drafter, PROMPTS, key=jax.random.key(1), max_new_tokens=NEW)
     assert result.stats.target_passes.tolist() == [NEW // 4] * len(PROMPTS)

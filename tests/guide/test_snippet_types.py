@@ -49,12 +49,12 @@ def site(tmp_path_factory) -> pathlib.Path:
 def snippets(page: pathlib.Path) -> str:
     """The examples of a page as one module, because later ones use the names of earlier ones."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    chosen = [block for number, block in enumerate(blocks) if (page.name, number) not in FRAGMENTS]
-    return "\n".join([CONTEXT, *chosen]) if chosen else ""
+    checked = [block for number, block in enumerate(blocks) if (page.name, number) not in FRAGMENTS]
+    return "\n".join([CONTEXT, *checked]) if checked else ""
 
 
 def test_examples_have_the_types_of_the_package(site, tmp_path):
-    """One run of mypy over all pages: most of its time is the package itself."""
+    """The examples of all pages pass one run of mypy, whose time is mostly that of the package itself."""
     for page in PAGES:
         if text := snippets(page):
             (tmp_path / f"page_{page.stem}.py").write_text(text, encoding="utf-8")
@@ -66,8 +66,8 @@ def test_examples_have_the_types_of_the_package(site, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     lines = [line for line in done.stdout.splitlines() if ": note:" not in line]
-    found = [line for line in lines if line.startswith("checked.py")]
-    assert len(found) == 1 and "Target" in found[0], (
+    errors = [line for line in lines if line.startswith("checked.py")]
+    assert len(errors) == 1 and "Target" in errors[0], (
         f"mypy does not read the package's types\n{done.stdout}{done.stderr}"
     )
-    assert lines == found, "\n".join(lines)
+    assert lines == errors, "\n".join(lines)
