@@ -27,7 +27,7 @@ def some(kind, seed: int):
 
 @functools.cache
 def depth(name: str):
-    """One that leaves out some of the layers, not all."""
+    """Return a policy that leaves out some of the layers, not all."""
     return {
         "calm": lambda: adaptive.calm(0.3, every=2, horizon=NEW),
         "saturation": lambda: adaptive.calm(0.93, confidence="saturation", every=1),
@@ -53,16 +53,16 @@ def never(name: str):
 
 
 def texts(model, drafter=None, prompts=PROMPTS, **options):
-    """What is decoded behind the prompts."""
+    """Return what is decoded behind the prompts."""
     options = {"key": jax.random.key(0), "max_new_tokens": NEW} | options
     return decode(model, drafter or autoregressive(), prompts, **options).to_lists()
 
 
 def read_again(model, answers, prompts=PROMPTS):
     """`adaptive.read` of prompts and answers, and which entries count."""
-    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    tokens = np.zeros((len(whole), max(map(len, whole))), np.int32)
-    for row, text in zip(tokens, whole, strict=True):
+    full_texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens = np.zeros((len(full_texts), max(map(len, full_texts))), np.int32)
+    for row, text in zip(tokens, full_texts, strict=True):
         row[: len(text)] = text
     counts = np.arange(tokens.shape[1]) < np.array([[len(answer)] for answer in answers])
     return adaptive.read(model, tokens, np.array([len(prompt) for prompt in prompts])), counts

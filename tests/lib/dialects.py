@@ -1,4 +1,4 @@
-"""One set of weights of a head, written as every writer writes it."""
+"""The weights of one head, written as every writer writes them."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def mlp(prefix: str) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}.{part}_proj.weight": (F, D) for part in ("gate", "up")} | {f"{prefix}.down_proj.weight": (D, F)}
 
 
-def eagle3(hd: int = 8, taps: int = 3, vocab: int = VD, **others: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """By the names of vllm speculators."""
+def eagle3(hd: int = 8, taps: int = 3, vocab: int = VD, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return tensors by the names of vllm speculators."""
     names = "input_layernorm", "hidden_norm", "post_attention_layernorm"
     shapes = {
         "fc.weight": (D, taps * D), "norm.weight": (D,), "lm_head.weight": (vocab, D),
         **{f"layers.0.{name}.weight": (D,) for name in names},
-        **attention("layers.0.self_attn", hd, 2 * D), **mlp("layers.0.mlp"), **others,
+        **attention("layers.0.self_attn", hd, 2 * D), **mlp("layers.0.mlp"), **extra,
     }  # fmt: skip
     return arrays_of(shapes) | ({"d2t": IDS - np.arange(VD), "t2d": np.isin(np.arange(V), IDS)} if vocab < V else {})
 
 
 def eagle(hd: int = 8) -> dict[str, np.ndarray]:
-    """By the names of EAGLE's authors."""
+    """Return tensors by the names of EAGLE's authors."""
     return arrays_of({
         "embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D), "fc.bias": (D,),
         "layers.0.post_attention_layernorm.weight": (D,),
@@ -67,8 +67,8 @@ def eagle(hd: int = 8) -> dict[str, np.ndarray]:
 
 
 def falcon(hd: int = 8) -> dict[str, np.ndarray]:
-    """By the names of Falcon's authors: EAGLE's with an LSTM of PyTorch's in place of fc."""
-    rest = {name: value for name, value in eagle(hd).items() if not name.startswith("fc.")}
+    """Return tensors by the names of Falcon's authors: EAGLE's with an LSTM of PyTorch's in place of fc."""
+    tensors = {name: value for name, value in eagle(hd).items() if not name.startswith("fc.")}
     lstm = {
         f"lstm.{what}_l{i}": shape
         for i, reads in enumerate((2 * D, D))
@@ -76,11 +76,11 @@ def falcon(hd: int = 8) -> dict[str, np.ndarray]:
             "weight_ih": (4 * D, reads), "weight_hh": (4 * D, D), "bias_ih": (4 * D,), "bias_hh": (4 * D,)
         }.items()
     }  # fmt: skip
-    return rest | arrays_of(lstm, seed=1)
+    return tensors | arrays_of(lstm, seed=1)
 
 
 def medusa(heads: int = 3, vocab: int = V) -> dict[str, np.ndarray]:
-    """By vLLM's names."""
+    """Return tensors by vLLM's names."""
     return arrays_of({
         name: shape
         for i in range(heads)
@@ -97,12 +97,14 @@ def renamed(arrays: dict, *rules: tuple[str, str]) -> dict:
 
 
 def fused(arrays: dict) -> dict:
-    """As vLLM and SGLang keep them in memory, and some save them."""
-    rest = dict(arrays)
+    """Return the tensors joined as vLLM and SGLang keep them in memory, and as some writers save them."""
+    tensors = dict(arrays)
     for joined, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        for name in [name for name in rest if f".{parts[0]}." in name]:
-            rest[name.replace(parts[0], joined)] = np.concatenate([rest.pop(name.replace(parts[0], p)) for p in parts])
-    return rest
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            tensors[name.replace(parts[0], joined)] = np.concatenate(
+                [tensors.pop(name.replace(parts[0], p)) for p in parts]
+            )
+    return tensors
 
 
 def of_speculators(kind: str, hd: int = 8, **changes) -> dict:
@@ -178,7 +180,7 @@ def linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
 
 
 def kangaroo(hd: int = 8) -> dict[str, np.ndarray]:
-    """By its authors."""
+    """Return tensors by the names of Kangaroo's authors."""
     norms = {"layers.0.input_layernorm.weight": (D,), "norm.weight": (D,)}
     return arrays_of(norms | attention("layers.0.self_attn", hd))
 
@@ -199,7 +201,7 @@ def clover(layers: int = 2) -> dict[str, np.ndarray]:
 
 
 def chimera(heads: int = 2) -> dict[str, dict[str, np.ndarray]]:
-    """By its authors: tensors by file."""
+    """Return tensors by file, by the names of Chimera's authors."""
     files = {
         "trimlp": linear("0.linear", 3 * D, 3 * D) | {"1.weight": (D, 3 * D)},
         "fast_layer1": layer("0"),
@@ -209,7 +211,7 @@ def chimera(heads: int = 2) -> dict[str, dict[str, np.ndarray]]:
 
 
 def mlp_speculator(heads: int = 2, inner: int = 16) -> dict[str, np.ndarray]:
-    """By IBM."""
+    """Return tensors by IBM's names."""
     return arrays_of({
         f"speculator.{name}": shape
         for i in range(heads)
@@ -222,7 +224,7 @@ def mlp_speculator(heads: int = 2, inner: int = 16) -> dict[str, np.ndarray]:
 
 
 def hydra(heads: int = 2, blocks: int = 2) -> dict[str, np.ndarray]:
-    """By its authors, without a prefix layer."""
+    """Return tensors by the names of Hydra's authors, without a prefix layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(heads):
         for j in range(blocks):
@@ -232,7 +234,7 @@ def hydra(heads: int = 2, blocks: int = 2) -> dict[str, np.ndarray]:
 
 
 def redrafter(layers: int = 2, width: int = 40) -> dict[str, np.ndarray]:
-    """By Apple."""
+    """Return tensors by Apple's names."""
     blocks = {name: shape for j in range(layers) for name, shape in linear(f"lm_head.{j}.linear", width, width).items()}
     return arrays_of({
         "rnn_w.weight": (D, D), **linear("rnn_u", D, D), **linear("input_proj", width, 2 * D), **blocks,

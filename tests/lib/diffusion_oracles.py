@@ -28,7 +28,7 @@ class NumpyLlama:
 
         sees: bool[T, S + T], with S the columns of `past`."""
         c, h = self.c, self.w["embed"]["weight"][np.asarray(tokens)]
-        kept = []
+        cache = []
         for i in range(c.num_layers):
             layer = self.w["layers"][i]
             x = self._norm(h, layer["attention_norm"]["weight"])
@@ -38,7 +38,7 @@ class NumpyLlama:
             q, k = self._turned(q, columns), self._turned(k, columns)
             if past is not None:
                 k, v = np.concatenate([past[i][0], k]), np.concatenate([past[i][1], v])
-            kept.append((k, v))
+            cache.append((k, v))
             groups = c.num_heads // c.num_kv_heads
             scores = np.einsum("thd,shd->hts", q, np.repeat(k, groups, 1)) / np.sqrt(c.head_dim)
             weights = softmax(np.where(sees[None], scores, -1e30))
@@ -50,13 +50,13 @@ class NumpyLlama:
             h = h + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp"]["down"]["weight"].T
         logits = self._norm(h, self.w["norm"]["weight"]) @ self.w["head"]["weight"].T
         logits[:, self.blank] = -np.inf
-        return logits, kept
+        return logits, cache
 
     def whole(self, tokens):
         """Logits [N, V] of a canvas with full attention; row i predicts column i."""
         size = len(tokens)
-        logits, kept = self(tokens, np.arange(size), np.ones((size, size), bool))
-        return (np.concatenate([logits[:1], logits[:-1]]) if self.shifted else logits), kept
+        logits, cache = self(tokens, np.arange(size), np.ones((size, size), bool))
+        return (np.concatenate([logits[:1], logits[:-1]]) if self.shifted else logits), cache
 
     def _norm(self, x, weight):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.c.norm_eps) * weight
@@ -105,8 +105,8 @@ def dimple(model, prompt, count, *, gamma, steps, eps=1e-3):
     behind, past = len(prompt) - 1, None
     for i in range(steps):
         if past is None:
-            logits, kept = model.whole(canvas.tokens)
-            past = [(k[:behind], v[:behind]) for k, v in kept]
+            logits, cache = model.whole(canvas.tokens)
+            past = [(k[:behind], v[:behind]) for k, v in cache]
         else:
             columns = np.arange(behind, len(canvas.tokens))
             sees = np.ones((len(columns), len(canvas.tokens)), bool)
@@ -115,15 +115,15 @@ def dimple(model, prompt, count, *, gamma, steps, eps=1e-3):
             logits = np.concatenate([np.zeros((behind, rows.shape[1])), rows])
         words, sure = logits.argmax(-1), softmax(logits).max(-1)
         masked = np.flatnonzero(canvas.open)
-        chosen = masked if i == steps - 1 else [c for c in masked if sure[c] > gamma]
-        if not len(chosen):
+        picks = masked if i == steps - 1 else [c for c in masked if sure[c] > gamma]
+        if not len(picks):
             t = len(masked) / count
             for k in range(max(int(np.flatnonzero(times < t)[0]), i + 1), steps + 1):
                 share = len(masked) if k == steps else int(len(masked) * (1 - times[k] / t))
                 if share >= 1:
                     break
-            chosen = best_of(masked, sure, share)
-        canvas.take(chosen, words, i)
+            picks = best_of(masked, sure, share)
+        canvas.take(picks, words, i)
         if not canvas.open.any():
             break
     return canvas.result(count)
@@ -183,8 +183,8 @@ def llada(model, prompt, count, *, block, steps, factor=None, ends=(), fill=None
     canvas, logits)` decides that all is filled."""
     canvas, number = Canvas(model, prompt, len(prompt) + count), 0
     for first in range(len(prompt), len(prompt) + count, block):
-        here = range(first, min(first + block, len(prompt) + count))
-        quotas = [len(here) // steps + (step < len(here) % steps) for step in range(steps)]
+        block_columns = range(first, min(first + block, len(prompt) + count))
+        quotas = [len(block_columns) // steps + (step < len(block_columns) % steps) for step in range(steps)]
         for step, quota in enumerate(quota for quota in quotas if quota):
             logits, _ = model.whole(canvas.tokens)
             words, sure = logits.argmax(-1), softmax(logits).max(-1)
@@ -193,7 +193,7 @@ def llada(model, prompt, count, *, block, steps, factor=None, ends=(), fill=None
                 return canvas.result(count)
             if factor is not None:
                 sure = np.where(np.isin(words, ends), sure * factor(step), sure)
-            canvas.take(best_of([c for c in here if canvas.open[c]], sure, quota), words, number)
+            canvas.take(best_of([c for c in block_columns if canvas.open[c]], sure, quota), words, number)
             number += 1
     return canvas.result(count)
 
@@ -239,7 +239,7 @@ def dream(model, prompt, count, *, steps, alg, top_p=1.0, eps=1e-3):
 
 
 def released_factor(sure, factor):
-    """How many columns Fast-dLLM's released loop takes, of confidences sorted descending."""
+    """Return how many columns Fast-dLLM's released loop takes, of confidences sorted descending."""
     bounds = [1 - factor / (n + 1) for n in range(1, len(sure) + 1)]
     bounds[0] = -1
     last = len(sure) - 1

@@ -34,13 +34,13 @@ def patterns(core, tree: TokenTree, target_logits):
     forced = np.concatenate([np.zeros((count, 1)), np.where(table == 1, 0.0, 1.0)], 1).astype(np.float32)
     # A row for each node i and each pattern of the i - 1 before it, and one to spare: all thresholds in one bisection.
     node = np.concatenate([np.full(1 << i - 1, i) for i in range(1, n)] + [[n - 1]])
-    before = np.concatenate([np.arange(1 << i - 1) << n - i for i in range(1, n)] + [[0]])
-    u, own = np.tile(forced[before], (drafts, 1)), np.tile(node, drafts)[:, None]
+    prefixes = np.concatenate([np.arange(1 << i - 1) << n - i for i in range(1, n)] + [[0]])
+    u, own_node = np.tile(forced[prefixes], (drafts, 1)), np.tile(node, drafts)[:, None]
     low, high = np.zeros(drafts * count), np.ones(drafts * count)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        np.put_along_axis(u, own, middle[:, None].astype(np.float32), 1)
-        accepted = (np.asarray(run(u).path) == own).any(1)
+        np.put_along_axis(u, own_node, middle[:, None].astype(np.float32), 1)
+        accepted = (np.asarray(run(u).path) == own_node).any(1)
         low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
     threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, count)
     probability = np.ones((drafts, count))
@@ -83,7 +83,7 @@ def without_replacement(rows: np.ndarray, start: int, template):
 
 
 def leaf_first_patterns(core, tree: TokenTree, target_logits):
-    """As `patterns`, for a rule that tests nodes from the leaves up and stops at the first that it accepts.
+    """Enumerate as `patterns`, for a rule that tests nodes from the leaves up and stops at the first that it accepts.
 
     Pattern i ends at node i: it passes its own test and every node before it, in post-order, failed.
     """
@@ -91,13 +91,13 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
     merged = jax.jit(operations.merge_equal_siblings)(tree)
     parents, valid = np.asarray(merged.parents), np.asarray(merged.valid)
     run = _compiled(core, tree, target_logits, n)
-    own = np.tile(np.eye(n, dtype=bool), (drafts, 1))
+    own_node = np.tile(np.eye(n, dtype=bool), (drafts, 1))
     ends = lambda end: np.asarray(end.path.max(1))  # nodes stand behind their parents
     low, high = np.zeros(drafts * n), np.ones(drafts * n)
     mine = np.tile(np.arange(n), drafts)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        accepted = ends(run(np.where(own, middle[:, None], 1.0).astype(np.float32))) == mine
+        accepted = ends(run(np.where(own_node, middle[:, None], 1.0).astype(np.float32))) == mine
         low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
     threshold = np.where(high < 1e-6, 0.0, np.where(low > 1 - 1e-6, 1.0, (low + high) / 2)).reshape(drafts, n)
     threshold[:, 0] = 1.0
@@ -114,7 +114,7 @@ def leaf_first_patterns(core, tree: TokenTree, target_logits):
         for node in post_order(e, 0):
             probability[e, node] = left * threshold[e, node]
             left *= 1 - threshold[e, node]
-    end = run(np.where(own, 0.0, 1.0).astype(np.float32))
+    end = run(np.where(own_node, 0.0, 1.0).astype(np.float32))
     shape = lambda x: np.asarray(x).reshape(drafts, n, *x.shape[1:])
     return probability, jax.tree.map(shape, end)
 
@@ -127,11 +127,11 @@ def independent_paths(rows: np.ndarray, start: int, paths: int, depth: int, sets
     vocab = len(rows)
     parents = np.array([-1, *([0] * paths), *range(1, paths * (depth - 1) + 1)], np.int32)
     chains = list(itertools.product(range(vocab), repeat=depth))
-    chosen = list(
+    path_sets = list(
         itertools.combinations_with_replacement(chains, paths) if sets else itertools.product(chains, repeat=paths)
     )
-    orders = [len(set(itertools.permutations(c))) if sets else 1 for c in chosen]
-    tokens = np.array([(start, *np.array(c).T.ravel()) for c in chosen], np.int32)  # level by level
+    orders = [len(set(itertools.permutations(c))) if sets else 1 for c in path_sets]
+    tokens = np.array([(start, *np.array(c).T.ravel()) for c in path_sets], np.int32)  # level by level
     weights = np.prod([rows.astype(np.float64)[tokens[:, parents[i]], tokens[:, i]] for i in range(1, len(parents))], 0)
     return draft(rows, tokens, parents), weights * orders
 
@@ -158,25 +158,25 @@ def draft(rows, tokens, parents):
 
 def top_and_sampled(rows: np.ndarray, start: int, template):
     """Every outcome of drafts whose first child is sampled and whose others are the likeliest tokens of the row."""
-    outcomes, kept = [((start,), 1.0)], np.zeros_like(rows)
+    outcomes, tail = [((start,), 1.0)], np.zeros_like(rows)
     children = {int(p): int((template.parents == p).sum()) for p in template.parents}
     fixed = lambda token, count: np.argsort(-rows[token], kind="stable")[: count - 1]
     for token in range(len(rows)):
-        kept[token] = rows[token]
-        kept[token, fixed(token, max(children.values()))] = 0
-    kept = kept / kept.sum(1, keepdims=True)
+        tail[token] = rows[token]
+        tail[token, fixed(token, max(children.values()))] = 0
+    tail = tail / tail.sum(1, keepdims=True)
     for node in range(1, template.num_nodes):
         parent, rank = int(template.parents[node]), int(template.ranks[node])
         grown = []
         for tokens, weight in outcomes:
-            before = tokens[parent]
+            last = tokens[parent]
             if rank:
-                grown.append(((*tokens, int(fixed(before, children[parent])[rank - 1])), weight))
+                grown.append(((*tokens, int(fixed(last, children[parent])[rank - 1])), weight))
             else:
-                grown += [((*tokens, t), weight * float(w)) for t, w in enumerate(kept[before]) if w > 0]
+                grown += [((*tokens, t), weight * float(w)) for t, w in enumerate(tail[last]) if w > 0]
         outcomes = grown
     tokens = np.array([t for t, _ in outcomes], np.int32)
-    return draft(kept, tokens, template.parents), np.array([w for _, w in outcomes])
+    return draft(tail, tokens, template.parents), np.array([w for _, w in outcomes])
 
 
 def block_distribution(core, tree: TokenTree, weights, target_rows: np.ndarray, depth: int, patterns=patterns):

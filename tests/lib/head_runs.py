@@ -40,14 +40,14 @@ def _run(head, params, target: Target, features, path, reads: int):
     length = jnp.asarray(LENGTH)
     tokens = jnp.pad(jnp.asarray(TEXT), ((0, 0), (0, 4)))
     context = Context(tokens, length, target=target)
-    memory, held = head.init_memory(params, context, len(TEXT), 16), jnp.zeros_like(length)
+    memory, num_read = head.init_memory(params, context, len(TEXT), 16), jnp.zeros_like(length)
     at = lambda x, start: jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, reads))(x, start)
     pad = lambda x: jnp.pad(x, [(0, 0), (0, reads)] + [(0, 0)] * (x.ndim - 2))
     for _ in range(-(-(TEXT.shape[1] - 1) // reads)):
-        count = jnp.clip(length - 1 - held, 0, reads)
-        following = at(pad(tokens), held + 1)
-        memory = head.read(params, memory, FeaturePairs(at(pad(features), held), following, count), context)
-        held += count
+        count = jnp.clip(length - 1 - num_read, 0, reads)
+        following = at(pad(tokens), num_read + 1)
+        memory = head.read(params, memory, FeaturePairs(at(pad(features), num_read), following, count), context)
+        num_read += count
     return draft(head, params, memory, context, path)
 
 

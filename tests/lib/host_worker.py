@@ -1,4 +1,4 @@
-"""What the processes of tests/parallel run: `host_worker.py MODE ...`."""
+"""The processes that tests/parallel runs: `host_worker.py MODE ...`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def methods(address: str, count: str, host: str, *names: str) -> None:
     mesh = parallel.mesh(2 * int(count), 1)
     target = tiny_llama()
     target = specjax.Target(target.model, parallel.place(target.params, mesh))
-    whole, keys = arrays()
-    rows, keys = parallel.spread_rows(mesh, *whole, keys)
+    host_arrays, keys = arrays()
+    rows, keys = parallel.spread_rows(mesh, *host_arrays, keys)
     for name in names:
         drafter = drafter_of(name)
         drafter = drafter.replace(params=parallel.place(drafter.params, mesh))
@@ -79,8 +79,8 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
 
     mesh = parallel.mesh(2 * int(count), 1)
     target = specjax.shard(tiny_llama(), mesh)
-    whole, keys = arrays()
-    rows, keys = parallel.spread_rows(mesh, *whole, keys)
+    host_arrays, keys = arrays()
+    rows, keys = parallel.spread_rows(mesh, *host_arrays, keys)
     for number in range(10**9):
         result = specjax.decode(target, "autoregressive", rows, key=keys, max_new_tokens=200)
         parallel.gather(result)
@@ -101,8 +101,8 @@ def library(address: str, count: str, host: str) -> None:
     import specjax
 
     target = specjax.shard(tiny_llama(layers=1), parallel.mesh(1, 2 * int(count)))
-    own = int(host) + 1
-    for prompts, key in (([[1, own]], 0), ([[1, 2]], own), ([[1, 2]], 0)):
+    host_number = int(host) + 1
+    for prompts, key in (([[1, host_number]], 0), ([[1, 2]], host_number), ([[1, 2]], 0)):
         try:
             result = specjax.decode(target, "autoregressive", prompts, key=key, max_new_tokens=4)
             print("text:", parallel.gather(result).to_lists(), flush=True)
@@ -111,7 +111,7 @@ def library(address: str, count: str, host: str) -> None:
 
     def requests():
         for number in range(4):
-            time.sleep(0.3 * own * (number % 2))
+            time.sleep(0.3 * host_number * (number % 2))
             yield specjax.Request([1, 2, number], number)
 
     texts: dict[int, list[int]] = {}
@@ -120,7 +120,7 @@ def library(address: str, count: str, host: str) -> None:
         texts[news.request] = texts.get(news.request, []) + news.tokens
     print("served:", json.dumps(texts), flush=True)
     try:
-        requests = [specjax.Request([own], 0)]
+        requests = [specjax.Request([host_number], 0)]
         list(specjax.serve(target, "prompt_lookup", requests, slots=2, longest_prompt=4, max_new_tokens=6))
     except specjax.UsageError as error:
         print("refused:", error, flush=True)
@@ -140,8 +140,8 @@ def training(address: str, count: str, host: str, folder: str, epochs: str) -> N
         spread, head_of("eagle3"), texts(), recipe=recipe(), held_out=texts(), epochs=int(epochs), rows=4, length=32,
         evaluate_every=2, folder=folder, on_progress=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
-    found = measure_acceptance(spread, fitted, texts(), depths=3, rows=4, length=32)
-    print(json.dumps({"losses": losses, "served": found}), flush=True)
+    acceptance = measure_acceptance(spread, fitted, texts(), depths=3, rows=4, length=32)
+    print(json.dumps({"losses": losses, "served": acceptance}), flush=True)
 
 
 def cli(*arguments: str) -> None:

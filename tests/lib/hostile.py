@@ -30,7 +30,7 @@ VALUES = [
 
 
 def attacks(quick: int, many: int = 100_000):
-    """For `parametrize("rng, count", ...)`: some cases always, many in the tier `exhaustive`."""
+    """Return parameters for `parametrize("rng, count", ...)`: some cases always, many in the tier `exhaustive`."""
     return [pytest.param(random.Random(0), quick, id="quick"), exhaustive(random.Random(1), many, id="many")]
 
 
@@ -40,12 +40,12 @@ class TooLong(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """So much time and so much more memory, where the system can say how much there is, and no more."""
+    """Limit the time, and the further memory where the system publishes how much is used."""
 
     def stop(*_):
         raise TooLong
 
-    before, limits = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    handler, limits = signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
@@ -55,7 +55,7 @@ def bounded() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def survives(read: Callable[[], object], case: object = "") -> str | None:
@@ -77,7 +77,7 @@ def survives(read: Callable[[], object], case: object = "") -> str | None:
 
 
 def changed_bytes(rng: random.Random, contents: bytes, within: int | None = None) -> bytes:
-    """With one to three changes among the first `within` bytes."""
+    """Return the contents with one to three changes among the first `within` bytes."""
     data = bytearray(contents)
     for _ in range(rng.randint(1, 3)):
         limit = max(1, min(len(data), within or len(data)))
@@ -103,7 +103,7 @@ def changed_bytes(rng: random.Random, contents: bytes, within: int | None = None
 
 
 def changed_json(rng: random.Random, document: Any, values: list = VALUES) -> Any:
-    """With one to three values replaced, removed, exchanged or added."""
+    """Return the document with one to three values replaced, removed, exchanged or added."""
     document = copy.deepcopy(document)
     for _ in range(rng.randint(1, 3)):
         holder, key = document, None
@@ -131,7 +131,7 @@ def changed_json(rng: random.Random, document: Any, values: list = VALUES) -> An
 
 
 def as_json(rng: random.Random, document: Any) -> bytes:
-    """Its bytes, sometimes damaged as only JSON can be."""
+    """Return the bytes of a document, sometimes damaged as only JSON can be."""
     contents = json.dumps(document).encode("utf-8", "surrogatepass")
     kind = rng.randrange(40)
     if kind == 0:

@@ -39,8 +39,8 @@ def fall_back(tree, stop_below):
     """BiLD's fallback on a finished draft: without what was drafted where the largest q is under `stop_below`."""
     sure = jnp.max(jax.nn.log_softmax(tree.logits, -1), -1) >= jnp.log(stop_below)  # bool[B, N]
     below_sure = jnp.take_along_axis(sure, jnp.maximum(tree.parents, 0), 1) | (tree.parents < 0)
-    kept = jnp.all(~operations.ancestor_mask(tree.parents) | below_sure[:, None], -1)
-    return tree._replace(valid=tree.valid & kept)
+    is_sure = jnp.all(~operations.ancestor_mask(tree.parents) | below_sure[:, None], -1)
+    return tree._replace(valid=tree.valid & is_sure)
 
 
 def lantern_core(u, tree, logits, neighbours, delta=0.0, share=0.0, offset=0):
@@ -86,8 +86,8 @@ def output_tv(core, values, branching=(1, 1)):
     rows = []
     for i in range(len(values)):
         part = slice(i * len(weights), (i + 1) * len(weights))
-        known = lambda *_, part=part: (probability[part], jax.tree.map(lambda x: x[part], end))
-        joint, accepted = block_distribution(None, drafts, weights, TARGET_ROWS, len(branching), known)
+        part_of = lambda *_, part=part: (probability[part], jax.tree.map(lambda x: x[part], end))
+        joint, accepted = block_distribution(None, drafts, weights, TARGET_ROWS, len(branching), part_of)
         np.testing.assert_allclose(joint.sum(), 1, atol=1e-6)
         distance = tv(joint, joint_distribution(TARGET_ROWS, 0, len(branching) + 1))
         rows.append((distance, (accepted * (1 + np.arange(len(accepted)))).sum()))

@@ -32,17 +32,17 @@ def transformer(params, tokens, positions=None, mask=None, cache=None):
     positions = jnp.arange(count)[None] if positions is None else positions
     mask = jnp.tril(jnp.ones((count, count), bool)) if mask is None else mask
     x = params["embed"][tokens] + jnp.take(params["place"], positions, 0)  # NaN behind the last place, as `nnx.Embed`
-    kept = None if cache is None else cache["kv"]
+    kv = None if cache is None else cache["kv"]
     for layer in range(LAYERS):
         q, k, v = jnp.einsum("btd,nde->nbte", x, params["qkv"][layer])
-        if kept is not None:
+        if kv is not None:
             new = jnp.stack([k, v], 2)[:, None]
-            kept = jax.lax.dynamic_update_slice(kept, new, (0, layer, cache["next"][0], 0, 0))
-            k, v = kept[:, layer, :, 0], kept[:, layer, :, 1]
+            kv = jax.lax.dynamic_update_slice(kv, new, (0, layer, cache["next"][0], 0, 0))
+            k, v = kv[:, layer, :, 0], kv[:, layer, :, 1]
         scores = jnp.where(mask, q @ k.swapaxes(1, 2), -1e9)
         x = x + jax.nn.softmax(scores, -1) @ v
     logits = x @ params["head"]
-    return logits if cache is None else (logits, {"kv": kept, "next": cache["next"] + count})
+    return logits if cache is None else (logits, {"kv": kv, "next": cache["next"] + count})
 
 
 def empty_cache(batch: int, slots: int) -> dict[str, jax.Array]:
@@ -75,9 +75,9 @@ def of_page(name: str):
     """A function as docs/own_models.md defines it."""
     page = (pathlib.Path(__file__).parents[2] / "docs/own_models.md").read_text(encoding="utf-8")
     (block,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    given = {"jax": jax, "jnp": jnp, "specjax": specjax}
-    exec(compile(block, "own_models.md", "exec"), given)
-    return given[name]
+    namespace = {"jax": jax, "jnp": jnp, "specjax": specjax}
+    exec(compile(block, "own_models.md", "exec"), namespace)
+    return namespace[name]
 
 
 class Bag(NamedTuple):
@@ -87,21 +87,22 @@ class Bag(NamedTuple):
 
 @functools.cache
 def bag_model() -> Model:
-    """What a token predicts is linear in the mean of all that it sees; parameters: those of the transformer."""
+    """Return a model whose logits are linear in the mean of all that a token sees; its parameters are those of the
+    transformer."""
 
     def forward(params, tokens, cache, *, positions, mask, earlier=None):
         new = params["embed"][tokens] * (1 + params["place"][positions])
         every = jnp.concatenate([cache.values, new] if earlier is None else [cache.values, earlier, new], 1)
-        held = jnp.arange(cache.values.shape[1]) < cache.length[:, None]
-        held = jnp.broadcast_to(held[:, None], (*tokens.shape, held.shape[1]))
-        seen = jnp.concatenate([held, mask], 2)
-        hidden = seen @ every / seen.sum(2, keepdims=True)
+        in_cache = jnp.arange(cache.values.shape[1]) < cache.length[:, None]
+        in_cache = jnp.broadcast_to(in_cache[:, None], (*tokens.shape, in_cache.shape[1]))
+        visible = jnp.concatenate([in_cache, mask], 2)
+        hidden = visible @ every / visible.sum(2, keepdims=True)
         return Output(hidden @ params["head"], hidden), new
 
     def commit(cache, pending, path, num_nodes):
-        chosen = jnp.take_along_axis(pending, jnp.maximum(path, 0)[:, :, None], 1)
+        accepted = jnp.take_along_axis(pending, jnp.maximum(path, 0)[:, :, None], 1)
         slot = jnp.where(path >= 0, cache.length[:, None] + jnp.arange(path.shape[1]), cache.values.shape[1])
-        values = cache.values.at[jnp.arange(len(path))[:, None], slot].set(chosen, mode="drop")
+        values = cache.values.at[jnp.arange(len(path))[:, None], slot].set(accepted, mode="drop")
         return Bag(values, cache.length + num_nodes)
 
     return Model(

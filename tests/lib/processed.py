@@ -30,7 +30,7 @@ class Letters:
 
 
 def accepts(automaton: Automaton, tokens) -> bool:
-    """Whether a text of these tokens may end."""
+    """Return whether a text of these tokens may end."""
     state = 0
     for token in tokens:
         row = slice(automaton.offsets[state], automaton.offsets[state + 1])
@@ -48,14 +48,14 @@ def counting(vocab: int) -> Automaton:
     transitions = {}
     for parity in (0, 1):
         for last in (0, *odds):  # 0: no odd one
-            after = {token: 100 * (1 - parity) for token in evens}
-            transitions[100 * parity + last] = after | {odd: 100 * parity + odd for odd in odds if odd != last}
+            successors = {token: 100 * (1 - parity) for token in evens}
+            transitions[100 * parity + last] = successors | {odd: 100 * parity + odd for odd in odds if odd != last}
     return automaton(0, transitions, {0, *odds}, [EOS])
 
 
 @functools.cache
 def some(vocab: int) -> dict[str, Processor]:
-    """One of each."""
+    """Return one processor of each kind."""
     return {
         "repetition": processors.repetition(1.7),
         "presence": processors.presence(0.9),
@@ -66,7 +66,7 @@ def some(vocab: int) -> dict[str, Processor]:
 
 
 def by_row(vocab: int, rows: tuple[int, ...] = (0, 1, 2)) -> tuple[Processor, ...]:
-    """One of each, set differently for three rows, in this order; the last of them is free."""
+    """Return one processor of each kind, set differently for three rows, in this order; the last of them is free."""
     pick = lambda values: [values[row] for row in rows]
     return (
         processors.repetition(np.array(pick([1.7, 1.2, 1.0]))),
@@ -94,7 +94,8 @@ def in_a_tree(processor: Processor, state, tree: TokenTree, logits, ignore: bool
 
 @jax.jit
 def _plain(processor: Processor, state, path, count, logits):
-    """Of one row: after `count` tokens of `path` int32[T] one by one, by trees of one node."""
+    """Return the processed logits of one row after `count` tokens of `path` int32[T], one by one, by trees of one
+    node."""
 
     def token(i, state):
         return processor.update(processor.params, state, path[None, i, None], (i < count)[None].astype(jnp.int32))
@@ -105,12 +106,13 @@ def _plain(processor: Processor, state, path, count, logits):
 
 
 def one_by_one(processor: Processor, state, tree: TokenTree, logits) -> np.ndarray:
-    """As `in_a_tree`, by plain decoding along the path to each node; nan for nodes that are not valid."""
+    """Compute what `in_a_tree` computes, by plain decoding along the path to each node; nan for nodes that are not
+    valid."""
     batch, n, _ = logits.shape
     out = np.full(logits.shape, np.nan, np.float32)
     parents, tokens = np.asarray(tree.parents), np.asarray(tree.tokens)
     for row in range(batch):
-        own = jax.tree.map(lambda x, row=row: x[row : row + 1], state)
+        row_state = jax.tree.map(lambda x, row=row: x[row : row + 1], state)
         for node in range(n):
             if not tree.valid[row, node]:
                 continue
@@ -118,7 +120,7 @@ def one_by_one(processor: Processor, state, tree: TokenTree, logits) -> np.ndarr
             while at > 0:
                 path, at = [tokens[row, at], *path], parents[row, at]
             padded = np.array([*path, *[0] * (n - len(path))], np.int32)
-            out[row, node] = _plain(processor, own, padded, np.int32(len(path)), logits[row, node])
+            out[row, node] = _plain(processor, row_state, padded, np.int32(len(path)), logits[row, node])
     return out
 
 

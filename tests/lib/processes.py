@@ -18,7 +18,7 @@ WORKER = pathlib.Path(__file__).parent / "host_worker.py"
 
 
 class Ended(NamedTuple):
-    """One process, after its end."""
+    """A process after its end."""
 
     code: int
     out: str
@@ -35,9 +35,9 @@ class Hosts:
         self.folder = tempfile.TemporaryDirectory()
         self.processes = []
         for host in range(count):
-            known = {"PORT": str(port), "HOST": str(host), "ADDRESS": f"127.0.0.1:{port}", "COUNT": str(count)}
-            known |= names(host)
-            command = [known.get(a, str(a)) for a in (*arguments, *per_host(host))]
+            values = {"PORT": str(port), "HOST": str(host), "ADDRESS": f"127.0.0.1:{port}", "COUNT": str(count)}
+            values |= names(host)
+            command = [values.get(a, str(a)) for a in (*arguments, *per_host(host))]
             with open(self._file(host, "out"), "wb") as out, open(self._file(host, "err"), "wb") as err:
                 self.processes.append(
                     subprocess.Popen([sys.executable, str(WORKER), *command], stdout=out, stderr=err, env=environment)

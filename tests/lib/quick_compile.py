@@ -37,5 +37,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases a
 
 
 def flags(devices: int, quick: bool = True) -> str:
-    """For a process with so many fake devices; not `quick` for one that computes more than it compiles."""
+    """Return XLA's flags for a process with so many fake devices; not `quick` for one that computes more than it
+    compiles."""
     return " ".join((f"--xla_force_host_platform_device_count={devices}", *(QUICK if quick else ())))

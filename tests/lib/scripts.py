@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def module_at(path: Path) -> ModuleType:
-    """What a file defines, run anew."""
+    """Return the module that a file defines, run anew."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -35,19 +35,19 @@ def history_model(vocab: int = VOCAB) -> Model:
         return (tokens + 1) * (positions % 7 + 1) * 5 % STATES
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
-        held = jnp.arange(cache.tokens.shape[1])
-        before = jnp.sum(jnp.where(held < cache.length[:, None], code(cache.tokens, held), 0), 1)
+        slots = jnp.arange(cache.tokens.shape[1])
+        history = jnp.sum(jnp.where(slots < cache.length[:, None], code(cache.tokens, slots), 0), 1)
         new = code(tokens, positions)
         among = new if earlier is None else jnp.concatenate([code(*earlier), new], 1)
-        state = (before[:, None] + jnp.sum(jnp.where(mask, among[:, None], 0), 2)) % STATES
+        state = (history[:, None] + jnp.sum(jnp.where(mask, among[:, None], 0), 2)) % STATES
         logits = params[state]
         return Output(logits, logits), (tokens, positions)
 
     def commit(cache, pending, path, num_nodes):
         offset = jnp.arange(path.shape[1])
         place = jnp.where(offset < num_nodes[:, None], cache.length[:, None] + offset, cache.tokens.shape[1])
-        chosen = jnp.take_along_axis(pending[0], jnp.maximum(path, 0), 1)
-        tokens = cache.tokens.at[jnp.arange(len(place))[:, None], place].set(chosen, mode="drop")
+        accepted = jnp.take_along_axis(pending[0], jnp.maximum(path, 0), 1)
+        tokens = cache.tokens.at[jnp.arange(len(place))[:, None], place].set(accepted, mode="drop")
         return Tokens(tokens, cache.length + num_nodes)
 
     return Model(
@@ -83,7 +83,7 @@ KEYS = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), np.arange(3))
 
 
 def plain(target, drafter="autoregressive", prompts=PROMPTS, key=KEYS, max_new_tokens=12, **settings):
-    """What one model writes alone."""
+    """Return what one model writes alone."""
     return decode(target, drafter, prompts, key=key, max_new_tokens=max_new_tokens, **settings).to_lists()
 
 
@@ -136,7 +136,7 @@ def table_logits(target, tokens):
 
 
 def greedy(target, tokens, count, ends=()):
-    """Its next tokens, until one of `ends`."""
+    """Return the model's next tokens, until one of `ends`."""
     new = []
     while len(new) < count and not (new and new[-1] in ends):
         new.append(int(table_logits(target, [*tokens, *new]).argmax()))

@@ -1,4 +1,4 @@
-"""Which tests run in `make test`; the others are of the tier `exhaustive`."""
+"""The tier `exhaustive`, whose tests `make test` leaves out."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 
 def exhaustive(*values: Any, **options: Any):
-    """One parametrization for the tier `exhaustive`."""
+    """Return one parametrization for the tier `exhaustive`."""
     return pytest.param(*values, marks=pytest.mark.exhaustive, **options)
 
 
@@ -24,5 +24,5 @@ test` took 35 minutes of 2,998 tests, then 20 to 23 minutes of 4,957, each time 
 
 
 def is_repeated(nodeid: str) -> bool:
-    """Whether REPEATED names it."""
+    """Return whether REPEATED names the test."""
     return nodeid.removeprefix("tests/") in REPEATED

@@ -173,7 +173,8 @@ def tiny_llama_alike() -> Target:
 
 
 def compiled(drafter: Drafter) -> Drafter:
-    """For tests that call its functions themselves: operation by operation they take several times as long."""
+    """Compile a drafter's functions, for tests that call them directly: operation by operation they take several times
+    as long."""
     names = ("init", "propose", "observe", "update")
     return drafter.replace(**{name: jax.jit(getattr(drafter, name)) for name in names})
 

@@ -24,16 +24,16 @@ def _exact(vocab, size):
 
     def apply(params, tokens, content, positions, query):
         agrees = jnp.all(~query[:, :, None, :] | (texts == tokens[:, None, None, :]), -1)  # [B, Q, C]
-        there = jax.nn.one_hot(jnp.moveaxis(texts[:, positions], 0, -1), vocab)  # [B, Q, C, V]
-        return jnp.log(jnp.einsum("bqc,bqcv,c->bqv", agrees, there, params))
+        one_hot = jax.nn.one_hot(jnp.moveaxis(texts[:, positions], 0, -1), vocab)  # [B, Q, C, V]
+        return jnp.log(jnp.einsum("bqc,bqcv,c->bqv", agrees, one_hot, params))
 
     return apply
 
 
 def previous_token(params, condition, tokens, positions):
     """float32[B, Q, d]: `params["link"]` times the token before, 0 at the start."""
-    before = jnp.take_along_axis(tokens, jnp.maximum(positions - 1, 0)[:, :, None], 1)
-    return params["link"] * jnp.where(positions[:, :, None] > 0, before, 0.0)
+    previous = jnp.take_along_axis(tokens, jnp.maximum(positions - 1, 0)[:, :, None], 1)
+    return params["link"] * jnp.where(positions[:, :, None] > 0, previous, 0.0)
 
 
 def linear_mean(params, t, x, z):

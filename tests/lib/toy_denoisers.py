@@ -38,9 +38,9 @@ def _by_hand(kind: str, vocab: int) -> Model:
 
 def _of_confidence(best, sure, vocab: int):
     """Logits [..., V] whose softmax has `sure` at token `best` and the rest spread over the others."""
-    rest = jnp.log((1 - sure) / (vocab - 2))  # the last token is the mask, which no column becomes
+    log_others = jnp.log((1 - sure) / (vocab - 2))  # the last token is the mask, which no column becomes
     ids = jnp.arange(vocab)
-    logits = jnp.where(ids == best[..., None], jnp.log(sure)[..., None], rest[..., None])
+    logits = jnp.where(ids == best[..., None], jnp.log(sure)[..., None], log_others[..., None])
     return jnp.where(ids == vocab - 1, -1e9, logits)
 
 
@@ -53,29 +53,29 @@ def _frozen(params, tokens, positions, mask):
 def _ladder(params, tokens, positions, mask):
     """Surer of a column when the one before it is decided."""
     (best,) = params
-    before = jnp.concatenate([jnp.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
+    previous = jnp.concatenate([jnp.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
     place = jnp.minimum(positions, len(best) - 1)
-    return _of_confidence(best[place], jnp.where(before == _VOCAB - 1, 0.5, 0.95), _VOCAB)
+    return _of_confidence(best[place], jnp.where(previous == _VOCAB - 1, 0.5, 0.95), _VOCAB)
 
 
 def _coupled(params, tokens, positions, mask):
     """Pairs of columns (0, 1), (2, 3) ... behind the prompt of one token: uniform over (a, b) and (b, a)."""
     other = jnp.where((positions - 1) % 2 == 0, jnp.roll(tokens, -1, 1), jnp.roll(tokens, 1, 1))
-    known = other != _VOCAB - 1
+    is_known = other != _VOCAB - 1
     ids = jnp.arange(_VOCAB)
     either = jnp.where((ids == 0) | (ids == 1), 0.0, -1e9)
     fixed = jnp.where(ids == (1 - other)[..., None], 0.0, -1e9)
-    return jnp.where(known[..., None], fixed, either)
+    return jnp.where(is_known[..., None], fixed, either)
 
 
 def _cascade(params, tokens, positions, mask):
     """Column 1 is token 0 or 1; the others are sure once it is `params`, and its row alone says nothing of that."""
-    known = jnp.take_along_axis(tokens, jnp.argmax(positions == 1, 1)[:, None], 1) == params
-    others = _of_confidence(positions % (_VOCAB - 1), jnp.where(known, 0.99, 0.5), _VOCAB)
+    is_known = jnp.take_along_axis(tokens, jnp.argmax(positions == 1, 1)[:, None], 1) == params
+    dependents = _of_confidence(positions % (_VOCAB - 1), jnp.where(is_known, 0.99, 0.5), _VOCAB)
     ids = jnp.arange(_VOCAB)
     first = jnp.log(jnp.where(ids == 0, 0.48, jnp.where(ids == 1, 0.44, 0.08 / (_VOCAB - 3))))
     first = jnp.where(ids == _VOCAB - 1, -1e9, first)
-    return jnp.where((positions == 1)[..., None], first, others)
+    return jnp.where((positions == 1)[..., None], first, dependents)
 
 
 _VOCAB = 12

@@ -45,17 +45,17 @@ def fold_along_ancestors(gate, new, start, earlier, mask):
     mask: bool[B, T, P + T]. A parent is the last of a node's other ancestors.
     """
     batch, count, width = new.shape
-    before = earlier.shape[1]
+    num_earlier = earlier.shape[1]
     states = jnp.concatenate([start[:, None], earlier, jnp.zeros((batch, count, width))], 1)  # [B, 1 + P + T, D]
-    place = jnp.arange(before + count)
-    others = mask & (place != before + jnp.arange(count)[:, None])
-    parent = jnp.max(jnp.where(others, 1 + place, 0), -1)  # int32[B, T], 0: none
+    place = jnp.arange(num_earlier + count)
+    ancestors = mask & (place != num_earlier + jnp.arange(count)[:, None])
+    parent = jnp.max(jnp.where(ancestors, 1 + place, 0), -1)  # int32[B, T], 0: none
 
     def one(i, states):
         above = jnp.take_along_axis(states, parent[:, i][:, None, None], 1)[:, 0]
-        return states.at[:, 1 + before + i].set(gate[:, i] * above + (1 - gate[:, i]) * new[:, i])
+        return states.at[:, 1 + num_earlier + i].set(gate[:, i] * above + (1 - gate[:, i]) * new[:, i])
 
-    return jax.lax.fori_loop(0, count, one, states)[:, 1 + before :]
+    return jax.lax.fori_loop(0, count, one, states)[:, 1 + num_earlier :]
 
 
 def fold_in_order(gate, new, start, earlier, mask):
@@ -74,9 +74,9 @@ def recurrent_model(vocab: int, fold=fold_along_ancestors) -> Model:
         stream, states = [x], []
         for layer, weights in enumerate(params["layers"]):
             y = _norm(x)
-            before = jnp.zeros((len(tokens), 0, WIDTH)) if earlier is None else earlier.states[layer]
+            earlier_states = jnp.zeros((len(tokens), 0, WIDTH)) if earlier is None else earlier.states[layer]
             gate = jax.nn.sigmoid(y @ weights["gate"])
-            states.append(fold(gate, jnp.tanh(y @ weights["new"]), cache.state[layer], before, mask))
+            states.append(fold(gate, jnp.tanh(y @ weights["new"]), cache.state[layer], earlier_states, mask))
             x = x + states[-1] @ weights["out"]
             stream.append(x)
         hidden = _norm(x)
@@ -121,16 +121,16 @@ def recurrent(vocab: int = VOCAB, seed: int = 0) -> Target:
 
 
 class Memory(NamedTuple):
-    """What the model with an encoder knows: its inputs, encoded, and its text."""
+    """The state of the model with an encoder: its inputs, encoded, and its text."""
 
     encoded: jax.Array  # float32[INPUTS, B, D]
     text: jax.Array  # float32[B, S, D]
     length: jax.Array  # int32[B]
 
 
-def _attend(query, keys, seen):
-    """float32[B, T, D]: of query [B, T, D] over keys [B, S, D], which are the values too, where seen bool[B, T, S]."""
-    scores = jnp.where(seen, jnp.einsum("btd,bsd->bts", query, keys), -jnp.inf)
+def _attend(query, keys, visible):
+    """Attend from query [B, T, D] to keys [B, S, D], which are the values too, where visible bool[B, T, S]."""
+    scores = jnp.where(visible, jnp.einsum("btd,bsd->bts", query, keys), -jnp.inf)
     return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores, -1), keys)
 
 
@@ -143,21 +143,21 @@ def encoding_model(vocab: int) -> Model:
         return Memory(encoded, jnp.zeros((batch, capacity, WIDTH)), jnp.zeros((batch,), jnp.int32))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
-        own = params["embed"][tokens] + 0.3 * jnp.sin(positions[:, :, None] * params["frequency"])
-        new = own if earlier is None else jnp.concatenate([earlier, own], 1)
-        held = jnp.arange(cache.text.shape[1]) < cache.length[:, None]
-        seen = jnp.concatenate([jnp.broadcast_to(held[:, None], (*tokens.shape, held.shape[1])), mask], 2)
-        x = own + _attend(own @ params["self"], jnp.concatenate([cache.text, new], 1), seen)
+        embedded = params["embed"][tokens] + 0.3 * jnp.sin(positions[:, :, None] * params["frequency"])
+        new = embedded if earlier is None else jnp.concatenate([earlier, embedded], 1)
+        in_cache = jnp.arange(cache.text.shape[1]) < cache.length[:, None]
+        visible = jnp.concatenate([jnp.broadcast_to(in_cache[:, None], (*tokens.shape, in_cache.shape[1])), mask], 2)
+        x = embedded + _attend(embedded @ params["self"], jnp.concatenate([cache.text, new], 1), visible)
         encoded = cache.encoded.swapaxes(0, 1)
         x = x + 2 * _attend(x @ params["cross"], encoded, jnp.ones((*tokens.shape, INPUTS), bool))
         hidden = _norm(x)
-        return Output(_unembed(params, hidden), hidden), own
+        return Output(_unembed(params, hidden), hidden), embedded
 
     def commit(cache, pending, path, num_nodes):
-        chosen = jnp.take_along_axis(pending, jnp.maximum(path, 0)[:, :, None], 1)
+        accepted = jnp.take_along_axis(pending, jnp.maximum(path, 0)[:, :, None], 1)
         index = jnp.arange(path.shape[1])
         slot = jnp.where(index < num_nodes[:, None], cache.length[:, None] + index, cache.text.shape[1])
-        text = cache.text.at[jnp.arange(len(path))[:, None], slot].set(chosen, mode="drop")
+        text = cache.text.at[jnp.arange(len(path))[:, None], slot].set(accepted, mode="drop")
         return Memory(cache.encoded, text, cache.length + num_nodes)
 
     return Model(
