@@ -75,14 +75,16 @@ def test_commit_of_a_path_equals_a_fresh_prefill(stacked, data):
         count[b] = keep
         text[b, lengths[b] : lengths[b] + keep] = tokens[b, walk[:keep]]
     cache = finite(filled(target, jnp.asarray(text), jnp.array(lengths)))
-    after = verify_pass(target, cache, jnp.asarray(tokens), jnp.array(parents), jnp.asarray(path), jnp.asarray(count))
+    committed = verify_pass(
+        target, cache, jnp.asarray(tokens), jnp.array(parents), jnp.asarray(path), jnp.asarray(count)
+    )
     full = filled(target, jnp.asarray(text), jnp.array(lengths) + count)
-    assert after.length.tolist() == full.length.tolist()
+    assert committed.length.tolist() == full.length.tolist()
     for b in range(2):
-        n = int(after.length[b])
+        n = int(committed.length[b])
         row = lambda c, b=b: jax.tree.map(lambda x: jnp.take(x, jnp.array([b]), axis=x.ndim - 4), (c.k, c.v))
         one = lambda c, row=row: kv.KVCache(*row(c), c.length)
-        np.testing.assert_allclose(slots(one(after), n), slots(one(full), n), atol=2e-5)
+        np.testing.assert_allclose(slots(one(committed), n), slots(one(full), n), atol=2e-5)
 
 
 @jax.jit
@@ -231,17 +233,19 @@ def test_int8_commit_of_a_path_equals_a_fresh_prefill(stacked):
     for b in range(2):
         for place, node in enumerate(path[b, : int(count[b])].tolist()):
             tokens = tokens.at[b, node].set(text[b, int(lengths[b]) + place])
-    after = verify_pass(target, finite(filled(target, text, lengths)), tokens, parents, path, count)
+    committed = verify_pass(target, finite(filled(target, text, lengths)), tokens, parents, path, count)
     full = finite(filled(target, text, lengths + count))
-    assert after.length.tolist() == full.length.tolist()
-    for ours, theirs in zip(jax.tree.leaves((after.k, after.v)), jax.tree.leaves((full.k, full.v)), strict=True):
+    assert committed.length.tolist() == full.length.tolist()
+    for ours, theirs in zip(
+        jax.tree.leaves((committed.k, committed.v)), jax.tree.leaves((full.k, full.v)), strict=True
+    ):
         assert ours.dtype == theirs.dtype in (jnp.int8, jnp.float32)
     for b in range(2):
-        ours, theirs = (slots(c, int(after.length[b]))[b::2] for c in (after, full))
+        ours, theirs = (slots(c, int(committed.length[b]))[b::2] for c in (committed, full))
         step = np.abs(theirs).max(-1, keepdims=True) / 127
         assert (np.abs(ours - theirs) <= step * 1.01).all()
         assert (np.abs(ours - theirs) > step / 2).mean() < 0.01
-    assert np.abs(slots(after, 4) - slots(filled(tiny_llama(stacked=stacked), text, lengths), 4)).max() > 1e-4
+    assert np.abs(slots(committed, 4) - slots(filled(tiny_llama(stacked=stacked), text, lengths), 4)).max() > 1e-4
 
 
 @pytest.mark.parametrize("changes", [{}, {"stacked": True, "cache_dtype": "int8"}], ids=["float", "int8"])

@@ -184,9 +184,9 @@ def test_a_tree_may_grow_by_levels(name):
     text = TEXT.copy()
     for b in range(ROWS):
         text[b, LENGTHS[b] : LENGTHS[b] + count[b]] = TOKENS[b, path[b, : count[b]]]
-    after = commit(target, cache, wide, jnp.asarray(path), jnp.asarray(count))
+    committed = commit(target, cache, wide, jnp.asarray(path), jnp.asarray(count))
     expected = filled(target, text, LENGTHS + count)
-    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, expected))
+    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (committed, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
@@ -198,9 +198,9 @@ def test_a_committed_path_is_a_text_that_was_read(name, count):
     cache, count = filled(target), np.array(count, np.int32)
     _, pending = look(target, cache, TOKENS, LENGTHS)
     path = jnp.where(jnp.arange(6) < count[:, None], jnp.arange(6), -1)
-    after = commit(target, cache, pending, path, jnp.asarray(count))
+    committed = commit(target, cache, pending, path, jnp.asarray(count))
     expected = filled(target, joined(count), LENGTHS + count)
-    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (after, expected))
+    ours, theirs = (next_logits(target, one, LENGTHS + count) for one in (committed, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
     assert np.abs(ours - next_logits(target, cache, LENGTHS)).max() > 0.3  # so that a commit that does nothing is seen
 
@@ -231,9 +231,9 @@ def test_what_is_inserted_stands_at_its_place(name, place):
     wide = jax.jit(lambda old, new: target.model.insert(target.model.widen(old, 5), new, place))(pending, new)
     slots = np.broadcast_to(np.asarray(place), (ROWS,))
     path = jnp.stack([jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS, jnp.int32), jnp.asarray(slots, jnp.int32)], 1)
-    after = commit(target, cache, wide, path, jnp.full((ROWS,), 3))
+    committed = commit(target, cache, wide, path, jnp.full((ROWS,), 3))
     expected = filled(target, joined([3] * ROWS), LENGTHS + 3)
-    ours, theirs = (next_logits(target, one, LENGTHS + 3) for one in (after, expected))
+    ours, theirs = (next_logits(target, one, LENGTHS + 3) for one in (committed, expected))
     np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
@@ -256,9 +256,9 @@ def test_axes_say_where_the_rows_are(name):
     cache, other = states[0][0], filled(target, TEXT[:, ::-1])
     alone = filled(target, rows=slice(1, 2))
     mixed = batch_axes.put_row(other, alone, jnp.int32(1), target.model.axes(other))
-    predicted, expected, before = (next_logits(target, one, LENGTHS) for one in (mixed, cache, other))
+    predicted, expected, original = (next_logits(target, one, LENGTHS) for one in (mixed, cache, other))
     np.testing.assert_allclose(predicted[1], expected[1], atol=atol)
-    np.testing.assert_array_equal(predicted[[0, 2]], before[[0, 2]])
+    np.testing.assert_array_equal(predicted[[0, 2]], original[[0, 2]])
 
 
 @every_model

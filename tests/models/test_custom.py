@@ -192,8 +192,8 @@ def test_objects_with_logits_and_a_cache_that_has_another_order():
 
     def turned(params, tokens, positions, mask, cache):
         stored = {"kv": jnp.transpose(cache["kv"], (2, 0, 1, 3, 4)), "next": cache["next"][None]}
-        logits, after = transformer(params, tokens, positions, mask, stored)
-        return Output(logits, {"kv": jnp.transpose(after["kv"], (1, 2, 0, 3, 4)), "next": after["next"][0]})
+        logits, new_cache = transformer(params, tokens, positions, mask, stored)
+        return Output(logits, {"kv": jnp.transpose(new_cache["kv"], (1, 2, 0, 3, 4)), "next": new_cache["next"][0]})
 
     def cache(batch, slots):  # [layers, S, B, 2, D], in tiles of 128 slots
         slots = -(-slots // 128) * 128

@@ -23,22 +23,22 @@ OPTIONS = {"key": jax.random.key(1), "max_new_tokens": 10}
 @functools.cache
 def with_dicts(model):
     """Return the model with plain dicts as cache and pending tokens."""
-    cache = lambda held: KVCache(held["keys"], held["values"], held["length"])
+    cache = lambda entries: KVCache(entries["keys"], entries["values"], entries["length"])
     pending = lambda new: None if new is None else Pending(**new)
-    as_cache = lambda held: {"keys": held.k, "values": held.v, "length": held.length}
+    as_cache = lambda entries: {"keys": entries.k, "values": entries.v, "length": entries.length}
 
-    def forward(params, tokens, held, *, earlier=None, **options):
-        output, new = model.forward(params, tokens, cache(held), earlier=pending(earlier), **options)
+    def forward(params, tokens, entries, *, earlier=None, **options):
+        output, new = model.forward(params, tokens, cache(entries), earlier=pending(earlier), **options)
         return output, new._asdict()
 
-    def axes(held):
-        return as_cache(model.axes(cache(held))) if "keys" in held else model.axes(pending(held))._asdict()
+    def axes(entries):
+        return as_cache(model.axes(cache(entries))) if "keys" in entries else model.axes(pending(entries))._asdict()
 
     return model._replace(
         init_cache=lambda *arguments: as_cache(model.init_cache(*arguments)),
         forward=forward,
-        commit=lambda held, new, *path: as_cache(model.commit(cache(held), pending(new), *path)),
-        rewind=lambda held, length: as_cache(model.rewind(cache(held), length)),
+        commit=lambda entries, new, *path: as_cache(model.commit(cache(entries), pending(new), *path)),
+        rewind=lambda entries, length: as_cache(model.rewind(cache(entries), length)),
         widen=lambda new, slots: model.widen(pending(new), slots)._asdict(),
         insert=lambda wide, new, place: model.insert(pending(wide), pending(new), place)._asdict(),
         axes=axes,

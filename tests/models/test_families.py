@@ -139,5 +139,5 @@ def test_every_option_changes_the_logits(name):
 def test_the_longest_text_says_which_factors_hold():
     """longrope depends on the model, not on the text."""
     config = CONFIGS["phi"]
-    at = lambda most: dataclasses.replace(config, max_positions=most).attention_settings().frequencies
+    at = lambda limit: dataclasses.replace(config, max_positions=limit).attention_settings().frequencies
     np.testing.assert_array_equal(at(32) * jnp.array(LONGROPE.short), at(33) * jnp.array(LONGROPE.long))

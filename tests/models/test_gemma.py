@@ -20,7 +20,7 @@ CONFIG = TransformerConfig(
 
 
 def test_all_promises_are_kept_with_its_own_cache():
-    """Its windows count positions, so that trees are right too."""
+    """The windows of Gemma's own cache count positions, so that trees are right too."""
     model = Transformer(config=CONFIG, dtype=jnp.float32)
     start_time = jax.tree.leaves(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))
     structure = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))

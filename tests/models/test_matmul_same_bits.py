@@ -26,7 +26,8 @@ def test_long_rows():
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.2)])
 def test_a_product_is_one_in_every_form(dtype, error):
-    """One row, few and many rows have different forms on CPU; the result has the dtype of the rows or another."""
+    """All forms of the product on CPU are right, for one row, few and many; the result has the dtype of the rows or
+    another."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((4, 150, 64), (96, 64)))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -94,7 +95,7 @@ def test_on_a_tpu_all_passes_have_the_same_products():
     layer = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
 
     def compiled(project, rows):
-        """With the weight of a layer, which is in a stack."""
+        """Compile a product with the weight of a layer, which is in a stack."""
         run = jax.jit(lambda x, weights, layer: jnp.tanh(project(jnp.square(x), weights[layer])))
         return products_of(run.lower(shape(1, rows, 2048), shape(2, 4096, 2048), layer).compile().as_text())
 

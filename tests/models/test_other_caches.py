@@ -146,7 +146,7 @@ def alone(target: Target) -> list[list[int]]:
 
 @pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
 def test_served_texts_are_those_of_requests_alone(make):
-    """Their rows are the second axis of their caches."""
+    """The loop of requests serves caches whose rows are their second axis."""
     target = make()
     assert served(target, two_model(alike(target), 2)) == alone(target)
 

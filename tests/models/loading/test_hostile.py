@@ -139,7 +139,7 @@ def test_windows_that_cannot_be(value, copy):
 
 
 def test_code_of_a_folder_is_never_run(copy, monkeypatch, capsys):
-    """By default `transformers` prompts on the terminal for fifteen seconds."""
+    """Loading refuses without a prompt on the terminal; by default `transformers` prompts there for fifteen seconds."""
     (copy / "tokenizer.json").unlink()
     (copy / "vocab.json").write_text("{}")
     (copy / "code.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nclass T: pass\n")

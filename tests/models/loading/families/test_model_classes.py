@@ -111,7 +111,7 @@ def test_other_classes_and_code_are_refused_by_name(config, words, tiny, tmp_pat
     ],
 )  # fmt: skip
 def test_other_classes_with_the_type_of_a_diffusion_model(kind, name):
-    """Their code differs from that of the type, as autoregressive models' code can."""
+    """Other classes are refused: their code differs from that of the type, as autoregressive models' code can."""
     for value in ({"architectures": [name]}, {"auto_map": {"AutoModel": f"modeling_x.{name}"}}):
         with pytest.raises(UsageError, match=f'"{name}" in .*(which is not one of {kind}|a classifier or reward)'):
             denoisers.to_base_family(fields(model_type=kind, **value))

@@ -61,7 +61,7 @@ LLADA = {
 
 
 class SpecialTokens(NamedTuple):
-    """What a tokenizer knows about its mask token."""
+    """The fields of a tokenizer that concern its mask token."""
 
     names: dict
     vocab: list

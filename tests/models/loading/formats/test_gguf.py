@@ -177,23 +177,23 @@ def test_stored_formats_equal_whole_tensor_dequantisation(kind, stacked, tiny, t
 
 
 @pytest.fixture
-def whole(tiny, tmp_path):
+def gguf_file(tiny, tmp_path):
     return write(tiny.model("llama"), tmp_path / "model.gguf")
 
 
-def test_truncation_is_seen_before_any_weight_is_read(whole):
-    contents = whole.read_bytes()
+def test_truncation_is_seen_before_any_weight_is_read(gguf_file):
+    contents = gguf_file.read_bytes()
     for size in (len(contents) - 64, len(contents) // 2):
-        whole.write_bytes(contents[:size])
+        gguf_file.write_bytes(contents[:size])
         with pytest.raises(UsageError, match=rf"model.gguf is cut short: it has {size:,} bytes and its tensors need"):
-            load(whole)
+            load(gguf_file)
 
 
 @pytest.mark.parametrize("size", [4, 20, 30, 300, 1000])
-def test_truncation_within_the_header(whole, size):
-    whole.write_bytes(whole.read_bytes()[:size])
+def test_truncation_within_the_header(gguf_file, size):
+    gguf_file.write_bytes(gguf_file.read_bytes()[:size])
     with pytest.raises(UsageError, match=r"model.gguf is cut short"):
-        load(whole)
+        load(gguf_file)
 
 
 def test_not_a_gguf(tmp_path):
@@ -204,12 +204,12 @@ def test_not_a_gguf(tmp_path):
             load(file)
 
 
-def test_unknown_version(whole):
-    contents = bytearray(whole.read_bytes())
+def test_unknown_version(gguf_file):
+    contents = bytearray(gguf_file.read_bytes())
     contents[4] = 1
-    whole.write_bytes(contents)
+    gguf_file.write_bytes(contents)
     with pytest.raises(UsageError, match="GGUF version 1"):
-        load(whole)
+        load(gguf_file)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):
@@ -223,9 +223,9 @@ def test_other_architectures_are_refused_by_name(tmp_path):
         load(file)
 
 
-def test_header_equals_the_reference_reader(whole):
-    meta, tensors = read_header(whole)
-    reader = gguf.GGUFReader(str(whole))
+def test_header_equals_the_reference_reader(gguf_file):
+    meta, tensors = read_header(gguf_file)
+    reader = gguf.GGUFReader(str(gguf_file))
     for name, field in reader.fields.items():
         if not name.startswith("GGUF."):
             assert meta[name] == field.contents(), name

@@ -121,14 +121,14 @@ def old_form(config: dict) -> None:
 
 def test_old_and_new_rope_settings_agree(variant):
     folder = variant[0]
-    before = (folder / "config.json").read_text()
+    original = (folder / "config.json").read_text()
     new = hf.read(folder).config
     try:
         rewrite(folder, old_form)
         assert "rope_parameters" not in (folder / "config.json").read_text()
         assert hf.read(folder).config == new
     finally:
-        (folder / "config.json").write_text(before)
+        (folder / "config.json").write_text(original)
 
 
 def test_default_gemma_pattern_is_five_local_one_global(tiny, tmp_path):
@@ -322,22 +322,22 @@ def test_a_tied_table_under_the_name_of_the_head(tiny, tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = tiny.save(tiny.model("llama", tie_word_embeddings=True), tmp_path)
-    before, _ = load(folder)
+    expected, _ = load(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, folder / "model.safetensors")
-    after, _ = load(folder)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before.params, after.params))
+    loaded, _ = load(folder)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), expected.params, loaded.params))
 
 
 def test_an_index_beside_a_whole_file_is_refused(tiny, tmp_path):
     folder = tiny.save(tiny.model("llama"), tmp_path, max_shard_size="20KB")
-    whole = folder / "model.safetensors"
+    single = folder / "model.safetensors"
     load(folder)
-    whole.write_bytes((sorted(folder.glob("model-0*"))[0]).read_bytes())
+    single.write_bytes((sorted(folder.glob("model-0*"))[0]).read_bytes())
     with pytest.raises(UsageError, match=r"has model.safetensors, and model.safetensors.index.json names other files"):
         load(folder)
-    whole.unlink()
+    single.unlink()
     (folder / "consolidated.safetensors").write_bytes(b"of another library")
     load(folder)
 

@@ -178,10 +178,10 @@ def test_a_row_is_taken_without_a_copy_of_its_layer(part, shape):
     stored = maxtext._lazy_tensor(store, array, f"decoder.layers_1.{part}.kernel", 1, config, "qwen2")
     tracemalloc.start()
     row = stored.rows(5, 6)
-    most = tracemalloc.get_traced_memory()[1]
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     np.testing.assert_array_equal(row, full[:, 1].reshape(256, 256).T[5:6])
-    assert most < full[:, 1].nbytes / 4
+    assert peak < full[:, 1].nbytes / 4
 
 
 def test_a_draft_model_may_be_a_checkpoint(llama, tmp_path):
@@ -221,14 +221,14 @@ def test_the_items_of_a_model_folder(llama, tmp_path):
 
 
 @pytest.mark.parametrize("config", [False, True], ids=["alone", "described"])
-@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
-def test_a_run_of_many_steps(llama, given, config, tmp_path):
+@pytest.mark.parametrize("subfolder", ["run", "run/checkpoints"])
+def test_a_run_of_many_steps(llama, subfolder, config, tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in ("9", "10"):
         write(checkpoints / step, llama[1], scanned=True)
     if config:
-        described(llama[0], tmp_path / given)
-    refused(tmp_path / given, "one step", str(checkpoints / "10"), "config.json")
+        described(llama[0], tmp_path / subfolder)
+    refused(tmp_path / subfolder, "one step", str(checkpoints / "10"), "config.json")
 
 
 @pytest.mark.parametrize("name", ["items", "items.orbax-checkpoint-tmp-7"])

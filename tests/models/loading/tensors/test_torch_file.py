@@ -154,7 +154,7 @@ def test_tables_by_nested_tuples_end(saved):
 
 
 def test_compressed_entries_are_refused(saved):
-    """Their stated sizes may be wrong."""
+    """Compressed entries, whose stated sizes may be wrong, are refused."""
     file = saved({"a": torch.rand(2)})
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}

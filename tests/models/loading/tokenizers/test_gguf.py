@@ -160,13 +160,13 @@ def test_every_pre_tokenizer_keeps_the_text(pre):
 
 
 def test_whole_words_and_bos_come_with_the_rule():
-    for pre, whole in (("llama-bpe", True), ("tekken", True), ("dbrx", False), ("smaug-bpe", False)):
+    for pre, is_one_token in (("llama-bpe", True), ("tekken", True), ("dbrx", False), ("smaug-bpe", False)):
         meta = bpe_metadata(pre, "ab", control=("<s>",))
         meta["tokenizer.ggml.tokens"].insert(0, "zq")  # a word that no merge leads to
         meta["tokenizer.ggml.token_type"].insert(0, 1)
         meta["tokenizer.ggml.bos_token_id"] = meta["tokenizer.ggml.tokens"].index("<s>")
         tokenizer = from_metadata(meta, "x")
-        assert (pieces(tokenizer, tokenizer.encode("zq")) == ["<s>", "zq"]) == whole
+        assert (pieces(tokenizer, tokenizer.encode("zq")) == ["<s>", "zq"]) == is_one_token
 
 
 REFUSED = {

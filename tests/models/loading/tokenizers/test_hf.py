@@ -196,7 +196,8 @@ def test_vocabulary_and_merges_as_transformers_reads_them(name, tmp_path):
     ],
 )  # fmt: skip
 def test_folders_of_dream_and_diffucoder(settings, tmp_path):
-    """Their class is a copy of Qwen2's. Its code, which the folder has, is not run."""
+    """The class of these folders is read as Qwen2's, of which it is a copy. Its code, which the folder has, is not
+    run."""
     vocabulary_folder(tmp_path)
     expected = from_folder(tmp_path).encode("hello world 123")
     mask = SAVED | {"content": "<|mask|>"}
@@ -327,7 +328,7 @@ def test_files_of_another_format(contents, tmp_path):
 
 
 def test_against_sentencepiece(tmp_path):
-    """Where that library is installed, train a model with it and compare ids."""
+    """The ids are those of a model that the library trains, where it is installed."""
     sentencepiece = pytest.importorskip("sentencepiece")
     source = Path(__file__).read_text()
     (tmp_path / "text").write_text(source)

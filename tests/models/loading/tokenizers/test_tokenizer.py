@@ -70,7 +70,8 @@ def test_smollm2_equals_transformers(smollm2):
 
 @pytest.mark.real
 def test_smollm2_cuts_at_digits_first(smollm2):
-    """Its own tokenizer.json has Digits, then ByteLevel. transformers' reading of the GGUF omits the digits."""
+    """Digits are cut before bytes, as in the model's own tokenizer.json; transformers' reading of the GGUF omits the
+    digits."""
     _, tokenizer = smollm2
     pieces = [tokenizer.vocab[i] for i in tokenizer.encode("world\n\n123")]
     assert pieces == ["world", "ĊĊ", "1", "2", "3"]
