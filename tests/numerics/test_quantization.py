@@ -14,22 +14,24 @@ from specjax.numerics.quantization import LEVELS, dequantize, quantize
 @given(seed=st.integers(0, 1000), size=st.floats(-30, 30), dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_every_element_is_within_half_a_step(seed, size, dtype):
     x = jnp.asarray(np.random.default_rng(seed).standard_t(2, (5, 3, 16)) * 2.0**size, dtype)
-    kept = quantize(x)
-    assert kept.values.dtype == jnp.int8 and kept.scale.dtype == jnp.float32 and kept.scale.shape == (5, 3)
+    quantized = quantize(x)
+    assert (
+        quantized.values.dtype == jnp.int8 and quantized.scale.dtype == jnp.float32 and quantized.scale.shape == (5, 3)
+    )
     x = np.asarray(x, np.float64)
     largest = np.abs(x).max(-1, keepdims=True)
-    error = np.abs(np.asarray(dequantize(kept), np.float64) - x)
+    error = np.abs(np.asarray(dequantize(quantized), np.float64) - x)
     assert (error <= largest / LEVELS / 2 * (1 + 1e-5)).all()
-    assert (np.abs(np.asarray(kept.values, int)).max(-1) == LEVELS).all()  # a wider step would waste levels
+    assert (np.abs(np.asarray(quantized.values, int)).max(-1) == LEVELS).all()  # a wider step would waste levels
     at_largest = np.abs(x) == largest
     np.testing.assert_allclose(error[at_largest], 0, atol=largest.max() * 1e-6)
 
 
 def test_by_hand():
-    kept = quantize(jnp.array([[1.27, -0.636, 0.004, 0.006], [0, 0, 0, 0]]))
-    assert kept.values.tolist() == [[127, -64, 0, 1], [0, 0, 0, 0]]
-    np.testing.assert_allclose(kept.scale, [0.01, 0], rtol=1e-6)
-    assert dequantize(kept)[1].tolist() == [0, 0, 0, 0]
+    quantized = quantize(jnp.array([[1.27, -0.636, 0.004, 0.006], [0, 0, 0, 0]]))
+    assert quantized.values.tolist() == [[127, -64, 0, 1], [0, 0, 0, 0]]
+    np.testing.assert_allclose(quantized.scale, [0.01, 0], rtol=1e-6)
+    assert dequantize(quantized)[1].tolist() == [0, 0, 0, 0]
 
 
 def test_it_stands_for_an_array():
@@ -43,6 +45,6 @@ def test_it_stands_for_an_array():
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 def test_the_bound_is_one_that_can_fail(factor):
     x = jax.random.normal(jax.random.key(0), (100, 16))
-    kept = quantize(x)
-    wrong = np.clip(np.round(x / kept.scale[:, None] / factor), -127, 127) * kept.scale[:, None] * factor
-    assert (np.abs(wrong - x) > kept.scale[:, None] / 2 * (1 + 1e-5)).any()
+    quantized = quantize(x)
+    wrong = np.clip(np.round(x / quantized.scale[:, None] / factor), -127, 127) * quantized.scale[:, None] * factor
+    assert (np.abs(wrong - x) > quantized.scale[:, None] / 2 * (1 + 1e-5)).any()

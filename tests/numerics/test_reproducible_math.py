@@ -53,22 +53,23 @@ def test_sums_do_not_depend_on_how_many_there_are(size):
     run = lambda rows: np.asarray(
         jax.jit(lambda x: reproducible_math.sum_in_order(jnp.square(x.astype(jnp.float32))))(x[rows])
     )
-    whole = run(slice(0, 64))
-    np.testing.assert_allclose(whole, np.sum(np.asarray(x, np.float64) ** 2, -1), rtol=1e-5)
+    full = run(slice(0, 64))
+    np.testing.assert_allclose(full, np.sum(np.asarray(x, np.float64) ** 2, -1), rtol=1e-5)
     for count in (1, 3, 7, 16):
-        np.testing.assert_array_equal(run(slice(5, 5 + count)), whole[5 : 5 + count])
+        np.testing.assert_array_equal(run(slice(5, 5 + count)), full[5 : 5 + count])
 
 
 def test_norms_do_not_depend_on_how_many_there_are():
-    """With jax 0.12 the root next to the sum did, by whether the rows fill a vector."""
+    """The norm of a row has the same bits in any batch; with jax 0.12 the root next to the sum depended on whether the
+    rows fill a vector."""
     x = jnp.asarray(3 * np.random.default_rng(1).normal(size=(64, 4, 576)), jnp.bfloat16)
     norm = lambda x: reproducible_math.as_bfloat16(x) * reproducible_math.root_mean_square(x, 1e-5)
     run = jax.jit(
         norm, compiler_options={"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     )
-    whole = np.asarray(run(x))
+    full = np.asarray(run(x))
     for rows in (1, 2, 3, 5, 8, 9, 15, 33):
-        np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+        np.testing.assert_array_equal(run(x[:rows]), full[:rows])
 
 
 def test_derivatives_are_those_of_the_real_ones():

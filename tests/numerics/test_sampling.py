@@ -26,9 +26,9 @@ def reference(logits, temperature, k, top_p):
     p = np.exp(x - x.max())
     p = p / p.sum()
     order = np.argsort(-p, kind="stable")
-    before = np.cumsum(p[order]) - p[order]
+    mass_above = np.cumsum(p[order]) - p[order]
     if top_p < 1:  # a sum that rounds to 1 before the last token would drop it
-        keep[order[before >= top_p]] = False
+        keep[order[mass_above >= top_p]] = False
     return np.where(keep, x, -np.inf)
 
 
@@ -55,8 +55,8 @@ def test_random_logits_of_a_large_vocabulary():
     logits = np.random.default_rng(0).normal(size=50_000).astype(np.float32) * 3
     for k, top_p in ((1, 1.0), (50, 0.9), (50_000, 0.5), (1000, 0.999)):
         ours = WARP(jnp.asarray(logits)[None], Sampling(jnp.float32(0.7), jnp.int32(k), jnp.float32(top_p)))[0]
-        kept, wanted = (np.isfinite(np.asarray(x)) for x in (ours, reference(logits, 0.7, k, top_p)))
-        assert (kept != wanted).sum() <= 1  # the crossing token, within the rounding of a sum of 50,000
+        survivors, wanted = (np.isfinite(np.asarray(x)) for x in (ours, reference(logits, 0.7, k, top_p)))
+        assert (survivors != wanted).sum() <= 1  # the crossing token, within the rounding of a sum of 50,000
 
 
 @pytest.mark.parametrize("name", ["temperature_0.5", "temperature_2.0", "top_k_2"])
@@ -117,7 +117,8 @@ LOW_BITS = lambda bits: -jnp.log(-jnp.log((bits >> 9).astype(jnp.float32) * 2.0*
 
 
 def tail_of_draws():
-    """How often one of 262,143 tokens of 7.6e-8 each is drawn, of 0.02 together: the p-value of a binomial test."""
+    """Return the p-value of a binomial test of how often one of 262,143 tokens of 7.6e-8 each, of 0.02 together, is
+    drawn."""
     logits = jnp.full(LARGE, jnp.log(TAIL / (LARGE - 1))).at[LARGE // 2].set(jnp.log1p(-TAIL))
     keys = jax.random.split(jax.random.key(0), (DRAWS // 4, 4))
     some = lambda keys: draw(keys, jnp.broadcast_to(logits, (4, LARGE)))
@@ -139,20 +140,20 @@ RESOLUTION = [(1e-5, 1.0), (1e-7, 1.0), (1e-8, 1.0), (1e-9, 0.998), (2.0**-32, 0
 
 
 def chance_of(p, noise_of):
-    """How often a token of probability p beats the rest of the mass, over how often it should: by quadrature.
+    """Return how often a token of probability p beats the rest of the mass, over how often it should, by quadrature.
 
     It does where its exponential number is below p times that of the rest (a race); of its 2^32 noises the last 2^20
     and the rest's quantiles are enumerated.
     """
     bits = jnp.asarray((2**32 - 1 - np.arange(2**20)).astype(np.uint32))
-    own = np.exp(-np.asarray(noise_of(bits), np.float64))  # rising
-    rest = -np.log1p(-(np.arange(20_000) + 0.5) / 20_000) / (1 - p)
-    return np.mean(np.searchsorted(own, p * rest)) / 2**32 / p
+    exponentials = np.exp(-np.asarray(noise_of(bits), np.float64))  # rising
+    quantiles = -np.log1p(-(np.arange(20_000) + 0.5) / 20_000) / (1 - p)
+    return np.mean(np.searchsorted(exponentials, p * quantiles)) / 2**32 / p
 
 
 @pytest.mark.parametrize(("p", "ratio"), RESOLUTION)
 def test_the_resolution_that_is_left(p, ratio):
-    """As the docs have it."""
+    """The ratios are those that the docs state."""
     assert abs(chance_of(p, sampling.gumbel) - ratio) < 0.005
 
 
@@ -182,7 +183,7 @@ def test_uniforms_lie_between_0_and_1_and_normals_are_their_quantiles(bits):
 
 
 def test_draws_are_those_of_jax_to_their_bits():
-    """What JAX draws from the same keys, but for the bits that it leaves out."""
+    """The draws are those of JAX from the same keys, but for the bits that are left out."""
     key = jax.random.key(7)
     ours, u = sampling.noise(key[None], 100_003)[0], sampling.uniform(key[None], 1000)[0]
     theirs = jax.random.gumbel(key, (100_003,), jnp.float32)

@@ -36,9 +36,9 @@ def top_p(x: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     p = np.exp((x - x.max(-1, keepdims=True)).astype(np.float32)).astype(np.float64)
     order = np.argsort(-p, axis=-1, kind="stable")
     mass = np.cumsum(np.take_along_axis(p, order, -1), -1) / p.sum(-1, keepdims=True)
-    before = np.concatenate([np.zeros((len(x), 1)), mass[:, :-1]], -1)
+    mass_above = np.concatenate([np.zeros((len(x), 1)), mass[:, :-1]], -1)
     mask = np.zeros(x.shape, bool)
-    np.put_along_axis(mask, order, before < share, -1)
+    np.put_along_axis(mask, order, mass_above < share, -1)
     return mask, np.abs(mass - share).min(-1)
 
 
@@ -82,10 +82,10 @@ def test_a_search_ends_when_one_token_is_left():
     def passes(x, ends_early=True):
         count = 0
 
-        def is_done(found):
+        def is_done(bounds):
             nonlocal count
             count += 1
-            return (found.measure - found.above < 1.5 * thresholds._to_float(found.value)) & ends_early
+            return (bounds.measure - bounds.above < 1.5 * thresholds._to_float(bounds.value)) & ends_early
 
         mass = lambda t: jnp.sum(jnp.where(x >= thresholds._to_float(t), x, 0.0), -1, keepdims=True)
         thresholds._largest(mass, 0.9 * mass(jnp.zeros((1, 1), jnp.uint32)), 1, 30, TPU, is_done)
