@@ -42,9 +42,9 @@ def rows_of_keys(*rows, seed=0):
     return jax.random.split(jax.random.key(seed), rows)
 
 
-def agree(found, wanted):
+def agree(result, wanted):
     """Equal ids in order, where there is a token at all; equal scores."""
-    (ids, scores), (wanted_ids, wanted_scores) = (jax.tree.map(np.asarray, x) for x in (found, wanted))
+    (ids, scores), (wanted_ids, wanted_scores) = (jax.tree.map(np.asarray, x) for x in (result, wanted))
     np.testing.assert_allclose(scores, wanted_scores, atol=1e-5, rtol=0)
     real = wanted_scores > -np.inf
     np.testing.assert_array_equal(ids[real], wanted_ids[real])
@@ -108,7 +108,8 @@ def test_kernel_without_races_on_dead_memory(vocab, k):
 
 
 def ties(k=10):
-    """Of equal logits the lower ids win, within a lane and across lanes, and when a better one pushes them down."""
+    """Check that the lower of equal logits' ids win, within a lane and across lanes, and when a better one pushes them
+    down."""
     logits = jnp.zeros((8, 1000)).at[:, 700].set(1.0).at[:, 130].set(-0.0)
     agree(kernel(None, logits, k), reference.gumbel_topk(None, logits, k))
 
@@ -143,7 +144,7 @@ def test_crowding_check_sees_a_kernel_that_does_not_look_again(fault):
 
 
 def beyond_the_row():
-    """What lies beyond the row is better than anything in it."""
+    """Compare a row with the reference where everything that lies beyond it is better than anything in it."""
     logits = jnp.full((8, BLOCK + 1), -1e30)
     zeros = pltpu.InterpretParams(uninitialized_memory="zero")
     agree(kernel(None, logits, 2, interpret=zeros), reference.gumbel_topk(None, logits, 2))
@@ -199,9 +200,9 @@ def distribution_of_pairs(trials=4000):
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (trials, 5))
     ids = np.asarray(kernel(rows_of_keys(trials), logits, 2)[0])
     pairs = list(itertools.permutations(range(5), 2))
-    seen = [np.sum((ids[:, 0] == a) & (ids[:, 1] == b)) for a, b in pairs]
+    counts = [np.sum((ids[:, 0] == a) & (ids[:, 1] == b)) for a, b in pairs]
     expected = [trials * p[a] * p[b] / (1 - p[a]) for a, b in pairs]
-    return scipy.stats.chisquare(seen, expected).pvalue
+    return scipy.stats.chisquare(counts, expected).pvalue
 
 
 def test_law_without_replacement():
@@ -209,7 +210,7 @@ def test_law_without_replacement():
 
 
 def test_law_check_sees_noise_that_rows_share(fault):
-    """As if one key were used for all rows of a block."""
+    """The check fails if one key is used for all rows of a block."""
     noise = tpu.gumbel
     fault("gumbel", lambda word0, word1, ids: noise(word0[:1], word1[:1], ids))
     assert distribution_of_pairs() < 1e-6
@@ -249,9 +250,9 @@ def test_keys_of_any_implementation():
     logits = jax.random.normal(jax.random.key(1), (3, 300))
     for implementation in ("rbg", "unsafe_rbg"):
         keys = jax.random.split(jax.random.key(0, impl=implementation), 3)
-        found = kernel(keys, logits, 4)
-        agree(found, gumbel_topk(keys, logits, 4))
-        agree(jax.tree.map(lambda x: x[1:2], found), gumbel_topk(keys[1:2], logits[1:2], 4))
+        result = kernel(keys, logits, 4)
+        agree(result, gumbel_topk(keys, logits, 4))
+        agree(jax.tree.map(lambda x: x[1:2], result), gumbel_topk(keys[1:2], logits[1:2], 4))
 
 
 def test_tuned_sizes_of_an_unknown_device_are_the_default():
@@ -278,7 +279,7 @@ def test_programs_of_64_bits_too():
     "rows, vocab, dtype", [(8, 262144, "float32"), (64, 151936, "bfloat16"), (3, 151936, "float32")]
 )
 def test_compiles_for_tpus(topology, rows, vocab, dtype):
-    """For k = 64 with the second run in it; the noise [rows, vocab] is nowhere in memory."""
+    """The program for k = 64 has the second run in it, and the noise [rows, vocab] is nowhere in memory."""
     place = SingleDeviceSharding(tpu_devices.devices(topology)[0])
     shape = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     search = lambda words, logits: gumbel_topk(jax.random.wrap_key_data(words, impl="threefry2x32"), logits, 64)
@@ -306,9 +307,9 @@ def test_the_best_blocks_have_the_best_tokens(seed, k, vocab):
 
 
 def same_as_top_k(scores, k):
-    found, wanted = reference.blocked_top_k(scores, k), jax.lax.top_k(scores, k)
-    np.testing.assert_array_equal(found[1], wanted[1])
-    np.testing.assert_array_equal(found[0], wanted[0])
+    result, wanted = reference.blocked_top_k(scores, k), jax.lax.top_k(scores, k)
+    np.testing.assert_array_equal(result[1], wanted[1])
+    np.testing.assert_array_equal(result[0], wanted[0])
 
 
 def test_blocks_out_of_order_are_seen(monkeypatch):
@@ -321,5 +322,5 @@ def test_blocks_out_of_order_are_seen(monkeypatch):
 
 def test_the_best_of_minus_infinity_are_tokens():
     scores = jnp.full((1, 8192), -jnp.inf).at[0, 70].set(0.0)
-    found, ids = reference.blocked_top_k(scores, 3)
-    assert ids[0, 0] == 70 and (ids < 8192).all() and np.isneginf(found[0, 1:]).all()
+    scores_of, ids = reference.blocked_top_k(scores, 3)
+    assert ids[0, 0] == 70 and (ids < 8192).all() and np.isneginf(scores_of[0, 1:]).all()

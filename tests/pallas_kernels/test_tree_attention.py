@@ -26,13 +26,13 @@ def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window
         values = np.concatenate([prefix_v[b, :, : length[b]], v[b]], 1)
         where = np.concatenate([np.arange(length[b]), positions[b]])
         for i in range(q.shape[1]):
-            seen = np.concatenate([np.ones(length[b], bool), mask[b, i]])
+            visible = np.concatenate([np.ones(length[b], bool), mask[b, i]])
             if window is not None:
-                seen &= where > positions[b, i] - window
+                visible &= where > positions[b, i] - window
             for h in range(q.shape[2]):
                 s = keys[h // (q.shape[2] // KV)] @ q[b, i, h] * scale
                 s = softcap * np.tanh(s / softcap) if softcap else s
-                w = np.where(seen, np.exp(s - s[seen].max()), 0)
+                w = np.where(visible, np.exp(s - s[visible].max()), 0)
                 out[b, i, h] = w @ values[h // (q.shape[2] // KV)] / w.sum()
     return out
 
@@ -79,13 +79,13 @@ def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0)])
 def test_quantised_keys_and_values_stand_for_what_they_round_to(window, softcap, layer):
-    q, *kept, length, positions, mask = case(np.random.default_rng(3), 6, [0, 23], "random")
-    kept = [quantize(jnp.asarray(x)) for x in kept]
+    q, *keys_values, length, positions, mask = case(np.random.default_rng(3), 6, [0, 23], "random")
+    keys_values = [quantize(jnp.asarray(x)) for x in keys_values]
     options = {"scale": 0.3, "window": window, "softcap": softcap}
-    wanted = plain(q, *(np.asarray(dequantize(x)) for x in kept), length, positions, mask, **options)
+    wanted = plain(q, *(np.asarray(dequantize(x)) for x in keys_values), length, positions, mask, **options)
     if layer is not None:
-        kept[2:] = [jax.tree.map(lambda x: jnp.stack([x + 1, x]), x) for x in kept[2:]]
-    arrays = [jnp.asarray(q), *kept, *(jnp.asarray(x) for x in (length, positions, mask))]
+        keys_values[2:] = [jax.tree.map(lambda x: jnp.stack([x + 1, x]), x) for x in keys_values[2:]]
+    arrays = [jnp.asarray(q), *keys_values, *(jnp.asarray(x) for x in (length, positions, mask))]
     for run in (reference, functools.partial(BLOCKED, block=16), tree_attention):
         np.testing.assert_allclose(run(*arrays, layer=layer, **options), wanted, atol=2e-5)
 
@@ -102,15 +102,18 @@ def test_neither_capacity_nor_other_rows_count(stacked):
     stack = lambda x: jnp.stack([jnp.full_like(x, jnp.nan), x])
 
     def run(rows, slots, dtype=jnp.float32):
-        held = [
+        keys_values = [
             np.pad(x, ((0, 0), (0, 0), (0, 80 - SLOTS), (0, 0)), constant_values=np.nan) for x in (prefix_k, prefix_v)
         ]
-        for x in held:
+        for x in keys_values:
             x[:, :, SLOTS : SLOTS + 8] = 0.0  # what is left of the last block that is read
-        held = [jnp.asarray(x[rows, :, :slots], dtype) for x in held]
-        arrays = (*(jnp.asarray(x[rows], dtype) for x in (q, k, v)), *(map(stack, held) if stacked else held))
-        rest = (jnp.asarray(x[rows]) for x in (length, positions, mask))
-        return np.asarray(BLOCKED(*arrays, *rest, layer=jnp.int32(1) if stacked else None, **options), np.float32)
+        keys_values = [jnp.asarray(x[rows, :, :slots], dtype) for x in keys_values]
+        arrays = (
+            *(jnp.asarray(x[rows], dtype) for x in (q, k, v)),
+            *(map(stack, keys_values) if stacked else keys_values),
+        )
+        geometry = (jnp.asarray(x[rows]) for x in (length, positions, mask))
+        return np.asarray(BLOCKED(*arrays, *geometry, layer=jnp.int32(1) if stacked else None, **options), np.float32)
 
     for dtype, rounding in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)):
         both = run(slice(0, 2), 48, dtype)
@@ -126,12 +129,12 @@ def test_rows_that_share_a_prefix_are_capped_like_rows_that_do_not(window, softc
     arrays[3], arrays[4] = (np.repeat(x[:1], BATCH, 0) for x in arrays[3:5])
     options = {"scale": 0.3, "window": window, "softcap": softcap}
     wanted = plain(*arrays, **options)
-    q, k, v, prefix_k, prefix_v, *rest = (jnp.asarray(x) for x in arrays)
-    got = tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *rest, **options)
+    q, k, v, prefix_k, prefix_v, *geometry = (jnp.asarray(x) for x in arrays)
+    got = tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *geometry, **options)
     np.testing.assert_allclose(got, wanted, atol=2e-5)
     options["softcap"] = None
     assert (
-        np.max(np.abs(np.asarray(tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *rest, **options)) - wanted))
+        np.max(np.abs(np.asarray(tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *geometry, **options)) - wanted))
         > 0.01
     )
 

@@ -56,14 +56,14 @@ def test_sizes_of_a_real_model(steps=4):
     rng, heads, kv_heads, dim, length = np.random.default_rng(1), 9, 3, 64, 126
     normal = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
     q, k, v = normal(1, steps, heads, dim), normal(1, kv_heads, steps, dim), normal(1, kv_heads, steps, dim)
-    held = [normal(1, kv_heads, 256, dim), normal(1, kv_heads, 256, dim)]
+    prefix = [normal(1, kv_heads, 256, dim), normal(1, kv_heads, 256, dim)]
     mask = jnp.tril(jnp.ones((1, steps, steps), bool))
-    chain, _ = run(q, k, v, *held, jnp.array([length]), length + jnp.arange(steps)[None], mask)
+    chain, _ = run(q, k, v, *prefix, jnp.array([length]), length + jnp.arange(steps)[None], mask)
     for i in range(steps):
-        here, at = slice(i, i + 1), jnp.array([length + i])
-        one, _ = run(q[:, here], k[:, :, here], v[:, :, here], *held, at, at[None], jnp.ones((1, 1, 1), bool))
+        query, at = slice(i, i + 1), jnp.array([length + i])
+        one, _ = run(q[:, query], k[:, :, query], v[:, :, query], *prefix, at, at[None], jnp.ones((1, 1, 1), bool))
         np.testing.assert_array_equal(one[:, 0], chain[:, i])
-        held = [x.at[:, :, length + i].set(new[:, :, i]) for x, new in zip(held, (k, v), strict=True)]
+        prefix = [x.at[:, :, length + i].set(new[:, :, i]) for x, new in zip(prefix, (k, v), strict=True)]
 
 
 def test_pending_and_prefix_summed_apart_are_caught():
@@ -76,20 +76,20 @@ def test_neither_rows_nor_capacity_nor_layers_count():
     both = np.asarray(BY_SLOT(*arrays), np.float32)
     second = [x[1:] for x in arrays]
     np.testing.assert_array_equal(np.asarray(BY_SLOT(*second), np.float32)[0], both[1])
-    q, k, v, prefix_k, prefix_v, *rest = arrays
+    q, k, v, prefix_k, prefix_v, *geometry = arrays
     wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 80), (0, 0)), constant_values=7) for x in (prefix_k, prefix_v)]
-    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *wider, *rest), np.float32), both)
+    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *wider, *geometry), np.float32), both)
     bits = [jax.lax.bitcast_convert_type(jnp.stack([x + 1, x]), jnp.uint16) for x in (prefix_k, prefix_v)]
-    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *bits, *rest, layer=jnp.int32(1)), np.float32), both)
+    np.testing.assert_array_equal(np.asarray(BY_SLOT(q, k, v, *bits, *geometry, layer=jnp.int32(1)), np.float32), both)
 
 
 def test_more_nodes_than_are_put_together_at_once(monkeypatch):
     """A tree in parts, and a long chain, whose slots are the same for all."""
     arrays, _ = case(2, (7, 30), nodes=10)
-    whole = np.asarray(BY_SLOT(*arrays), np.float32)
+    result = np.asarray(BY_SLOT(*arrays), np.float32)
     parts = jax.jit(functools.partial(by_slot.tree_attention_by_slot, **SIZES))
     monkeypatch.setattr(by_slot, "AT_ONCE", 4)
-    np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), whole)
+    np.testing.assert_array_equal(np.asarray(parts(*arrays), np.float32), result)
     q, k, v, prefix_k, prefix_v, length, _, _ = arrays
     chain = jnp.broadcast_to(jnp.tril(jnp.ones((10, 10), bool)), (BATCH, 10, 10))
     arrays = q, k, v, prefix_k, prefix_v, length, length[:, None] + jnp.arange(10), chain
@@ -97,7 +97,9 @@ def test_more_nodes_than_are_put_together_at_once(monkeypatch):
 
 
 def test_quantised_keys_and_values():
-    (q, k, v, prefix_k, prefix_v, *rest), _ = case(3, (7, 30))
-    kept = [quantize(x.astype(jnp.float32)) for x in (k, v, prefix_k, prefix_v)]
-    got = np.asarray(BY_SLOT(q, *kept, *rest), np.float32)
-    np.testing.assert_allclose(got, np.asarray(reference(q.astype(jnp.float32), *kept, *rest, scale=SCALE)), atol=0.03)
+    (q, k, v, prefix_k, prefix_v, *geometry), _ = case(3, (7, 30))
+    keys_values = [quantize(x.astype(jnp.float32)) for x in (k, v, prefix_k, prefix_v)]
+    got = np.asarray(BY_SLOT(q, *keys_values, *geometry), np.float32)
+    np.testing.assert_allclose(
+        got, np.asarray(reference(q.astype(jnp.float32), *keys_values, *geometry, scale=SCALE)), atol=0.03
+    )

@@ -141,7 +141,7 @@ def test_one_layer_of_a_stack(int8):
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_sum_by_which_parts_of_a_prefix_are_put_together(int8):
-    """Also where a part holds nothing to be seen."""
+    """The totals equal the reference's, also where a part holds nothing to be seen."""
     clean, options = case(7, [0, 130, 384], TREES["ragged"], int8=int8)
     dirty, _ = case(7, [0, 130, 384], TREES["ragged"], int8=int8, dead=np.nan)
     sees_new = jnp.array([False, False, True])[:, None, None]
@@ -160,7 +160,7 @@ def test_in_a_loop_over_a_mesh():
     arrays, options = case(6, [0, 130], TREES["ragged"], heads=8, kv_heads=4)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "model")
     P = jax.sharding.PartitionSpec
-    by_head, rest = P(None, "model"), P()
+    by_head, replicated = P(None, "model"), P()
 
     def local(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions):
         def body(carry):
@@ -173,7 +173,7 @@ def test_in_a_loop_over_a_mesh():
 
         return jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, q))[1]
 
-    specs = (P(None, None, "model"), by_head, by_head, by_head, by_head, rest, rest, rest, rest)
+    specs = (P(None, None, "model"), by_head, by_head, by_head, by_head, replicated, replicated, replicated, replicated)
     spread = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False))
     once = wanted(arrays, **options, window=None, softcap=None)
     twice = wanted((once, *arrays[1:]), **options, window=None, softcap=None)
@@ -291,7 +291,8 @@ def test_what_the_kernel_does_not_take_is_refused_by_name(change, reason):
 
 
 def copied_bytes(monkeypatch, length: int, nodes: int, slots: int = 4608) -> int:
-    """What the kernel copies from the prefix, of 2 kv heads of 128 in bfloat16 (Llama 3 8B on four chips)."""
+    """Return the bytes that the kernel copies from the prefix, with 2 kv heads of 128 in bfloat16 (Llama 3 8B on four
+    chips)."""
     copied = []
     make = pltpu.make_async_copy
 
@@ -320,9 +321,9 @@ def copied_bytes(monkeypatch, length: int, nodes: int, slots: int = 4608) -> int
     return sum(copied)
 
 
-@pytest.mark.parametrize(("length", "most"), [(4096, 1.0), (3000, 1.1), (1100, 2.0)])
-def test_what_it_reads_goes_with_the_length(monkeypatch, length, most):
+@pytest.mark.parametrize(("length", "factor"), [(4096, 1.0), (3000, 1.1), (1100, 2.0)])
+def test_what_it_reads_goes_with_the_length(monkeypatch, length, factor):
     """Bytes over those of the keys and values that count; the same for a node and for a tree."""
     needed = 2 * 2 * length * 128 * 2
     one, tree = (copied_bytes(monkeypatch, length, nodes) for nodes in (1, 64))
-    assert needed <= one == tree <= most * needed
+    assert needed <= one == tree <= factor * needed

@@ -82,12 +82,14 @@ def test_neither_rows_nor_capacity_nor_blocks_nor_layers_count():
     arrays = tree_pass(1, SIZES, (7, 300), random_parents(1, 7))
     both = np.asarray(KERNEL(*arrays), np.float32)
     np.testing.assert_array_equal(np.asarray(KERNEL(*[x[1:] for x in arrays]), np.float32)[0], both[1])
-    q, k, v, prefix_k, prefix_v, *rest = arrays
+    q, k, v, prefix_k, prefix_v, *geometry = arrays
     wider = [jnp.pad(x, ((0, 0), (0, 0), (0, 384), (0, 0)), constant_values=7) for x in (prefix_k, prefix_v)]
     blocks = functools.partial(tpu_by_slot.tree_attention, **{**SIMULATED, "block": 256})
-    np.testing.assert_array_equal(np.asarray(jax.jit(blocks)(q, k, v, *wider, *rest), np.float32), both)
+    np.testing.assert_array_equal(np.asarray(jax.jit(blocks)(q, k, v, *wider, *geometry), np.float32), both)
     stacked = [jnp.stack([x + 1, x]) for x in (prefix_k, prefix_v)]
-    np.testing.assert_array_equal(np.asarray(KERNEL(q, k, v, *stacked, *rest, layer=jnp.int32(1)), np.float32), both)
+    np.testing.assert_array_equal(
+        np.asarray(KERNEL(q, k, v, *stacked, *geometry, layer=jnp.int32(1)), np.float32), both
+    )
 
 
 def test_one_path_beside_a_tree():
@@ -100,7 +102,7 @@ def test_one_path_beside_a_tree():
 
 
 def test_heads_and_nodes_in_parts(monkeypatch):
-    """As where not all fit into the memory of a chip at once."""
+    """The bits are the same where not all heads and nodes fit into the memory of a chip at once."""
     arrays = tree_pass(4, SIZES, (100, 250), random_parents(4, 20))
     wanted = np.asarray(KERNEL(*arrays), np.float32)
     monkeypatch.setattr(tpu_by_slot, "VMEM", 0)
@@ -135,16 +137,16 @@ def test_compiles_for_a_tpu(topology, sizes, nodes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"dtype": jnp.float32}, "takes bfloat16"),
         ({"dim": 32}, "head_dim 32"),
         ({"slots": 192}, "a cache of 192 slots"),
     ],
 )
-def test_what_it_does_not_take(change, said):
+def test_what_it_does_not_take(change, message):
     sizes = SIZES._replace(**{name: value for name, value in change.items() if name != "dtype"})
     arrays = tree_pass(0, sizes, (5,), [-1])
     arrays = [x.astype(change.get("dtype", x.dtype)) if x.dtype == jnp.bfloat16 else x for x in arrays]
-    with pytest.raises(NotImplementedError, match=said):
+    with pytest.raises(NotImplementedError, match=message):
         KERNEL(*arrays)
