@@ -31,8 +31,8 @@ def run(name: str, data: int, model: int):
     method, models, settings = lib.calls()[name]
     seeds = {id(lib.history(seed)): seed for seed in range(3)}
 
-    def split(given: Any) -> Any:
-        return llama(seeds[id(given)], data, model) if isinstance(given, Target) else given
+    def split(argument: Any) -> Any:
+        return llama(seeds[id(argument)], data, model) if isinstance(argument, Target) else argument
 
     settings = {setting: split(value) for setting, value in settings.items()}
     if "head" in settings:  # it reads hidden states

@@ -70,8 +70,8 @@ def test_a_row_on_eight_devices_is_the_row_alone_on_one(way, data, model, temper
         assert float(spread.block_efficiency.max()) > 1, "some pass decides several columns"
 
 
-def _spread(whole: Denoiser, data: int, model: int) -> Denoiser:
-    return specjax.shard(whole, specjax.mesh(data, model))
+def _spread(denoiser: Denoiser, data: int, model: int) -> Denoiser:
+    return specjax.shard(denoiser, specjax.mesh(data, model))
 
 
 def _gathered(sharded: Denoiser, procedure: Procedure) -> list[int]:

@@ -24,7 +24,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def run_folder(tmp_path_factory):
     """A stream that was left."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     go_on(folder, stop=4)
@@ -45,10 +45,10 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def attack(rng, whole, folder):
+def attack(rng, source, folder):
     """Copy a checkpoint to `folder`, with one or two files changed, removed or replaced."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole, folder)
+    shutil.copytree(source, folder)
     for _ in range(rng.randint(1, 2)):
         files = files_of(folder)
         file = rng.choice(files)
@@ -73,14 +73,14 @@ def test_parameters(rng, count, saved, tmp_path):
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(8, 1000))
-def test_running_decodes(rng, count, begun, tmp_path):
+def test_running_decodes(rng, count, run_folder, tmp_path):
     for case in range(count):
-        folder = attack(rng, begun, tmp_path / "run")
+        folder = attack(rng, run_folder, tmp_path / "run")
         survives(lambda folder=folder: go_on(folder), case)
 
 
-def test_what_never_ends_is_not_opened(saved, begun, tmp_path):
-    for full, read in ((saved, lambda f: persistence.restore(f, TREE)), (begun, go_on)):
+def test_what_never_ends_is_not_opened(saved, run_folder, tmp_path):
+    for full, read in ((saved, lambda f: persistence.restore(f, TREE)), (run_folder, go_on)):
         for number, file in enumerate(files_of(full)):
             folder = shutil.copytree(full, tmp_path / f"{full.name}{number}")
             pipe = folder / file.relative_to(full)
@@ -90,8 +90,8 @@ def test_what_never_ends_is_not_opened(saved, begun, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["-1", "9" * 40, "x", "7.orbax-checkpoint-tmp", "007"])
-def test_steps_of_strange_names(name, begun, tmp_path):
-    folder = shutil.copytree(begun, tmp_path / "run")
+def test_steps_of_strange_names(name, run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
     (folder / name).mkdir()
     survives(lambda: go_on(folder))
 

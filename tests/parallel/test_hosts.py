@@ -76,7 +76,7 @@ def test_two_hosts_train_what_one_trains(tmp_path):
 
 
 def test_one_command_trains_on_two_hosts(tmp_path, monkeypatch, capsys):
-    """One host writes; the responses, the head and the card are those of one process."""
+    """Only one host writes; the responses, the head and the card are those of one process."""
     file = tmp_path / "prompts.txt"
     file.write_text("ab\nthe cat\none two\nx y z\nhello\nwhy not\n")
     small = ("--max-new-tokens", "8", "--held-out", "2", "--rows", "4", "--length", "32", "--batch-size", "4")
@@ -140,7 +140,7 @@ def test_two_hosts_go_on_from_a_head_and_share_states(tmp_path):
 
 @pytest.mark.parametrize("victim", those((1,), (0, 1)))
 def test_a_dead_host_ends_the_other(victim):
-    """With heartbeats of 6 s it ends within 20 s, with a message that gives the reason."""
+    """The survivor ends within 20 s with heartbeats of 6 s, with a message that gives the reason."""
     with Hosts(2, "rounds", *ADDRESS) as running:
         running.wait_for(1 - victim, "round 2")
         running.kill(victim)

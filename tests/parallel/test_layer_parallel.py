@@ -101,7 +101,7 @@ def test_greedy_text_on_a_mesh(data, model, layer, tree):
 
 
 def test_devices_keep_their_own_layers():
-    """In the five middle layers, attention and cache are split by layer and head, MLPs by width."""
+    """Attention and cache of the five middle layers are split by layer and head, MLPs by width."""
     mesh = specjax.mesh(1, 2, layer=4)
     placed = layer_parallel.place_layer_parallel(whole(LLAMA), mesh)
     shapes = layer_parallel.abstract_draft(LLAMA, mesh)
