@@ -45,11 +45,11 @@ def test_parameters_of_four_devices_on_eight(tmp_path):
     four, eight = spread(1, 4), spread(2, 4)
     persistence.save(tmp_path / "model", {"params": four.params, "key": jax.random.key(3)})
     shapes = parallel.abstract_target(four.model.config, parallel.mesh(2, 4)).params
-    found = persistence.restore(tmp_path / "model", {"params": shapes, "key": jax.random.key(0)})
-    for ours, wanted in zip(jax.tree.leaves(found["params"]), jax.tree.leaves(eight.params), strict=True):
+    restored = persistence.restore(tmp_path / "model", {"params": shapes, "key": jax.random.key(0)})
+    for ours, wanted in zip(jax.tree.leaves(restored["params"]), jax.tree.leaves(eight.params), strict=True):
         np.testing.assert_array_equal(ours, wanted)
         assert ours.sharding == wanted.sharding
-    assert found["key"] == jax.random.key(3)
+    assert restored["key"] == jax.random.key(3)
 
 
 def test_other_parameters_are_refused(tmp_path):
@@ -93,22 +93,22 @@ def test_a_step_without_its_metadata(tmp_path):
 def test_an_interrupted_stream_goes_on_on_another_mesh(tmp_path):
     """A drafter with a memory; 4 devices, then 8; then the text of the finished run alone."""
     drafter = token_recycling(64, num_nodes=7)
-    whole, steps = run(spread(1, 4), drafter, None)
+    uninterrupted, steps = run(spread(1, 4), drafter, None)
     run(spread(1, 4), drafter, tmp_path / "run", stop=6)
     rows, resumed = run(spread(2, 4), drafter, tmp_path / "run")
-    assert rows == whole
+    assert rows == uninterrupted
     assert resumed[0].earlier is not None and len(resumed) == 1 + len(steps) - 4
     assert int(resumed[0].earlier.target_passes.max()) == 4
     passes = resumed[0].earlier.target_passes + sum(step.info.active for step in resumed[1:])
     np.testing.assert_array_equal(passes, sum(step.info.active for step in steps))
     rows, again = run(spread(2, 4), drafter, tmp_path / "run")
-    assert rows == whole and len(again) == 1
+    assert rows == uninterrupted and len(again) == 1
 
 
 def test_plain_decoding_whose_sums_have_no_depths_goes_on(tmp_path):
-    whole, _ = run(markov(), autoregressive(), None)
+    uninterrupted, _ = run(markov(), autoregressive(), None)
     run(markov(), autoregressive(), tmp_path, stop=6)
-    assert run(markov(), autoregressive(), tmp_path)[0] == whole
+    assert run(markov(), autoregressive(), tmp_path)[0] == uninterrupted
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
@@ -133,9 +133,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
 
 
 def test_fingerprints_do_not_depend_on_the_mesh_or_the_process():
-    whole = tiny_llama(layers=1, num_heads=8, num_kv_heads=4)
+    unsharded = tiny_llama(layers=1, num_heads=8, num_kv_heads=4)
     assert (
-        fingerprint.digest_model(whole)
+        fingerprint.digest_model(unsharded)
         == fingerprint.digest_model(spread(2, 4))
         != fingerprint.digest_model(tiny_llama())
     )
@@ -150,16 +150,16 @@ def test_fingerprints_do_not_depend_on_the_mesh_or_the_process():
 
 def test_a_torn_checkpoint_is_not_seen(tmp_path):
     drafter = prompt_lookup(2)
-    whole, _ = run(markov(), drafter, None)
+    uninterrupted, _ = run(markov(), drafter, None)
     run(markov(), drafter, tmp_path, stop=6)
     torn = tmp_path / "9.orbax-checkpoint-tmp" / "text"
     torn.mkdir(parents=True)
     (torn / "manifest.ocdbt").write_bytes(b"half")
-    assert run(markov(), drafter, tmp_path)[0] == whole
+    assert run(markov(), drafter, tmp_path)[0] == uninterrupted
 
 
 def test_killed_while_it_writes(tmp_path):
-    """What the folder holds then is whole."""
+    """The folder of a process that was killed while it wrote holds a whole checkpoint."""
     with Hosts(1, "save_for_ever", tmp_path) as running:
         running.wait_for(0, "saved 5")
         running.kill(0)
@@ -180,16 +180,16 @@ def test_generate_continues_on_two_hosts(tmp_path):
     command = ("cli", "generate", "abcabcabc", "--max-new-tokens", "400", "--method", "prompt_lookup", "--json")
     mesh = ("--data", "2", "--model", "2", "--heartbeat", "6")
     folder = tmp_path / "run"
-    kept = ("--checkpoint", folder, "--checkpoint-every", "5")
+    checkpointing = ("--checkpoint", folder, "--checkpoint-every", "5")
     with Hosts(1, *command) as one:
         [single] = one.wait()
-    with Hosts(2, *command, *flags, *mesh, *kept) as two:
+    with Hosts(2, *command, *flags, *mesh, *checkpointing) as two:
         while not list(pathlib.Path(folder).glob("batch-00000/[0-9]*[0-9]")):
             assert all(process.poll() is None for process in two.processes), two.read(0, "err")
         two.kill(1)
         ended = two.wait()
     assert ended[0].code != 0 and ended[0].out == ""
-    with Hosts(2, *command, *flags, *mesh, *kept) as two:
+    with Hosts(2, *command, *flags, *mesh, *checkpointing) as two:
         first, second = two.wait()
     assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert "continuing after" in first.err

@@ -70,10 +70,10 @@ def test_the_second_asks_for_nothing_and_says_the_same(target, tmp_path, setting
 @contextlib.contextmanager
 def whole_after(plain, monkeypatch):
     """Whole steps are there after so many plain ones. Gives how often they were asked for."""
-    seen = []
+    polls = []
     with monkeypatch.context() as patch:
-        patch.setattr(Future, "done", lambda self: seen.append(0) or len(seen) > plain)
-        yield seen
+        patch.setattr(Future, "done", lambda self: polls.append(0) or len(polls) > plain)
+        yield polls
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
@@ -82,29 +82,29 @@ def test_plain_steps_come_first_and_the_text_is_the_same(target, tmp_path, setti
     expected = text(target, None, capacity=64, **settings)
     for plain in (0, 3, 99):
         programs = ProgramCache(tmp_path / str(plain), plain_first=True)
-        with whole_after(plain, monkeypatch) as seen:
-            assert text(target, programs, capacity=64, **settings) == expected and seen and programs.hit is False
+        with whole_after(plain, monkeypatch) as polls:
+            assert text(target, programs, capacity=64, **settings) == expected and polls and programs.hit is False
         programs.finish()
         again = ProgramCache(tmp_path / str(plain), plain_first=True)
-        with whole_after(plain, monkeypatch) as seen:
-            assert text(target, again, capacity=64, **settings) == expected and seen and again.hit is True
+        with whole_after(plain, monkeypatch) as polls:
+            assert text(target, again, capacity=64, **settings) == expected and polls and again.hit is True
         other = ProgramCache(tmp_path / str(plain))
-        with whole_after(99, monkeypatch) as seen:
+        with whole_after(99, monkeypatch) as polls:
             assert text(target, other, capacity=64, **settings) == expected and other.hit is True
-        assert not seen, "nobody asked for plain steps"
+        assert not polls, "nobody asked for plain steps"
 
 
-@pytest.mark.parametrize("found", [False, True])
-def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, found, monkeypatch):
-    if found:
-        made = ProgramCache(tmp_path, plain_first=True)
-        made.programs(job_of(target))
-        made.finish()
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_who_measures_can_wait_for_the_wider_passes(target, tmp_path, is_stored, monkeypatch):
+    if is_stored:
+        writer = ProgramCache(tmp_path, plain_first=True)
+        writer.programs(job_of(target))
+        writer.finish()
     read = kept_module._deserialize_step
     monkeypatch.setattr(kept_module, "_deserialize_step", lambda stored: time.sleep(0.5) or read(stored))
     programs = ProgramCache(tmp_path, plain_first=True)
     step = programs.programs(job_of(target)).step
-    assert programs.hit is found and not step.full.done()
+    assert programs.hit is is_stored and not step.full.done()
     programs.finish()
     assert step.full.done()
 
@@ -130,12 +130,12 @@ def test_wider_passes_that_cannot_be_read_are_compiled(target, tmp_path, monkeyp
 def test_plain_steps_draft_nothing(target):
     job = job_of(target)
     step = kept_module.plain_step(job)(kept_module.run.start.lower(job)).compile()
-    whole, parts = kept_module.run.start(job), dataclasses.replace(job.parts, plain=True)
+    state, parts = kept_module.run.start(job), dataclasses.replace(job.parts, plain=True)
     drafted = 0
     for _ in range(6):
-        _, info, _ = kept_module.run.step(job.parts, jax.tree.map(jnp.copy, whole))
+        _, info, _ = kept_module.run.step(job.parts, jax.tree.map(jnp.copy, state))
         drafted += int(info.drafted.sum())
-        whole, info, _ = step(parts, whole)
+        state, info, _ = step(parts, state)
         assert not info.drafted.any() and (info.emitted == 1).all()
     assert drafted, "the whole step would have"
 
@@ -162,11 +162,12 @@ def served(target, drafter, programs=None):
 
 
 def test_requests_too(target, tmp_path, monkeypatch):
-    """Of a drafter that remembers, whose parameters are from then on those of its last text."""
+    """Programs of requests are stored with a drafter that remembers, whose parameters are from then on those of its
+    last text."""
     first, drafter = ProgramCache(tmp_path), drafters.token_recycling(64, num_nodes=4)
-    kept = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
+    tokens = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
     expected = served(target, drafter)
-    assert kept == expected and first.hit is False
+    assert tokens == expected and first.hit is False
     for name in ("_empty", "_end", "step", "_admit"):
         monkeypatch.setattr(serve_module, name, None)
     broken = serve_module.SERVING._replace(traced=serve_module.ServePrograms(None, None, None, None))
@@ -188,7 +189,7 @@ def test_other_jobs_have_other_programs(target):
     lookup = prompt_lookup(num_tokens=3)
     same = [job_of(target), job_of(target, prompts=[[7, 7, 7, 7], [1]]), job_of(tiny_llama(seed=5))]
     same.append(job_of(target, eos=[3, 4]))
-    others = [
+    variants = [
         job_of(target, prompt_lookup(num_tokens=2)),
         job_of(target, autoregressive()),
         job_of(target, temperature=0.5),
@@ -198,7 +199,7 @@ def test_other_jobs_have_other_programs(target):
     ]
     names = [program_key.digest_arguments(job) for job in same]
     assert len(set(names)) == 1, "parameters, prompts, keys and eos ids are data"
-    assert len({names[0], *map(program_key.digest_arguments, others)}) == 1 + len(others)
+    assert len({names[0], *map(program_key.digest_arguments, variants)}) == 1 + len(variants)
 
 
 def test_what_a_function_closes_over_counts():
@@ -221,9 +222,9 @@ def _in_specjax(function):
 
 
 def test_a_user_s_own_drafter_is_compiled_as_ever(target, tmp_path):
-    own = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
-    kept = ProgramCache(tmp_path)
-    assert kept.programs(job_of(target, own)) is kept_module.TRACED and kept.hit is None
+    drafter = prompt_lookup(num_tokens=3).replace(observe=lambda params, state, context, tree, verdict, output: ())
+    programs = ProgramCache(tmp_path)
+    assert programs.programs(job_of(target, drafter)) is kept_module.TRACED and programs.hit is None
     assert not list(tmp_path.iterdir())
 
 
@@ -238,15 +239,15 @@ def test_a_damaged_file_is_made_again(target, tmp_path, damage):
     again = ProgramCache(tmp_path)
     again.programs(job)
     assert again.hit is False
-    after = ProgramCache(tmp_path)
-    after.programs(job)
-    assert after.hit is True
+    repaired = ProgramCache(tmp_path)
+    repaired.programs(job)
+    assert repaired.hit is True
 
 
 def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
     """On CPU, a program that was read there would be kept without its code."""
     folder, enough = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[folder], jax.config.values[enough]
+    settings = jax.config.values[folder], jax.config.values[enough]
     jax.config.update(folder, str(tmp_path / "xla"))
     jax.config.update(enough, 0.0)
     compilation_cache.reset_cache()
@@ -259,13 +260,13 @@ def test_what_lies_in_the_cache_of_xla_is_compiled_for_good(target, tmp_path):
         again.programs(job)
         assert again.hit is True and written and set(written) >= set((tmp_path / "xla").iterdir())
     finally:
-        jax.config.update(folder, before[0])
-        jax.config.update(enough, before[1])
+        jax.config.update(folder, settings[0])
+        jax.config.update(enough, settings[1])
         compilation_cache.reset_cache()
 
 
 def test_what_was_not_used_for_longest_goes_and_files_of_others_stay(target, tmp_path):
-    """Also older and larger ones, those of another suffix, folders and links of the name of programs."""
+    """Older and larger files stay too, those of another suffix, folders and links of the name of programs."""
     ProgramCache(tmp_path).programs(job_of(target))
     (old,) = tmp_path.iterdir()
     size = old.stat().st_size
@@ -401,5 +402,5 @@ def test_another_process_finds_them_where_it_expects_them(tmp_path):
         ).stdout
         for _ in range(2)
     ]  # fmt: skip
-    (first, _, told), (second, traced, again) = (run.split(maxsplit=2) for run in runs)
-    assert (first, second) == ("False", "True") and traced == "0" and told == again
+    (first, _, text), (second, traced, again) = (run.split(maxsplit=2) for run in runs)
+    assert (first, second) == ("False", "True") and traced == "0" and text == again

@@ -63,7 +63,7 @@ def test_every_field_is_saved_or_passed_again():
 
 @pytest.mark.parametrize("name", those(("all",), PROCESSORS))
 def test_a_resumed_run_has_its_processors(name, tmp_path, monkeypatch):
-    """Without their states the text is another one."""
+    """A run that resumes without the states of its processors writes another text."""
     processors = PROCESSORS[name]
     expected = run(None, processors=processors)
     run(tmp_path / "run", stop=3, processors=processors)
@@ -104,7 +104,7 @@ def test_steps_and_remains_of_others_stay(tmp_path):
         folder.mkdir(parents=True)
         (folder / "array").write_text("mine")
     (tmp_path / "thesis").write_text("mine")
-    own = tmp_path / "12.orbax-checkpoint-tmp" / "text"
+    leftover = tmp_path / "12.orbax-checkpoint-tmp" / "text"
     with pytest.raises(UsageError, match=r"step 0 in .* is not a complete checkpoint of stream"):
         run(tmp_path)
     manager = running.Running(persistence.Checkpoints(tmp_path), {"prompts": "a"})
@@ -117,9 +117,9 @@ def test_steps_and_remains_of_others_stay(tmp_path):
     assert all((folder / "array").read_text() == "mine" for folder in (other, torn))
     for path in (tmp_path / "1.orbax-checkpoint-tmp", tmp_path / "0"):
         path.rename(tmp_path.parent / f"{tmp_path.name}-{path.name}")
-    own.mkdir(parents=True)
+    leftover.mkdir(parents=True)
     running.Running(persistence.Checkpoints(tmp_path), {"prompts": "a"}).close()
     deadline = time.monotonic() + 10  # Orbax deletes it in a thread
-    while own.parent.exists():
+    while leftover.parent.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
