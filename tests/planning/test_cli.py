@@ -130,7 +130,7 @@ def test_missing_compiler(refused, monkeypatch):
 
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else real(name, *rest)
+        importlib.util, "find_spec", lambda name, *arguments: None if name == "libtpu" else real(name, *arguments)
     )
     for name, more in (("compile", {}), ("plan", {"acceptance": ".5"})):
         assert "pip install 'specjax[tpu-compile]'" in refused(*command(name, **more), "--no-cache")

@@ -38,17 +38,17 @@ def kept_elsewhere(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def here(monkeypatch):
+def tiny_denoiser(monkeypatch):
     """Programs for devices of this process, which know no cycles: the schedule is that of the collectives alone."""
     monkeypatch.setattr(compiler, "describe_devices", lambda topology: jax.devices()[: topology.num_devices])
-    known = model_configs._modules() | {
+    modules = model_configs._modules() | {
         name: SimpleNamespace(get_config=lambda dtype="float32": TINY, get_denoiser_settings=lambda r=reading: r)
         for name, reading in (("tiny_blocks", BLOCKS), ("tiny_full", FULL))
     }
-    monkeypatch.setattr(model_configs, "_modules", lambda: known)
+    monkeypatch.setattr(model_configs, "_modules", lambda: modules)
 
 
-def test_a_command_says_what_a_pass_and_a_block_cost(here, capsys):
+def test_a_command_says_what_a_pass_and_a_block_cost(tiny_denoiser, capsys):
     command = "compile --topology v5e:2x2 --context 256 --max-new-tokens 64 --no-cache --json --target tiny_blocks"
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--block", "8", "--dtype", "float32"])
@@ -66,8 +66,8 @@ def test_a_command_says_what_a_pass_and_a_block_cost(here, capsys):
     assert rows == {1: (8, 9), 2: (4, 5), 4: (2, 3), 8: (1, 2)}
 
 
-def test_a_control_that_asks_for_the_canvas_has_logits_of_all_of_it(here):
-    """So that a window's can be told from them."""
+def test_a_control_that_asks_for_the_canvas_has_logits_of_all_of_it(tiny_denoiser):
+    """The program's logits cover the canvas, whose size differs from that of the window."""
     report = compile_report("tiny_full", "v5e:1x1", method="prophet", dtype="float32", cache=False, **SHORT)
     assert report.program("pass").logits["rows"] == 320 and report.window == {"window": 32, "canvas": 320}
 
@@ -122,24 +122,24 @@ def test_full_attention_makes_logits_of_the_window_alone(config, size, loops):
     tpu.devices()
     reading = FULL._replace(mask_token=config.vocab_size - 1)
     options = {"reading": reading, "model": 1, "context": size, "max_new_tokens": 64}
-    found = {}
+    programs = {}
     for name, method in (("whole", {}), ("kept", {"method": "fast_dllm", "options": {"memory": "dual"}})):
         work = make_workload(config, "v6e:1x1", **options, **method)
         names = tuple(one for one in denoising.names_of(work) if loops or one != "loop")
         for program in compiler.compile_programs(work, False, lambda name: None, only=names):
-            found[name, program.name] = program
-    assert ("whole", "renewing pass") not in found and not [f for p in found.values() for f in p.findings]
-    passes = [found[key] for key in (("kept", "pass"), ("whole", "pass"), ("kept", "renewing pass"))]
+            programs[name, program.name] = program
+    assert ("whole", "renewing pass") not in programs and not [f for p in programs.values() for f in p.findings]
+    passes = [programs[key] for key in (("kept", "pass"), ("whole", "pass"), ("kept", "renewing pass"))]
     assert [program.logits["rows"] for program in passes] == [32, 32, 32], "of a canvas of 128, or of 320"
     assert passes[0].flops < passes[1].flops < passes[2].flops
 
 
 def test_what_a_compiler_refuses_it_is_asked_once():
     """A pass and the one that renews what is kept are one program."""
-    asked = []
+    calls = []
 
     def refuse(*arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         raise RuntimeError("Used 20.00G of 15.75G hbm")
 
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
@@ -147,4 +147,4 @@ def test_what_a_compiler_refuses_it_is_asked_once():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Used"):
             compiled()
-    assert asked == [("state",)]
+    assert calls == [("state",)]

@@ -1,4 +1,4 @@
-"""What the draft of a workload is worth in tokens, and which drafter it is."""
+"""Tests of what the draft of a workload is worth in tokens, and of which drafter it is."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
 """
 
 
-def one(lines: str, *, before: str = "") -> hlo.Module:
+def one(lines: str, *, computations: str = "") -> hlo.Module:
     """A module whose entry has these lines, after other computations."""
-    return hlo.parse(f"HloModule m\n\n{before}\n\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
+    return hlo.parse(f"HloModule m\n\n{computations}\n\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
 
 
 def test_cycles_of_a_loop_count_by_its_trips():
@@ -89,7 +89,7 @@ def test_of_a_conditional_the_dearest_branch_counts():
     module = one(
         "  %which = s32[] parameter(0)\n  %x = f32[8]{0} parameter(1)\n"
         "  ROOT %c = f32[8]{0} conditional(%which, %x, %x), branch_computations={%narrow, %wide}",
-        before=branch.format("narrow", CYCLES % 5) + "\n" + branch.format("wide", CYCLES % 50),
+        computations=branch.format("narrow", CYCLES % 5) + "\n" + branch.format("wide", CYCLES % 50),
     )
     assert hlo.totals(module).cycles == 50
     assert hlo.totals(module, taken=lambda conditional: 0.1).cycles == pytest.approx(0.1 * 50 + 0.9 * 5)
@@ -107,7 +107,7 @@ def test_of_a_conditional_the_branch_counts_in_which_its_scope_is_named():
     module = one(
         "  %which = s32[] parameter(0)\n  %x = f32[8]{0} parameter(1)\n"
         f"  ROOT %c = f32[8]{{0}} conditional(%which, %x, %x), branch_computations={{%few, %many}}, {name('')}",
-        before="\n".join(branch.format(*words) for words in branches),
+        computations="\n".join(branch.format(*words) for words in branches),
     )
     assert [hlo.totals(module, taken=lambda _, share=share: share).cycles for share in (1.0, 0.0)] == [5, 50]
 
@@ -127,9 +127,14 @@ def test_collectives_and_their_groups(groups, size):
         "  %x = bf16[2,4096]{1,0} parameter(0)\n"
         f"  ROOT %r = bf16[2,4096]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add"
     )
-    (found,) = hlo.totals(module).collectives
-    assert (found.kind, found.count, found.group, found.bytes) == ("all-reduce", 1, size, 2 * 4096 * 2)
-    assert found.wire_bytes == 2 * (size - 1) / size * 2 * 4096 * 2
+    (collective,) = hlo.totals(module).collectives
+    assert (collective.kind, collective.count, collective.group, collective.bytes) == (
+        "all-reduce",
+        1,
+        size,
+        2 * 4096 * 2,
+    )
+    assert collective.wire_bytes == 2 * (size - 1) / size * 2 * 4096 * 2
 
 
 def test_an_asynchronous_gather_counts_once():
@@ -138,8 +143,13 @@ def test_an_asynchronous_gather_counts_once():
         "  %s = (f32[128]{0}, f32[512]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}\n"
         "  ROOT %d = f32[512]{0} all-gather-done(%s)"
     )
-    (found,) = hlo.totals(module).collectives
-    assert (found.kind, found.count, found.bytes, found.wire_bytes) == ("all-gather", 1, 512 * 4, 3 * 128 * 4)
+    (collective,) = hlo.totals(module).collectives
+    assert (collective.kind, collective.count, collective.bytes, collective.wire_bytes) == (
+        "all-gather",
+        1,
+        512 * 4,
+        3 * 128 * 4,
+    )
 
 
 SLICED = """%sliced (p0: bf16[30,8,128], p1: s32[]) -> bf16[8,128] {
@@ -158,7 +168,7 @@ def test_a_fusion_reads_only_the_layer_that_it_slices_out_of_the_stack():
         module = one(
             "  %w = bf16[30,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)\n  %i = s32[]{:T(128)S(6)S(1)} parameter(1)\n"
             f"  ROOT %f = bf16[8,128]{{1,0:T(8,128)(2,1){space}}} fusion(%w, %i), kind=kLoop, calls=%sliced",
-            before=SLICED,
+            computations=SLICED,
         )
         assert hlo.totals(module).hbm_bytes == 8 * 128 * 2 + written
 
@@ -175,7 +185,7 @@ def test_a_slice_that_is_fetched_ahead_moves_itself_and_not_what_it_is_cut_from(
 
 
 def test_a_fusion_that_converts_all_of_an_operand_reads_all_of_it():
-    whole = """%whole (p0: bf16[30,128]) -> f32[30,128] {
+    conversion = """%whole (p0: bf16[30,128]) -> f32[30,128] {
   %p0 = bf16[30,128]{1,0} parameter(0)
   ROOT %c = f32[30,128]{1,0} convert(%p0)
 }
@@ -183,7 +193,7 @@ def test_a_fusion_that_converts_all_of_an_operand_reads_all_of_it():
     module = one(
         "  %w = bf16[30,128]{1,0} parameter(0)\n"
         "  ROOT %f = f32[30,128]{1,0:T(8,128)S(1)} fusion(%w), kind=kLoop, calls=%whole",
-        before=whole,
+        computations=conversion,
     )
     assert hlo.totals(module).hbm_bytes == 30 * 128 * 2
 
@@ -201,7 +211,7 @@ def test_an_update_in_place_writes_only_the_update():
         "  %c = bf16[4,1024,128]{2,1,0} parameter(0)\n  %n = bf16[4,8,128]{2,1,0} parameter(1)\n"
         "  %i = s32[]{S(1)} parameter(2)\n"
         "  ROOT %f = bf16[4,1024,128]{2,1,0} fusion(%c, %n, %i), kind=kLoop, calls=%update",
-        before=update,
+        computations=update,
     )
     assert hlo.totals(module).hbm_bytes == 2 * 4 * 8 * 128 * 2
 
@@ -270,10 +280,10 @@ def test_findings():
         '  ROOT %g = f32[] custom-call(%l), custom_call_target="Sharding"'
     )
     large = frozenset({("bf16", (2, 8, 128, 4096))})
-    found = {f.kind: f for f in hlo.findings(module, vocab_size=1000, large=large)}
-    assert {kind: f.count for kind, f in found.items()} == {"vocabulary_sort": 1, "host_call": 1, "copy": 1}
-    assert found["copy"].bytes == 2 * 8 * 4096 * 128 * 2
-    assert "1000" in found["vocabulary_sort"].sentence
+    by_kind = {f.kind: f for f in hlo.findings(module, vocab_size=1000, large=large)}
+    assert {kind: f.count for kind, f in by_kind.items()} == {"vocabulary_sort": 1, "host_call": 1, "copy": 1}
+    assert by_kind["copy"].bytes == 2 * 8 * 4096 * 128 * 2
+    assert "1000" in by_kind["vocabulary_sort"].sentence
     assert not hlo.findings(module, vocab_size=999)[1:]  # another vocabulary: the host call only
 
 

@@ -34,10 +34,10 @@ def check(release, topology, model, **options):
         # No vocabulary sort, no call of the host, no copy of a cache or of parameters. But a width that is no whole
         # number of tiles (576 of SmolLM2) lets the compiler turn weights, once per program or streamed step of many
         # tokens.
-        found = [finding for finding in program.findings if finding["kind"] != "kernel"]
+        findings = [finding for finding in program.findings if finding["kind"] != "kernel"]
         allowed = {"copy"} if target == "smollm2_135m" else set()
-        assert {finding["kind"] for finding in found} <= allowed, found
-        assert all(is_weight(finding) for finding in found), found
+        assert {finding["kind"] for finding in findings} <= allowed, findings
+        assert all(is_weight(finding) for finding in findings), findings
         # Sums of activations, and choices among the devices; never the logits or the cache of another device.
         for collective in program.collectives:
             assert collective["kind"] == "all-reduce" or collective["bytes"] / collective["count"] < 100_000
@@ -47,7 +47,8 @@ def check(release, topology, model, **options):
 
 
 def is_weight(copied) -> bool:
-    """Of a finding "copies bf16[2,3] 1 times": caches have five axes, [layers, B, K, slots, h], weights at most 3."""
+    """Return whether a finding "copies bf16[2,3] 1 times" is a weight: caches have five axes, [layers, B, K, slots, h],
+    weights at most 3."""
     return copied["sentence"].split("]")[0].count(",") < 3
 
 
@@ -74,7 +75,7 @@ def test_a_tree_costs_little_more_than_a_token():
 
     Half of the difference are the sums of 64 rows over the four chips.
     """
-    found = plan("llama3_8b", "v5e:2x2", acceptance=(0.6, 0.2, 0.1), widths=(1, 64), context=4096, model=4)
-    one, many = (report.seconds for report in found.widths)
+    result = plan("llama3_8b", "v5e:2x2", acceptance=(0.6, 0.2, 0.1), widths=(1, 64), context=4096, model=4)
+    one, many = (report.seconds for report in result.widths)
     assert many["schedule"] <= 1.10 * one["schedule"]
     assert many["roofline"] <= 1.10 * one["roofline"]

@@ -44,7 +44,7 @@ EVERY_GENERATION = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"
 
 
 def compiled(function, *shapes, spec=None, topology="v5e:2x2"):
-    """For the whole of the slice (spec: of the first argument), else for one of its devices."""
+    """Compile for the whole of the slice (spec: of the first argument), else for one of its devices."""
     devices = tpu.devices(topology)
     mesh = Mesh(np.array(devices if spec else devices[:1]), ("model",))
     place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -121,9 +121,9 @@ def test_a_kernel_may_use_the_memory_of_one_core(topology):
 
 def test_a_sum_over_devices_is_found():
     program = compiled(lambda w, x: x @ w, (1024, 512), (8, 1024), spec=PartitionSpec("model", None))
-    (found,) = hlo.totals(hlo.parse(program.as_text())).collectives
-    assert (found.kind, found.count, found.group) == ("all-reduce", 1, 4)
-    assert found.bytes == 8 * 512 * 2
+    (collective,) = hlo.totals(hlo.parse(program.as_text())).collectives
+    assert (collective.kind, collective.count, collective.group) == ("all-reduce", 1, 4)
+    assert collective.bytes == 8 * 512 * 2
 
 
 def test_report_on_a_tiny_model():
@@ -160,28 +160,28 @@ def test_report_on_a_tiny_model():
 
 
 def test_a_learned_head_by_its_kind_alone():
-    """Its layer reads the last round's tokens, then one more level: two passes beside the target's."""
+    """The head's layer reads the last round's tokens, then one more level: two passes beside the target's."""
     options = {"head": "eagle3:draft_vocab_size=512", "num_draft_tokens": 2, "context": 256, "max_new_tokens": 32}
     work = make_workload(dataclasses.replace(TINY, num_layers=6), "v5e:2x2", **options)
     (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
     assert step.compiles and step.kernel_calls == 6 + 2 + 2  # a choice of tokens on each level
-    assert not [found for found in step.findings if found["kind"] == "copy"]
+    assert not [finding for finding in step.findings if finding["kind"] == "copy"]
 
 
 @pytest.mark.exhaustive
 def test_a_head_in_the_target_s_own_pass():
-    """Its guesses cost the choice of the likeliest tokens: no product with the target's head, no layer."""
+    """The guesses cost the choice of the likeliest tokens: no product with the target's head, no layer."""
     options = {"head": "ppd", "num_draft_tokens": 16, "context": 256, "max_new_tokens": 32}
     work = make_workload(dataclasses.replace(TINY, num_layers=6), "v5e:2x2", **options)
     (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
     assert step.compiles and step.kernel_calls == 6 + 1
-    assert not [found for found in step.findings if found["kind"] == "copy"]
+    assert not [finding for finding in step.findings if finding["kind"] == "copy"]
 
 
-def assert_names_its_clocks(shown, found):
+def assert_names_its_clocks(shown, plan_result):
     """Both are columns of the table, and both are said to be good for something, in JSON too."""
     text = shown.file.getvalue()
-    for clock, meaning in found.to_json()["clocks"].items():
+    for clock, meaning in plan_result.to_json()["clocks"].items():
         lines = text.splitlines()
         (at, *_) = [i for i, line in enumerate(lines) if clock in line.split() and ":" not in line]
         assert "ms" in f"{lines[at]} {lines[at + 1]}".split()  # the unit may stand below the name
@@ -210,11 +210,12 @@ def test_weights_are_read_in_the_tiles_they_come_in():
         job = make_workload(config, "tpu7x:2x2x1", model=model, context=256, max_new_tokens=32)
         for program in compile_programs(job, False, lambda _: None, only=("step", "loop")):
             assert program.memory.temporaries < 0.2 * program.memory.arguments, program.name
-            assert not [found for found in program.findings if found["kind"] == "copy"]
+            assert not [finding for finding in program.findings if finding["kind"] == "copy"]
 
 
 def test_int8_cache_moves_and_holds_half():
-    """One chip, a batch and a context at which the cache counts; its slots are not copied."""
+    """The int8 cache moves and holds half on one chip, with a batch and a context at which it counts; its slots are not
+    copied."""
     config = dataclasses.replace(TINY, head_dim=128)  # narrower heads are laid out anew where a lone step begins
     options = {"model": 1, "batch": 8, "context": 3072, "max_new_tokens": 32}
     jobs = [make_workload(config, "v5e:2x2", cache_dtype=dtype, **options) for dtype in (None, "int8")]
@@ -241,15 +242,15 @@ def test_what_does_not_fit_is_a_result_with_what_would():
 
 
 def test_plan_proposes_a_tree():
-    found = plan(TINY, "v5e:2x2", acceptance=(0.6, 0.2), widths=(1, 4, 8), model=1, context=256, max_new_tokens=32)
-    assert [report.name for report in found.widths] == ["verify 1", "verify 4", "verify 8"]
-    assert [report.flops for report in found.widths] == sorted(report.flops for report in found.widths)
-    assert {choice.side for choice in found.choices} == {"schedule", "roofline"}
-    assert all(choice.num_nodes in (4, 8) and choice.speedup > 1 for choice in found.choices)
-    json.dumps(found.to_json(), allow_nan=False)
+    result = plan(TINY, "v5e:2x2", acceptance=(0.6, 0.2), widths=(1, 4, 8), model=1, context=256, max_new_tokens=32)
+    assert [report.name for report in result.widths] == ["verify 1", "verify 4", "verify 8"]
+    assert [report.flops for report in result.widths] == sorted(report.flops for report in result.widths)
+    assert {choice.side for choice in result.choices} == {"schedule", "roofline"}
+    assert all(choice.num_nodes in (4, 8) and choice.speedup > 1 for choice in result.choices)
+    json.dumps(result.to_json(), allow_nan=False)
     shown = Console(file=io.StringIO(), width=200)
-    show_plan(found, shown)
-    assert_names_its_clocks(shown, found)
+    show_plan(result, shown)
+    assert_names_its_clocks(shown, result)
 
 
 @pytest.mark.exhaustive

@@ -26,8 +26,8 @@ PARAMETERS = {
 
 
 def test_built_in_configs_have_the_published_sizes():
-    found = {name: num_params(load_config(name, "bfloat16")) for name in builtin_configs()}
-    assert found == PARAMETERS
+    parameters = {name: num_params(load_config(name, "bfloat16")) for name in builtin_configs()}
+    assert parameters == PARAMETERS
 
 
 def test_a_folder_needs_no_weights(tmp_path):

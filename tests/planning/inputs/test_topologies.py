@@ -59,10 +59,10 @@ def test_known_topologies_parse():
 
 
 def test_larger_slices_end():
-    topology, seen = parse_topology("v5e:1x1"), []
+    topology, sizes = parse_topology("v5e:1x1"), []
     while (topology := larger(topology)) is not None:
-        seen.append(topology.num_devices)
-    assert seen == [4, 8, 16, 32, 64, 128, 256]
+        sizes.append(topology.num_devices)
+    assert sizes == [4, 8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu-compile"), ("h200:1", "gpu-compile")])

@@ -13,7 +13,7 @@ from specjax.planning.workload import describe, make_workload
 
 
 def test_a_program_has_the_options_that_are_given():
-    """As traced arrays, whatever their values; at temperature 0 none of them."""
+    """Options are traced arrays, whatever their values; at temperature 0 there are none of them."""
     place = lambda shape: shape
     assert set(Warping(top_k=40, top_p=0.9).sampling(place)) == {None}
     sampling = Warping(0.7, 40, 0.9, 0.05).sampling(place)

@@ -22,16 +22,16 @@ def test_flat_costs_want_the_largest_tree_and_dear_nodes_none():
 
 def test_the_choice_is_the_minimum_over_all_sizes_and_depths():
     target, draft = [(1, 1.0), (2, 1.02), (4, 1.1), (8, 1.3), (16, 2.0)], 0.15
-    found = choose(A, target, draft)
+    choice = choose(A, target, draft)
     every = [
         (depth * draft + seconds) / trees.sequoia(A, n, depth)[0]
         for n, seconds in target[1:]
         for depth in range(1, n)
         if trees.sequoia(A, n, depth)[0] > 0
     ]
-    assert found.seconds_per_token == pytest.approx(min(every))
-    assert expected_tokens(found.paths, A) == pytest.approx(found.tokens)
-    assert max(map(len, found.paths)) == found.depth
+    assert choice.seconds_per_token == pytest.approx(min(every))
+    assert expected_tokens(choice.paths, A) == pytest.approx(choice.tokens)
+    assert max(map(len, choice.paths)) == choice.depth
 
 
 def test_a_slow_drafter_wants_shallow_trees():
@@ -41,12 +41,12 @@ def test_a_slow_drafter_wants_shallow_trees():
 
 
 def test_the_best_spec_is_one_that_parses_and_is_as_good_as_it_says():
-    found = choose(A, [(1, 1.0), (8, 1.2), (32, 1.5)], draft=0.1)
-    builder = trees.parse(found.spec)
-    widths = tuple(int(w) for w in found.spec.split("x"))
+    choice = choose(A, [(1, 1.0), (8, 1.2), (32, 1.5)], draft=0.1)
+    builder = trees.parse(choice.spec)
+    widths = tuple(int(w) for w in choice.spec.split("x"))
     tokens = expected_tokens(branching_paths(widths), A)
     import numpy as np
 
     seconds = builder.max_depth * 0.1 + np.interp(builder.num_nodes, [1, 8, 32], [1.0, 1.2, 1.5])
-    assert found.spec_speedup == pytest.approx(tokens / seconds)
-    assert found.spec_speedup <= found.speedup + 1e-9 or builder.num_nodes not in (8, 32)
+    assert choice.spec_speedup == pytest.approx(tokens / seconds)
+    assert choice.spec_speedup <= choice.speedup + 1e-9 or builder.num_nodes not in (8, 32)

@@ -1,4 +1,4 @@
-"""Where the acceptance by rank comes from."""
+"""Tests of the sources of the acceptance by rank."""
 
 from __future__ import annotations
 
