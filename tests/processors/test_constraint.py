@@ -31,7 +31,8 @@ def allowed(processor, *texts, follow=0):
 
 
 def test_several_automata_in_one():
-    """By hand: (2 3)* then EOS, any text of 40 tokens' ids above a word of 32 bits, and none."""
+    """Three automata by hand are followed in one: (2 3)* then EOS, any text of 40 tokens' ids above a word of 32 bits,
+    and none."""
     pairs = automaton(7, {7: {2: 9}, 9: {3: 7, 4: 8}, 8: {5: 8}}, {7}, [EOS])
     assert pairs.accepting.tolist() == [True, False]  # no text ends from state 8
     both = processors.constraint(pairs, counting(VOCAB))
@@ -57,10 +58,10 @@ def test_what_no_text_satisfies_and_what_does_not_fit():
 def test_a_regular_expression_accepts_what_python_matches(pattern):
     """All texts of up to 3 tokens, in every spelling."""
     pytest.importorskip("outlines_core")
-    letters, found = Letters(), processors.regex(pattern, Letters())
+    letters, automaton = Letters(), processors.regex(pattern, Letters())
     tokens = [i for i, spelled in enumerate(letters.spellings()) if spelled and i != EOS]
     for ids in itertools.chain.from_iterable(itertools.product(tokens, repeat=n) for n in range(4)):
-        assert accepts(found, ids) == bool(re.fullmatch(pattern, letters.decode(ids))), ids
+        assert accepts(automaton, ids) == bool(re.fullmatch(pattern, letters.decode(ids))), ids
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,11 @@ def test_json_of_a_schema():
     pytest.importorskip("outlines_core")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 12]}, "b": {"type": "boolean"}}, "required": ["a"]}
     schema["properties"]["b"] = {"enum": ["c", "ab"]}
-    chosen = processors.constraint(processors.json_schema(schema, Letters()))
+    schema_constraint = processors.constraint(processors.json_schema(schema, Letters()))
     uniform = np.full((VOCAB, VOCAB), 1 / VOCAB, np.float32)
     result = decode(
         markov(uniform), drafters.token_recycling(VOCAB, num_nodes=5), [[1]] * 8, key=jax.random.key(0),
-        max_new_tokens=60, temperature=1.0, eos=EOS, processors=[chosen],
+        max_new_tokens=60, temperature=1.0, eos=EOS, processors=[schema_constraint],
     )  # fmt: skip
     texts = [Letters().decode(ids) for ids in result.to_lists()]
     assert result.hit_eos.all() and len(set(texts)) > 3

@@ -66,17 +66,18 @@ def test_bad_settings(make, sentence):
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
+    ("settings", "sentence"),
+    REFUSALS := [
         ([processors.bias({3: 1.0})], "a logit bias has token 3, outside of the model's vocabulary of 3"),
         ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; ban fewer"),
         ([processors.presence([1.0, 2.0, 3.0])], r"one per prompt, 2; some have the shape \(3,\)"),
         ([processors.repetition], "processors must be a list of specjax.processors"),
         (processors.repetition(1.1), "processors must be a list of specjax.processors"),
     ],
+    ids=[f"given{number}-{sentence}" for number, (_, sentence) in enumerate(REFUSALS)],
 )
-def test_what_does_not_fit(given, sentence):
+def test_what_does_not_fit(settings, sentence):
     from toy import markov
 
     with pytest.raises(UsageError, match=sentence):
-        decode(markov(), drafters.autoregressive(), [[1], [2]], key=0, max_new_tokens=2, processors=given)
+        decode(markov(), drafters.autoregressive(), [[1], [2]], key=0, max_new_tokens=2, processors=settings)

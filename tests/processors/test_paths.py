@@ -1,4 +1,4 @@
-"""What a processor makes of a node is what plain decoding makes of the text that ends there."""
+"""Tests that a processor makes of a node what plain decoding makes of the text that ends there."""
 
 import itertools
 
@@ -21,7 +21,7 @@ PROMPT, LENGTH = np.array([[1, 3, 3, 5, 0], [2, 2, 1, 6, 4]], np.int32), np.arra
 
 
 def of_tree(name, seed, ignore=False):
-    """By the tree and one by one, of a random tree and logits."""
+    """Process a random tree and logits: return the result by the tree, and that of one node after another."""
     rng, processor = np.random.default_rng(seed), some(VOCAB)[name]
     tree = random_tree(rng, 2, NODES, VOCAB)
     logits = jnp.asarray(rng.normal(size=(2, NODES, VOCAB)), jnp.float32)
@@ -79,7 +79,7 @@ DRAFTERS = {
 
 
 def check_texts(target, vocab, drafter):
-    """With all processors at once, those of plain decoding."""
+    """Check that texts with all processors at once are those of plain decoding, and return them."""
     options = OPTIONS | {"key": jax.random.key(0), "processors": by_row(vocab), "min_p": 0.02}
     plain, ours = (decode(target, who, PROMPTS, **options) for who in (drafters.autoregressive(), drafter))
     assert ours.to_lists() == plain.to_lists()
@@ -125,9 +125,9 @@ def law(change) -> np.ndarray:
     for text in itertools.product(range(vocab), repeat=3):
         out[text] = 1.0
         for i, token in enumerate(text):
-            before = text[:i]
+            prefix = text[:i]
             with np.errstate(divide="ignore"):
-                x = change(before, np.log(TARGET_ROWS[before[-1] if before else 0].astype(np.float64)))
+                x = change(prefix, np.log(TARGET_ROWS[prefix[-1] if prefix else 0].astype(np.float64)))
             p = np.exp(x - np.max(x))
             out[text] *= p[token] / p.sum()
     return out
@@ -145,7 +145,8 @@ RULES = [("recursive_rejection", (2, 2)), exhaustive("traversal", (2, 2)), exhau
 
 @pytest.mark.parametrize(("rule", "shape"), RULES)
 def test_the_law_of_a_sampled_tree(rule, shape):
-    """By enumeration; and it is another one than that of processors that do not look up the tree, and of none."""
+    """The law is the enumerated one, and another one than that of processors that do not look up the tree, and of
+    none."""
     drafter = branching_drafter(shape).replace(params=jnp.asarray(DRAFT_ROWS))
     if rule == "standard":
         drafter = drafter.replace(traits=drafter.traits._replace(draws="chain"))

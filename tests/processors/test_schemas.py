@@ -25,13 +25,13 @@ class Bytes:
         return [*(bytes([byte]) for byte in range(256)), None]
 
 
-def texts_of(found, count=40, longest=60):
+def texts_of(automaton, count=40, longest=60):
     """Random texts of an automaton. After `longest` bytes they take the shortest way to an end."""
     edges = [
-        list(zip(found.tokens[a:b].tolist(), found.following[a:b].tolist(), strict=True))
-        for a, b in zip(found.offsets, found.offsets[1:], strict=False)
+        list(zip(automaton.tokens[a:b].tolist(), automaton.following[a:b].tolist(), strict=True))
+        for a, b in zip(automaton.offsets, automaton.offsets[1:], strict=False)
     ]
-    distance = np.where(found.accepting, 0, len(edges))
+    distance = np.where(automaton.accepting, 0, len(edges))
     for _ in edges:
         reached = [min([distance[s], *(distance[to] + 1 for _, to in row)]) for s, row in enumerate(edges)]
         if (np.array(reached) == distance).all():
@@ -40,7 +40,7 @@ def texts_of(found, count=40, longest=60):
     rng, texts = np.random.default_rng(0), []
     for _ in range(count):
         state, text = 0, bytearray()
-        while not (found.accepting[state] and (len(text) >= longest or not edges[state] or rng.random() < 0.3)):
+        while not (automaton.accepting[state] and (len(text) >= longest or not edges[state] or rng.random() < 0.3)):
             options = edges[state]
             if len(text) >= longest:
                 options = [min(options, key=lambda edge: distance[edge[1]])]
@@ -129,11 +129,11 @@ def test_texts_are_json_that_satisfies_the_schema(name):
     ],
 )
 def test_texts_of_json_dumps_are_accepted(schema, values):
-    found = processors.json_schema(schema, Bytes())
+    automaton = processors.json_schema(schema, Bytes())
     for value in values:
         text = json.dumps(value, ensure_ascii=False)
-        assert accepts(found, text.encode()), value
-        assert not accepts(found, f"{text[:-1]}!".encode())
+        assert accepts(automaton, text.encode()), value
+        assert not accepts(automaton, f"{text[:-1]}!".encode())
 
 
 REFUSED = [

@@ -25,33 +25,35 @@ def request(i, **changes):
 
 
 def texts(requests, **options):
-    found, errors = [[] for _ in requests], {}
+    token_rows, errors = [[] for _ in requests], {}
     drafter = drafters.prompt_lookup(3, min_ngram=1)
     for news in serve(markov(ROWS), drafter, requests, slots=2, longest_prompt=4, max_new_tokens=12, **options):
-        found[news.request] += news.tokens
+        token_rows[news.request] += news.tokens
         if news.error:
             errors[news.request] = news.error
-    return found, errors
+    return token_rows, errors
 
 
 def test_each_text_is_that_of_its_own_settings():
     options = {"processors": OURS, "min_p": 0.0, "sampling": "coupled"}
     wanted = []
     for i in range(3):
-        own = {"processors": OURS, "min_p": 0.0} | OWN[i] | {"temperature": 0.9, "sampling": "coupled"}
+        settings = {"processors": OURS, "min_p": 0.0} | OWN[i] | {"temperature": 0.9, "sampling": "coupled"}
         key = jax.random.key(i)[None]
-        wanted += decode(markov(ROWS), "autoregressive", [[i + 1, 3]], key=key, max_new_tokens=12, **own).to_lists()
+        wanted += decode(
+            markov(ROWS), "autoregressive", [[i + 1, 3]], key=key, max_new_tokens=12, **settings
+        ).to_lists()
     first, _ = texts([request(0)], **options)
     compiled = module._admit._cache_size()
-    found, errors = texts([request(2), request(0), request(1)], **options)
-    assert found == [wanted[2], wanted[0], wanted[1]] and first == wanted[:1] and not errors
+    served, errors = texts([request(2), request(0), request(1)], **options)
+    assert served == [wanted[2], wanted[0], wanted[1]] and first == wanted[:1] and not errors
     assert module._admit._cache_size() == compiled
     other = request(1, processors=[processors.presence(1.0)])
     wider = request(1, processors=[OURS[0], processors.bias({}, room=17), FREE])
     unknown = request(1, processors=[OURS[0], processors.bias({VOCAB: 1.0}), FREE])
     copied = request(1, processors=[*OURS[:2], processors.constraint(counting(VOCAB))])
-    found, errors = texts([other, request(0), wider, unknown, copied], **options)
-    assert found[1] == wanted[0] and set(errors) == {0, 2, 3, 4}
+    served, errors = texts([other, request(0), wider, unknown, copied], **options)
+    assert served[1] == wanted[0] and set(errors) == {0, 2, 3, 4}
     for number in (0, 2, 4):
         assert errors[number].startswith("its processors must be those of serve")
     assert errors[3].startswith("a logit bias has token 12, outside of the model's vocabulary")
