@@ -10,10 +10,12 @@ from specjax.retrieval.contexts import NextTokens, mix
 A, B, C, D = range(4)
 
 
-def entry(seen=1, **probs):
+def entry(occurrences=1, **probs):
     """An entry of three tokens."""
     tokens = [globals()[name] for name in probs] + [-1] * (3 - len(probs))
-    return NextTokens(jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(seen))
+    return NextTokens(
+        jnp.array(tokens), jnp.array([*probs.values()] + [0.0] * (3 - len(probs))), jnp.array(occurrences)
+    )
 
 
 def distribution(x):
@@ -28,22 +30,22 @@ def test_the_cards_means():
     second = mix(first, entry(A=0.1, B=0.8, D=0.1))
     assert list(distribution(second))[:2] == [B, A]
     assert list(distribution(second).values()) == pytest.approx([1.6 / 3, 1.1 / 3, 0.1 / 3])
-    assert distribution(mix(entry(seen=0), entry(B=0.5))) == {B: 0.5}
-    assert distribution(mix(entry(seen=3, B=0.5), entry(seen=0))) == {B: 0.5}
+    assert distribution(mix(entry(occurrences=0), entry(B=0.5))) == {B: 0.5}
+    assert distribution(mix(entry(occurrences=3, B=0.5), entry(occurrences=0))) == {B: 0.5}
 
 
 def test_tokens_of_no_probability_are_none():
-    assert distribution(mix(entry(seen=0), entry(A=1.0, B=0.0))) == {A: 1.0}
+    assert distribution(mix(entry(occurrences=0), entry(A=1.0, B=0.0))) == {A: 1.0}
 
 
 def taught_by(*distributions):
     """A table that was taught, one after another, that a token follows a context; -1: not known, no context of it."""
     table = contexts.empty(1, 16, 9)
     for context, token in distributions:
-        seen = NextTokens(
+        entries = NextTokens(
             jnp.full((1, 1, 9), -1).at[0, 0, 0].set(token), jnp.eye(9)[None, None, 0], jnp.ones((1, 1), int)
         )
-        table = jax.jit(contexts.add_entries)(table, jnp.array([[context]]), seen)
+        table = jax.jit(contexts.add_entries)(table, jnp.array([[context]]), entries)
     return table
 
 
@@ -60,9 +62,9 @@ def test_the_longest_context_that_either_table_knows_counts():
 def test_contexts_of_different_lengths_are_told_apart():
     """3 tokens are not the 4 that begin with any one token."""
     table = taught_by(([0, 1, 2, 3], A), ([8, 1, 2, 3], B))
-    found = jax.jit(contexts.find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
+    entries = jax.jit(contexts.find)((), table, jnp.array([[[0, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3]]]))
     distributions = [
         distribution(NextTokens(*entry))
-        for entry in zip(found.tokens[0], found.probs[0], found.occurrences[0], strict=True)
+        for entry in zip(entries.tokens[0], entries.probs[0], entries.occurrences[0], strict=True)
     ]
     assert distributions == [{A: 1.0}, {B: 1.0}, {A: 0.5, B: 0.5}]

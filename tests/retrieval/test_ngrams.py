@@ -30,12 +30,14 @@ def write(table, grams, values=None, wanted=True, prefix=1):
 
 def held(table, prefix):
     """{n-gram: value} of those that begin with `prefix`."""
-    found = jax.tree.map(lambda x: np.asarray(x)[0, 0], jit_find(table, np.asarray(prefix, np.int32)[None, None]))
-    return {tuple(g): float(v) for g, v, h in zip(found.grams.tolist(), found.values, found.hit, strict=True) if h}
+    entries = jax.tree.map(lambda x: np.asarray(x)[0, 0], jit_find(table, np.asarray(prefix, np.int32)[None, None]))
+    return {
+        tuple(g): float(v) for g, v, h in zip(entries.grams.tolist(), entries.values, entries.hit, strict=True) if h
+    }
 
 
 def test_a_dictionary_of_random_ngrams():
-    """With room for all, the table is a dictionary in which the last write counts."""
+    """The table with room for all is a dictionary in which the last write counts."""
     rng = np.random.default_rng(0)
     table, wanted = new(64, 16), {}
     for _ in range(5):

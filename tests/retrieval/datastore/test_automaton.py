@@ -1,4 +1,5 @@
-"""One quantity, three ways: suffix automaton, vectorised match lengths, suffix array (SAM-Decoding, A2)."""
+"""Tests of one quantity, computed three ways: suffix automaton, vectorised match lengths, suffix array (SAM-Decoding,
+A2)."""
 
 import jax
 import jax.numpy as jnp
@@ -56,5 +57,5 @@ def test_the_longest_match_in_a_corpus():
     state, match = 0, 0
     for n, token in enumerate(text, 1):
         state, match = automaton.transfer(state, match, token)
-        found = store.search(text[:n], max_span=n, min_span=1)
-        assert found.span == match
+        result = store.search(text[:n], max_span=n, min_span=1)
+        assert result.span == match

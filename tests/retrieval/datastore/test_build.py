@@ -37,8 +37,8 @@ TEXTS = ["once upon a time\nonce more\n", "once upon", "a time\nand again", "no 
 
 @pytest.mark.parametrize("shard_tokens", [1000, 7])
 def test_the_same_as_in_memory(files, tmp_path, shard_tokens):
-    seen = []
-    progress = lambda done, total: seen.append((done, total))
+    progress_calls = []
+    progress = lambda done, total: progress_calls.append((done, total))
     store = build(files, tmp_path / "out", Bytes(), shard_tokens=shard_tokens, progress=progress)
     wanted = from_documents([text.encode() for text in TEXTS], 256, shard_tokens=shard_tokens)
     for ours, theirs in zip(store.shards, wanted.shards, strict=True):
@@ -47,7 +47,7 @@ def test_the_same_as_in_memory(files, tmp_path, shard_tokens):
         assert isinstance(ours.tokens, np.memmap)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "blank.txt", "out"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "suffixes.bin", "tokens.bin"]
-    assert seen[-1] == (store.info["bytes"],) * 2
+    assert progress_calls[-1] == (store.info["bytes"],) * 2
     assert store.info["documents"] == 4
     check_tokenizer(store, Bytes(), "here")
 
@@ -89,9 +89,9 @@ def test_named_fields(files, tmp_path):
 class Interrupted(Bytes):
     """Stops after some characters."""
 
-    def __init__(self, after):
+    def __init__(self, limit):
         super().__init__()
-        self.after = after
+        self.after = limit
 
     def encode(self, text, special=True):
         if self.seen + len(text) > self.after:
@@ -109,13 +109,13 @@ def interrupt(files, out):
 def test_an_interrupted_build_goes_on(files, tmp_path):
     out = tmp_path / "out"
     part = interrupt(files, out)
-    kept = len(json.loads((part / "meta.json").read_text())["shards"])
-    assert kept >= 4
+    num_shards = len(json.loads((part / "meta.json").read_text())["shards"])
+    assert num_shards >= 4
     with open(part / "tokens.bin", "ab") as file:  # of a shard that was not finished
         file.write(b"xyz")
-    said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
-    assert said == [f"resuming an interrupted build after {kept} finished shards"]
+    notices, tokenizer = [], Bytes()
+    store = build(files, out, tokenizer, shard_tokens=7, notify=notices.append)
+    assert notices == [f"resuming an interrupted build after {num_shards} finished shards"]
     assert tokenizer.seen < sum(map(len, TEXTS))  # finished documents are not tokenized again
     wanted = from_documents([text.encode() for text in TEXTS], 256, shard_tokens=7)
     for ours, theirs in zip(store.shards, wanted.shards, strict=True):
@@ -126,19 +126,19 @@ def test_an_interrupted_build_goes_on(files, tmp_path):
 @pytest.mark.parametrize("name", ["tokens.bin", "suffixes.bin"])
 @pytest.mark.parametrize("damaged", [0, 2])
 def test_damaged_shards_of_an_interrupted_build_are_built_again(files, tmp_path, name, damaged):
-    """One bit, no change of size."""
+    """A shard of which one bit has changed, and not the size, is built again."""
     out = tmp_path / "out"
     part = interrupt(files, out)
     data = bytearray((part / name).read_bytes())
     data[damaged * 7 * (2 if name == "tokens.bin" else 4)] ^= 1  # the shards before it are full
     (part / name).write_bytes(bytes(data))
-    said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
+    notices, tokenizer = [], Bytes()
+    store = build(files, out, tokenizer, shard_tokens=7, notify=notices.append)
     if damaged:
         shard = "shard 2 is damaged, so it and all later ones are rebuilt"
-        assert said == [f"resuming an interrupted build after 2 finished shards; {shard}"]
+        assert notices == [f"resuming an interrupted build after 2 finished shards; {shard}"]
     else:
-        assert len(said) == 1 and "starting over" in said[0]
+        assert len(notices) == 1 and "starting over" in notices[0]
     assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
     open_datastore(out)
 
@@ -156,9 +156,11 @@ def test_a_build_that_was_stopped_twice_or_at_its_very_end_goes_on(files, tmp_pa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", replace)
         build(files, out, Bytes(), shard_tokens=7)
-    said, tokenizer = [], Bytes()
-    store = build(files, out, tokenizer, shard_tokens=7, notify=said.append)
-    assert tokenizer.seen == 0 and said == [f"resuming an interrupted build after {len(store.shards)} finished shards"]
+    notices, tokenizer = [], Bytes()
+    store = build(files, out, tokenizer, shard_tokens=7, notify=notices.append)
+    assert tokenizer.seen == 0 and notices == [
+        f"resuming an interrupted build after {len(store.shards)} finished shards"
+    ]
     assert store.info == build(files, tmp_path / "fresh", Bytes(), shard_tokens=7).info
     open_datastore(out)
 
@@ -173,9 +175,9 @@ def test_a_changed_build_starts_anew_and_says_so(files, tmp_path, change):
         (part / "suffixes.bin").write_bytes(b"")
     if change == "meta":
         (part / "meta.json").write_text("{")
-    said, shard_tokens = [], 8 if change == "options" else 7
-    store = build(files, out, Bytes(), shard_tokens=shard_tokens, notify=said.append)
-    assert len(said) == 1 and "starting over" in said[0]
+    notices, shard_tokens = [], 8 if change == "options" else 7
+    store = build(files, out, Bytes(), shard_tokens=shard_tokens, notify=notices.append)
+    assert len(notices) == 1 and "starting over" in notices[0]
     fresh = build(files, tmp_path / "fresh", Bytes(), shard_tokens=shard_tokens)
     assert fresh.info == store.info
 

@@ -22,7 +22,7 @@ class Bytes:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def intact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     (folder / "a.txt").write_text(TEXT)
     build([folder / "a.txt"], folder / "store", Bytes(), shard_tokens=20)
@@ -30,16 +30,16 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def store(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "store")
+def store(intact, tmp_path):
+    return shutil.copytree(intact, tmp_path / "store")
 
 
 def use(folder) -> None:
-    found = open_datastore(folder)
-    found.to_device()
-    match = found.search(list(b"once upon"))
-    assert found.continuations(match, 4, 5).max() < 256
-    assert all(isinstance(value, int | str) for value in found.summary.values())
+    datastore = open_datastore(folder)
+    datastore.to_device()
+    match = datastore.search(list(b"once upon"))
+    assert datastore.continuations(match, 4, 5).max() < 256
+    assert all(isinstance(value, int | str) for value in datastore.summary.values())
 
 
 def rewrite(folder, name, shard, change) -> None:
@@ -88,27 +88,27 @@ def test_a_corpus_of_strange_lines(line, tmp_path):
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(300))
-def test_any_change(rng, count, store, whole):
-    meta = json.loads((whole / META).read_text())
+def test_any_change(rng, count, store, intact):
+    meta = json.loads((intact / META).read_text())
     for case in range(count):
         name = rng.choice([META, META, META, TOKENS, SUFFIXES])
         if name == META:
             (store / META).write_bytes(as_json(rng, changed_json(rng, meta)))
         else:
-            (store / name).write_bytes(changed_bytes(rng, (whole / name).read_bytes()))
+            (store / name).write_bytes(changed_bytes(rng, (intact / name).read_bytes()))
         survives(lambda: use(store), case)
-        shutil.copy(whole / name, store)
+        shutil.copy(intact / name, store)
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(60, 3000))
-def test_an_interrupted_build_that_was_changed(rng, count, whole, tmp_path):
+def test_an_interrupted_build_that_was_changed(rng, count, intact, tmp_path):
     """It goes on or starts anew; what comes out is what the text gives."""
     (tmp_path / "a.txt").write_text(TEXT)
     part, out = tmp_path / ".out.part", tmp_path / "out"
     wanted = from_documents([TEXT.encode()], 256, shard_tokens=20)
-    meta = json.loads((whole / META).read_text()) | {"complete": False}
+    meta = json.loads((intact / META).read_text()) | {"complete": False}
     for case in range(count):
-        shutil.copytree(whole, part)
+        shutil.copytree(intact, part)
         document = meta if case % 3 == 0 else changed_json(rng, meta)
         (part / META).write_bytes(as_json(rng, document))
         if case % 3 == 0:

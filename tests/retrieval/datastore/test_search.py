@@ -46,13 +46,13 @@ def pieces_of(store):
 def brute_force(store, text):
     """The longest span and how often each continuation occurs."""
     for span in range(min(MAX_SPAN, len(text)), 1, -1):
-        found = collections.Counter()
+        counts = collections.Counter()
         for piece in pieces_of(store):
             for i in range(len(piece) - span):
                 if piece[i : i + span] == text[len(text) - span :]:
-                    found[tuple(t for t in piece[i + span : i + span + LENGTH] if t != store.vocab_size)] += 1
-        if found:
-            return span, found
+                    counts[tuple(t for t in piece[i + span : i + span + LENGTH] if t != store.vocab_size)] += 1
+        if counts:
+            return span, counts
     return 0, collections.Counter()
 
 
@@ -136,8 +136,8 @@ def test_a_device_holds_its_part_alone(shape, parts, monkeypatch):
     assert len(store.shards) == 7 and sorted(read) == [(each * part, each) for part in range(parts)]
     assert index.tokens.shape == (each * parts, 11)
     assert {part.data.shape for part in index.tokens.addressable_shards} == {(each, 11)}
-    whole = store.to_device()
-    for ours, theirs in zip(jax.tree.leaves(index), jax.tree.leaves(whole), strict=True):
+    unsharded = store.to_device()
+    for ours, theirs in zip(jax.tree.leaves(index), jax.tree.leaves(unsharded), strict=True):
         np.testing.assert_array_equal(ours[:7], theirs)
         assert len(ours.sharding.device_set) == 8
 
@@ -150,7 +150,7 @@ def test_axes_of_layers_split_it_too():
 
 
 def test_no_shard_travels():
-    """Between devices go spans, counts and what is drafted."""
+    """Devices exchange spans, counts and what is drafted."""
     store = from_documents(np.random.default_rng(2).integers(0, 3, (40, 300)).tolist(), 3, shard_tokens=2000)
     text, length = jnp.zeros((4, MAX_SPAN), jnp.int32), jnp.full(4, MAX_SPAN)
     program = on_device.lower(store.to_device(mesh(1, 8)), text, length).compile().as_text()
