@@ -36,7 +36,8 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama 2 has it: characters that are not in the vocabulary are bytes, of which each shows as one U+FFFD."""
+    """Return a tokenizer like Llama 2's: characters that are not in the vocabulary are bytes, of which each shows as
+    one U+FFFD."""
     pieces = [f"<0x{b:02X}>" for b in range(256)] + [chr(c) for c in range(97, 123)] + ["▁"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))

@@ -43,7 +43,7 @@ def served(drafter, order, target=None, limits=LIMITS, **options):
 
 @functools.cache
 def alone(name, i, **options):
-    """As many tokens of its text as request i asks for."""
+    """Return the text of request i alone, as many tokens as it asks for."""
     drafter, key = DRAFTERS[name](), jax.random.key(i)[None]
     text = decode(tiny_llama(), drafter, [PROMPTS[i]], key=key, max_new_tokens=LIMITS["max_new_tokens"], **options)
     return text.to_lists()[0][: COUNTS[i]]
@@ -148,7 +148,7 @@ def test_a_step_transfers_nothing_to_the_device(monkeypatch):
 
 
 def test_nothing_of_the_row_before_is_left(monkeypatch):
-    """Where every free row is full of NaN before a request comes, the texts are the same."""
+    """The texts are the same where every free row is full of NaN before a request comes."""
     admit = module._admit
 
     def poisoned(parts, state, admission):
@@ -164,9 +164,9 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
 def test_a_second_batch_of_requests_compiles_nothing():
     served(DRAFTERS["prompt_lookup"](), [0, 1])
     sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module.step)]
-    before = sizes()
+    num_programs = sizes()
     served(DRAFTERS["prompt_lookup"](), [4, 3, 2, 1])
-    assert sizes() == before and min(before) > 0
+    assert sizes() == num_programs and min(num_programs) > 0
 
 
 def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
@@ -180,11 +180,11 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     parts = dataclasses.replace(job.parts, eos=np.zeros((2, 0), np.int32))
     request = Request([3, 4], jax.random.key(7))
     admission = module.pack_request(used, 1, request, jax.random.split(key, 1), 4, [])
-    after = module._admit(parts, used, admission)
-    control, start = after.control, state.control
+    admitted_state = module._admit(parts, used, admission)
+    control, start = admitted_state.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.visits, start.visits + jnp.array([[1], [0]]))
-    assert after.length.tolist() == [1, 2] and after.done.tolist() == [True, False]
+    assert admitted_state.length.tolist() == [1, 2] and admitted_state.done.tolist() == [True, False]
 
 
 def test_it_waits_for_requests_that_have_not_come_yet():
@@ -227,7 +227,7 @@ class TwoHosts:
 
 
 def polled(monkeypatch, *sources):
-    """What each of two hosts admits, poll by poll."""
+    """Return what each of two hosts admits, poll by poll."""
     monkeypatch.setattr(loop, "hosts", TwoHosts())
 
     def drain(items):
@@ -292,9 +292,9 @@ def test_auto_does_not_neglect_a_long_request_for_the_newest_ones():
     """A predictable one of 200 tokens beside short ones that cannot, of which the newest is always the slowest."""
     drafter, key = drafters.auto(49, widths=(1, 8), costs=(1.0, 2.0)), jax.random.key(0)
     limits = {"slots": 4, "longest_prompt": 4, "max_new_tokens": 200, "temperature": 1.0}
-    others = [Request([9 + n % 40], jax.random.key(n), 8) for n in range(1, 60)]
+    short_requests = [Request([9 + n % 40], jax.random.key(n), 8) for n in range(1, 60)]
     steps = lambda requests: sum(n.request == 0 for n in serve(half_foreseen(), drafter, requests, **limits))
-    alone, beside = (steps([Request([0], key), *some]) for some in ([], others))
+    alone, beside = (steps([Request([0], key), *some]) for some in ([], short_requests))
     assert alone < 45 and beside < 1.3 * alone
 
 
@@ -332,7 +332,7 @@ REMEMBERING = {
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_what_one_request_taught_serves_the_next_one(name):
-    """As much as `decode` accepts with the drafter of an earlier one; and nothing is compiled for it."""
+    """A request accepts as much as `decode` does with the drafter of an earlier one; and nothing is compiled for it."""
     target, drafter, limits = cycle(30), REMEMBERING[name](), LIMITS | {"slots": 1}
     new = Request([0, 1, 2], jax.random.key(0), 14)
     same = lambda drafter: decode(target, drafter, [new.prompt], key=new.key[None], max_new_tokens=14)
@@ -340,9 +340,9 @@ def test_what_one_request_taught_serves_the_next_one(name):
     warm = same(cold.drafter)
     accepted_of(target, drafter, [new] * 2, **limits)
     sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._end, module.step)]
-    before = sizes()
+    num_programs = sizes()
     accepted, last = accepted_of(target, drafter, [new] * 4, **limits)
-    assert sizes() == before
+    assert sizes() == num_programs
     assert accepted[:2] == [int(one.stats.accepted[0]) for one in (cold, warm)] and accepted[0] + 5 < accepted[1]
     again, _ = accepted_of(target, last.drafter(), [new], **limits)
     assert again[0] >= accepted[1]
@@ -382,10 +382,10 @@ def admitted(controller, slots, change=lambda control: control):
     parts = dataclasses.replace(job.parts, eos=np.zeros((slots, 0), np.int32))
     _, state = module._empty(job)
     state = state._replace(control=change(state.control))
-    before = np.asarray(controller.limit(state.control))
+    old_limits = np.asarray(controller.limit(state.control))
     admission = module.pack_request(state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4, [])
-    after = module._admit(parts, state, admission)
-    return before.tolist(), np.asarray(controller.limit(after.control)).tolist()
+    new_state = module._admit(parts, state, admission)
+    return old_limits.tolist(), np.asarray(controller.limit(new_state.control)).tolist()
 
 
 def test_controllers_know_how_many_slots_there_are():
@@ -398,5 +398,5 @@ def test_a_length_that_rows_share_stays_and_one_of_their_own_begins_anew(slots):
     raised = lambda control: jax.tree.map(lambda x: x if x.dtype == bool else x + 3, control)
     slot = min(1, slots - 1)
     assert admitted(controllers.bass(4), slots, raised) == ([7] * slots, [7] * slots)
-    own = [2 if n == slot else 5 for n in range(slots)]
-    assert admitted(controllers.additive(2), slots, raised) == ([5] * slots, own)
+    limits = [2 if n == slot else 5 for n in range(slots)]
+    assert admitted(controllers.additive(2), slots, raised) == ([5] * slots, limits)

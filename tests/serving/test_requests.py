@@ -39,7 +39,8 @@ def request(i, **more):
 
 @functools.cache
 def alone(name, i, **more):
-    """Its text with the same key and settings; those that a sampled one lacks do nothing, so there is one program."""
+    """Return the text of request i alone with the same key and settings. Those that a sampled one lacks do nothing, so
+    there is one program."""
     options = OWN[i] | more
     if options["temperature"]:
         options = {"top_k": 64, "top_p": 1.0} | options
@@ -62,11 +63,11 @@ def test_each_text_is_that_of_its_own_settings(name):
     """Greedy beside sampled rows, in either order; one program for all of them."""
     served(DRAFTERS[name](), [request(0)])
     sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._end, module.step)]
-    before = sizes()
+    num_programs = sizes()
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         tokens, _, reasons = served(DRAFTERS[name](), [request(i) for i in order])
         assert tokens == [alone(name, i) for i in order] and set(reasons) == {"length"}
-    assert sizes() == before and before[0] > 0
+    assert sizes() == num_programs and num_programs[0] > 0
 
 
 def test_coupled_texts_too():
@@ -103,20 +104,20 @@ class Letters:
 
 def test_each_text_ends_before_its_own_stop_string():
     """And the slot is free for the next request."""
-    whole = alone("prompt_lookup", 0)
-    text = Letters().decode(whole)
+    tokens_alone = alone("prompt_lookup", 0)
+    text = Letters().decode(tokens_alone)
     stop = text[5:8]
     place = text.index(stop)
     requests = [request(0, stop=["never", stop]), request(0), request(0, stop=[text[-2:] + "?"]), request(1)]
     tokens, texts, reasons = served(DRAFTERS["prompt_lookup"](), requests, tokenizer=Letters())
     assert texts == [text[:place], text, text, Letters().decode(alone("prompt_lookup", 1))]
     assert reasons == ["stop", "length", "length", "length"]
-    assert tokens == [whole[: place + 3], whole, whole, alone("prompt_lookup", 1)]
+    assert tokens == [tokens_alone[: place + 3], tokens_alone, tokens_alone, alone("prompt_lookup", 1)]
 
 
 def test_what_may_begin_a_stop_string_is_held_back():
-    whole = alone("prompt_lookup", 0)
-    stop = Letters().decode(whole)[:2]
+    tokens_alone = alone("prompt_lookup", 0)
+    stop = Letters().decode(tokens_alone)[:2]
     news = list(
         serve(tiny_llama(), drafters.autoregressive(), [request(0, stop=[stop])], **LIMITS, tokenizer=Letters())
     )
@@ -213,17 +214,17 @@ def test_a_closed_one_leaves_no_thread_and_closes_its_source():
 
 def test_serve_does_not_spin_where_there_is_nothing_to_do():
     """It asks a source that has nothing yet a few hundred times a second, not as often as it can."""
-    asked = 0
+    polls = 0
 
     def source():
-        nonlocal asked
+        nonlocal polls
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            asked += 1
+            polls += 1
             yield None
 
     assert list(serve(markov(), drafters.autoregressive(), source(), **LIMITS)) == []
-    assert 2 <= asked < 600
+    assert 2 <= polls < 600
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,8 @@ def test_serve_does_not_spin_where_there_is_nothing_to_do():
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_refused_and_the_others_go_on(change):
-    """One of them ended all that ran; a limit of 2.5 tokens held its slot for ever."""
+    """A bad request is refused alone: one of them ended all that ran, and a limit of 2.5 tokens held its slot for
+    ever."""
     wrong = [1, 2] if change is None else request(0)._replace(**change)
     served = list(
         serve(tiny_llama(), DRAFTERS["prompt_lookup"](), [wrong, Request([1, 2, 3], 0)], slots=2, longest_prompt=16,
@@ -260,7 +262,7 @@ def test_a_model_that_gives_nan_is_named():
 def test_a_request_whose_processors_ban_everything_is_named_and_the_others_go_on():
     halves = range(32), range(32, 64)  # one processor that bans everything is refused earlier
     everything, nothing = ([bias(dict.fromkeys(half, x)) for half in halves] for x in (-np.inf, 0.0))
-    requests = [Request([1, 2, 3], n, processors=chosen) for n, chosen in enumerate((everything, nothing))]
+    requests = [Request([1, 2, 3], n, processors=processor) for n, processor in enumerate((everything, nothing))]
     served = list(
         serve(
             tiny_llama(), DRAFTERS["prompt_lookup"](), requests, slots=2, longest_prompt=16, max_new_tokens=4,
@@ -274,7 +276,7 @@ def test_a_request_whose_processors_ban_everything_is_named_and_the_others_go_on
 
 def test_a_draft_model_is_not_copied_when_a_request_ends():
     drafter = DRAFTERS["two_model"]()
-    before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(drafter.params)}
+    buffers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(drafter.params)}
     served = list(serve(tiny_llama(), drafter, [Request([1, 2, 3], 0)], slots=2, longest_prompt=16, max_new_tokens=4))
-    after = served[-1].drafter()
-    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after.params)} == before
+    drafter_after = served[-1].drafter()
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(drafter_after.params)} == buffers
