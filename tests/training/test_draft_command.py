@@ -31,7 +31,7 @@ SMALL = ("--max-new-tokens", 6, "--held-out", 2, "--rows", 2, "--length", 16, "-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Its folder."""
+    """Return the folder of a saved target."""
     words = ["<unk>", "</s>", *(f"w{i}" for i in range(2, VOCAB))]
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
@@ -71,16 +71,16 @@ def test_from_a_target_to_a_draft_model_that_is_loaded(cli, target, prompts, tmp
     for prompt in ((2, 3), (4,), (5, 6, 7), (8, 9)):
         answers.add(TargetResponse(TrainingText((*prompt, 9, 8, 9, 8, 9, 8), len(prompt)), "length"))
     arguments = ("train", "--method", "two_model", "--target", target, "--layers", 1, "--prompts", prompts, *SMALL)
-    code, said, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--json")
-    assert code == 0, told
-    card = json.loads(said)
+    code, out_text, err_text = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--json")
+    assert code == 0, err_text
+    card = json.loads(out_text)
     assert card["method"] == "two_model" and card["recipe"]["losses"] == [["ce", 1.0]] and card["answers"] == 2
     draft, tokenizer = specjax.load(out)
     assert draft.model.capabilities.num_layers == 1 and tokenizer.encode("w9 w3") == [9, 3]
     (best,) = (out / "run").glob("best-*")
     jax.tree.map(np.testing.assert_array_equal, draft.params, restore(best, draft.params))
-    code, _, told = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--layers", 0)
-    assert code == 2 and "holds a run with other start" in told
+    code, _, err_text = cli(*arguments, "--out", out, "--recipe", "fastdraft", "--epochs", 2, "--layers", 0)
+    assert code == 2 and "holds a run with other start" in err_text
 
 
 @pytest.mark.exhaustive
@@ -88,18 +88,20 @@ def test_texts_then_answers_of_its_own_then_it_drafts(cli, target, prompts, tmp_
     """FastDraft's pre-training, DistillSpec in which half of the steps are on-policy, and decoding with the outcome."""
     first, second = tmp_path / "first", tmp_path / "second"
     common = ("train", "--method", "two_model", "--target", target, "--prompts", prompts, *SMALL)
-    code, _, told = cli(
+    code, _, err_text = cli(
         *common, "--layers", "0,1", "--recipe", "fastdraft_pretraining", "--texts", prompts, "--out", first
     )
-    assert code == 0, told
-    code, said, told = cli(*common, "--draft", first, "--on-policy", 0.5, "--epochs", 4, "--out", second, "--json")
-    assert code == 0, told
-    assert json.loads(said)["draft"] == "first"
-    code, said, told = cli(
+    assert code == 0, err_text
+    code, out_text, err_text = cli(
+        *common, "--draft", first, "--on-policy", 0.5, "--epochs", 4, "--out", second, "--json"
+    )
+    assert code == 0, err_text
+    assert json.loads(out_text)["draft"] == "first"
+    code, out_text, err_text = cli(
         "generate", "w2 w3", "--target", target, "--draft", second, "--method", "two_model", "--max-new-tokens", 6,
         "--compare", "--json",
     )  # fmt: skip
-    assert code == 0 and json.loads(said)["identical"] is True, told
+    assert code == 0 and json.loads(out_text)["identical"] is True, err_text
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,6 @@ def test_what_is_wrong_is_one_sentence(cli, target, prompts, tmp_path, monkeypat
         ((*head, "--out=~/file/head"), "--out: .*/file/head cannot be written"),
         ((*head, "--answers=~/file/answers"), "--answers: .*/file/answers cannot be written"),
     ):
-        code, said, told = cli(*arguments)
-        assert code == 2 and "Traceback" not in said + told
-        assert re.search(words, " ".join(told.split())), told
+        code, out_text, err_text = cli(*arguments)
+        assert code == 2 and "Traceback" not in out_text + err_text
+        assert re.search(words, " ".join(err_text.split())), err_text

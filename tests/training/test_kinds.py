@@ -18,11 +18,19 @@ def test_every_kind_has_a_recipe():
 
 @pytest.mark.parametrize("kind", those(("ppd",), KINDS))
 def test_three_steps_by_its_own_recipe_move_it(kind):
-    head, told = head_of(kind), []
+    head, progress_log = head_of(kind), []
     fitted = train(
-        target(), head, texts()[:2], epochs=3, rows=2, length=32, starts_per_row=4, chunk=2, on_progress=told.append
+        target(),
+        head,
+        texts()[:2],
+        epochs=3,
+        rows=2,
+        length=32,
+        starts_per_row=4,
+        chunk=2,
+        on_progress=progress_log.append,
     )
-    assert len(told) == 3 and all(np.isfinite(progress.loss) for progress in told)
+    assert len(progress_log) == 3 and all(np.isfinite(progress.loss) for progress in progress_log)
     moved = jax.tree.map(lambda old, new: bool(np.any(old != new)), head.params, fitted.params)
     assert any(jax.tree.leaves(moved))
     if kind == "dspark":

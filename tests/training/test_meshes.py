@@ -20,19 +20,19 @@ def test_losses_and_parameters_are_those_of_one_device(data, model, optimizer):
     losses = {}
 
     def run(who, **options):
-        told = losses.setdefault(who, [])
+        run_losses = losses.setdefault(who, [])
         return train(
             (who == "one" and target()) or spread(), head_of("eagle3"), texts(), recipe=recipe(optimizer=optimizer),
-            epochs=3, rows=4, length=32, on_progress=lambda progress: told.append(progress.loss), **options,
+            epochs=3, rows=4, length=32, on_progress=lambda progress: run_losses.append(progress.loss), **options,
         )  # fmt: skip
 
     @functools.cache
     def spread():
         return specjax.shard(target(), specjax.mesh(data=data, model=model))
 
-    alone, before = run("one"), train_step._cache_size()
+    alone, num_programs = run("one"), train_step._cache_size()
     many = run("many")
-    assert train_step._cache_size() == before + 1, "the second step is the program of the first"
+    assert train_step._cache_size() == num_programs + 1, "the second step is the program of the first"
     np.testing.assert_allclose(losses["many"], losses["one"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), many.params, alone.params)
     shape = {"depths": 3, "rows": 4, "length": 32}

@@ -188,10 +188,10 @@ def test_conversations_that_cannot_be_answered_are_not_held_out(tmp_path):
     for seed in range(3):
         corpus = build(tmp_path / str(seed), texts=[*long, *same, chat("ab", "cd"), chat("de", "fg")], seed=seed)
         (first,), (second,) = corpus.held_out, corpus.reported
-        asked = {text.tokens[1 : text.prompt_length - 2] for text in (first, second)}
-        assert len(asked) == 2 and asked <= {tuple(letters(text)) for text in ("why", "ab", "de")}
-        assert all(text.tokens[1 : text.prompt_length - 2] not in asked for text in corpus.texts)
-        assert len(corpus.texts) == (1 if tuple(letters("why")) in asked else 6), "long prompts leave no answer"
+        questions = {text.tokens[1 : text.prompt_length - 2] for text in (first, second)}
+        assert len(questions) == 2 and questions <= {tuple(letters(text)) for text in ("why", "ab", "de")}
+        assert all(text.tokens[1 : text.prompt_length - 2] not in questions for text in corpus.texts)
+        assert len(corpus.texts) == (1 if tuple(letters("why")) in questions else 6), "long prompts leave no answer"
 
 
 def test_the_number_in_the_report_is_that_of_other_prompts(tmp_path):

@@ -66,10 +66,10 @@ def test_lines_lists_and_texts_are_read_and_bad_entries_are_numbered(tmp_path):
     (tmp_path / "list.json").write_text(json.dumps(entries, indent=1))
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, entries)) + "\n\n{broken\n")
     (tmp_path / "lines.txt").write_text("hi\r\n\n[1] a note\n")
-    whole, lines, texts = (read_text_file(tmp_path / name) for name in ("list.json", "lines.jsonl", "lines.txt"))
-    assert whole.sources == lines.sources == [[HI, YES], "hi"]
-    assert [entry.number for entry in whole.bad] == [2] and [entry.number for entry in lines.bad] == [2, 5]
-    assert "not valid JSON" in lines.bad[1].error and lines.bad[0].error == whole.bad[0].error
+    json_list, lines, texts = (read_text_file(tmp_path / name) for name in ("list.json", "lines.jsonl", "lines.txt"))
+    assert json_list.sources == lines.sources == [[HI, YES], "hi"]
+    assert [entry.number for entry in json_list.bad] == [2] and [entry.number for entry in lines.bad] == [2, 5]
+    assert "not valid JSON" in lines.bad[1].error and lines.bad[0].error == json_list.bad[0].error
     assert "no text: it needs" in lines.bad[0].error
     assert texts.sources == ["hi", "[1] a note"] and not texts.bad
     (tmp_path / "bad.json").write_text('[{"x": 1}]')

@@ -18,18 +18,18 @@ def text_of(i: int, prompt: int, answer: int) -> TrainingText:
 def test_every_text_stands_once_in_a_row(sizes, rows, length):
     texts = [text_of(i, *size) for i, size in enumerate(sizes)]
     batches = pack(texts, rows, length)
-    found = []
+    rows_of_text = []
     for packed in batches:
         tokens, first, counts = map(np.asarray, packed)
         assert tokens.shape == (rows, length)
         for row in range(rows):
             for begin in np.unique(first[row]):
-                here = (first[row] == begin) & (np.arange(length) >= begin)
-                words = tokens[row, here]
+                in_text = (first[row] == begin) & (np.arange(length) >= begin)
+                words = tokens[row, in_text]
                 if words.any():
-                    found.append((tuple(words[words > 0].tolist()), int((counts[row] & here).sum())))
+                    rows_of_text.append((tuple(words[words > 0].tolist()), int((counts[row] & in_text).sum())))
     expected = [(text.tokens[:length], max(0, min(len(text.tokens), length) - text.prompt_length)) for text in texts]
-    assert sorted(found) == sorted(expected)
+    assert sorted(rows_of_text) == sorted(expected)
 
 
 def test_one_text_a_row():

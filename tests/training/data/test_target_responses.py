@@ -27,7 +27,7 @@ def test_answers_are_those_of_decode():
 
 
 def test_answers_over_a_mesh_are_those_of_one_device():
-    """In batches where rows are split; five prompts in fours, sampled, one of them twice."""
+    """A mesh that splits rows gives the same answers: five prompts in batches of four, sampled, one of them twice."""
     prompts, numbers = [*PROMPTS, [10]], [0, 0, 0, 0, 1]
     options = {"eos": (3,), "max_new_tokens": 6, "temperature": 1.0, "slots": 4, "seed": 5, "numbers": numbers}
     spread = specjax.shard(toy.tiny_llama(), specjax.mesh(2, 2))
@@ -38,17 +38,17 @@ def test_answers_over_a_mesh_are_those_of_one_device():
 
 def test_a_folder_goes_on_after_a_line_that_was_cut(tmp_path):
     about = {"target": "tiny", "temperature": 0.0}
-    kept = ResponseStore(tmp_path, about)
-    told = greedy()
-    for one in told[:3]:
-        kept.add(one)
+    store = ResponseStore(tmp_path, about)
+    responses = greedy()
+    for one in responses[:3]:
+        store.add(one)
     with (tmp_path / "answers-00000.jsonl").open("a") as file:
         file.write('{"prompt":[10],"answ')
     again = ResponseStore(tmp_path, about)
-    prompts = [one.text.tokens[: one.text.prompt_length] for one in told]
-    assert [again.get(prompt) for prompt in prompts] == [*told[:3], None]
-    again.add(told[3])
-    assert ResponseStore(tmp_path, about).get(prompts[3]) == told[3]
+    prompts = [one.text.tokens[: one.text.prompt_length] for one in responses]
+    assert [again.get(prompt) for prompt in prompts] == [*responses[:3], None]
+    again.add(responses[3])
+    assert ResponseStore(tmp_path, about).get(prompts[3]) == responses[3]
     with pytest.raises(UsageError, match=r"temperature 0\.0, not 0\.7"):
         ResponseStore(tmp_path, about | {"temperature": 0.7})
     with pytest.raises(UsageError, match="holds responses of another model called tiny; give another folder"):
@@ -80,16 +80,16 @@ def test_what_is_not_of_answers_is_one_sentence(tmp_path, file, text, words):
 
 
 def test_a_sampled_answer_depends_on_its_own_prompt_alone():
-    """Those that a run which goes on asks for, in whatever order, are what it would have had."""
+    """A run that goes on has the answers that it would have had, in whatever order it asks for them."""
     target = toy.tiny_llama()
     settings = {"eos": (), "max_new_tokens": 6, "temperature": 1.0, "seed": 3}
-    told = set(generate_responses(target, PROMPTS, slots=2, **settings))
+    responses = set(generate_responses(target, PROMPTS, slots=2, **settings))
     assert set(generate_responses(target, PROMPTS[:0:-1], slots=2, **settings)) == {
-        one for one in told if list(one.text.tokens[: one.text.prompt_length]) != PROMPTS[0]
+        one for one in responses if list(one.text.tokens[: one.text.prompt_length]) != PROMPTS[0]
     }
-    assert len({one.text.tokens[-1] for one in told}) > 1
+    assert len({one.text.tokens[-1] for one in responses}) > 1
     several = {
         one.number: one.text
         for one in generate_responses(target, PROMPTS[:1] * 3, slots=2, **settings, numbers=range(3))
     }
-    assert several[0] in {one.text for one in told} and len(set(several.values())) == 3
+    assert several[0] in {one.text for one in responses} and len(set(several.values())) == 3

@@ -1,4 +1,5 @@
-"""What a folder of a training run may hold: its own run, which other files do not disturb, and no strange values."""
+"""Tests of what a folder of a training run may hold: its own run, which other files do not disturb, and no strange
+values."""
 
 import json
 
@@ -54,14 +55,14 @@ def test_an_identity_that_is_nested_too_deeply_is_refused(tmp_path):
 
 def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
     folder = RunFolder(tmp_path, "abc")
-    others = ["step-1", "best-1", "step-1-abcd", "step-1-xyz", "best-2.orbax-checkpoint-tmp", "x-step-1-abc"]
-    for path in (folder.step(1), folder.step(2), folder.best(1), *(tmp_path / name for name in others)):
+    foreign = ["step-1", "best-1", "step-1-abcd", "step-1-xyz", "best-2.orbax-checkpoint-tmp", "x-step-1-abc"]
+    for path in (folder.step(1), folder.step(2), folder.best(1), *(tmp_path / name for name in foreign)):
         path.mkdir()
     folder.step(3).with_name(f"{folder.step(3).name}.orbax-checkpoint-tmp-7").mkdir()
     folder.step(4).symlink_to(tmp_path / "step-1")
     folder.delete_others(folder.step(2))
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*others, folder.step(2).name, folder.step(4).name}
+    assert left == {*foreign, folder.step(2).name, folder.step(4).name}
 
 
 def test_the_home_is_expanded(tmp_path, monkeypatch):
@@ -80,10 +81,10 @@ def test_a_history_of_another_program_stays(tmp_path):
 
 
 def test_histories_and_responses_that_are_nested_too_deeply(tmp_path):
-    own = {"step": 1, "loss": 1.0, "served": None, "best": False}
+    entry = {"step": 1, "loss": 1.0, "served": None, "best": False}
     path = tmp_path / "history.jsonl"
-    path.write_text(f"{json.dumps(own)}\n{NESTED}\n")
-    assert read_history(path) == [own]
+    path.write_text(f"{json.dumps(entry)}\n{NESTED}\n")
+    assert read_history(path) == [entry]
     answers = tmp_path / "answers"
     ResponseStore(answers, {"target": "a"})
     (answers / "answers-00000.jsonl").write_text(NESTED + "\n")

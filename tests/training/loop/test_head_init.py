@@ -18,8 +18,10 @@ from specjax.training.loop.head_init import matching_share, new_head
 def test_every_kind_begins_with_a_target_of_few_layers(kind):
     target = toy.tiny_llama(layers=3)
     config = KINDS[kind].of_target(target.model.config)
-    begun, drawn = (new_head(kind, config, target, jax.random.key(0), random=random).params for random in (False, True))
-    assert jax.tree.map(jnp.shape, begun) == jax.tree.map(jnp.shape, drawn)
+    initial, drawn = (
+        new_head(kind, config, target, jax.random.key(0), random=random).params for random in (False, True)
+    )
+    assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, drawn)
 
 
 def of_head(kind, *, seed=1, **changes):
@@ -31,14 +33,14 @@ def of_head(kind, *, seed=1, **changes):
 
 def test_a_head_of_one_pass_begins_with_one_of_several():
     """EAGLE-3's parameters are P-EAGLE's but for the state of tokens that are not there yet."""
-    target, config, own = of_head("p_eagle", num_layers=1, embeds=False, draft_vocab_size=8)
+    target, config, drawn = of_head("p_eagle", num_layers=1, embeds=False, draft_vocab_size=8)
     _, _, other = of_head("eagle3", seed=2, draft_vocab_size=8)
     other |= {"vocabulary": jax.tree.map(lambda x: x + 1, other["vocabulary"])}
-    begun = new_head("p_eagle", config, target, jax.random.key(1), ids=np.arange(8), other=other).params
-    assert begun.keys() - other.keys() == {"mask_hidden"}
-    np.testing.assert_array_equal(begun["mask_hidden"], own["mask_hidden"])
+    initial = new_head("p_eagle", config, target, jax.random.key(1), ids=np.arange(8), other=other).params
+    assert initial.keys() - other.keys() == {"mask_hidden"}
+    np.testing.assert_array_equal(initial["mask_hidden"], drawn["mask_hidden"])
     for name, part in other.items():
-        jax.tree.map(np.testing.assert_array_equal, begun[name], part)
+        jax.tree.map(np.testing.assert_array_equal, initial[name], part)
 
 
 def test_what_another_head_drafts_goes_with_its_output():
@@ -46,22 +48,22 @@ def test_what_another_head_drafts_goes_with_its_output():
     ids = np.arange(4, 12)
     begin = lambda **options: new_head("eagle3", config, target, jax.random.key(1), ids=ids, **options).params
     _, _, other = of_head("eagle3", seed=2, draft_vocab_size=6)  # another output, so another vocabulary
-    begun, mine = begin(other=other), begin()
+    initial, mine = begin(other=other), begin()
     for name in ("head", "vocabulary"):
-        jax.tree.map(np.testing.assert_array_equal, begun[name], mine[name])
-    jax.tree.map(np.testing.assert_array_equal, begun["first"], other["first"])
+        jax.tree.map(np.testing.assert_array_equal, initial[name], mine[name])
+    jax.tree.map(np.testing.assert_array_equal, initial["first"], other["first"])
     apart = sum(x.size for name in ("head", "vocabulary") for x in jax.tree.leaves(mine[name]))
-    whole = sum(x.size for x in jax.tree.leaves(mine))
-    assert matching_share(mine, other) == (whole - apart) / whole, "what is said is what is done"
+    total = sum(x.size for x in jax.tree.leaves(mine))
+    assert matching_share(mine, other) == (total - apart) / total, "what is said is what is done"
 
 
 @pytest.mark.parametrize("ids", [None, np.arange(4, 12)])
 def test_a_head_of_low_rank_begins_nearest_to_the_targets_output(ids):
     target, config, _ = of_head("eagle3", head_rank=5, draft_vocab_size=64 if ids is None else len(ids))
-    begun = new_head("eagle3", config, target, jax.random.key(1), ids=ids).params
+    initial = new_head("eagle3", config, target, jax.random.key(1), ids=ids).params
     table = target.params.get("head", target.params["embed"])["weight"]
     rows = table if ids is None else table[ids]
-    product = begun["head"]["weight"] @ begun["head_down"]["weight"]
+    product = initial["head"]["weight"] @ initial["head_down"]["weight"]
     u, s, v = np.linalg.svd(rows, full_matrices=False)
     np.testing.assert_allclose(product, (u[:, :5] * s[:5]) @ v[:5], atol=1e-5)
     with pytest.raises(UsageError, match="head_rank must be below the width of the target"):
@@ -83,7 +85,7 @@ def rows_of(target, ids=None):
 
 @pytest.mark.parametrize(("kind", "size"), [("medusa", 0), ("medusa", 8), ("hydra", 0), ("chimera", 0)])
 def test_outputs_for_each_depth_begin_as_the_targets_too(kind, size):
-    """As the authors of Medusa, Hydra and Chimera have it."""
+    """Each depth's output begins as the target's, as the authors of Medusa, Hydra and Chimera have it."""
     target = toy.tiny_llama(layers=3)
     config = KINDS[kind].of_target(target.model.config, **({"draft_vocab_size": size} if size else {}))
     ids = np.arange(4, 4 + size) if size else None
@@ -122,15 +124,15 @@ def test_an_output_of_low_rank_is_taken_as_a_whole_or_not_at_all():
     target, config, _ = of_head("eagle3", head_rank=8, draft_vocab_size=16)
     _, _, other = of_head("eagle3", seed=2, head_rank=8, draft_vocab_size=12)
     begin = lambda **options: new_head("eagle3", config, target, jax.random.key(1), ids=np.arange(16), **options).params
-    begun, mine = begin(other=other), begin()
+    initial, mine = begin(other=other), begin()
     for name in ("head", "head_down", "vocabulary"):
-        jax.tree.map(np.testing.assert_array_equal, begun[name], mine[name])
+        jax.tree.map(np.testing.assert_array_equal, initial[name], mine[name])
 
 
 def test_a_vocabulary_of_its_own_is_the_lowest_ids_or_those_given():
     target, config, _ = of_head("eagle3", draft_vocab_size=8)
-    begun = new_head("eagle3", config, target, jax.random.key(1)).params
-    np.testing.assert_array_equal(begun["head"]["weight"], rows_of(target, np.arange(8)))
+    initial = new_head("eagle3", config, target, jax.random.key(1)).params
+    np.testing.assert_array_equal(initial["head"]["weight"], rows_of(target, np.arange(8)))
     count = target.model.vocab_size
     for ids, words in (
         (np.arange(6), r"ids must be 8 integers.*, not int64\[6\]"), (np.arange(8.0), r"integers.*, not float64\[8\]"),

@@ -40,8 +40,8 @@ def test_of_stacked_layers_each_is_on_its_own(name):
         return updates
 
     apart = change(draw(0), draw(1))
-    whole = change(stacked(draw(0)), stacked(draw(1)))
-    for a, b in zip(jax.tree.leaves(stacked(apart)), jax.tree.leaves(whole), strict=True):
+    stacked_change = change(stacked(draw(0)), stacked(draw(1)))
+    for a, b in zip(jax.tree.leaves(stacked(apart)), jax.tree.leaves(stacked_change), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_tables_beside_muon_have_a_share_of_its_rate():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_of_every_head_are_known(kind):
-    """Those with a row for each token, and no matrix besides."""
+    """Tables are the parameters with a row for each token, and no matrix besides."""
     vocab, width = 997, 64
     shape = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "mlp_width": 172}
     config = KINDS[kind].of_target(LlamaConfig(vocab_size=vocab, width=width, max_positions=512, **shape))
@@ -95,6 +95,6 @@ def test_tables_of_every_head_are_known(kind):
 
 
 def test_a_head_that_judges_has_matrices_and_no_tables():
-    """Its name is that of a table."""
+    """A head that judges has no table, although its name is that of a table."""
     path = tuple(map(jax.tree_util.DictKey, ("head", "blocks", "0", "linear", "weight")))
     assert not is_table(path)

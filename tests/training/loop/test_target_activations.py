@@ -1,4 +1,4 @@
-"""What the target says, kept: it is what a pass says, and later epochs do not run the target."""
+"""Tests of stored activations of the target: they are those of a pass, and later epochs do not run the target."""
 
 import dataclasses
 import errno
@@ -26,19 +26,19 @@ from specjax.types import Context
 
 
 def test_a_lesson_finds_what_the_target_says_of_it_wherever_its_texts_are(tmp_path):
-    head, told = head_of("eagle3"), []
-    stored = ActivationCache(tmp_path, 1, lambda *args: told.append(args)).read(
+    head, progress = head_of("eagle3"), []
+    stored = ActivationCache(tmp_path, 1, lambda *args: progress.append(args)).read(
         target(), build_objective(head), texts(), 1, 64
     )
     turned = [texts()[i] for i in (2, 0, 3, 1)]
     columns = pack([number_tokens(texts())[i] for i in (2, 0, 3, 1)], 2, 64)
     for packed, where in zip(pack(turned, 2, 64), columns, strict=True):
-        there = np.asarray(where.tokens) > 0
-        assert there.sum() == sum(len(text.tokens) for text in turned)
-        now, kept = run_target(target(), head.head, packed), stored.lookup(where.tokens)
-        for one, other in ((kept.features, now.features), (kept.hidden, now.hidden)):
-            np.testing.assert_allclose(one[there], other[there], rtol=2**-7, atol=2**-7 * np.abs(other).max())
-    assert told[-1] == (120, 120)
+        in_text = np.asarray(where.tokens) > 0
+        assert in_text.sum() == sum(len(text.tokens) for text in turned)
+        fresh, cached = run_target(target(), head.head, packed), stored.lookup(where.tokens)
+        for one, other in ((cached.features, fresh.features), (cached.hidden, fresh.hidden)):
+            np.testing.assert_allclose(one[in_text], other[in_text], rtol=2**-7, atol=2**-7 * np.abs(other).max())
+    assert progress[-1] == (120, 120)
 
 
 def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monkeypatch):
@@ -53,19 +53,20 @@ def test_what_was_kept_is_used_again_and_the_target_runs_no_more(tmp_path, monke
         patched.setattr(ActivationCache, "_append", None)
         patched.setattr(trainables, "run_target", None)
         fit(target(), activation_cache=ActivationCache(tmp_path, 1))
-    run, kept, again = np.reshape(losses, (3, -1))
-    np.testing.assert_allclose(kept, run, rtol=1e-2)  # bfloat16
-    np.testing.assert_array_equal(again, kept)
+    run, cached, again = np.reshape(losses, (3, -1))
+    np.testing.assert_allclose(cached, run, rtol=1e-2)  # bfloat16
+    np.testing.assert_array_equal(again, cached)
 
 
 def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
-    """In any order; of texts that are cut too; a reading that was ended goes on, also in the middle of a line."""
-    length, told = 24, []
-    some, on_progress = texts(), lambda *args: told.append(args)
+    """Stored texts are found in any order, and cut ones too; a reading that was ended goes on, also in the middle of a
+    line."""
+    length, progress = 24, []
+    some, on_progress = texts(), lambda *args: progress.append(args)
     read_all = lambda shelf, kind="eagle3", which=some: shelf.read(
         target(), build_objective(head_of(kind)), which, 1, length
     )
-    whole = read_all(ActivationCache(tmp_path / "whole", 1))
+    reference = read_all(ActivationCache(tmp_path / "whole", 1))
 
     class Ended(Exception):
         pass
@@ -81,13 +82,15 @@ def test_more_texts_and_other_heads_take_what_is_there(tmp_path):
     with pytest.raises(Ended):
         read_all(ActivationCache(tmp_path / "parts", 1, ended))
     parts = read_all(ActivationCache(tmp_path / "parts", 1, on_progress))
-    assert len(told) < 4, "texts that are stored do not run through the target again"
-    np.testing.assert_array_equal(parts.values[parts.rows], whole.values[whole.rows])
-    told.clear()
+    assert len(progress) < 4, "texts that are stored do not run through the target again"
+    np.testing.assert_array_equal(parts.values[parts.rows], reference.values[reference.rows])
+    progress.clear()
     same = read_all(ActivationCache(tmp_path / "parts", 1, on_progress), kind="p_eagle", which=some[1:3])
-    assert len(told) == 1 and told[0][0] == told[0][1]
+    assert len(progress) == 1 and progress[0][0] == progress[0][1]
     at = 1 + len(some[0].tokens)
-    np.testing.assert_array_equal(same.values[same.rows[1:]], whole.values[whole.rows[at : at + len(same.rows) - 1]])
+    np.testing.assert_array_equal(
+        same.values[same.rows[1:]], reference.values[reference.rows[at : at + len(same.rows) - 1]]
+    )
 
 
 def read_some(folder, which=slice(None), gib=1, on_progress=lambda *args: None):
@@ -99,13 +102,13 @@ def read_some(folder, which=slice(None), gib=1, on_progress=lambda *args: None):
 @pytest.mark.parametrize("left", [None, 0, 0.5, 0.99])
 def test_what_the_large_file_has_lost_is_read_again(tmp_path, left):
     """Deleted, emptied, or cut off: nothing is taken for states that is none."""
-    whole = read_some(tmp_path / "whole")
+    reference = read_some(tmp_path / "whole")
     read_some(tmp_path / "part", slice(0, 3))
     path = tmp_path / "part" / VALUES
     path.unlink() if left is None else os.truncate(path, int(left * path.stat().st_size))
     part = read_some(tmp_path / "part")
-    found, wanted = (np.asarray(one.values[one.rows], np.float32) for one in (part, whole))
-    np.testing.assert_allclose(found, wanted, atol=0.02)  # in another place of a row
+    values, wanted = (np.asarray(one.values[one.rows], np.float32) for one in (part, reference))
+    np.testing.assert_allclose(values, wanted, atol=0.02)  # in another place of a row
     assert np.any(part.values[part.rows[1:]] != 0, axis=-1).all()
 
 
@@ -113,12 +116,12 @@ def test_runs_at_once_wait_for_one_another(tmp_path):
     """Each finds its texts, whichever reads first."""
     with ThreadPoolExecutor(2) as pool:
         parts = slice(0, 3), slice(1, 4)
-        first, second = (found.result() for found in [pool.submit(read_some, tmp_path, part) for part in parts])
-    for found, part in ((first, parts[0]), (second, parts[1])):
-        whole = read_some(tmp_path / "whole", part)
+        first, second = (states.result() for states in [pool.submit(read_some, tmp_path, part) for part in parts])
+    for states, part in ((first, parts[0]), (second, parts[1])):
+        reference = read_some(tmp_path / "whole", part)
         np.testing.assert_allclose(
-            np.asarray(found.values[found.rows], np.float32),
-            np.asarray(whole.values[whole.rows], np.float32),
+            np.asarray(states.values[states.rows], np.float32),
+            np.asarray(reference.values[reference.rows], np.float32),
             atol=0.1,
         )
     assert len((tmp_path / INDEX).read_text().splitlines()) == 4
@@ -142,9 +145,9 @@ def test_a_shelf_with_all_texts_may_be_larger_than_what_is_given(tmp_path):
 
 @pytest.mark.parametrize(("name", "content"), [(ABOUT, ""), (ABOUT, "[]"), (INDEX, '{"text": 3}\n')])
 def test_files_that_were_spoilt(tmp_path, name, content):
-    """Whose states they are must be known; what the index does not say is read again."""
-    whole = read_some(tmp_path)
-    kept = np.array(whole.values[whole.rows])
+    """A folder of another model's states is refused; what the index does not list is read again."""
+    reference = read_some(tmp_path)
+    values = np.array(reference.values[reference.rows])
     (tmp_path / name).write_text(content)
     if name == ABOUT:
         with pytest.raises(
@@ -153,7 +156,7 @@ def test_files_that_were_spoilt(tmp_path, name, content):
             read_some(tmp_path)
     else:
         again = read_some(tmp_path)
-        np.testing.assert_array_equal(again.values[again.rows], kept)
+        np.testing.assert_array_equal(again.values[again.rows], values)
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
@@ -223,19 +226,19 @@ def test_a_teacher_of_few_tokens_says_of_them_what_it_says_among_all():
     hidden = jax.random.normal(jax.random.key(0), (5, target().model.config.width))
     label = jnp.zeros(5, jnp.int32)
     depth = DepthOutput(jnp.zeros((5, 3)), label, hidden, jnp.ones(5), None, None)
-    whole = unembed(hidden, Context(label[:, None], label, target=target()))
+    full_logits = unembed(hidden, Context(label[:, None], label, target=target()))
     few = head_objective._teacher_logits(target(), depth, jnp.asarray(ids))
-    np.testing.assert_allclose(few, whole[:, drafted], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(few, full_logits[:, drafted], rtol=1e-5, atol=1e-6)
     assert head_objective._restrict_outputs(target(), jnp.asarray(drafted)) is not None
 
 
 def test_of_what_a_head_cannot_draft_nothing_is_accepted():
-    """As sure of a token that it has not as of one that it has, it is right of the one and not of the other."""
+    """A head that is equally sure of a token that it has and of one that it lacks is right of the first alone."""
     logits = jax.random.normal(jax.random.key(0), (2, 3))
     label = jnp.array([1, 3])  # of three tokens: the second has no place among them
     depth = DepthOutput(logits, label, jnp.zeros((2, 4)), jnp.ones(2), jnp.array([0.9, 0.9]), None)
-    found = head_objective._confidence_loss([depth], [logits], jnp.zeros((1, 2), bool), (label < 3)[None])
-    np.testing.assert_allclose(found[0], -np.log([0.9, 0.1]), rtol=1e-5)
+    losses = head_objective._confidence_loss([depth], [logits], jnp.zeros((1, 2), bool), (label < 3)[None])
+    np.testing.assert_allclose(losses[0], -np.log([0.9, 0.1]), rtol=1e-5)
 
 
 def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, monkeypatch):
@@ -250,6 +253,6 @@ def test_a_draft_model_learns_what_was_kept_as_it_learns_what_is_said(tmp_path, 
     monkeypatch.setattr(draft_models, "forward_packed", lambda *args: passes.append(args) or forward_packed(*args))
     fit(activation_cache=ActivationCache(tmp_path, 1))
     assert len(passes) == 1, "of the step that was compiled"
-    run, kept = np.reshape(losses, (2, -1))
-    np.testing.assert_allclose(kept, run, rtol=1e-2, atol=1e-3)  # bfloat16
+    run, cached = np.reshape(losses, (2, -1))
+    np.testing.assert_allclose(cached, run, rtol=1e-2, atol=1e-3)  # bfloat16
     assert np.any(run[1:] != run[0])

@@ -24,13 +24,13 @@ from specjax.training.objectives.trainables import build_objective
 @pytest.mark.parametrize("kind", ["eagle3", exhaustive("medusa"), exhaustive("dflash"), exhaustive("hydra")])
 def test_fitted_to_four_texts_it_serves_all_that_it_drafts(kind):
     fitted = train(target(), head_of(kind), texts(), recipe=recipe(kind), epochs=100, rows=2, length=64)
-    said = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
+    measured = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
     drafter = specjax.make_drafter(kind, target(), fitted, num_tokens=DEPTHS)
     prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), drafter, prompts, key=0, max_new_tokens=NEW)
     assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.prompt_length :] for text in texts()]
-    assert said.passes == int(np.sum(result.stats.target_passes)) == len(texts()) * NEW // (DEPTHS + 1)
-    assert said.tokens == len(texts()) * NEW
+    assert measured.passes == int(np.sum(result.stats.target_passes)) == len(texts()) * NEW // (DEPTHS + 1)
+    assert measured.tokens == len(texts()) * NEW
 
 
 @functools.cache
@@ -40,12 +40,12 @@ def half_trained():
 
 def test_of_a_head_that_errs_the_rounds_are_those_of_the_decoder():
     fitted = half_trained()
-    said = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
+    measured = measure_acceptance(target(), fitted, texts(), depths=DEPTHS, rows=2, length=64)
     drafter = specjax.make_drafter("eagle3", target(), fitted, num_tokens=DEPTHS)
     prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), drafter, prompts, key=0, max_new_tokens=NEW)
     passes = int(np.sum(result.stats.target_passes))
-    assert said.passes == passes
+    assert measured.passes == passes
     assert len(texts()) * NEW // (DEPTHS + 1) < passes < len(texts()) * NEW  # neither always right nor never
 
 
@@ -64,33 +64,33 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(tmp_path, optimizer):
         if progress.step == 5:
             raise Ended
 
-    told, again = [], []
-    whole = run(tmp_path / "whole", told.append)
+    progress_log, again = [], []
+    uninterrupted = run(tmp_path / "whole", progress_log.append)
     with pytest.raises(Ended):
         run(tmp_path / "ended", end)
     (step,) = (tmp_path / "ended").glob("step-4-*")
     step.with_name(f"{step.name.replace('4', '9', 1)}.orbax-checkpoint-tmp-1").mkdir()  # as of a write that was killed
     names = "step-9", "best-1", "step-9-thesis", "best-9.orbax-checkpoint-tmp"
-    others = [tmp_path / "ended" / name for name in names]
-    for other in others:
+    checkpoints = [tmp_path / "ended" / name for name in names]
+    for other in checkpoints:
         other.mkdir()
-    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended", again.append).params, whole.params)
-    said = lambda progress: (
+    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "ended", again.append).params, uninterrupted.params)
+    figures = lambda progress: (
         progress.step,
         progress.tokens,
         progress.loss,
         progress.measured,
         progress.best is not None,
     )
-    assert list(map(said, again)) == list(map(said, told))[4:]
-    for other in others:  # they are still there
+    assert list(map(figures, again)) == list(map(figures, progress_log))[4:]
+    for other in checkpoints:  # they are still there
         other.rmdir()
     assert sorted(path.name for path in (tmp_path / "ended").iterdir()) == sorted(
         path.name for path in (tmp_path / "whole").iterdir()
     )
     with pytest.raises(UsageError, match="recipe"):
-        other, whole = recipe(optimizer=optimizer, clip=2.0), tmp_path / "whole"
-        train(target(), head_of("eagle3"), texts(), recipe=other, epochs=6, rows=2, length=64, folder=whole)
+        other, uninterrupted = recipe(optimizer=optimizer, clip=2.0), tmp_path / "whole"
+        train(target(), head_of("eagle3"), texts(), recipe=other, epochs=6, rows=2, length=64, folder=uninterrupted)
 
 
 def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():
@@ -99,11 +99,11 @@ def test_a_loss_that_is_no_number_names_the_step_and_changes_nothing():
     schedule = make_schedule(texts(), ScheduleOptions(epochs=1, rows=2, length=64, seed=0))
     _, packed, places, _ = next(schedule.iterate_from(0, 0))
     nan = jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, broken.params)
-    state, rest = init_state(plan, nan)
-    before = jax.tree.map(np.asarray, state)
-    state, outcome = train_step(plan, state, rest, target(), packed, places, jax.random.key(0))
+    state, fixed = init_state(plan, nan)
+    old_state = jax.tree.map(np.asarray, state)
+    state, outcome = train_step(plan, state, fixed, target(), packed, places, jax.random.key(0))
     assert not outcome.finite
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), old_state)
     with pytest.raises(UsageError, match="at step 1"):
         train(target(), broken.replace(params=nan), texts(), recipe=recipe(), rows=2, length=64)
 
@@ -123,14 +123,14 @@ def test_what_is_frozen_stays_and_what_is_not_moves():
 
 def test_it_ends_after_measurements_that_are_no_better_also_when_it_goes_on(tmp_path):
     def run(**options):
-        told = []
+        progress_log = []
         fitted = train(
             target(), head_of("medusa"), texts(), recipe=recipe("medusa", learning_rate=1e-9), held_out=texts()[:1],
-            epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, on_progress=told.append,
+            epochs=9, rows=2, length=64, evaluate_every=1, patience=1, folder=tmp_path, on_progress=progress_log.append,
             **options,
         )  # fmt: skip
         assert jax.tree.map(np.asarray, fitted.params), "the best is there, whatever came behind it"
-        return [progress.step for progress in told]
+        return [progress.step for progress in progress_log]
 
     assert run() == [1, 2, 3]  # the first is the best, one may be no better, the next ends it
     assert run() == []
@@ -147,14 +147,14 @@ def test_a_head_that_serves_already_stays_if_nothing_serves_more(tmp_path):
     head = train(target(), head_of("medusa"), texts(), epochs=20, **options)
     begin = measure_acceptance(target(), head, texts(), depths=3, rows=2, length=64)
     for _ in range(2):
-        told = []
+        progress_log = []
         options["recipe"] = recipe("medusa", learning_rate=10.0)
         stays = train(
             target(), head, texts(), held_out=texts(), evaluate_first=True, evaluate_every=1, folder=tmp_path,
-            on_progress=told.append, **options,
+            on_progress=progress_log.append, **options,
         )  # fmt: skip
         jax.tree.map(np.testing.assert_array_equal, stays.params, head.params)
-    assert begin.per_pass > 1.5 and not told, "it had ended"
+    assert begin.per_pass > 1.5 and not progress_log, "it had ended"
 
 
 def test_what_cannot_be_measured_or_trained_is_refused():

@@ -55,9 +55,9 @@ def test_what_lies_beyond_the_knee_is_left_out():
     x = 1e5 * 2.0 ** np.arange(9)
     rising = 0.3 * np.log(x) - 2
     flat = np.minimum(rising, rising[5])
-    kept, values = drop_saturated(x, flat)
-    np.testing.assert_array_equal(kept, x[:6])
-    assert fit(kept, values).slope == pytest.approx(0.3) and fit(x, flat, form="log-linear").slope < 0.27
+    unsaturated, values = drop_saturated(x, flat)
+    np.testing.assert_array_equal(unsaturated, x[:6])
+    assert fit(unsaturated, values).slope == pytest.approx(0.3) and fit(x, flat, form="log-linear").slope < 0.27
     np.testing.assert_array_equal(drop_saturated(x, rising)[0], x)
     one_bad = rising.copy()
     one_bad[6] *= 0.9  # a run that failed is no knee
@@ -82,10 +82,10 @@ def test_the_best_of_a_budget_is_that_of_the_grid():
     law = lambda tokens, parameters: 0.2 * np.log(tokens) + 0.15 * np.log(parameters) - 4.5
     draft = lambda parameters: parameters / 1e8
     sizes = np.geomspace(1e6, 3e8, 60)
-    chosen = choose_draft_size(law, sizes, 6e15, verify=1.0, draft=draft, depth=4, batch=8)
+    choice = choose_draft_size(law, sizes, 6e15, verify=1.0, draft=draft, depth=4, batch=8)
     speeds = [8 * min(max(law(1e15 / size, size), 1), 5) / (1.0 + 4 * draft(size)) for size in sizes]
-    assert chosen.parameters == sizes[np.argmax(speeds)] and chosen.speed == pytest.approx(max(speeds))
-    assert chosen.tokens == pytest.approx(1e15 / chosen.parameters)
+    assert choice.parameters == sizes[np.argmax(speeds)] and choice.speed == pytest.approx(max(speeds))
+    assert choice.tokens == pytest.approx(1e15 / choice.parameters)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_trajectories_end_in_the_greedy_text():
 
 
 def test_losses_by_hand():
-    """Of two blocks."""
+    """The losses of two blocks are those computed by hand."""
     some = jax.tree.map(lambda x: x[::5], found())
     of_states = functools.partial(
         jax.jit(compute_losses, static_argnums=0), tiny_llama().model, tiny_llama().params, some
@@ -62,8 +62,8 @@ def test_losses_by_hand():
         return np.asarray(jax.nn.log_softmax(logits))[0]
 
     for text, start, states in zip(*(np.asarray(x) for x in some), strict=True):
-        before, guess, best = text[:start].tolist(), states[0].tolist(), states[-1].tolist()
-        at_guess, at_best = log_p(before + guess), log_p(before + best)
+        prefix, guess, best = text[:start].tolist(), states[0].tolist(), states[-1].tolist()
+        at_guess, at_best = log_p(prefix + guess), log_p(prefix + best)
         wrong = next((i for i in range(BLOCK) if guess[i] != best[i]), BLOCK)
         for i in range(wrong + 1, BLOCK):
             soft -= np.sum(np.exp(at_best[start + i - 1]) * at_guess[start + i - 1])

@@ -52,8 +52,8 @@ def test_what_a_plane_tells_apart_is_told_apart():
     features, labels = separable()
     head = fit_judge(features, labels, l2=1e-5)
     np.testing.assert_array_equal(head(features) > 0, labels == 1)
-    others, truth = separable(seed=1)
-    assert np.mean((head(others) > 0) == (truth == 1)) > 0.93
+    heldout, truth = separable(seed=1)
+    assert np.mean((head(heldout) > 0) == (truth == 1)) > 0.93
 
 
 def test_a_class_weighs_as_much_as_the_other_however_many_it_has():
@@ -111,7 +111,7 @@ def test_a_threshold_lets_few_wrong_tokens_through():
 
 
 def test_no_more_wrong_tokens_pass_the_rule_than_were_allowed():
-    """By the rule's own float32, in which chances near 1 are far apart."""
+    """The threshold holds in the rule's own float32, in which chances near 1 are far apart."""
     rng = np.random.default_rng(0)
     passed = jax.jit(lambda odds, threshold: jnp.mean(odds > log_odds_of(threshold)))
     draws = [rng.normal(size=100) * scale for scale in (1, 3, 5) for _ in range(20)]

@@ -99,15 +99,15 @@ def test_a_step_learns_from_the_recorded_places_alone():
         rejected=jnp.zeros((2, 16), bool).at[0, jnp.array([5, 9])].set(True).at[1, 7].set(True),
     )  # fmt: skip
     plan = plan_updates(draft())
-    state, rest = init_state(plan, draft().params)
-    new, outcome = update(plan, state, rest, target(), record)
-    whole = PackedBatch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
-    logits = jax.jit(lambda model: model.model.unembed(model.params, hidden_of(model, whole)))
+    state, fixed = init_state(plan, draft().params)
+    new, outcome = update(plan, state, fixed, target(), record)
+    batch = PackedBatch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
+    logits = jax.jit(lambda model: model.model.unembed(model.params, hidden_of(model, batch)))
     p, log_q = jax.nn.softmax(logits(target())), jax.nn.log_softmax(logits(draft()))
     each = -jnp.sum(p * log_q, -1)
     assert float(outcome.loss) == pytest.approx(float(each[0, 4] + each[0, 8] + each[1, 6]) / 3, rel=1e-5)
     assert outcome.report.tokens == 3 and int(new.step) == 1
-    same, _ = update(plan, state, rest, target(), record._replace(rejected=jnp.zeros((2, 16), bool)))
+    same, _ = update(plan, state, fixed, target(), record._replace(rejected=jnp.zeros((2, 16), bool)))
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
@@ -128,7 +128,7 @@ def test_text_is_the_targets_while_the_drafter_learns_and_it_drafts_better():
 
     def served(learns):
         """(texts, rounds, updates)."""
-        state, rest = init_state(plan, draft().params)
+        state, fixed = init_state(plan, draft().params)
         watch, texts, rounds, updates = RejectionRecorder(4, 24), {}, 0, 0
         steps = serving(prompts)
         step = next(steps, None)
@@ -138,11 +138,11 @@ def test_text_is_the_targets_while_the_drafter_learns_and_it_drafts_better():
             )
             texts.setdefault(step.request, []).extend(step.tokens)
             rounds += 1
-            learnt = None
+            params = None
             if watch.is_full and learns:
-                state, _ = update(plan, state, rest, target(), watch.take_record())
-                learnt, updates = export_trainable(draft(), state, rest).params, updates + 1
-            step = send_params(steps, learnt)
+                state, _ = update(plan, state, fixed, target(), watch.take_record())
+                params, updates = export_trainable(draft(), state, fixed).params, updates + 1
+            step = send_params(steps, params)
         return [texts[i] for i in range(len(prompts))], rounds, updates
 
     (texts, rounds, updates), (same, frozen, none) = served(True), served(False)
@@ -163,8 +163,8 @@ def test_a_head_learns_of_the_round_in_which_it_was_rejected():
         roots=jnp.zeros((1, 16), bool).at[0, 4].set(True),
     )  # fmt: skip
     plan = plan_updates(head, depths=3)
-    state, rest = init_state(plan, head.params)
-    _, outcome = update(plan, state, rest, target, record)
+    state, fixed = init_state(plan, head.params)
+    _, outcome = update(plan, state, fixed, target, record)
     assert marks(outcome.report.loss) == [1] and outcome.finite
 
 
@@ -177,14 +177,14 @@ def test_acceptance_falls_when_the_target_changes_and_comes_back():
     model = table_model(vocab)
     trainable = Target(model, {"table": jnp.zeros((vocab, vocab))})
     plan = plan_updates(trainable, learning_rate=0.2)
-    state, rest = init_state(plan, trainable.params)
+    state, fixed = init_state(plan, trainable.params)
     prompts = rng.integers(0, vocab, (8, 2)).tolist()
     accepted, frozen = [], None
     for batch, truth in enumerate([rows] * 12 + [other] * 12):
         target, watch = Target(model, {"table": jnp.asarray(truth)}), RejectionRecorder(8, 40)
         if batch == 12:
             frozen = state
-        drafter = two_model(export_trainable(trainable, state, rest), 2)
+        drafter = two_model(export_trainable(trainable, state, fixed), 2)
         took = np.zeros(2)
         for step in specjax.stream(target, drafter, prompts, key=batch, max_new_tokens=32, temperature=1.0):
             info = step.info
@@ -196,9 +196,9 @@ def test_acceptance_falls_when_the_target_changes_and_comes_back():
         for row in range(8):
             watch.end_text(row)
         accepted.append(took[0] / took[1])
-        state, _ = update(plan, state, rest, target, watch.take_record())
-    before, after, back = accepted[11], accepted[12], accepted[-1]
-    assert before > accepted[0] + 0.2 and after < before - 0.2 and back > after + 0.15
+        state, _ = update(plan, state, fixed, target, watch.take_record())
+    adapted, shifted, back = accepted[11], accepted[12], accepted[-1]
+    assert adapted > accepted[0] + 0.2 and shifted < adapted - 0.2 and back > shifted + 0.15
     overlap = lambda state: float(
         jnp.minimum(jax.nn.softmax(other), jax.nn.softmax(state.trained["table"])).sum(1).mean()
     )

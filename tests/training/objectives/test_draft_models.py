@@ -86,9 +86,9 @@ def test_a_packed_lesson_is_the_mean_over_the_answers_of_its_texts():
     recipe = recipe_of("distillspec")
     (packed,) = pack(texts(), 2, 2 * LENGTH)
     places = choose_round_starts(packed, 2 * LENGTH)
-    whole, chunked = (loss_and_gradient(recipe, draft(), target(), packed, places, chunk) for chunk in (None, 16))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, chunked)
-    value, report, _ = whole
+    unchunked, chunked = (loss_and_gradient(recipe, draft(), target(), packed, places, chunk) for chunk in (None, 16))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unchunked, chunked)
+    value, report, _ = unchunked
     parts = []
     for text in texts():
         p, q = (jax.nn.log_softmax(logits_of(model, text.tokens)) for model in (target(), draft()))
@@ -108,15 +108,15 @@ def test_cross_entropy_needs_no_target_and_others_say_that_they_do():
         compiled_loss(recipe, draft().model, draft().params, x, packed, places)[0] for x in (target(), None)
     )
     assert float(with_it) == pytest.approx(float(without), rel=1e-6)
-    said = [jax.nn.log_softmax(logits_of(draft(), text.tokens)) for text in texts()[:2]]
+    log_probs = [jax.nn.log_softmax(logits_of(draft(), text.tokens)) for text in texts()[:2]]
     each = [
         q[np.arange(len(q) - 1), text.tokens[1:]][text.prompt_length - 1 :]
-        for q, text in zip(said, texts(), strict=False)
+        for q, text in zip(log_probs, texts(), strict=False)
     ]
     assert float(without) == pytest.approx(-float(jnp.concatenate(each).mean()), rel=1e-4)
     everywhere = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))  # prompts do not count, wherever drafts begin
-    whole, report = compiled_loss(recipe, draft().model, draft().params, None, packed, everywhere)
-    assert report.tokens == 2 * NEW and float(whole) == pytest.approx(float(without), rel=1e-5)
+    packed_loss, report = compiled_loss(recipe, draft().model, draft().params, None, packed, everywhere)
+    assert report.tokens == 2 * NEW and float(packed_loss) == pytest.approx(float(without), rel=1e-5)
     with pytest.raises(UsageError, match="only the loss ce needs no target"):
         compute_loss(recipe_of("direct_alignment"), draft().model, draft().params, None, packed, places)
     with pytest.raises(UsageError, match="24 positions of a row, but 7 does not"):
@@ -147,17 +147,17 @@ def test_models_of_other_vocabularies_meet_in_the_ids_that_both_have():
 @pytest.mark.parametrize("depths", those([4], [1, 4]))
 def test_predicted_is_served(depths):
     """Every pass of the decoder, for a draft model that errs now and then."""
-    said = measure_acceptance(target(), draft(), texts(), depths=depths, rows=2, length=2 * LENGTH)
+    measured = measure_acceptance(target(), draft(), texts(), depths=depths, rows=2, length=2 * LENGTH)
     prompts = [list(text.tokens[: text.prompt_length]) for text in texts()]
     result = specjax.decode(target(), two_model(draft(), depths), prompts, key=0, max_new_tokens=NEW)
     assert [tuple(text) for text in result.to_lists()] == [text.tokens[text.prompt_length :] for text in texts()]
-    assert said.tokens == 4 * NEW and said.passes == int(np.sum(result.stats.target_passes))
-    assert 1.1 < said.per_pass < depths + 0.9, "neither all nor nothing"
+    assert measured.tokens == 4 * NEW and measured.passes == int(np.sum(result.stats.target_passes))
+    assert 1.1 < measured.per_pass < depths + 0.9, "neither all nor nothing"
 
 
 def test_pruned_layers_are_those_of_the_target():
-    whole = prune_layers(target(), [0, 1, 2])
-    assert whole.model is target().model
+    unpruned = prune_layers(target(), [0, 1, 2])
+    assert unpruned.model is target().model
     few = prune_layers(target(), [0, 2])
     assert few.model.capabilities.num_layers == 2
     np.testing.assert_array_equal(
@@ -180,16 +180,16 @@ def test_pruned_layers_are_those_of_the_target():
 
 def test_the_draft_models_own_answers_take_the_place_of_the_targets():
     (packed,) = pack(texts()[:3], 4, LENGTH, one_per_row=True)
-    own = resample_responses(draft(), packed, jax.random.key(3), eos=(), temperature=0.0)
+    resampled = resample_responses(draft(), packed, jax.random.key(3), eos=(), temperature=0.0)
     prompts = [text.tokens[: text.prompt_length] for text in texts()[:3]]
-    said = specjax.decode(draft(), autoregressive(), prompts, key=0, max_new_tokens=LENGTH).to_lists()
+    answers = specjax.decode(draft(), autoregressive(), prompts, key=0, max_new_tokens=LENGTH).to_lists()
     for row, text in enumerate(texts()[:3]):
-        np.testing.assert_array_equal(own.tokens[row], [*prompts[row], *said[row]][:LENGTH])
-        np.testing.assert_array_equal(own.loss_mask[row], np.arange(LENGTH) >= text.prompt_length)
-    assert not own.loss_mask[3].any()
-    eos = int(own.tokens[0, texts()[0].prompt_length + 4])
+        np.testing.assert_array_equal(resampled.tokens[row], [*prompts[row], *answers[row]][:LENGTH])
+        np.testing.assert_array_equal(resampled.loss_mask[row], np.arange(LENGTH) >= text.prompt_length)
+    assert not resampled.loss_mask[3].any()
+    eos = int(resampled.tokens[0, texts()[0].prompt_length + 4])
     ended = resample_responses(draft(), packed, jax.random.key(3), eos=(eos,), temperature=0.0)
-    end = texts()[0].prompt_length + int(np.argmax(own.tokens[0, texts()[0].prompt_length :] == eos)) + 1
+    end = texts()[0].prompt_length + int(np.argmax(resampled.tokens[0, texts()[0].prompt_length :] == eos)) + 1
     assert ended.loss_mask[0].sum() == end - texts()[0].prompt_length and (ended.text_start[0, end:] == end).all()
     short = dataclasses.replace(draft(), model=draft().model._replace(max_positions=LENGTH))
     long = [TrainingText((1,) * LENGTH, LENGTH - 3), texts()[1]]
@@ -204,9 +204,9 @@ def test_the_draft_models_own_answers_take_the_place_of_the_targets():
 def test_a_share_of_the_steps_after_the_first_is_on_policy():
     (packed,) = pack(texts()[:2], 2, LENGTH, one_per_row=True)
     none, some, every = (OnPolicy((), share, warmup=0.2) for share in (0.0, 0.5, 1.0))
-    asked = lambda policy: [policy(step, 10, packed, draft()) is not packed for step in range(10)]
-    assert asked(none) == [False] * 10 and asked(every) == [False] * 2 + [True] * 8
-    assert 1 <= sum(asked(some)) <= 7
+    replaced = lambda policy: [policy(step, 10, packed, draft()) is not packed for step in range(10)]
+    assert replaced(none) == [False] * 10 and replaced(every) == [False] * 2 + [True] * 8
+    assert 1 <= sum(replaced(some)) <= 7
 
 
 @pytest.mark.parametrize("name", those(["distillspec"], ["distillspec", "fastdraft", "direct_alignment"]))
@@ -252,7 +252,7 @@ def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_pa
         chunk=20, evaluate_every=1,
     )  # fmt: skip
     start = prune_layers(target(), [1])
-    whole = train(target(), start, texts(), **settings)
+    uninterrupted = train(target(), start, texts(), **settings)
 
     def stop(progress):
         if progress.step == 3:
@@ -261,4 +261,4 @@ def test_a_run_on_its_own_answers_that_was_ended_goes_on_to_the_same_bits(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         train(target(), start, texts(), folder=tmp_path, on_progress=stop, **settings)
     again = train(target(), start, texts(), folder=tmp_path, **settings)
-    jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+    jax.tree.map(np.testing.assert_array_equal, again.params, uninterrupted.params)

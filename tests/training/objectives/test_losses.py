@@ -30,7 +30,8 @@ LABEL, WEIGHT = jnp.array([0, 3, 6, 2, 2]), jnp.array([1.0, 0.0, 1.0, 1.0, 0.0])
 
 
 def every(draft=DRAFT, teacher=TEACHER, label=LABEL, weight=WEIGHT):
-    """By name (value, (derivative by draft, by teacher)) of the weighted sum; of all at once, to compile once."""
+    """Return (value, (derivative by draft, by teacher)) of the weighted sum by name, of all losses at once, to compile
+    once."""
     return _every(draft, teacher, label, weight)
 
 
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_those_worked_by_hand(name):
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"tvd++", "lk_hybrid"}))
 def test_gradients_are_differences(name):
-    """Of those whose values are what their gradients belong to."""
+    """The gradient is the slope of the value, for losses whose values are what their gradients belong to."""
     loss = lambda draft: every(draft)[name][0]
     direction = jax.random.normal(jax.random.key(3), DRAFT.shape)
     step = 3e-3
@@ -147,7 +148,7 @@ def test_the_baseline_of_a_policy_changes_no_mean_and_less_noise():
 
 def test_hybrid_is_divergence_where_little_is_accepted():
     def share(accepted):
-        """Of KL in the gradient of a place where so much is accepted."""
+        """Return the share of KL in the gradient of a place where so much is accepted."""
         p, q = np.array([[accepted, 1 - accepted, 0], [1 - 2e-6, 1e-6, 1e-6]], np.float32)
         gradient, kl, tv = (of_one(name, p, q)[1][0] for name in ("lk_hybrid", "kl", "tv"))
         return (gradient - tv) / (kl - tv)

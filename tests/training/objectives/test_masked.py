@@ -43,7 +43,7 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
     assert packed.text_start[0].tolist() == [0] * 11 + [11] * 5
     size = block if denoiser.is_causal else 7
     hide = jnp.zeros((2, 1, 16), bool).at[0, 0, prompt : prompt + size].set(True)
-    said = jax.jit(
+    view_logprobs = jax.jit(
         lambda denoiser: jax.nn.log_softmax(
             forward.compute_logits(denoiser, masked.forward_views(denoiser, packed, hide))
         )
@@ -55,8 +55,8 @@ def test_a_view_is_what_the_decoder_sees(denoiser):
     seeded = denoiser.seeding == "seed_and_mask"
     size = 1 if seeded else size  # the pass before decides the first column of a seeded block, and the others see it
     taken = np.asarray(text.tokens[0, :size])
-    found = np.asarray(said(denoiser))[0, 0, prompt + np.arange(size), taken]
-    np.testing.assert_allclose(found, text.logprobs[0, :size], atol=1e-4)
+    logprobs = np.asarray(view_logprobs(denoiser))[0, 0, prompt + np.arange(size), taken]
+    np.testing.assert_allclose(logprobs, text.logprobs[0, :size], atol=1e-4)
 
 
 def test_complementary_views_hide_every_column_once_and_rates_belong_to_texts_or_blocks():
@@ -73,13 +73,13 @@ def test_complementary_views_hide_every_column_once_and_rates_belong_to_texts_or
 
 
 def test_the_loss_is_the_bound_that_masking_all_orders_gives():
-    """Of a model that says the same whatever it sees, every rate and mask estimates its cross entropy."""
+    """Every rate and mask estimates the cross entropy of a model that predicts the same whatever it sees."""
     denoiser = toys.frozen([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2])
     (packed,) = pack([TrainingText((0, 1, 2, 3, 9, 9, 6, 7), 2)], 1, 8)
-    said = jax.vmap(lambda key: loss(denoiser, packed, key, 1)[0])(jax.random.split(jax.random.key(0), 4000))
+    losses = jax.vmap(lambda key: loss(denoiser, packed, key, 1)[0])(jax.random.split(jax.random.key(0), 4000))
     wrong = np.log(np.array([0.5, 0.6]) / 10)  # the rest is spread over ten tokens
     exact = -np.mean([*np.log([0.7, 0.6, 0.3, 0.2]), *wrong])
-    assert abs(np.mean(said) - exact) < 4 * np.std(said) / np.sqrt(4000) and np.std(said) > 0.1
+    assert abs(np.mean(losses) - exact) < 4 * np.std(losses) / np.sqrt(4000) and np.std(losses) > 0.1
 
 
 @pytest.mark.parametrize("denoiser", [toys.causal(), exhaustive(toys.full("shifted"))])
@@ -100,8 +100,8 @@ def test_chunks_change_nothing():
     denoiser = toys.frozen(np.linspace(0.9, 0.2, 16))
     packed, view = packed_batch(), masked.mask_randomly(denoiser, packed_batch(), jax.random.key(1))
     packed = packed._replace(tokens=packed.tokens % 11)
-    whole, parts = (masked.compute_loss(denoiser, packed, (view,), chunk=chunk)[0] for chunk in (None, 4))
-    assert float(whole) == pytest.approx(float(parts), rel=1e-6)
+    unchunked, parts = (masked.compute_loss(denoiser, packed, (view,), chunk=chunk)[0] for chunk in (None, 4))
+    assert float(unchunked) == pytest.approx(float(parts), rel=1e-6)
 
 
 def test_a_text_is_learned_and_kept_in_a_file(tmp_path):
@@ -124,9 +124,9 @@ def test_two_views_of_a_block_hide_it_in_two_parts():
     packed = packed_batch()
     hidden, judged = certainty_forcing.mask_block(packed, 4, jax.random.key(3))
     assert not bool(jnp.any(judged[:, 0] & judged[:, 1])) and bool(jnp.all(judged <= hidden))
-    here = np.asarray(judged[:, 0] | judged[:, 1])
+    hidden_columns = np.asarray(judged[:, 0] | judged[:, 1])
     for row, begin, answer, end in ((0, 0, 3, 11), (0, 11, 13, 16), (1, 0, 4, 12)):
-        block = np.flatnonzero(here[row, begin:end]) + begin
+        block = np.flatnonzero(hidden_columns[row, begin:end]) + begin
         size = min(4, end - block[0])
         assert (block[0] - answer) % 4 == 0
         assert block.tolist() == list(range(block[0], block[0] + size))
@@ -135,7 +135,7 @@ def test_two_views_of_a_block_hide_it_in_two_parts():
 
 
 def test_certainty_is_forced_only_where_the_model_is_right():
-    """By hand: two columns, of which the second is wrong and sure of it."""
+    """The loss is that by hand of two columns, of which the second is wrong and sure of it."""
     denoiser = toys.frozen([0.5, 0.5, 0.6, 0.9], best=[0, 1, 2, 5])
     (packed,) = pack([TrainingText((0, 1, 2, 3), 2)], 1, 4)
     hide = jnp.zeros((1, 2, 4), bool).at[0, 0, 2:].set(True)

@@ -66,9 +66,9 @@ def test_hard_labels_of_weight_one_are_cross_entropy():
 
 def test_the_best_constant_is_that_of_the_closed_form_and_calibration_undoes_the_weight():
     """T9 (e): mean acceptance .8 and w = 6: 0.8 / (0.8 + 6 * 0.2) = .4."""
-    found = constant([1.0, 0.9, 0.5, 0.8, 0.8])
+    examples = constant([1.0, 0.9, 0.5, 0.8, 0.8])
     head_of = lambda odds: AcceptanceHead((), AcceptanceLayer(jnp.zeros((2, 4)), odds))
-    slope = jax.grad(lambda odds: compute_loss(sum_losses(head_of(odds), found))[0])
+    slope = jax.grad(lambda odds: compute_loss(sum_losses(head_of(odds), examples))[0])
     odds = lambda chance: jnp.log(jnp.array([1 - chance, chance]))
     np.testing.assert_allclose(slope(odds(0.4)), 0, atol=1e-6)
     assert abs(slope(odds(0.45))[1]) > 1e-3
@@ -76,42 +76,43 @@ def test_the_best_constant_is_that_of_the_closed_form_and_calibration_undoes_the
     assert float(calibrate(best).acceptance(jnp.zeros(4))) == pytest.approx(0.8, rel=1e-5)
 
 
-def found_of(tokens, kept) -> StoppingExamples:
-    return examples_of(draft().params, target().params, tokens, kept)
+def found_of(tokens, threshold) -> StoppingExamples:
+    return examples_of(draft().params, target().params, tokens, threshold)
 
 
 @jax.jit
-def examples_of(draft_params, target_params, tokens, kept) -> StoppingExamples:
+def examples_of(draft_params, target_params, tokens, threshold) -> StoppingExamples:
     packed = pack(texts()[:2], 2, 30)[0]._replace(tokens=tokens)
     teacher = Target(target().model, target_params)
-    return make_examples(draft().model, draft_params, teacher, packed, jax.random.key(1), kept)
+    return make_examples(draft().model, draft_params, teacher, packed, jax.random.key(1), threshold)
 
 
 def test_what_was_not_proposed_has_no_gradient():
     """T9 (f)."""
-    found = found_of(pack(texts()[:2], 2, 30)[0].tokens, 0.5)
+    examples = found_of(pack(texts()[:2], 2, 30)[0].tokens, 0.5)
     weight = jnp.ones((2, 32)) * jnp.array([[0.1], [0.3]])
     head = AcceptanceHead((), AcceptanceLayer(weight, jnp.zeros(2)))
-    slope = jax.jit(jax.grad(lambda features: compute_loss(sum_losses(head, found._replace(features=features)))[0]))
-    moved = np.abs(np.asarray(slope(found.features))).sum(-1) > 0
-    np.testing.assert_array_equal(moved, np.asarray(found.weight) > 0)
+    slope = jax.jit(jax.grad(lambda features: compute_loss(sum_losses(head, examples._replace(features=features)))[0]))
+    moved = np.abs(np.asarray(slope(examples.features))).sum(-1) > 0
+    np.testing.assert_array_equal(moved, np.asarray(examples.weight) > 0)
     inside = np.arange(30) >= 4
-    assert not found.weight[:, ~inside].any() and 0.2 < float(found.weight[:, inside].mean()) < 0.8
+    assert not examples.weight[:, ~inside].any() and 0.2 < float(examples.weight[:, inside].mean()) < 0.8
 
 
 def test_proposals_are_drawn_from_the_draft_and_accepted_by_the_ratio():
-    """Of a table: behind token x, q's row of x; and p / q of what was drawn there."""
+    """The proposal behind token x of a table follows q's row of x, and its acceptance is p / q of what was drawn
+    there."""
     p, q = (toy.markov(rows) for rows in (toy.TARGET_ROWS, toy.DRAFT_ROWS))
     vocab = len(toy.TARGET_ROWS)
     tokens = np.random.default_rng(0).integers(0, vocab, (40, 100)).astype(np.int32)
     packed = PackedBatch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, bool))
     run = jax.jit(lambda key: sample_proposals(q.model, q.params, p, packed, key))
     token, accepted = map(np.asarray, run(jax.random.key(0)))
-    before, drawn = tokens[:, :-1].ravel(), token[:, 1:].ravel()
-    expected = np.minimum(toy.TARGET_ROWS[before, drawn] / toy.DRAFT_ROWS[before, drawn], 1)
+    previous, drawn = tokens[:, :-1].ravel(), token[:, 1:].ravel()
+    expected = np.minimum(toy.TARGET_ROWS[previous, drawn] / toy.DRAFT_ROWS[previous, drawn], 1)
     np.testing.assert_allclose(accepted[:, 1:].ravel(), expected, rtol=1e-4)
     for x in range(vocab):
-        counts = np.bincount(drawn[before == x], minlength=vocab)
+        counts = np.bincount(drawn[previous == x], minlength=vocab)
         assert toy.chi_square(counts, toy.DRAFT_ROWS[x].astype(np.float64)) > 1e-3
     np.testing.assert_array_equal(token[:, 0], tokens[:, 0])
 
@@ -130,16 +131,19 @@ def test_it_learns_what_the_draft_proposes_too_often_and_the_draft_stays():
     rng = np.random.default_rng(0)
     rows = np.tile([0.5, *[0.5 / 7] * 7], (8, 1)) * rng.uniform(0.8, 1.2, (8, 8))
     rows = (rows / rows.sum(1, keepdims=True)).astype(np.float32)
-    own, truth = toy.markov(rows), toy.markov(np.full((8, 8), 1 / 8, np.float32))
+    draft_model, truth = toy.markov(rows), toy.markov(np.full((8, 8), 1 / 8, np.float32))
     some = [TrainingText(tuple(rng.integers(0, 8, 40).tolist()), 4) for _ in range(16)]
-    start, recipe = init_stopping(own, 1), recipe_of("specdec++", learning_rate=3e-2)
+    start, recipe = init_stopping(draft_model, 1), recipe_of("specdec++", learning_rate=3e-2)
     fitted = train(truth, start, some[:8], recipe=recipe, rows=8, length=40, epochs=40)
-    np.testing.assert_array_equal(fitted.params["draft"], own.params)
-    found = make_examples(own.model, own.params, truth, pack(some[8:], 8, 40)[0], jax.random.key(2))
-    proposed = np.asarray(found.weight) > 0
-    said, accepted = np.asarray(calibrate(fitted.head).acceptance(found.features))[proposed], found.accepted[proposed]
-    assert np.corrcoef(said, accepted)[0, 1] > 0.9
-    assert float(np.mean(said)) == pytest.approx(float(np.mean(accepted)), abs=0.1)
+    np.testing.assert_array_equal(fitted.params["draft"], draft_model.params)
+    examples = make_examples(draft_model.model, draft_model.params, truth, pack(some[8:], 8, 40)[0], jax.random.key(2))
+    proposed = np.asarray(examples.weight) > 0
+    predicted, accepted = (
+        np.asarray(calibrate(fitted.head).acceptance(examples.features))[proposed],
+        examples.accepted[proposed],
+    )
+    assert np.corrcoef(predicted, accepted)[0, 1] > 0.9
+    assert float(np.mean(predicted)) == pytest.approx(float(np.mean(accepted)), abs=0.1)
     with pytest.raises(UsageError, match="leave held_out empty"):
         train(truth, start, some, held_out=some, rows=16, length=40)
 

@@ -62,11 +62,11 @@ def test_statistics_of_a_part_alone_would_differ():
     draft, teacher = (jnp.asarray(rng.normal(size=(8, 6)) * scale, jnp.float32) for scale in (1.0, 3.0))
     label, weight = jnp.zeros(8, jnp.int32), jnp.ones(8)
     loss = losses.LOSSES["lk_hybrid"]
-    whole = loss(draft, teacher, label, weight)
+    per_row = loss(draft, teacher, label, weight)
     half = jnp.concatenate([loss(draft[i], teacher[i], label[i], weight[i]) for i in (slice(4), slice(4, 8))])
-    assert np.abs(np.asarray(whole - half)).max() > 1e-3
+    assert np.abs(np.asarray(per_row - half)).max() > 1e-3
     mean = jnp.mean(losses.acceptance_rate(draft, teacher))
-    np.testing.assert_allclose(loss(draft[:4], teacher[:4], label[:4], weight[:4], mean), whole[:4], rtol=1e-6)
+    np.testing.assert_allclose(loss(draft[:4], teacher[:4], label[:4], weight[:4], mean), per_row[:4], rtol=1e-6)
 
 
 def test_noise_is_scaled_by_the_length_of_each_text():

@@ -48,7 +48,7 @@ def _said(head, params, target, packed):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _alone(head, params, target, tokens, path):
-    """What a head says that read all of a text int32[1, T] but its root, the last token."""
+    """Return the output of a head that read all of a text int32[1, T] but its root, the last token."""
     size = tokens.shape[1]
     model = target.model
     cache = model.init_cache(target.params, None, 1, 128)
@@ -70,21 +70,21 @@ def _alone(head, params, target, tokens, path):
 def test_a_round_is_what_the_head_drafts_from_there(kind):
     config = heads.config_of(kind, target())
     head, params = KINDS[kind].head(config), random_params(kind, config)
-    given = packed_batch(kind not in CANNOT_BE_PACKED)
-    said = np.asarray(_said(head, params, target(), given)).reshape(*PLACES.shape, DEPTHS, -1)
+    packed = packed_batch(kind not in CANNOT_BE_PACKED)
+    unrolled = np.asarray(_said(head, params, target(), packed)).reshape(*PLACES.shape, DEPTHS, -1)
     for row, column in np.argwhere(PLACES >= 0):
         t = PLACES[row, column]
-        if t > SECOND and not given.text_start[row, t]:
+        if t > SECOND and not packed.text_start[row, t]:
             continue
-        text, path = given.tokens[None, row, t - 1 : t + 2], given.tokens[None, row, t + 2 : t + 1 + DEPTHS]
+        text, path = packed.tokens[None, row, t - 1 : t + 2], packed.tokens[None, row, t + 2 : t + 1 + DEPTHS]
         expected = np.asarray(_alone(head, params, target(), text, path))[0]
-        np.testing.assert_allclose(said[row, column], expected, atol=2e-5, rtol=2e-4)
+        np.testing.assert_allclose(unrolled[row, column], expected, atol=2e-5, rtol=2e-4)
 
 
 def test_rows_that_share_a_prefix_attend_in_bfloat16_too():
-    """Of products of bfloat16 in some orders of their axes a CPU has none."""
+    """The attention runs on a CPU, which has no products of bfloat16 in some orders of their axes."""
     q, k, prefix = (jnp.ones(shape, jnp.bfloat16) for shape in ((10, 1, 4, 8), (10, 2, 3, 8), (2, 2, 64, 8)))
     row, mask = jnp.ones((10,), jnp.int32), jnp.ones((10, 1, 3), bool)
     attend = jax.jit(functools.partial(shared_tree_attention, scale=1.0))
-    said = attend(q, k, k, prefix, prefix, row, row[:, None], mask)
-    np.testing.assert_allclose(np.asarray(said, np.float32), 1.0, atol=0.02)
+    attended = attend(q, k, k, prefix, prefix, row, row[:, None], mask)
+    np.testing.assert_allclose(np.asarray(attended, np.float32), 1.0, atol=0.02)
