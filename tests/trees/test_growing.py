@@ -83,7 +83,7 @@ def test_coupled_text_is_that_of_plain_sampling(name):
 
 @pytest.mark.parametrize("name", those(("rsd_s",), BUILDERS))
 def test_a_drafter_that_is_the_target_is_always_right(name):
-    """So the draft cache holds what a fresh prefill would: one wrong slot and drafts go astray."""
+    """The draft cache holds what a fresh prefill would: with one wrong slot drafts go astray."""
     tree = BUILDERS[name]
     drafter = two_model(tiny_llama(), tree=tree)
     result = decode(tiny_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=21)
@@ -103,7 +103,7 @@ UNEVEN = trees.static(((0,), (1,), (1, 0)), "with_replacement")
 
 @pytest.mark.parametrize("rule", [None, exhaustive(verifiers.spectr), exhaustive(verifiers.traversal)])
 def test_the_children_of_one_of_two_equal_siblings_come_from_its_own_logits(rule):
-    """Those of the other are zeroed: with them the text would be off by 0.02 in total variation."""
+    """The logits of the other sibling are zeroed: with them the text would be off by 0.02 in total variation."""
     counts = sampled_triples(two_model(markov(DRAFT_ROWS), tree=UNEVEN), TARGET_ROWS, verifier=rule)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3
 
@@ -133,7 +133,8 @@ MIXED = {**BUILDERS, "chain_with_siblings": trees.chain_with_siblings(3)}
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("name", those(("sequoia", "rsd_s", "chain_with_siblings"), MIXED))
 def test_rows_of_temperature_0_draft_as_in_greedy_decoding(name, coupled):
-    """As in `serve`, where it is data which rows are sampled; and those draft what they draft without the others."""
+    """Greedy rows draft the same in `serve`, where it is data which rows are sampled; and those draft what they draft
+    without the others."""
     logits, root = jnp.asarray(np.random.default_rng(0).normal(size=(20, 20)), jnp.float32), jnp.array([3, 4])
     keys = jax.random.split(jax.random.key(0), 2)
     feed = lambda memory, frontier: (memory, logits[frontier.tokens])
@@ -145,9 +146,9 @@ def test_rows_of_temperature_0_draft_as_in_greedy_decoding(name, coupled):
 
     greedy, mixed, sampled = (tree(Sampling(t)) for t in (None, jnp.array([0.0, 0.8]), jnp.array([0.8, 0.8])))
     for row, alone in enumerate((greedy, sampled)):
-        kept = alone.valid[row]
-        np.testing.assert_array_equal(mixed.valid[row], kept)
-        np.testing.assert_array_equal(mixed.tokens[row, kept], alone.tokens[row, kept])
+        valid = alone.valid[row]
+        np.testing.assert_array_equal(mixed.valid[row], valid)
+        np.testing.assert_array_equal(mixed.tokens[row, valid], alone.tokens[row, valid])
         np.testing.assert_array_equal(mixed.parents[row], alone.parents[row])
 
 
@@ -168,11 +169,15 @@ def kept_by_eagle2(distributions, total):
 A, B, C, D, E, F = range(1, 7)
 
 
-@pytest.mark.parametrize(("total", "kept"), [(2, [A, B]), (3, [A, B, C]), (4, [A, B, C, E]), (6, [A, B, C, D, E, F])])
-def test_the_toy_of_eagle2(total, kept):
+@pytest.mark.parametrize(
+    ("total", "nodes"),
+    [(2, [A, B]), (3, [A, B, C]), (4, [A, B, C, E]), (6, [A, B, C, D, E, F])],
+    ids=["2-kept0", "3-kept1", "4-kept2", "6-kept3"],
+)
+def test_the_toy_of_eagle2(total, nodes):
     """The card: of a .6, b .3 and their children c .30, d .24, e .27, f .015 the three best are a, b and c."""
     distributions = {0: {A: 0.6, B: 0.3, 0: 0.1}, A: {C: 0.5, D: 0.4, 0: 0.1}, B: {E: 0.9, F: 0.05, 0: 0.03, A: 0.02}}
-    assert kept_by_eagle2(distributions, total) == kept
+    assert kept_by_eagle2(distributions, total) == nodes
 
 
 def test_of_equal_nodes_eagle2_keeps_the_earlier():
@@ -207,7 +212,8 @@ def distinct(tree):
 
 
 def chances(tree):
-    """Of each tree, if every sibling comes from q without those before it: DySpec's, which decides before it draws.
+    """Return each tree's chance if every sibling comes from q without those before it, as DySpec decides before it
+    draws.
 
     float64[B], and the sum over the nodes of q down to them, which is what DySpec believes to be accepted.
     """
@@ -224,9 +230,9 @@ def chances(tree):
 
 
 def beam_chances(tree):
-    """Of each tree of stochastic beam search with two beams of two tokens, by exponential clocks.
+    """Return the chance of each tree of stochastic beam search with two beams of two tokens, by exponential clocks.
 
-    The best beam a keeps its best child first. With r = q(a) (1 - q(a1 | a)) the second place goes to the second child
+    The best beam a keeps its best child first. Let r = q(a) (1 - q(a1 | a)). The second place goes to the second child
     of a with chance r / (r + 1 - q(a)), else to the best child of beam b.
     """
     q = DRAFT_ROWS.astype(np.float64)

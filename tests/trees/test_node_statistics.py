@@ -20,8 +20,8 @@ learn = lambda shape, *arrays: jax.jit(functools.partial(node_statistics.count_p
 NOTHING = jax.tree.map(lambda x: x[None], EARLIER)
 
 
-def past(shadow=None, found=(0.0, 0.0)):
-    return NodeStatistics(NOTHING, shadow, jnp.array([found])[:, :, None])
+def past(shadow=None, recent=(0.0, 0.0)):
+    return NodeStatistics(NOTHING, shadow, jnp.array([recent])[:, :, None])
 
 
 def joined(copied, paths, tokens, kinds, start=0):
@@ -49,16 +49,16 @@ def test_nodes_stand_in_order_of_their_chance_and_twins_add_up():
 def test_hindsight_counts_what_would_have_been_accepted():
     """Drafted when the text had 2 tokens: 5 is right, 6 after it is not; 7 is wrong; what follows it was not tried."""
     shape, shadow = joined(2, [(0,), (0, 0)], [1, 5, 6, 7, 8], [0, 3, 4, 3, 9], start=2)
-    before = past(shadow)
+    initial = past(shadow)
     text = jnp.array([[4, 1, 5, 9, 9, 9]])
-    waiting = learn(shape, before, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
+    waiting = learn(shape, initial, Context(text, jnp.array([3])))  # 5 is there; what follows it is not
     assert int(waiting.pending.start[0]) == 2 and float(waiting.counts.trials.sum()) == 0
-    learnt = learn(shape, waiting, Context(text, jnp.array([4])))
-    assert int(learnt.pending.start[0]) == 0
-    assert learnt.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
-    assert learnt.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
-    np.testing.assert_allclose(learnt.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
-    again = learn(shape, learnt._replace(pending=shadow), Context(text, jnp.array([4])))
+    updated = learn(shape, waiting, Context(text, jnp.array([4])))
+    assert int(updated.pending.start[0]) == 0
+    assert updated.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
+    assert updated.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
+    np.testing.assert_allclose(updated.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
+    again = learn(shape, updated._replace(pending=shadow), Context(text, jnp.array([4])))
     np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
 
 
@@ -66,8 +66,8 @@ def test_what_several_texts_taught_is_joined():
     """A row trusts itself the more the more it saw; a long text counts as much as all before it, however long it is."""
     counts = lambda hits, trials: Counts(jnp.array(hits, jnp.float32), jnp.array(trials, jnp.float32))
     earlier = counts([20.0], [40.0])
-    now = node_statistics.add_earlier(counts([[0.0], [10.0], [45.0]], [[0.0], [25.0], [51.0]]), earlier)
-    assert now.hits[:, 0].tolist() == [20, 20, 45] and now.trials[:, 0].tolist() == [40, 45, 51]
+    total = node_statistics.add_earlier(counts([[0.0], [10.0], [45.0]], [[0.0], [25.0], [51.0]]), earlier)
+    assert total.hits[:, 0].tolist() == [20, 20, 45] and total.trials[:, 0].tolist() == [40, 45, 51]
     of_all = node_statistics.merge_counts(counts([0.0], [0.0]), counts([[6.0], [4.0]], [[10.0], [20.0]]))
     assert (float(of_all.hits[0]), float(of_all.trials[0])) == (10, 30)
     late = node_statistics.merge_counts(of_all, counts([[50.0]], [[50.0]]))
@@ -77,9 +77,9 @@ def test_what_several_texts_taught_is_joined():
 def test_a_text_that_disappoints_lowers_all_chances():
     shape, draft = joined(1, [(0,)], [1, 5, 7], [0, 3, COPIED + 1])
     believed = rank(shape, draft, past())[1]
-    doubted = rank(shape, draft, past(found=(0.0, DOUBT)))[1]
+    doubted = rank(shape, draft, past(recent=(0.0, DOUBT)))[1]
     np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
-    np.testing.assert_allclose(rank(shape, draft, past(found=(9.0, 1.0)))[1], believed, rtol=1e-6)
+    np.testing.assert_allclose(rank(shape, draft, past(recent=(9.0, 1.0)))[1], believed, rtol=1e-6)
 
 
 @pytest.mark.parametrize("copied", [1, 2, 5])
@@ -91,8 +91,8 @@ def test_the_joined_tree_is_the_union_of_both_drafts(copied):
     for _ in range(30):
         tokens, valid = np.zeros(len(shape.parents), int), np.ones(len(shape.parents), bool)
         for i, parent in enumerate(shape.parents.tolist()[1:], 1):
-            before = [j for j in range(1 + copied, i) if shape.parents[j] == parent]
-            tokens[i] = rng.choice([t for t in range(4) if t not in tokens[before]])
+            elder_siblings = [j for j in range(1 + copied, i) if shape.parents[j] == parent]
+            tokens[i] = rng.choice([t for t in range(4) if t not in tokens[elder_siblings]])
             valid[i] = valid[parent] and rng.random() < 0.8
         kinds = rng.integers(0, CLASSES, len(tokens))
         draft = Drafted(*(jnp.asarray(x)[None] for x in (tokens, valid, kinds)), jnp.array([1]))
@@ -108,7 +108,7 @@ def test_the_joined_tree_is_the_union_of_both_drafts(copied):
             miss[path] = miss.get(path, 1.0) * (1 - PRIOR[kinds[i]])
         wanted = {path: np.prod([1 - miss[path[: n + 1]] for n in range(len(path))]) for path in miss}
         nodes = np.flatnonzero(tree.valid[0])[1:]
-        found = {spelt(i, tree.tokens[0], tree.parents[0]): float(chance[0, i]) for i in nodes}
-        assert len(found) == len(nodes) and found == pytest.approx(wanted, rel=1e-4)
+        chance_of = {spelt(i, tree.tokens[0], tree.parents[0]): float(chance[0, i]) for i in nodes}
+        assert len(chance_of) == len(nodes) and chance_of == pytest.approx(wanted, rel=1e-4)
         assert (tree.parents[0, 1:] < np.arange(1, len(tokens)))[: len(nodes)].all()
     assert shared > 10

@@ -45,10 +45,10 @@ def test_compact_keeps_the_tree_of_valid_nodes(parents, data):
     tree = operations.compact(TokenTree(jnp.array([tokens]), jnp.array([parents]), jnp.array([valid])))
     count = sum(valid)
     assert tree.valid[0].tolist() == [True] * count + [False] * (n - count)
-    kept = [t for t, v in zip(tokens, valid, strict=True) if v]
-    assert tree.tokens[0, :count].tolist() == kept
+    valid_tokens = [t for t, v in zip(tokens, valid, strict=True) if v]
+    assert tree.tokens[0, :count].tolist() == valid_tokens
     for i in range(1, count):  # the parent's token is the one it was
-        assert int(tree.tokens[0, tree.parents[0, i]]) == 100 + parents[kept[i] - 100]
+        assert int(tree.tokens[0, tree.parents[0, i]]) == 100 + parents[valid_tokens[i] - 100]
     assert (np.asarray(tree.parents[0]) < np.arange(n)).all()
 
 

@@ -37,9 +37,9 @@ def rows():
     empty = target.model.init_cache(target.params, None, 1, 320)
     cache = prefill(target.model, target.params, empty, tokens, jnp.array([len(text) - 1]))
 
-    def logits(after, mask):
-        positions = jnp.array([[len(text) - 1] + [len(text)] * (len(after) - 1)])
-        ids = jnp.array([after])
+    def logits(new_tokens, mask):
+        positions = jnp.array([[len(text) - 1] + [len(text)] * (len(new_tokens) - 1)])
+        ids = jnp.array([new_tokens])
         return target.model.forward(target.params, ids, cache, positions=positions, mask=mask)[0].logits[0]
 
     best = np.asarray(jax.lax.top_k(logits([text[-1]], jnp.ones((1, 1, 1), bool))[0], 6)[1])

@@ -218,7 +218,7 @@ def test_stopped_chains_are_exact(rule):
 
 
 def test_nodes_stop_one_by_one():
-    """Nothing below token 1, two children below the others, and no gap between the valid nodes."""
+    """Token 1 has no children, the others have two, and there is no gap between the valid nodes."""
     tree = jax.device_get(grown(trees.with_stop(trees.branching((2, 2)), stops.fallback(0.5)), 64))
     assert (np.diff(tree.valid.astype(int), axis=1) <= 0).all()
     for tokens, parents, valid in zip(tree.tokens, tree.parents, tree.valid, strict=True):
@@ -250,7 +250,7 @@ def scoring(scores):
 
 
 def test_an_acceptance_head_judges_the_token_that_was_read():
-    """One that finds token 1 alone wrong: behind it one more is drawn, and no other."""
+    """A head that finds token 1 alone wrong lets one more be drawn behind it, and no other."""
     drafter = two_model(
         markov(SURE), 4, acceptance=scoring([0.99, 0.2, 0.99]), stop=stops.acceptance_head(0.5, min_tokens=1)
     )

@@ -49,7 +49,7 @@ def test_the_search_goes_where_the_card_goes(iterations, visits):
 
 @pytest.mark.parametrize(("reward", "of"), [("mean", (1 + 0.7 + 1) / 3), ("constant", 1.0), ("sum", 1 + 0.7 + 1.5)])
 def test_what_a_path_is_worth(reward, of):
-    """One path, 2 and 4: shares of .7 and 1.5, of which the mean counts no more than 1."""
+    """The path 2 and 4 has shares of .7 and 1.5, of which the mean counts no more than 1."""
     shares = np.zeros((V, V, V), np.float32)
     shares[8, 1, 2], shares[1, 2, 4] = 0.7, 1.5
     search = jax.jit(lambda key: grow_search(table_of(jnp.asarray(shares)), jnp.array([8, 1]), key, 3, 2, reward))

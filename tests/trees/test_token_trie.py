@@ -17,13 +17,13 @@ build = jax.jit(from_paths, static_argnames="num_nodes")
 def prefixes(tree, row=0):
     """Root paths of the valid nodes, in order, without the root's token."""
     tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
-    found = [()]
+    paths = [()]
     for i in range(1, len(tokens)):
         if tree.valid[row, i]:
             assert 0 <= parents[i] < i
             assert tree.valid[row, parents[i]]
-            found.append((*found[parents[i]], int(tokens[i])))
-    return found[1:]
+            paths.append((*paths[parents[i]], int(tokens[i])))
+    return paths[1:]
 
 
 def brute_force(paths, weights, num_nodes):

@@ -84,9 +84,9 @@ def test_medusa_equals_brute_force():
     worth = {p: np.prod([accuracy[i][r] for i, r in enumerate(p)]) for p in every}
     for size in range(1, 5):
         best = max(
-            sum(worth[p] for p in chosen)
-            for chosen in itertools.combinations(every, size)
-            if all(len(p) == 1 or p[:-1] in chosen for p in chosen)
+            sum(worth[p] for p in nodes)
+            for nodes in itertools.combinations(every, size)
+            if all(len(p) == 1 or p[:-1] in nodes for p in nodes)
         )
         np.testing.assert_allclose(trees.medusa(accuracy, size)[0], best)
 

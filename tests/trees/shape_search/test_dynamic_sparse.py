@@ -54,8 +54,8 @@ def test_guesses_that_hit_by_chance_give_these_rates():
 def all_shapes(state: int, ranks: int, prompts: int, room: int, copies: int):
     """Every shape of at most `room` tokens."""
     nodes = [path for depth in range(1, state + 1) for path in itertools.product(range(ranks), repeat=depth)]
-    for chosen in itertools.product((False, True), repeat=len(nodes)):
-        paths = tuple(path for path, is_in in zip(nodes, chosen, strict=True) if is_in)
+    for is_in_shape in itertools.product((False, True), repeat=len(nodes)):
+        paths = tuple(path for path, is_in in zip(nodes, is_in_shape, strict=True) if is_in)
         if any(path[:-1] and path[:-1] not in paths for path in paths) or 1 + len(paths) > room:
             continue
         for counts in itertools.product(range(prompts + 1), repeat=1 + len(paths)):
@@ -89,7 +89,7 @@ def test_no_policy_has_a_higher_rate(name):
 
 
 def test_the_tree_follows_the_costs():
-    """Where tokens are dear it is small, where they are cheap it fills the pass; it stays below a step."""
+    """The tree is small where tokens are dear, and fills the pass where they are cheap; it stays below a step."""
     accuracy = ((0.5, 0.2, 0.1, 0.05), (0.3, 0.15, 0.1, 0.05), (0.2, 0.1, 0.05, 0.05))
     sizes = lambda costs: [shape.size() for shape in dynamic_sparse(accuracy, tuple(costs))[1]]
     tokens = np.arange(1, 33)
