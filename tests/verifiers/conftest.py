@@ -7,7 +7,7 @@ import pytest
 @pytest.fixture(scope="module")
 def quick_compilation():
     """The programs are small: compiling them is all the time that these tests take."""
-    before = jax.config.read("jax_disable_most_optimizations")
+    setting = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", setting)

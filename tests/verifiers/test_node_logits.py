@@ -38,10 +38,10 @@ def test_a_rule_decides_alike_on_rows_and_on_an_array(name):
     rule = VERIFIERS[name]
     tree, logits = draft("chain" if rule.draws == ("chain",) else "tree")
     keys = jax.random.split(jax.random.key(0), (BATCH, tree.tokens.shape[1]))
-    whole = jax.jit(rule)(keys, tree, 2 * logits)
+    verdict = jax.jit(rule)(keys, tree, 2 * logits)
     lazy = jax.jit(lambda keys, tree, logits: rule(keys, tree, NodeLogits(logits, of_row)))(keys, tree, logits)
-    jax.tree.map(np.testing.assert_array_equal, whole, lazy)
-    assert (whole.num_nodes > 1).any()
+    jax.tree.map(np.testing.assert_array_equal, verdict, lazy)
+    assert (verdict.num_nodes > 1).any()
 
 
 def test_rules_by_row_never_read_all_rows():

@@ -120,7 +120,7 @@ def top_two_and_their_top_two():
     [("topk_onehot_2_2", top_two_and_their_top_two), ("nss_iid_L2_K2", lambda: drafts("paths", 2, 2))],
 )
 def test_sample_and_match_is_golden(name, outcomes):
-    """Its randomness is one draw of the target per node: every combination of draws, each as one-hot rows.
+    """The rule's randomness is one draw of the target per node: every combination of draws, each as one-hot rows.
 
     It follows the first of equal siblings; in the golden row of independent paths these are one node.
     """
@@ -132,10 +132,10 @@ def test_sample_and_match_is_golden(name, outcomes):
     rule = lambda tokens, parents, valid, logits: verifiers.sample_and_match(
         keys, TokenTree(tokens[None], parents[None], valid[None]), logits[None]
     ).num_nodes[0]
-    found = jax.jit(jax.vmap(jax.vmap(rule, (None, None, None, 0)), (0, 0, 0, None)))(*tree[:3], logits)
+    end_tokens = jax.jit(jax.vmap(jax.vmap(rule, (None, None, None, 0)), (0, 0, 0, None)))(*tree[:3], logits)
     rows = TARGET_ROWS.astype(np.float64)
     chances = np.prod(rows[np.asarray(tree.tokens)[:, None], combinations[None]], -1) * weights[:, None]
-    distribution = np.bincount(np.asarray(found).ravel() - 1, chances.ravel(), 3)
+    distribution = np.bincount(np.asarray(end_tokens).ravel() - 1, chances.ravel(), 3)
     golden = MARKOV[name]
     np.testing.assert_allclose(distribution, list(golden["accepted_length_pmf"].values()), atol=2e-6)
     np.testing.assert_allclose(distribution @ [1, 2, 3], golden["expected_tokens_per_iteration"], atol=5e-6)
@@ -251,7 +251,7 @@ def first_child_of_the_largest_clamped_ratio(core):
 
 
 def unskewed(order, q, rho, k):
-    """In place of `_skew`: the chosen path is taken for any path."""
+    """Replace `_skew`: the chosen path is taken for any path."""
     return q, q
 
 
@@ -288,11 +288,11 @@ MUTANTS = [  # rule, mutant, draft, shape, least error of the joint distribution
 ]
 
 
-@pytest.mark.parametrize(("rule", "mutant", "kind", "shape", "least"), MUTANTS)
-def test_enumeration_catches_mutants(rule, mutant, kind, shape, least):
+@pytest.mark.parametrize(("rule", "mutant", "kind", "shape", "min_error"), MUTANTS)
+def test_enumeration_catches_mutants(rule, mutant, kind, shape, min_error):
     core = mutant(multipath(rule) if isinstance(rule, int) else CORES[rule])
     error, _ = distribution_of(core, kind, shape, 2, rule == "traversal")
-    assert error > least, error
+    assert error > min_error, error
 
 
 def test_a_consistent_order_of_paths_is_exact_even_with_ties():
@@ -370,13 +370,13 @@ def test_division_factor_is_golden(case, n):
     golden = ONE_STEP[case][f"n={n}"]["kseq"]
     rho = spectr_module.division_factor(p, q, jnp.array([n]))
     np.testing.assert_allclose(rho, golden["rho"], atol=2e-6)
-    rest = spectr_module._final(p, q * rho[:, None], jnp.array([n]))
-    np.testing.assert_allclose(rest[0], golden["residual"], atol=5e-6)
+    final = spectr_module._final(p, q * rho[:, None], jnp.array([n]))
+    np.testing.assert_allclose(final[0], golden["residual"], atol=5e-6)
 
 
 @pytest.mark.parametrize("rule", [r for r in CORES if r != "traversal"])
 def test_one_child_is_the_standard_rule(rule):
-    """With the same uniforms, on random distributions of a larger vocabulary."""
+    """Both rules end alike with the same uniforms, on random distributions of a larger vocabulary."""
     key = jax.random.split(jax.random.key(3), 4)
     p, q = jax.random.normal(key[0], (2, 500, 2, 9)) * 2
     token = jax.random.categorical(key[1], q[:, 0])
@@ -393,7 +393,8 @@ def expected_length(core, p, q, tree, leaf_first=False):
 
 
 def test_block_accepts_at_least_as_much_as_token_by_token_on_random_pairs():
-    """In expectation over drafts: chains of 2 over 3 tokens, 1,000 random pairs of distributions."""
+    """Block verification accepts at least as much in expectation over drafts: chains of 2 over 3 tokens, 1,000 random
+    pairs of distributions."""
     rng = np.random.default_rng(0)
     for _ in range(4):
         rows = rng.dirichlet(np.ones(3), (2, 250, 4)).astype(np.float32)  # [p or q, pair, context, V]; context 3: start
@@ -443,11 +444,11 @@ def test_worked_block_paths_are_golden():
         tree = draft(DRAFT_ROWS, tokens, np.arange(-1, 3, dtype=np.int32))
         logits = np.log(TARGET_ROWS)[tokens]
         for i, h in enumerate(MARKOV[name]["h_i"], 1):
-            kept = lambda u, i=i, tree=tree, logits=logits: int(
+            end_of = lambda u, i=i, tree=tree, logits=logits: int(
                 COMPILED["block"](np.where(np.arange(4) == i, u, 1).astype(np.float32)[None], tree, logits).num_nodes[0]
             )
-            assert (kept(max(h - 1e-5, 0)) == 1 + i) == (h > 0)
-            assert kept(h + 1e-5) == 1
+            assert (end_of(max(h - 1e-5, 0)) == 1 + i) == (h > 0)
+            assert end_of(h + 1e-5) == 1
 
 
 def test_skewed_laws_are_golden():
@@ -523,7 +524,7 @@ def test_a_full_vocabulary_needs_little_more_than_its_inputs(name):
 
 
 def ends_where_unsure(tree):
-    """As a stop rule leaves a tree: nothing below token 1 whose row is the flattest, and the valid nodes in front."""
+    """Cut a tree as a stop rule does: nothing below token 1 whose row is the flattest, and the valid nodes in front."""
     above = jnp.take_along_axis(tree.tokens, jnp.maximum(tree.parents, 0), 1)
     goes_on = (above != 1) | (tree.parents <= 0)
     below = operations.ancestor_mask(tree.parents)

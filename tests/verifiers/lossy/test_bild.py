@@ -32,14 +32,14 @@ def bild_case():
 
 def test_bild_trace_is_golden():
     case, tree, large = bild_case()
-    kept = fall_back(tree, case["alpha_fb"])
-    assert int(kept.valid.sum()) - 1 == case["fallback_before_token"]
-    end = rollback_core(jnp.zeros((1, 4)), kept, large, alpha=case["alpha_rb"])
+    fallback_tree = fall_back(tree, case["alpha_fb"])
+    assert int(fallback_tree.valid.sum()) - 1 == case["fallback_before_token"]
+    end = rollback_core(jnp.zeros((1, 4)), fallback_tree, large, alpha=case["alpha_rb"])
     assert int(end.num_nodes[0]) - 1 == case["rollback_index"] == case["kept_small_tokens"]
     np.testing.assert_array_equal(end.residual[0], [0, 0, 1])  # the large argmax
-    sampled = rollback_core(jnp.zeros((1, 4)), kept, large, alpha=case["alpha_rb"], sample=True)
+    sampled = rollback_core(jnp.zeros((1, 4)), fallback_tree, large, alpha=case["alpha_rb"], sample=True)
     np.testing.assert_allclose(sampled.residual[0], np.exp(large[0, 1]) / np.exp(large[0, 1]).sum(), atol=1e-6)
-    late = rollback_core(jnp.zeros((1, 4)), kept, large, alpha=7.0)
+    late = rollback_core(jnp.zeros((1, 4)), fallback_tree, large, alpha=7.0)
     assert int(late.num_nodes[0]) == 3 and int(jnp.argmax(late.residual)) == 0  # cut by fallback, then one appended
     assert int(rollback_core(jnp.zeros((1, 4)), tree, large, alpha=7.0).num_nodes[0]) == 4
 

@@ -38,7 +38,7 @@ def test_grouped_is_golden(size):
 
 
 def test_grouped_clusters_equal_plain_python():
-    """With a gap and embedding distances, and tokens without mass."""
+    """The clusters agree with a gap and embedding distances, and with tokens without mass."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(8), 2)
     p[3] = 0

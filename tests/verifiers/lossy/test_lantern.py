@@ -81,10 +81,12 @@ def test_lantern_point_masses_take_out_the_token_and_what_it_borrowed():
     core = jax.jit(lambda u: lantern_core(u, tree, logits, NEAREST, 0.25))
     run = lambda *u: core(jnp.array([[0.0, *u]]))
     assert run(0.5, 1.0, 1.0).path[0, :2].tolist() == [0, 1]  # 0.5 < 0.3 + 0.22
-    rest = np.array([0, 0, 0.2, 0.16, 0.12]) / 0.48
+    residual = np.array([0, 0, 0.2, 0.16, 0.12]) / 0.48
     end = run(0.53, 0.0, 0.99)  # token 1 has nothing left: rejected at u = 0. Then 3 borrows from 4: no more than 0.25
     assert end.num_nodes[0] == 1
-    np.testing.assert_allclose(end.residual[0], np.array([0, 0, rest[2], 0, rest[4]]) / (rest[2] + rest[4]), atol=1e-6)
+    np.testing.assert_allclose(
+        end.residual[0], np.array([0, 0, residual[2], 0, residual[4]]) / (residual[2] + residual[4]), atol=1e-6
+    )
     assert run(0.53, 0.0, 0.3).path[0, :2].tolist() == [0, 3]  # 0.3 < 0.16 / 0.48
 
 
@@ -111,13 +113,13 @@ def test_greedy_lantern_equals_plain_python(relative):
     for row in range(len(tokens)):
         count = 1
         while count < tokens.shape[1] and valid[row, count]:
-            own, x = p[row, count - 1], tokens[row, count]
-            lent, total = own.copy(), 0.0
+            law, x = p[row, count - 1], tokens[row, count]
+            lent, total = law.copy(), 0.0
             for y in np.asarray(NEIGHBOURS6)[x]:
-                total += own[y]
-                if total > ((delta - 1) * own[x] if relative else delta):
+                total += law[y]
+                if total > ((delta - 1) * law[x] if relative else delta):
                     break
-                lent[x], lent[y] = lent[x] + own[y], 0
+                lent[x], lent[y] = lent[x] + law[y], 0
             if lent.argmax() != x:
                 break
             count += 1

@@ -95,7 +95,7 @@ CORES_OF_TABLE = {  # with the settings that are no parameters of the Verifier
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table_tells_the_distance(name):
-    """Of the rule as it stands in the table, by its own core."""
+    """The distance in the table is that of the rule as it stands there, by its own core."""
     rule = TABLE[name]
     assert rule.name == name and rule.setting
     core = lambda value, *args: CORES_OF_TABLE[name](*args, *(rule.params or ()))
@@ -252,10 +252,11 @@ def test_parameters_out_of_their_range(make, words):
 
 
 def test_the_table_knows_which_rules_are_greedy_at_temperature_zero():
-    """By verdicts on one-hot rows: a rule that says so gives the greedy text, one that does not can give another."""
+    """A rule that the table lists as greedy gives the greedy text on one-hot rows, and one that it does not can give
+    another."""
     tree, logits = one_hot_case(vocab=3)
     keys, hidden = jax.random.split(jax.random.key(0), tree.tokens.shape), jax.nn.one_hot(tree.tokens, 3)
-    judged = jax.jit(lambda rule, *seen: rule(*seen))  # operation by operation it takes several times as long
+    judged = jax.jit(lambda rule, *arguments: rule(*arguments))  # operation by operation it takes several times as long
     wanted = greedy(keys, tree, logits)
     endless = {"rollback inf": rollback(INF), "top_beta inf": top_beta(tau=INF)}
     for name, rule in {**TABLE, **endless}.items():

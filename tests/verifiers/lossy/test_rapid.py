@@ -67,15 +67,15 @@ def test_with_the_exact_residual_drafted_positions_have_the_adjusted_distributio
     core = functools.partial(rapid_core, eta=5.0)
     p, q = TARGET_ROWS.astype(np.float64), DRAFT_ROWS.astype(np.float64)
     p_hat = np.array([adjusted(*rows, 5.0) for rows in zip(p, q, strict=True)])
-    found, accepted = block_distribution(core, drafts, weights, TARGET_ROWS, 2)
+    distribution, accepted = block_distribution(core, drafts, weights, TARGET_ROWS, 2)
     # Behind a rejection nothing was drafted, so the target goes on by itself; the table extends by p.
-    kept = np.minimum(q, p_hat)  # of a drafted token: the chance that it is drawn and accepted
+    mass_accepted = np.minimum(q, p_hat)  # of a drafted token: the chance that it is drawn and accepted
     behind = lambda token: p_hat[token][:, None] * p
-    joint = np.einsum("a,abc->abc", kept[0], [behind(a) for a in range(3)])
-    joint += np.einsum("a,ab,bc->abc", p_hat[0] - kept[0], p, p)
-    np.testing.assert_allclose(found, joint, atol=1e-6)
-    np.testing.assert_allclose(found.sum((1, 2)), p_hat[0], atol=1e-6)
-    np.testing.assert_allclose(accepted[0], 1 - kept[0].sum(), atol=1e-6)
+    joint = np.einsum("a,abc->abc", mass_accepted[0], [behind(a) for a in range(3)])
+    joint += np.einsum("a,ab,bc->abc", p_hat[0] - mass_accepted[0], p, p)
+    np.testing.assert_allclose(distribution, joint, atol=1e-6)
+    np.testing.assert_allclose(distribution.sum((1, 2)), p_hat[0], atol=1e-6)
+    np.testing.assert_allclose(accepted[0], 1 - mass_accepted[0].sum(), atol=1e-6)
 
 
 def test_distance_from_the_target_grows_with_eta():

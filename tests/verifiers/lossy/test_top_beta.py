@@ -25,7 +25,7 @@ def _on_each_token(log_p, beta, tau):
 
 
 def accepted_tokens(log_p, beta, tau):
-    """Which tokens are accepted as the only draft below a node with these log-probabilities."""
+    """Return which tokens are accepted as the only draft below a node with these log-probabilities."""
     return np.flatnonzero(_on_each_token(jnp.array(log_p), beta, tau).num_nodes == 2).tolist()
 
 

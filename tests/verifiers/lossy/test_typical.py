@@ -24,7 +24,7 @@ def _typical_on_each_token(p, epsilon, delta):
 
 
 def accepted_tokens(p, epsilon=0.09, delta=0.3):
-    """Which tokens are accepted as the only draft below a node with the distribution p, and the threshold."""
+    """Return which tokens are accepted as the only draft below a node with the distribution p, and the threshold."""
     accepted, threshold = _typical_on_each_token(jnp.array([*p, *[0.0] * (8 - len(p))]), epsilon, delta)
     return np.flatnonzero(accepted).tolist(), float(threshold)
 
@@ -72,8 +72,8 @@ def test_longest_run_equals_plain_python():
         runs = {0: ([0], 0.0)}
         for i in range(1, n):
             if parents[b, i] in runs and valid[b, i] and passes[b, i]:
-                before, total = runs[parents[b, i]]
-                runs[i] = ([*before, i], total + log_p[b, i])
+                ancestors, total = runs[parents[b, i]]
+                runs[i] = ([*ancestors, i], total + log_p[b, i])
         best = max(runs.values(), key=lambda run: (len(run[0]), run[1]))[0]  # the first of equals
         assert path[b].tolist() == best + [-1] * (n - len(best))
         assert int(num_nodes[b]) == len(best) and int(last[b]) == best[-1]
