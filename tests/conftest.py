@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def memory_maps() -> int:
-    """Of this process; 0 where the system does not say."""
+    """Return the number of memory maps of this process, or 0 where the system has no list of them."""
     try:
         with open("/proc/self/maps") as maps:
             return sum(1 for _ in maps)

@@ -1,4 +1,4 @@
-"""What is not in the library's own dependencies: a sentence says which extra has it."""
+"""Tests of what is not in the library's own dependencies: a sentence names the extra that has it."""
 
 import importlib.util
 import sys
@@ -48,8 +48,8 @@ def test_what_is_broken_is_not_called_missing():
 
 
 def test_the_command_line_without_its_packages(monkeypatch, capfd):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
     with pytest.raises(SystemExit) as stop:
         main(["methods"])
     assert stop.value.code == 2
