@@ -64,9 +64,9 @@ def call(name, models, prompts, keys, lengths=None, **options):
         lengths = None
     else:
         prompts = (prompts,)
-    own = {} if name in NO_KEYS else {"key": keys}
-    own |= {} if lengths is None else {"lengths": lengths}
-    return DECODERS[name].make(*models, *prompts, **SETTINGS[name] | own | options)
+    keywords = {} if name in NO_KEYS else {"key": keys}
+    keywords |= {} if lengths is None else {"lengths": lengths}
+    return DECODERS[name].make(*models, *prompts, **SETTINGS[name] | keywords | options)
 
 
 def run(name, rows=(0, 1, 2), keys=KEYS, **options):

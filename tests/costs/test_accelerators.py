@@ -37,7 +37,8 @@ def test_chips_by_the_name_of_a_device(monkeypatch, kind, chip):
 
 
 def test_small_models_wait_for_launches_on_a_gpu():
-    """Their logits and drafts cost little there: 100 MB per layer are read in the time of its kernels."""
+    """The logits and drafts of small models cost little on a GPU: 100 MB per layer are read in the time of its
+    kernels."""
     target = tiny_llama()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
     waiting = 25e-6 * 0.83 * 4.8e12 * target.model.capabilities.num_layers

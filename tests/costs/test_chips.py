@@ -31,11 +31,11 @@ def test_every_figure_of_a_gpu_is_what_its_source_says(chip):
     assert chip.flops_per_cycle == 2 * int(units[1]) * int(units[2]) * int(units[3]) and int(units[1]) == described(
         "core_count"
     )
-    said = lambda name, pattern: float(re.search(pattern, chip.sources[name])[1].replace(",", ""))
-    assert chip.peak_flops == said("peak_flops", r"([\d,]+) TFLOPS") * 1e12 / 2
-    assert 2 * 18 * chip.link_bandwidth == said("link_bandwidth", r"(\d+) GB/s both ways") * 1e9
+    figure = lambda name, pattern: float(re.search(pattern, chip.sources[name])[1].replace(",", ""))
+    assert chip.peak_flops == figure("peak_flops", r"([\d,]+) TFLOPS") * 1e12 / 2
+    assert 2 * 18 * chip.link_bandwidth == figure("link_bandwidth", r"(\d+) GB/s both ways") * 1e9
     assert (chip.start_seconds, chip.hop_seconds) == pytest.approx(
-        (said("latency", r"([\d.]+) us") * 1e-6, said("latency", r"and ([\d.]+) us per step") * 1e-6)
+        (figure("latency", r"([\d.]+) us") * 1e-6, figure("latency", r"and ([\d.]+) us per step") * 1e-6)
     )
     measured = chip.sources["launches"]
     small, kernels = re.search(r"([\d.]+) ms for (\d+) small kernels", measured).groups()

@@ -38,7 +38,8 @@ def test_one_device_has_nothing_to_send():
 
 
 def test_a_gpu_waits_for_launches_and_conditions():
-    """By hand: bytes at the bandwidth that is reached, 100 kernels, 7 conditions, and 14 steps of a ring of 8."""
+    """The time by hand is bytes at the bandwidth that is reached, 100 kernels, 7 conditions, and 14 steps of a ring of
+    8."""
     chip = CHIPS["h200"]
     reduce = roofline.Collective("all-reduce", count=10, bytes=8e6, wire_bytes=9e6, group=8)
     gather = roofline.Collective("all-gather", count=1, bytes=0, wire_bytes=0, group=8)

@@ -38,7 +38,7 @@ def unknown_loops(step: dict) -> float:
 
 
 def moved_parameters(step: dict) -> list[str]:
-    return [found["sentence"] for found in step["findings"] if found["kind"] in ("copy", "slice")]
+    return [finding["sentence"] for finding in step["findings"] if finding["kind"] in ("copy", "slice")]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -52,10 +52,10 @@ def test_a_step_copies_and_slices_no_parameter(model):
 
 
 def test_stacked_layers_are_sliced_out_of_their_stack():
-    """What the test above would find: three products of attention and three of the MLP per layer."""
+    """The test above would find three products of attention and three of the MLP per layer."""
     (answer,) = gpu.reports(gpu.request({"name": "llama3_8b", "num_layers": 3, "stacked": True}, context=100))
     step = answer["step"]
-    assert [found["kind"] for found in step["findings"]].count("slice") >= 2
+    assert [finding["kind"] for finding in step["findings"]].count("slice") >= 2
     assert step["moved_bytes"] > 1.9 * step["must_bytes"]
     assert step["seconds"]["schedule"] > 2 * shallow("llama3_8b")[1]["seconds"]["schedule"]
 
@@ -80,7 +80,7 @@ def test_a_layer_has_few_products(model):
 
 @pytest.mark.parametrize("model", [exhaustive(model) for model in MODELS])
 def test_complete_models(model):
-    """As the shallow ones, and their layers are alike."""
+    """Complete models compile as the shallow ones do, and their layers are alike."""
     (answer,) = gpu.reports(gpu.request(model, context=1024))
     step, two = answer["step"], shallow(model)[0]
     assert not moved_parameters(step)

@@ -353,10 +353,10 @@ def test_what_a_gpu_launches():
 
 def test_a_slice_of_a_stack_is_found():
     large = frozenset({("bf16", (3, 1024, 2048))})
-    (found,) = hlo.findings(hlo.parse(GPU), large=large)
-    assert (found.kind, found.count, found.bytes) == ("slice", 1, 2048 * 1024 * 2)
-    assert found.sentence == "slices bf16[1,2048,1024] 1 times, 4 MB in total"
-    (found,) = hlo.findings(hlo.parse(GPU), large=frozenset({("bf16", (1024, 2048))}))
-    assert found.kind == "copy", "the whole array"
+    (finding,) = hlo.findings(hlo.parse(GPU), large=large)
+    assert (finding.kind, finding.count, finding.bytes) == ("slice", 1, 2048 * 1024 * 2)
+    assert finding.sentence == "slices bf16[1,2048,1024] 1 times, 4 MB in total"
+    (finding,) = hlo.findings(hlo.parse(GPU), large=frozenset({("bf16", (1024, 2048))}))
+    assert finding.kind == "copy", "the whole array"
     computed = GPU.replace("dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,2048,1024}", "exponential(%p)")
     assert not hlo.findings(hlo.parse(computed), large=large)

@@ -49,13 +49,13 @@ def log_softmax(logits):
     return logits - np.log(np.sum(np.exp(logits)))
 
 
-def is_called(gate, own, large, threshold):
-    second, first = np.sort(np.exp(log_softmax(own)))[-2:]
+def is_called(gate, base, large, threshold):
+    second, first = np.sort(np.exp(log_softmax(base)))[-2:]
     return {
         "always": True,
         "threshold": first < (threshold or 0),
         "margin": (first - second) / 2 < (threshold or 0),
-        "oracle": own.argmax() != large.argmax(),
+        "oracle": base.argmax() != large.argmax(),
     }[gate]
 
 
@@ -66,9 +66,9 @@ def by_the_rule(prompt, count, form, gate, strength=None, threshold=None, alpha=
         s, l, tuned = (
             np.asarray(lib.table_logits(model, [*prompt, *tokens]), np.float64) for model in (SMALL, LARGE, TUNED)
         )
-        own, author = (tuned, 2) if form == "proxy" else (s, 0)
-        call = is_called(gate, own, l, threshold)
-        logits = own
+        base, author = (tuned, 2) if form == "proxy" else (s, 0)
+        call = is_called(gate, base, l, threshold)
+        logits = base
         if call:
             author = 1
             plausible = log_softmax(l) >= np.log(alpha) + log_softmax(l).max()
@@ -107,7 +107,7 @@ def test_every_form_behind_every_gate(form, gate, strength, threshold):
 
 
 def test_a_gated_token_is_sampled_from_its_logits():
-    """With a call for no token, and with proxy, the text is the tuned model's; the other two models never run."""
+    """The text of `proxy` without any call is the tuned model's; the other two models never run."""
     result = lib.run("fs_gen", form="proxy", gate="threshold", threshold=0.0, tuned=TUNED, temperature=0.8)
     assert result.to_lists() == lib.plain(TUNED, temperature=0.8)
     assert result.passes.tolist() == [[0, 0, 12]] * 3 and (result.share(2) == 1).all()
