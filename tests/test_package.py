@@ -1,7 +1,9 @@
-"""Tests of what is installed: every folder of code, since setuptools takes them one by one."""
+"""Tests of what is installed and of the list of repetitions: a name that is missing there goes unnoticed elsewhere."""
 
 import pathlib
 import tomllib
+
+from tiers import REPEATED
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -15,3 +17,10 @@ def test_every_folder_of_code_is_installed():
             packages.add(".".join((name, *init.parent.relative_to(ROOT / place).parts)))
     assert len(packages) > 40
     assert packages == set(settings["packages"])
+
+
+def test_every_repetition_is_a_test():
+    """Each line of repeated.txt names a test function that exists."""
+    names = [line.split("[")[0].split("::") for line in sorted(REPEATED) if line]
+    texts = {file: (ROOT / "tests" / file).read_text(encoding="utf-8") for file, _ in names}
+    assert not [f"{file}::{name}" for file, name in names if f"def {name}(" not in texts[file]]
