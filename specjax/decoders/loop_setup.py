@@ -55,8 +55,9 @@ def check_rows(result: Result, *models: Any) -> Result:
 
     Raises: UsageError if a row failed, with the name of a parameter of `models` that contains NaN or Inf.
     """
-    if not isinstance(result.finite, jax.core.Tracer) and not bool(jnp.all(result.finite)):
-        raise_failure(result.finite, next((model for model in models if find_bad_parameter(model)), models[0]))
+    finite = result.finite
+    if finite is not None and not isinstance(finite, jax.core.Tracer) and not bool(jnp.all(finite)):
+        raise_failure(finite, next((model for model in models if find_bad_parameter(model)), models[0]))
     return result
 
 

@@ -30,7 +30,8 @@ def target_config(chip: str) -> str:
     """Return the target config of "h200" or "h100" as a text-format protocol buffer."""
     text = resources.files(__package__).joinpath("targets/h200.txtpb").read_text(encoding="utf-8")
     for field, value in _CHANGES[chip].items():
-        text, count = re.subn(rf"(?m)^(\s*){field}: .*$", lambda match, new=f"{field}: {value}": match[1] + new, text)
+        line = f"{field}: {value}".replace("\\", r"\\")
+        text, count = re.subn(rf"(?m)^(\s*){field}: .*$", rf"\g<1>{line}", text)
         assert count == 1, field
     if jax.__version_info__ < (0, 11):
         text = re.sub(rf"(?m)^ *({'|'.join(_SINCE_0_11)}): .*\n", "", text)
