@@ -7,6 +7,7 @@ import re
 import mkdocs_gen_files
 
 from specjax import METHODS
+from specjax.catalog.inputs import command_of
 from specjax.models.heads import kinds
 
 GUARANTEES = {
@@ -16,7 +17,7 @@ GUARANTEES = {
 }
 KINDS = {
     "drafter": ("Drafters", "These methods draft for `specjax.decode`, and the target verifies."),
-    "decoder": ("Separate decoding loops", "Call these methods in Python, from `specjax.decoders`."),
+    "decoder": ("Separate decoding loops", "These methods do not use the loop of `specjax.decode`."),
     "diffusion": ("Diffusion language models", "These rules fill the positions of a canvas in `specjax.denoise`."),
     "collaboration": (
         "Collaboration",
@@ -59,18 +60,14 @@ def read_notes(method):
 
 
 def usage(method):
-    if method.kind == "decoder":
-        return ["```python", f"specjax.decoders.{method.factory or method.name}(...)", "```"]
-    if method.kind == "collaboration":
-        return ["```python", f"specjax.collaborate.methods.{method.name}(...)", "```"]
-    if method.kind == "adaptive":
-        call = f"specjax.adaptive.skip_layers(target, specjax.adaptive.{method.name}(...))"
-        python = ["```python", call, "```"]
-        return python if method.needs else ["```bash", f'specjax generate --adapt {method.name} "..."', "```", *python]
-    draft = {"draft": " --draft DRAFT", "head": " --draft HEAD", "datastore": " --datastore STORE"}
-    flags = "".join(words for need, words in draft.items() if need in method.needs)
-    target = " --target DIFFUSION_MODEL" if method.kind == "diffusion" else ""
-    return ["```bash", f'specjax generate --method {method.name}{target}{flags} "..."', "```"]
+    """Return the command that runs a method, if there is one, and the call in Python of a loop or a policy."""
+    command = command_of(method)
+    lines = ["```bash", command, "```"] if command else []
+    if method.kind in ("drafter", "diffusion"):
+        return lines
+    call = f"{method.path}(...)"
+    call = f"specjax.adaptive.skip_layers(target, {call})" if method.kind == "adaptive" else call
+    return [*lines, "```python", call, "```"]
 
 
 index = ["# Method catalogue", "", "Every method has a page. `specjax methods NAME` prints the same in a terminal.", ""]

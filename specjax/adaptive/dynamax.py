@@ -26,7 +26,7 @@ import optax
 from specjax.adaptive.exits import every_so_many, leaving, threshold_level
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.modes import jit, with_standard_modes
-from specjax.catalog import Method, Option, shared
+from specjax.catalog import REQUIRED, Method, Option, shared
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Model, Target
@@ -37,8 +37,8 @@ METHOD = Method(
     guarantee="lossy",
     summary="exits the model for each token where a trained probe predicts that the output will not change",
     paper="Nogales et al. 2025, arXiv 2504.20922",
-    needs=frozenset({"probes"}),
     options=(
+        Option("probes", "probes", REQUIRED, "file of trained probes"),
         Option("threshold", "float", 0.9, "probability at which a token exits; above 1: never"),
         shared.EVERY,
     ),
@@ -56,7 +56,7 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> DepthP
     """Return the depth policy for `specjax.adaptive.skip_layers(target, dynamax(probes))`.
 
     Args:
-      probes: from `train_probes`.
+      probes: from `train_probes` or `read_probes`.
       threshold: lambda, an array parameter; above 1 no token exits. every: layers between two tests.
     """
     if math.isnan(threshold):

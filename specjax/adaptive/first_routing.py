@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from specjax.adaptive.fitting import fit, surprise
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.modes import jit, with_standard_modes
-from specjax.catalog import Method
+from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.models.variants.low_rank import LoraWeights, apply_lora, init_lora
@@ -38,7 +38,7 @@ METHOD = Method(
     guarantee="lossy",
     summary="selects the layers of the whole answer with trained routers that read the prompt",
     paper="Jain et al. 2024, arXiv 2410.12513",
-    needs=frozenset({"routers"}),
+    options=(Option("routers", "routers", REQUIRED, "file of trained routers"),),
 )
 
 
@@ -64,7 +64,7 @@ class _Routed(NamedTuple):
 def first(routers: Routers) -> DepthPolicy:
     """Return the depth policy for `specjax.adaptive.skip_layers(target, first(routers))`.
 
-    Args: routers: from `train_routers`.
+    Args: routers: from `train_routers` or `read_routers`.
     """
     if routers.weight.ndim != 2 or routers.bias.shape != routers.weight.shape[:1]:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specjax.catalog.inputs import missing_inputs
 from specjax.catalog.methods import METHODS, of_kind
 from specjax.catalog.options import read_call
 from specjax.errors import UsageError
@@ -14,15 +15,13 @@ def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:
     Args:
       horizon: value of the option `horizon` if the method has it and the text does not set it.
 
-    Raises: UsageError for an unknown method, a method that needs trained arrays, or an invalid option.
+    Raises: UsageError for an unknown method, one with inputs that only Python has, or an invalid option.
     """
     name = spec.partition(":")[0]
-    loadable = [row.name for row in of_kind("adaptive").values() if not row.needs]
+    loadable = [row.name for row in of_kind("adaptive").values() if not missing_inputs(row)]
     if name not in loadable:
         is_adaptive = name in METHODS and METHODS[name].kind == "adaptive"
-        reason = (
-            "needs trained arrays, which only Python can pass" if is_adaptive else "is not a method of adaptive depth"
-        )
+        reason = "needs inputs that only Python has" if is_adaptive else "is not a method of adaptive depth"
         raise UsageError(f'"{name}" {reason}; choose one of {", ".join(loadable)}')
     row = METHODS[name]
     values = read_call(spec, row.options)

@@ -18,7 +18,7 @@ from specjax.bench.records import MeasuredRun
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.job import Job
 from specjax.engine.prepare import Settings
-from specjax.engine.results import StreamStep, add_stats, zero_stats
+from specjax.engine.results import DecodeResult, StreamStep, add_stats, zero_stats
 from specjax.engine.run import run
 from specjax.engine.step import BUCKET
 from specjax.engine.value_checks import explain_failure, find_bad_parameter
@@ -79,6 +79,15 @@ def run_decode(task: DecodeTask) -> MeasuredRun:
     counts = getattr(result, "columns", None), getattr(result, "computed", None)
     hit_eos, stats, (columns, computed) = jax.device_get((result.hit_eos, result.stats, counts))
     return MeasuredRun(result.to_lists(), hit_eos, stats, seconds, columns=columns, computed=computed)
+
+
+def run_loop(loop: Callable[..., DecodeResult], rows: Rows, keys: Array, max_new_tokens: int) -> MeasuredRun:
+    """Time a loop of its own, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(loop(pack(rows), key=keys, max_new_tokens=max_new_tokens))
+    seconds = time.perf_counter() - start
+    hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
+    return MeasuredRun(result.to_lists(), hit_eos, stats, seconds)
 
 
 def run_stream(

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from specjax.catalog.method import Method
+from specjax.catalog.options import REQUIRED
 
 PROVIDED = {
     "drafter": {"draft", "head", "datastore", "denoiser"},
+    "decoder": {"draft", "head", "datastore", "devices"},
     "collaboration": {"draft", "safe", "segmenter", "judging", "cues"},
 }
 """The inputs that flags provide, by kind of method: models of --draft, a --datastore, and words of --set."""
+
+
+STAND_INS = {"draft": "--draft MODEL", "safe": "--draft MODEL", "denoiser": "--draft MODEL", "head": "--draft HEAD"}
+"""The flags of models by the need that they provide."""
+
+
+def command_of(row: Method) -> str | None:
+    """Return a command that runs a method, with words in capitals to replace; None if only Python has its inputs."""
+    if missing_inputs(row):
+        return None
+    required = [f"{option.name}={option.form}" for option in row.settable if option.default is REQUIRED]
+    models = [flag for need, flag in STAND_INS.items() if need in row.needs]
+    if row.kind == "diffusion":
+        models.append("--target MODEL")
+    if "datastore" in row.needs:
+        models.append("--datastore FOLDER")
+    if row.kind == "adaptive":
+        return f"specjax generate PROMPT --adapt {row.name}" + (f":{','.join(required)}" if required else "")
+    words = [f"specjax generate PROMPT --method {row.name}", *models, *(f"--set {setting}" for setting in required)]
+    return " ".join(words)
 
 
 def missing_inputs(row: Method) -> list[str]:

@@ -30,7 +30,7 @@ target that each token runs, for `specjax.adaptive.skip_layers`.
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
     "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
-    "probes", "routers", "corrections",
+    "corrections",
 ]  # fmt: skip
 """An input of a method besides the target.
 
@@ -41,12 +41,14 @@ Data: `datastore`: a corpus. `costs`: the costs of wide target passes, see `spec
 `devices`: separate devices for each model.
 Python objects of collaborations: `segmenter`: finds the ends of steps. `judging`: the prompt of a judge and its digits.
 `cues`: words as tokens. `reward`, `answers`: functions.
-Trained arrays: `filter`, `automaton`: arguments of diffusion methods. `probes`, `routers`, `corrections`: results of
-the training functions of `specjax.adaptive`.
+Trained arrays: `filter`, `automaton`: arguments of diffusion methods. `corrections`: the result of `adaptive.fit`.
 """
 
 Argument = Literal["target", "draft", "vocab_size"]
-"""A positional argument of a drafter's factory; `vocab_size` is that of the target."""
+"""A positional argument of a drafter's factory or of a decoder; `vocab_size` is that of the target."""
+
+Setting = Literal["key", "temperature", "top_k", "top_p"]
+"""An argument of `decode` that a decoder takes too."""
 
 
 class Method(NamedTuple):
@@ -66,7 +68,8 @@ class Method(NamedTuple):
     alone: bool = False  # True: a head that drafts by itself by default; other heads join `auto`
     draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
     factory: str = ""  # the function of `module` that builds the method; default: `name`
-    arguments: tuple[Argument, ...] = ()  # positional arguments of a drafter's factory, before the options
+    arguments: tuple[Argument, ...] = ()  # positional arguments of a drafter's factory or a decoder
+    settings: tuple[Setting, ...] = ()  # settings of a decoder; one without a temperature is greedy
     module: str = ""  # module of the factory; the catalogue fills it in
 
     def load(self) -> Callable[..., Any]:
@@ -91,7 +94,7 @@ class Method(NamedTuple):
         return make
 
     def load_check(self) -> Callable[..., Any]:
-        """Import the module of a collaboration, and return the function that checks its options before models load.
+        """Import the module of a decoder or collaboration, and return the check of its options before models load.
 
         It takes settings of `decode` and the options of the row by name, without switches and drafters, which are
         never wrong. It returns the settings that the method uses.
@@ -101,6 +104,21 @@ class Method(NamedTuple):
     def option(self, name: str) -> Option | None:
         """Return the option with this name, or None."""
         return next((option for option in self.settable if option.name == name), None)
+
+    @property
+    def head_kind(self) -> str:
+        """Return the kind of the draft head that a method with the need `head` uses."""
+        return self.factory if self.kind == "decoder" else self.name
+
+    @property
+    def path(self) -> str:
+        """Return the public path of the function in Python, such as `specjax.decoders.pearl`."""
+        home = {
+            "drafter": "drafters", "decoder": "decoders", "diffusion": "diffusion.methods",
+            "collaboration": "collaborate.methods", "adaptive": "adaptive",
+        }  # fmt: skip
+        own_factory = self.kind in ("decoder", "collaboration") and self.factory
+        return f"specjax.{home[self.kind]}.{own_factory or self.name}"
 
     @property
     def settable(self) -> tuple[Option, ...]:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from specjax.catalog.collection import collect_methods
+from specjax.catalog.inputs import missing_inputs
 from specjax.catalog.method import Kind, Method
 from specjax.catalog.options import read_call
 from specjax.errors import UsageError
@@ -56,10 +57,10 @@ def find_drafter(name: str) -> Method:
         raise UsageError(
             f"method {name} is for diffusion models; call specjax.denoise, or use a diffusion model as --target"
         )
-    if method.kind == "adaptive" and method.needs:
+    if method.kind == "adaptive" and missing_inputs(method):
         raise UsageError(
-            f"method {name} selects layers of the target and is not a drafter; its {' and '.join(method.needs)} are "
-            f"trained arrays, so call specjax.adaptive.{name} in Python"
+            f"method {name} selects layers of the target and is not a drafter; the command line cannot provide its "
+            f"{' and '.join(missing_inputs(method))}, so call {method.path} in Python"
         )
     if method.kind == "adaptive":
         raise UsageError(
@@ -67,9 +68,10 @@ def find_drafter(name: str) -> Method:
             f"--set depth={name} (specjax.adaptive in Python)"
         )
     if method.kind != "drafter":
-        home = "decoders" if method.kind == "decoder" else "collaborate.methods"
-        loop = f"specjax.{home}.{method.factory or method.name}"
-        raise UsageError(f"method {name} has its own decoding loop and is not a drafter; call {loop}(...) in Python")
+        raise UsageError(
+            f"method {name} has its own decoding loop and is not a drafter; call {method.path}(...) in Python"
+            + ("" if missing_inputs(method) else f", or run specjax generate --method {name}")
+        )
     return method
 
 

@@ -91,6 +91,16 @@ def texts(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def integers_in_call(text: str) -> tuple[int, ...]:
+    """Parse integers that are joined by /, because commas separate the options of a call. Raises: ValueError."""
+    return tuple(int(part) for part in text.split("/"))
+
+
+def floats_in_call(text: str) -> tuple[float, ...]:
+    """Parse numbers that are joined by /, because commas separate the options of a call. Raises: ValueError."""
+    return tuple(float(part) for part in text.split("/"))
+
+
 def rows_of_floats(text: str) -> tuple[tuple[float, ...], ...]:
     """Parse rows of numbers, written as A,B,.../C,D,... Raises: ValueError."""
     return tuple(tuple(float(part) for part in row.split(",")) for row in text.split("/"))
@@ -104,6 +114,8 @@ PARSERS: dict[str, OptionParser] = {
     "texts": OptionParser("TEXT", "texts joined by |, none of them empty", texts),
     "text_file": OptionParser("FILE", "a file with text", "specjax.files.untrusted:read_words"),
     "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
+    "integers_in_call": OptionParser("N/N/...", "whole numbers joined by /", integers_in_call),
+    "floats_in_call": OptionParser("X/X/...", "numbers joined by /", floats_in_call),
     "rows_of_floats": OptionParser("X,X,.../X,...", "rows of numbers such as .6,.2/.4,.1", rows_of_floats),
     "tree": OptionParser("TREE", "a tree", "specjax.trees:parse"),
     "tree_shape": OptionParser("SHAPE", "a static tree", "specjax.trees:parse_paths"),
@@ -117,6 +129,9 @@ PARSERS: dict[str, OptionParser] = {
         "NAME", "a drafter without inputs, or two_model", "specjax.catalog.methods:check_writing_drafter"
     ),
     "drafters": OptionParser("NAME", "drafters joined by +", "specjax.catalog.methods:check_inner_drafters"),
+    "probes": OptionParser("FILE", "a file of probes", "specjax.adaptive.layer_files:read_probes"),
+    "routers": OptionParser("FILE", "a file of routers", "specjax.adaptive.layer_files:read_routers"),
+    "spec_kv_weights": OptionParser("FILE", "a file of SpecKV's network", "specjax.controllers.spec_kv:read_spec_kv"),
     "depth": OptionParser("NAME", "a method of adaptive depth", "specjax.adaptive.parsing:check_depth"),
 }
 """The types of options by name. Parsers that import JAX are named by their path."""

@@ -8,6 +8,19 @@ from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
 from specjax.controllers.parsing import FORMS, parse
-from specjax.controllers.spec_kv import spec_kv
+from specjax.controllers.spec_kv import read_spec_kv, save_spec_kv, spec_kv
 
-__all__ = ["FORMS", "additive", "bandit", "bass", "by_batch", "fixed", "goodput", "multiplicative", "parse", "spec_kv"]
+__all__ = [
+    "FORMS",
+    "additive",
+    "bandit",
+    "bass",
+    "by_batch",
+    "fixed",
+    "goodput",
+    "multiplicative",
+    "parse",
+    "read_spec_kv",
+    "save_spec_kv",
+    "spec_kv",
+]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from specjax.catalog.options import REQUIRED, Option, read_call
 from specjax.controllers.additive import additive
 from specjax.controllers.bass import bass
 from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
+from specjax.controllers.spec_kv import spec_kv
 from specjax.costs import Costs
 from specjax.errors import UsageError
 from specjax.types import Controller
@@ -21,8 +23,20 @@ FORMS = {
     "multiplicative, multiplicative:N": "start N deep; double after a fully accepted draft, halve after a rejection",
     "bass, bass:N": "start N deep, the same for all rows; 2 more after a full acceptance, else about a tenth less",
     "by_batch": "the larger the batch, the shorter the draft",
+    "spec_kv:FILE": "as many as a trained network predicts from the last draft; more options: gammas=N/N/..., start=N, "
+    "code=N, round_costs=X/X/...",
     "goodput": "the depth with the most tokens per second, 0 if speculation is slower",
 }
+
+
+SPEC_KV = (
+    Option("weights", "spec_kv_weights", REQUIRED, "the file of a trained network"),
+    Option("gammas", "integers_in_call", (2, 4, 6, 8), "lengths to choose from"),
+    Option("start", "int", 4, "length of the first draft"),
+    Option("code", "int", 0, "compression of the drafter: 0 float16, 1 int8, 2 nf4"),
+    Option("round_costs", "floats_in_call", None, "cost of a step with each length; default: equal costs"),
+)
+"""The options of the form `spec_kv:FILE,start=2`."""
 
 
 def parse(spec: str, costs: Costs = None, dtype: str = "float32", *, draft_cost: float = 0.0) -> Controller:
@@ -32,6 +46,8 @@ def parse(spec: str, costs: Costs = None, dtype: str = "float32", *, draft_cost:
       costs, dtype, draft_cost: as for `goodput`: cost curve, dtype of the target's parameters, cost of a drafter pass.
     """
     name, _, number = spec.partition(":")
+    if name == "spec_kv":
+        return spec_kv(**read_call(spec, SPEC_KV))
     makers: dict[str, Callable[..., Controller]] = {
         "fixed": fixed,
         "additive": additive,

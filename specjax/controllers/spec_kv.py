@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -24,9 +25,15 @@ import numpy as np
 
 from specjax.arrays.modes import jit
 from specjax.errors import UsageError
+from specjax.files.atomic import write_tensors
+from specjax.files.untrusted import guarded_read, quote
+from specjax.models.loading.formats import hf
+from specjax.models.loading.tensors.tensors import read_rows
 from specjax.types import Array, Controller, Info, Signals
 
 HIDDEN = 16
+SHAPES: dict[str, tuple[int, ...]] = {"w1": (6, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN,), "b2": ()}
+"""The shapes of the network's arrays."""
 
 
 class Weights(NamedTuple):
@@ -51,7 +58,7 @@ def spec_kv(
     The weights become constants of the program, so other weights compile another program.
 
     Args:
-      weights: the result of `fit`.
+      weights: the result of `fit` or `read_spec_kv`.
       code: compression of the drafter: 0 float16, 1 int8, 2 nf4.
       round_costs: cost of a step with each of `gammas`, draft and target together, in any unit. None selects the
         paper's objective.
@@ -59,7 +66,7 @@ def spec_kv(
     Raises: UsageError for weights of other shapes, gammas below 1, or costs that are not one positive number for each.
     """
     shapes = [np.shape(x) for x in weights]
-    if shapes != [(6, HIDDEN), (HIDDEN,), (HIDDEN,), ()]:
+    if shapes != list(SHAPES.values()):
         raise UsageError(f"weights must have the shapes (6, {HIDDEN}), ({HIDDEN},), ({HIDDEN},) and (), not {shapes}")
     if not gammas or min(*gammas, start) < 1:
         raise UsageError(f"gammas and start must be at least 1, not {gammas} and {start}")
@@ -88,6 +95,41 @@ def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> C
         update=update,
         reads_signals=True,
     )
+
+
+def read_spec_kv(source: str | Path) -> Weights:
+    """Read the network of a .safetensors or PyTorch file, as float32. Raises: UsageError for a file of other arrays."""
+    file = Path(source).expanduser()
+    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES) or not file.is_file():
+        raise UsageError(f'there is no .safetensors, .pt or .bin file "{source}" with the network of SpecKV')
+    with guarded_read(file):
+        tensors = hf.read_tensors(file)
+        for name, shape in SHAPES.items():
+            if name not in tensors or tensors[name].shape != shape:
+                raise UsageError(f"{file} has no array {name} of shape {list(shape)}, which SpecKV's network needs")
+        unknown = sorted(tensors.keys() - SHAPES)
+        if unknown:
+            raise UsageError(
+                f"{file} has {quote(unknown[0])}, which is not part of SpecKV's network; give its own file"
+            )
+        weights = Weights(
+            *(read_rows(tensors[name], 0, (*shape, 1)[0]).reshape(shape) for name, shape in SHAPES.items())
+        )
+        if not all(np.isfinite(x).all() for x in weights):
+            raise UsageError(f"{file} has values that are not finite")
+    return weights
+
+
+def save_spec_kv(file: str | Path, weights: Weights) -> None:
+    """Write a .safetensors file for `read_spec_kv`. Raises: UsageError if it cannot be written."""
+    path = Path(file).expanduser()
+    if path.suffix != hf.SAFETENSORS_SUFFIX:
+        raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, {name: np.array(x, np.float32) for name, x in weights._asdict().items()})
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error
 
 
 def predict(weights: Weights, x: Array) -> Array:

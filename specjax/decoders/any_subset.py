@@ -49,6 +49,8 @@ METHOD = Method(
     summary="fills in missing tokens with an any-order model, which drafts and verifies its own tokens",
     paper="Guo, Ermon 2025, arXiv 2504.20456",
     needs=frozenset({"any_order"}),
+    arguments=("target",),
+    settings=("key", "temperature", "top_k", "top_p"),
     options=(Option("window", "int", 5, "drafted tokens per step"),),
 )
 
@@ -116,11 +118,10 @@ def any_subset(
       model that returns NaN or Inf.
     """
     tokens, missing = jnp.asarray(tokens), jnp.asarray(missing, bool)
-    check_integer("window", window, 1)
     if tokens.ndim != 2 or missing.shape != tokens.shape:
         raise UsageError(f"tokens and missing must both be [B, S], not {tokens.shape} and {missing.shape}")
     batch, size = tokens.shape
-    settings = Settings(temperature, top_k, top_p)
+    settings = check_options(window=window, temperature=temperature, top_k=top_k, top_p=top_p)
     settings.check_batch(batch)
     prompts = jnp.where(missing, 0, tokens), jnp.full((batch,), size) if lengths is None else jnp.asarray(lengths)
     check_prompts(*prompts, 0, size, model.vocab_size)
@@ -130,6 +131,15 @@ def any_subset(
     lengths = jnp.clip(prompts[1], 1, size).astype(jnp.int32)
     sampling, keys = settings.to_sampling(), row_keys(key, batch)
     return check_rows(_fill(model, tokens, missing, lengths, usable, keys, sampling, window=window), model)
+
+
+def check_options(
+    *, window: int, temperature: float | Array = 1.0, top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+) -> Settings:  # fmt: skip
+    """Check the options, and return the settings. Raises: UsageError."""
+    check_integer("window", window, 1)
+    return Settings(temperature, top_k, top_p)
 
 
 def token_order(missing: Array, lengths: Array) -> TokenOrder:

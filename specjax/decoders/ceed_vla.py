@@ -36,8 +36,8 @@ from specjax.engine.prefill import prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.engine.value_checks import are_sound
-from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, uniform
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Target
 
 METHOD = Method(
@@ -48,9 +48,11 @@ METHOD = Method(
     paper="Song et al. 2025, arXiv 2506.13725; Santilli et al. 2023, arXiv 2305.10427",
     options=(
         Option("block", "int", 16, "tokens per block"),
-        Option("iterations", "int", 8, "maximum number of passes per block"),
+        Option("iterations", "int", 8, "maximum number of passes per block; as many as its tokens: the greedy text"),
         Option("stale_keys", "yes_or_no", False, "keep the cache entries of guesses that did not converge"),
     ),
+    arguments=("target",),
+    settings=("key",),
 )
 
 
@@ -79,10 +81,7 @@ def ceed_vla(
 
     Raises: UsageError for a setting out of range, or a model that returns NaN or Inf.
     """
-    if block < 1:
-        raise UsageError(f"block must be at least 1, not {block}")
-    if iterations is not None and iterations < 1:
-        raise UsageError(f"iterations must be at least 1, or None, not {iterations}")
+    check_options(block=block, iterations=iterations)
     settings = Settings(eos=eos, capacity=capacity)
     loop_inputs = init_loop(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * block, inputs=inputs
@@ -90,6 +89,14 @@ def ceed_vla(
     limit = jnp.int32(block if iterations is None else min(iterations, block))
     result = _run(target, loop_inputs, limit, block=block, stale=stale_keys, max_new_tokens=int(max_new_tokens))
     return check_rows(result, target)
+
+
+def check_options(*, block: int, iterations: int | None) -> Settings:
+    """Check the options, and return the settings, which are greedy. Raises: UsageError."""
+    check_integer("block", block, 1)
+    if iterations is not None:
+        check_integer("iterations", iterations, 1)
+    return Settings()
 
 
 class State(NamedTuple):

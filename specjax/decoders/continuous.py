@@ -58,6 +58,8 @@ METHOD = Method(
     summary='drafts and verifies continuous tokens, vectors from a diffusion head; lossy with ratio="aligned"',
     paper="Wang et al. 2024, arXiv 2411.11925",
     needs=frozenset({"draft", "continuous"}),
+    arguments=("target", "draft"),
+    settings=("key",),
     options=(
         Option("window", "int", 8, "drafted tokens per step"),
         Option("ratio", ("path", "coupled", "aligned"), "path", "acceptance ratio"),

@@ -14,6 +14,7 @@ Only a base model that was trained with segments can read them; `specjax.trainin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftedNodes, DraftHead
 from specjax.models.heads.hamburger import Hamburger
 from specjax.numerics.sampling import draw, node_keys, warp
+from specjax.numerics.validation import check_range
 from specjax.types import Array, Context, DraftOutput, PyTree, Stream, Target
 
 METHOD = Method(
@@ -43,10 +45,9 @@ METHOD = Method(
     summary="reads several tokens as one position of the base model, and writes the next few with a small decoder",
     paper="Liu, Zhang 2025, arXiv 2505.20438",
     needs=frozenset({"head"}),
-    options=(
-        Option("confidence", "float", 0.9, "minimum probability at which a segment continues; above 1: never"),
-        Option("temperature", "float", 0.0, "sampling temperature"),
-    ),
+    options=(Option("confidence", "float", 0.9, "minimum probability at which a segment continues; above 1: never"),),
+    arguments=("target", "draft"),
+    settings=("key", "temperature", "top_k", "top_p"),
     factory="hamburger",
 )
 
@@ -79,13 +80,23 @@ def hamburger(
       setting out of range, and for parts that return NaN or Inf.
     """
     check(target, head)
-    settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
+    settings = check_options(confidence=confidence, temperature=temperature, top_k=top_k, top_p=top_p)
+    settings = dataclasses.replace(settings, eos=eos, capacity=capacity)
     segment_size = head.head.config.segment
     loop_inputs = init_loop(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=segment_size, inputs=inputs
     )  # fmt: skip
     result = _run(target, head, loop_inputs, jnp.float32(confidence), max_new_tokens=int(max_new_tokens))
     return check_rows(result, target, head)
+
+
+def check_options(
+    *, confidence: float, temperature: float | Array = 0.0, top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+) -> Settings:  # fmt: skip
+    """Check the options that need no model, and return the settings. Raises: UsageError."""
+    check_range("confidence", confidence, lambda x: x >= 0, "at least 0")
+    return Settings(temperature, top_k, top_p)
 
 
 def check(target: Target, head: DraftHead) -> None:

@@ -17,6 +17,7 @@ Deviations: the defaults of `threshold` and `repeats` are our own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
-from specjax.numerics.validation import check_integer
+from specjax.numerics.validation import check_integer, check_range
 from specjax.types import Array, PyTree, Target
 
 METHOD = Method(
@@ -48,8 +49,9 @@ METHOD = Method(
         Option("slots", "int", 3, "padding tokens per pass"),
         Option("threshold", "float", 0.9, "minimum probability of the most likely token; above 1: never reached"),
         Option("repeats", "int", 2, "maximum number of repetitions of one token in a row"),
-        Option("temperature", "float", 0.0, "sampling temperature"),
     ),
+    arguments=("target",),
+    settings=("key", "temperature", "top_k", "top_p"),
 )
 
 
@@ -84,15 +86,29 @@ def lud(
     """
     if not 0 <= pad_token < target.model.vocab_size:
         raise UsageError(f"pad_token must be a token of the model, below {target.model.vocab_size}, not {pad_token}")
-    check_integer("slots", slots, 0)
-    check_integer("repeats", repeats, 0)
-    settings = Settings(temperature=temperature, top_k=top_k, top_p=top_p, eos=eos, capacity=capacity)
+    settings = check_options(
+        pad_token=pad_token, slots=slots, threshold=threshold, repeats=repeats, temperature=temperature, top_k=top_k,
+        top_p=top_p,
+    )  # fmt: skip
+    settings = dataclasses.replace(settings, eos=eos, capacity=capacity)
     loop_inputs = init_loop(
         target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=2 * slots + 1, inputs=inputs
     )  # fmt: skip
     limits = jnp.float32(threshold), jnp.int32(repeats), jnp.int32(pad_token)
     result = _run(target, loop_inputs, *limits, slots=slots, max_new_tokens=int(max_new_tokens))
     return check_rows(result, target)
+
+
+def check_options(
+    *, pad_token: int, slots: int, threshold: float, repeats: int, temperature: float | Array = 0.0,
+    top_k: int | Array | None = None, top_p: float | Array | None = None,
+) -> Settings:  # fmt: skip
+    """Check the options that need no model, and return the settings. Raises: UsageError."""
+    check_integer("pad_token", pad_token, 0)
+    check_integer("slots", slots, 0)
+    check_integer("repeats", repeats, 0)
+    check_range("threshold", threshold, lambda x: x >= 0, "at least 0")
+    return Settings(temperature, top_k, top_p)
 
 
 class State(NamedTuple):

@@ -25,6 +25,7 @@ the host joins the results once per step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics.sampling import draw, node_keys, row_keys, warp
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Sampling, Target
 
 METHOD = Method(
@@ -57,6 +59,8 @@ METHOD = Method(
     summary="runs the draft model and the target in parallel, each on its own devices",
     paper="Liu et al. 2024, arXiv 2408.11850",
     needs=frozenset({"draft", "devices"}),
+    arguments=("target", "draft"),
+    settings=("key", "temperature", "top_k", "top_p"),
     options=(
         Option("num_tokens", "int", None, "drafted tokens per step; default: from the measured times of both models"),
     ),
@@ -121,10 +125,11 @@ def pearl(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
         raise UsageError("pearl runs two programs and cannot be part of your own jit; use pearl_in_one_program")
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
-    settings = Settings(temperature, top_k, top_p, eos)
+    settings = check_options(num_tokens=num_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    settings = dataclasses.replace(settings, eos=eos)
     max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
-    check_pair(target, draft, num_tokens)
+    check_pair(target, draft)
     if num_tokens is None and jax.process_count() > 1:
         raise UsageError("num_tokens is measured on one host only; give it on several hosts")
     _check_apart(devices_of(target), devices_of(draft))
@@ -135,10 +140,18 @@ def pearl(
     return check_rows(_run(roles, caches, start, np.asarray(settings.eos_ids()), gamma, max_new_tokens), target)
 
 
-def check_pair(target: Target, draft: Target, num_tokens: int | None) -> None:
-    """Raise UsageError for an empty draft, or a model that cannot rewind."""
-    if num_tokens is not None and num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+def check_options(
+    *, num_tokens: int | None, temperature: float | Array = 0.0, top_k: int | Array | None = None,
+    top_p: float | Array | None = None,
+) -> Settings:  # fmt: skip
+    """Check the options, and return the settings. Raises: UsageError."""
+    if num_tokens is not None:
+        check_integer("num_tokens", num_tokens, 1)
+    return Settings(temperature, top_k, top_p)
+
+
+def check_pair(target: Target, draft: Target) -> None:
+    """Raise UsageError for a model that cannot rewind."""
     for model in (draft.model, target.model):
         if model.rewind is None:
             raise UsageError(

@@ -10,6 +10,7 @@ and both caches, although each uses only its own. The version with two programs 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -22,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.decoders.loop_setup import check_rows
-from specjax.decoders.pearl import Role, Text, check_pair, commit_all, draws, join, make_roles, triangle
+from specjax.decoders.pearl import Role, Text, check_options, check_pair, commit_all, draws, join, make_roles, triangle
 from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prefill import prefill
-from specjax.engine.prepare import Settings, find_usable
+from specjax.engine.prepare import find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
 from specjax.numerics.sampling import row_keys
@@ -38,6 +39,8 @@ METHOD = Method(
     summary="runs PEARL as one compiled program on two devices, which can be part of a larger program",
     paper="Liu et al. 2024, arXiv 2408.11850",
     needs=frozenset({"draft", "devices"}),
+    arguments=("target", "draft"),
+    settings=("key", "temperature", "top_k", "top_p"),
     options=(Option("num_tokens", "int", REQUIRED, "drafted tokens per step"),),
 )
 
@@ -71,14 +74,15 @@ def pearl_in_one_program(
     Raises: UsageError for fewer than two devices, models that are sharded or cannot rewind, or a setting out of range.
       It is also raised for a target that returns NaN or Inf.
     """
-    check_pair(target, draft, num_tokens)
+    settings = check_options(num_tokens=num_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    check_pair(target, draft)
     devices = jax.devices()[:2] if devices is None else devices
     if len(set(devices)) != 2:
         raise UsageError(f"pearl_in_one_program needs two devices, not {len(set(devices))}; pass them as devices=")
     for model in (target.model, draft.model):
         if model.mesh is not None:
             raise UsageError(f"{model.name} is sharded, but each role has one device; use pearl for meshes")
-    settings = Settings(temperature, top_k, top_p, eos)
+    settings = dataclasses.replace(settings, eos=eos)
     capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     max_new_tokens = check_new_tokens(max_new_tokens)
     tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)

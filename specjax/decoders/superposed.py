@@ -37,6 +37,7 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult, zero_stats
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
+from specjax.numerics.validation import check_integer, check_range
 from specjax.retrieval.datastore.index import Index, search
 from specjax.retrieval.suffixes import last_tokens
 from specjax.trees.superposition import extend, likeliest
@@ -52,10 +53,11 @@ METHOD = Method(
     options=(
         Option("drafts", "int", 3, "number of completions"),
         Option("candidates", "int", 9, "most likely tokens to choose from"),
-        Option("temperature", "float", 0.06, "temperature of the mixture's distribution"),
         Option("alpha", "float", 0.54, "weight of the datastore"),
     ),
     factory="superposed",
+    arguments=("target",),
+    settings=("temperature",),
 )
 
 
@@ -114,14 +116,9 @@ def superposed(
     """
     if not target.model.capabilities.mixtures:
         raise UsageError(f"the model {target.model.name} accepts no mixtures of tokens; superposed decoding needs them")
-    if drafts < 1:
-        raise UsageError(f"drafts must be at least 1, not {drafts}")
-    if not drafts <= candidates <= target.model.vocab_size:
-        raise UsageError(f"candidates must be from the number of drafts, {drafts}, to the vocabulary, not {candidates}")
-    if temperature <= 0:
-        raise UsageError(f"temperature must be above 0, not {temperature}")
-    if not 0 <= alpha < 1:
-        raise UsageError(f"alpha must be at least 0 and below 1, not {alpha}")
+    check_options(drafts=drafts, candidates=candidates, alpha=alpha, temperature=temperature)
+    if candidates > target.model.vocab_size:
+        raise UsageError(f"candidates must be at most the vocabulary, {target.model.vocab_size}, not {candidates}")
     settings = Settings(eos=eos, capacity=capacity)
     loop_inputs = init_loop(target, prompts, settings, key=0, max_new_tokens=max_new_tokens, room=1, inputs=inputs)
     result = _run(
@@ -129,6 +126,17 @@ def superposed(
         candidates=candidates, max_new_tokens=int(max_new_tokens),
     )  # fmt: skip
     return check_rows(result, target)
+
+
+def check_options(*, drafts: int, candidates: int, alpha: float, temperature: float = 0.06) -> Settings:
+    """Check the options that need no model, and return the settings. Raises: UsageError."""
+    check_integer("drafts", drafts, 1)
+    check_integer("candidates", candidates, 1)
+    if drafts > candidates:
+        raise UsageError(f"drafts must be at most candidates, {candidates}, not {drafts}")
+    check_range("temperature", temperature, lambda x: x > 0, "above 0")
+    check_range("alpha", alpha, lambda x: (x >= 0) & (x < 1), "at least 0 and below 1")
+    return Settings(temperature)
 
 
 def mix_ngrams(log_p: Array, f: Array, alpha: Array | float) -> Array:

@@ -17,7 +17,7 @@ from specjax import METHODS, UsageError, adaptive, controllers, decoders, drafte
 from specjax.catalog import OF_FILES, PARAMETERS, REQUIRED, of_kind, shared
 from specjax.catalog.collection import PLACES, find_package, read_rows
 from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
-from specjax.catalog.method import Guarantee, Kind
+from specjax.catalog.method import Guarantee, Kind, Setting
 from specjax.catalog.options import read_call
 from specjax.catalog.rules import rule_summaries
 from specjax.collaborate import methods as collaborations
@@ -42,7 +42,7 @@ NEED_OF = {
 }  # fmt: skip
 """The need that provides a parameter of a factory; None: the target provides it."""
 NO_METHODS = {
-    "composed", "head_schedule", "loop_setup", "making", "node_classes", "settings", "widths",
+    "composed", "head_schedule", "layer_files", "loop_setup", "making", "node_classes", "settings", "widths",
     "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
 }  # fmt: skip
 """Files of the folders that hold parts of several methods, or training."""
@@ -78,6 +78,7 @@ def test_options_and_defaults_are_those_of_the_factory(name):
         assert declared == {option: signature[option] for option in declared}
     undeclared = set(signature) - set(declared) - {"target", "draft", "datastore"} - IN_PYTHON.get(name, set())
     if row.kind == "decoder":
+        assert set(row.settings) == signature.keys() & set(get_args(Setting))
         undeclared -= OF_EVERY_LOOP | ({"temperature"} - set(declared)) | {"model"}
     assert undeclared <= set(NEED_OF) | {"inner", "retrieval", "fallback"}, undeclared
     assert all(NEED_OF[other] is None or row.uses(NEED_OF[other]) for other in undeclared)

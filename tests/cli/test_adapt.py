@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 from toy import tiny_llama
 
@@ -44,6 +45,30 @@ def test_as_a_drafter_it_is_lossless(cli):
     assert document["identical"] and document["adapt"] is None and document["guarantee"] == "distribution"
 
 
+@pytest.mark.parametrize("name", ["dynamax:probes", "first:routers"])
+def test_trained_arrays_are_read_from_a_file(cli, refused, six_layers, tmp_path, name):
+    """The text is that of Python, and arrays for another model are refused."""
+    method, noun = name.split(":")
+    kind = adaptive.Probes if noun == "probes" else adaptive.Routers
+    arrays = [0.5 * jax.random.normal(jax.random.key(1), shape) for shape in ((6, six_layers.model.config.width), (6,))]
+    save = getattr(adaptive, f"save_{noun}")
+    save(tmp_path / "arrays.safetensors", kind(*arrays))
+    save(tmp_path / "other.safetensors", kind(*(x[:5] for x in arrays)))
+    more = ",threshold=0.6,every=1" if method == "dynamax" else ""
+    spec = f"{method}:{noun}={tmp_path / 'arrays.safetensors'}{more}"
+    document = json.loads(cli("generate", "hello", "--adapt", spec, *SHORT, "--json").out)
+    options = {"threshold": 0.6, "every": 1} if more else {}
+    thinned = adaptive.skip_layers(six_layers, getattr(adaptive, method)(kind(*arrays), **options))
+    settings = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
+    prompts = [specjax.load()[1].chat("hello")]
+    ours = document["results"][0]["token_ids"]
+    assert ours == specjax.decode(thinned, "autoregressive", prompts, **settings).to_lists()[0]
+    assert ours != specjax.decode(six_layers, "autoregressive", prompts, **settings).to_lists()[0]
+    words = refused("generate", "hello", "--adapt", f"{method}:{tmp_path / 'other.safetensors'}", *SHORT)
+    assert f"--adapt: the {noun} fit 5 layers, but the model has 6" in words
+    assert f"{method}:{noun}=FILE" in cli("methods", method).out
+
+
 def test_the_table_says_that_it_is_lossy(cli):
     out = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
     assert "(guarantee: lossy; distribution relative to the target with unified:1.5)" in out
@@ -62,12 +87,12 @@ def test_a_temperature_is_obeyed_and_recorded(cli, six_layers, name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--adapt", "dynamax"], '--adapt: "dynamax" needs trained arrays, which only Python can pass'),
+        (["--adapt", "dynamax"], '--adapt: "dynamax" lacks probes, file of trained probes; write dynamax:FILE'),
         (["--adapt", "auto"], '--adapt: "auto" is not a method of adaptive depth'),
         (["--adapt", "calm:every=6"], "--adapt: every must be below the number of layers of the model, 6, not 6"),
         (["--adapt", "calm:depth=3"], "--adapt: "),
         (["--method", "calm"], "use --adapt calm, or --method thinned --set depth=calm"),
-        (["--method", "thinned", "--set", "depth=first"], 'depth: "first" needs trained arrays'),
+        (["--method", "thinned", "--set", "depth=first"], 'depth: "first" lacks routers, file of trained routers'),
     ],
 )
 def test_what_does_not_fit(refused, arguments, words):

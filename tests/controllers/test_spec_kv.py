@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from toy import DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distribution, markov, sampled_triples
 
 from specjax import UsageError, controllers, decode, stream, trees
@@ -126,3 +127,34 @@ def test_bad_settings():
     with pytest.raises(UsageError, match="fit needs as many"):
         fit(np.zeros((0, 5)), np.zeros(0), np.zeros(0), key=jax.random.key(0))
     assert controllers.spec_kv(ZEROS) is controllers.spec_kv(jax.tree.map(jnp.asarray, ZEROS))
+
+
+def test_the_network_is_saved_and_read_and_named_in_a_text(tmp_path):
+    file = tmp_path / "network.safetensors"
+    weights = Weights(*(np.random.default_rng(0).normal(size=np.shape(x)).astype(np.float32) for x in ZEROS))
+    controllers.save_spec_kv(file, weights)
+    for x, y in zip(controllers.read_spec_kv(file), weights, strict=True):
+        np.testing.assert_array_equal(x, y)
+    ours = controllers.spec_kv(weights, gammas=(1, 3), start=2, round_costs=(1.0, 1.5))
+    assert controllers.parse(f"spec_kv:{file},gammas=1/3,start=2,round_costs=1/1.5") is ours
+    assert controllers.parse(f"spec_kv:{file}") is controllers.spec_kv(weights)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        (None, "there is no .safetensors, .pt or .bin file"),
+        ({"w1": np.zeros((5, HIDDEN), np.float32)}, r"has no array w1 of shape \[6, 16\]"),
+        ({"other": np.zeros(2, np.float32)}, "which is not part of SpecKV's network"),
+        ({"b1": np.full(HIDDEN, np.nan, np.float32)}, "not finite"),
+    ],
+)
+def test_files_of_other_arrays_are_refused(tmp_path, arrays, words):
+    file = tmp_path / "network.safetensors"
+    if arrays is not None:
+        network = {name: np.asarray(x, np.float32) for name, x in ZEROS._asdict().items()}
+        safetensors.numpy.save_file(network | arrays, file)
+    with pytest.raises(UsageError, match=words):
+        controllers.parse(f"spec_kv:{file}")
+    with pytest.raises(UsageError, match="lacks weights, the file of a trained network"):
+        controllers.parse("spec_kv")

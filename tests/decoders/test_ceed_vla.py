@@ -84,7 +84,10 @@ def test_passes_add_up():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"block": 0}, "block must be at least 1, not 0"), ({"iterations": 0}, "iterations must be at least 1, or None")],
+    [
+        ({"block": 0}, "block must be a whole number of at least 1, not 0"),
+        ({"iterations": 0}, "iterations must be a whole number of at least 1, not 0"),
+    ],
 )
 def test_settings_out_of_range(options, words):
     with pytest.raises(UsageError, match=words):

@@ -161,8 +161,8 @@ def test_a_second_call_compiles_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafts": 0}, "drafts must be at least 1"),
-        ({"drafts": 4, "candidates": 3}, "candidates must be from the number of drafts, 4"),
+        ({"drafts": 0}, "drafts must be a whole number of at least 1"),
+        ({"drafts": 4, "candidates": 3}, "drafts must be at most candidates, 3, not 4"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"alpha": 1.0}, "alpha must be at least 0 and below 1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),

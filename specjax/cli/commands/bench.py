@@ -119,7 +119,7 @@ def bench(
             help="A method of `specjax methods`; repeatable. Default: that of generate; fast_dllm for a diffusion "
             "model.",
             show_default=False,
-            autocompletion=completion.words("drafters", "diffusion"),
+            autocompletion=completion.words("drafters", "decoders", "diffusion"),
         ),
     ] = None,
 ) -> None:
@@ -139,18 +139,26 @@ def _bench_drafters(flags: BenchRequest) -> None:
     """Compare drafters with plain decoding."""
     from specjax.cli.output.console import Console
     from specjax.cli.runs.bench.drafters import DrafterComparison
+    from specjax.cli.runs.loops import checks
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.selection import select
     from specjax.cli.runs.session import with_costs
 
     options, log = flags.bench, Console(stderr=True)
-    selection = select(flags.methods, flags.models, flags.draft, flags.sampling, batch_size=options.batch_size)
+    selection = select(
+        flags.methods, flags.models, flags.draft, flags.sampling, batch_size=options.batch_size,
+        kinds=("drafter", "decoder"),
+    )  # fmt: skip
+    explicit = flags.sampling.different
+    for name in checks.only_loops(selection.methods):
+        checks.refuse_other_flags(flags.draft)
+        checks.check_loop(name, selection.options, explicit)
     lines = _read(flags)
     session, method = selection.open(log)
     rows, run_options = _encode(lines, session, flags)
     session = with_costs(session, selection.costs, min(options.batch_size, len(rows)), log, selection.decoding.settings)
     methods = [method] if selection.is_default else selection.methods
-    run = DrafterComparison(session, selection.decoding, methods, selection.options, rows, run_options)
+    run = DrafterComparison(session, selection.decoding, methods, selection.options, rows, run_options, explicit)
     execute(run, Report(log, Console(), options.as_json, bad=lines[1], path=flags.prompts))
 
 

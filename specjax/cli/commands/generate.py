@@ -52,6 +52,9 @@ author; --compare also runs the target alone. Without --temperature and --top-p
 such a method uses its own; "settings" of --json has the values that were used.
 A prompt that fails is listed in "errors", and the others keep their texts.
 
+A method with its own decoding loop prints texts when they end. It takes no
+checkpoints, processors, rules or meshes. PEARL needs two devices.
+
 The checkpoint of a diffusion model is recognised. --method is then one of the
 diffusion methods of `specjax methods` (default: llada, one column per pass).
 Text is printed when it is final. --show order draws the canvas while it
@@ -138,7 +141,7 @@ def generate(
             help="A method of `specjax methods`. Default: auto, also with a draft head (one comes with specjax for the "
             "default target); two_model with --controller goodput for a draft model.",
             show_default=False,
-            autocompletion=completion.words("drafters", "diffusion", "collaboration"),
+            autocompletion=completion.words("drafters", "decoders", "diffusion", "collaboration"),
         ),
     ] = None,
 ) -> None:
@@ -158,6 +161,9 @@ def generate(
     require(
         run.show == "text", "--show order draws the canvas of a diffusion model, and this target is not one; remove it"
     )
+    if method is not None and method in METHODS and METHODS[method].kind == "decoder":
+        _loop(flags, method)
+        return
     build_decoding(sampling, draft, draft.controller)  # its errors come before those of files
     _draft(flags)
 
@@ -204,6 +210,37 @@ def _draft(flags: GenerateFlags) -> None:
     if programs is not None and programs.compiling is not None:
         with stage(log, "compiling wider passes for the next run", "compiled wider passes for the next run"):
             programs.finish()
+
+
+def _loop(flags: GenerateFlags, method: str) -> None:
+    """Generate with a method that has a loop of its own."""
+    from specjax.cli.options.prompts import PromptSource
+    from specjax.cli.output.console import Console
+    from specjax.cli.runs.generation import GenerationOptions
+    from specjax.cli.runs.loops import checks
+    from specjax.cli.runs.loops.run import LoopGeneration
+    from specjax.cli.runs.run import Report, execute
+    from specjax.cli.runs.selection import select
+
+    run, sampling = flags.run, flags.sampling
+    checks.refuse_other_flags(
+        flags.draft, flags.processing, run, flags.hosts, flags.checkpoint, flags.speculative
+    )  # fmt: skip
+    selection = select(
+        [method], flags.models, flags.draft, sampling, batch_size=run.batch_size, kinds=("drafter", "decoder")
+    )
+    settings = checks.check_loop(method, selection.options, sampling.explicit)
+    decoding = dataclasses.replace(selection.decoding, settings=settings)
+    source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system)
+    lines = source.read()
+    log, out = Console(stderr=True), Console(quiet=run.as_json)
+    session, _ = selection.open(log)
+    rows, bad = source.encode(lines, session, sampling.max_new_tokens)
+    more = GenerationOptions(run.compare, stop=tuple(run.stop_string or ()))
+    generation = LoopGeneration(
+        session, decoding, method, selection.options, rows, run.batch_size, more, sampling.explicit
+    )
+    execute(generation, Report(log, out, run.as_json, bad=bad, path=run.batch_file))
 
 
 def _select(flags: GenerateFlags):

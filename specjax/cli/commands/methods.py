@@ -42,7 +42,7 @@ def methods(
         typer.Argument(
             help="Show the options of this method.",
             show_default=False,
-            autocompletion=completion.words("drafters", "diffusion", "collaboration", "adaptive"),
+            autocompletion=completion.words("drafters", "decoders", "diffusion", "collaboration", "adaptive"),
         ),
     ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules, for --verifier.")] = False,
@@ -106,8 +106,13 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _describe(row: Method) -> dict[str, Any]:
+    from specjax.catalog.inputs import command_of
+
     fields = {field: getattr(row, field) for field in ("name", "kind", "guarantee", "summary", "paper")}
-    return fields | {"needs": sorted(row.needs), "takes": sorted(row.takes), "options": _options(row.settable)}
+    return fields | {
+        "needs": sorted(row.needs), "takes": sorted(row.takes), "options": _options(row.settable),
+        "command": command_of(row), "python": row.path,
+    }  # fmt: skip
 
 
 def _options(options: Sequence[Option]) -> list[dict[str, Any]]:
@@ -129,6 +134,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     from rich.table import Table
 
     from specjax.catalog import METHODS, find_drafter
+    from specjax.catalog.inputs import missing_inputs
     from specjax.cli.output.console import print_json
 
     row = METHODS.get(name) or parse_flag("METHOD", find_drafter, name)
@@ -140,17 +146,14 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
     write(f"{name}: {row.summary} (guarantee: {row.guarantee})")
     if row.paper:
         write(row.paper)
-    factory = row.factory or row.name
-    if row.kind == "diffusion":
-        write(f"for diffusion models; in Python, specjax.denoise(denoiser, {name!r}, ...)")
-    if row.kind == "decoder":
-        write(f"has its own decoding loop; in Python, specjax.decoders.{factory}")
-    if row.kind == "collaboration":
-        write(f"several models or samples write one text{_command(row, '--method')}")
-        write(f"in Python, specjax.collaborate.methods.{factory}")
-    if row.kind == "adaptive":
-        write(f"runs a part of the target's layers{_command(row, '--adapt')}")
-        write(f"in Python, specjax.adaptive.{name}")
+    form = {
+        "drafter": "", "decoder": "has its own decoding loop; ", "diffusion": "for diffusion models; ",
+        "collaboration": "several models or samples write one text; ",
+        "adaptive": "runs a part of the target's layers; ",
+    }[row.kind]  # fmt: skip
+    command, missing = description["command"], " and ".join(missing_inputs(row))
+    write(form + (f"run {command}" if command else f"the command line cannot provide its {missing}"))
+    write(f"in Python, {row.path}")
     for word in ("needs", "takes"):
         if description[word]:
             write(f"{word}: {', '.join(description[word])}")
@@ -163,17 +166,6 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
         default = "required" if option["required"] else _text(option["default"])
         table.add_row(option["name"], option["form"], default, option["help"])
     out.print(table)
-
-
-def _command(row: Method, flag: str) -> str:
-    """Return the command that runs a method or, if only Python can provide its inputs, the reason."""
-    from specjax.catalog.inputs import missing_inputs
-
-    missing = missing_inputs(row)
-    if missing:
-        return f"; the command line cannot provide its {' and '.join(missing)}"
-    draft = " --draft MODEL" if row.needs & {"draft", "safe"} else ""
-    return f": specjax generate PROMPT {flag} {row.name}{draft}"
 
 
 WIDE = 110

@@ -107,8 +107,8 @@ ControllerOption = Annotated[
     str | None,
     typer.Option(
         "--controller",
-        help="Controller of the draft length: fixed:N, additive, multiplicative, bass, by_batch or goodput. Default: "
-        "the maximum length; goodput for a draft model without --method.",
+        help="Controller of the draft length: fixed:N, additive, multiplicative, bass, by_batch, spec_kv:FILE or "
+        "goodput. Default: the maximum length; goodput for a draft model without --method.",
         show_default=False,
         autocompletion=completion.words("controllers"),
     ),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import typer
 
-from specjax.catalog import METHODS, SAMPLING, Method, Option, of_kind
+from specjax.catalog import METHODS, SAMPLING, Kind, Method, Option, of_kind
 from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
 from specjax.catalog.inputs import missing_inputs
 from specjax.catalog.rules import rule_summaries
@@ -25,20 +25,20 @@ from specjax.cli.output.console import Console
 DEMO = "smollm2-135m"
 HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
 Pairs = list[tuple[str, str]]  # a word and its help
+KINDS: dict[str, Kind] = {
+    "drafters": "drafter", "decoders": "decoder", "diffusion": "diffusion", "collaboration": "collaboration",
+    "adaptive": "adaptive",
+}  # fmt: skip
+"""The sections of methods that commands run, and the kind of each."""
 
 
 @functools.cache
 def section(name: str) -> dict[str, str]:
     """Return the words of a section and their help: a kind of method, or a flag's values."""
-    if name == "drafters":
-        return _summaries(row for row in of_kind("drafter").values() if not missing_inputs(row))
     if name == "heads":
         return _summaries(row for row in of_kind("drafter").values() if "head" in row.needs)
-    if name == "diffusion":
-        return _summaries(of_kind("diffusion").values())
-    if name in ("collaboration", "adaptive"):
-        rows = of_kind(name).values()  # type: ignore[arg-type]
-        return _summaries(row for row in rows if not missing_inputs(row))
+    if name in KINDS:
+        return _summaries(row for row in of_kind(KINDS[name]).values() if not missing_inputs(row))
     if name == "rules":
         return rule_summaries()
     if name == "sampling":

@@ -18,7 +18,7 @@ from specjax.files.untrusted import MAX_BYTES, parse_json
 
 if TYPE_CHECKING:
     from specjax.adaptive import DepthPolicy
-    from specjax.catalog import Method, Option
+    from specjax.catalog import Kind, Method, Option
     from specjax.costs import Curve
 
 
@@ -84,12 +84,13 @@ class DraftFiles(NamedTuple):
 
 
 def read_method_options(
-    methods: Sequence[str], files: DraftFiles, flags: DraftOptions, named: Mapping[str, Any], *, batch_size: int = 1
-) -> MethodOptions:
+    methods: Sequence[str], files: DraftFiles, flags: DraftOptions, named: Mapping[str, Any], *, batch_size: int = 1,
+    kinds: Sequence[Kind] = ("drafter",),
+) -> MethodOptions:  # fmt: skip
     """Check the flags of the methods, and parse their values.
 
     Args:
-      named: values of the flags in NAMED; None: not given.
+      named: values of the flags in NAMED; None: not given. kinds: the kinds of methods that the run has.
 
     Raises: UsageError for an unknown method, a missing input, or a flag that applies to none of the methods.
     """
@@ -97,7 +98,7 @@ def read_method_options(
 
     _check_old_stop(flags.stop)
     for name in methods:
-        _check_method(name, files)
+        _check_method(name, files, kinds)
     rows = {name: METHODS[name] for name in methods}
     _check_files(rows, files)
     options = _read_named(named, rows)
@@ -268,15 +269,16 @@ def _has_option(row: Method, setting: str) -> bool:
     return name == row.name if name else row.option(option) is not None
 
 
-def _check_method(name: str, files: DraftFiles) -> None:
-    """Raise a UsageError for an unknown method, or one that lacks an input."""
-    from specjax.catalog import find_drafter
+def _check_method(name: str, files: DraftFiles, kinds: Sequence[Kind]) -> None:
+    """Raise a UsageError for an unknown method, one of another kind, or one that lacks an input."""
+    from specjax.catalog import METHODS, find_drafter
 
-    row, head = parse_flag("--method", find_drafter, name), files.head
+    is_other = name in METHODS and METHODS[name].kind in kinds
+    row, head = METHODS[name] if is_other else parse_flag("--method", find_drafter, name), files.head
     needs, takes = row.needs, row.takes
     require(
         not missing_inputs(row),
-        f"--method: the command line cannot load the inputs of {name}; call specjax.drafters.{name} in Python",
+        f"--method: the command line cannot load the inputs of {name}; call {row.path} in Python",
     )
     require(files.draft is not None or "draft" not in needs, f"method {name} needs a draft model; add --draft MODEL")
     require(
@@ -289,10 +291,13 @@ def _check_method(name: str, files: DraftFiles) -> None:
         f"{head}, or remove --method",
     )
     if "head" in needs:
+        expected = row.head_kind
         require(files.draft is not None, f"method {name} needs a draft head of the target; add --draft HEAD")
         kind = f"a draft head of kind {head}" if head else "no draft head of a known kind"
         fix = f"use --method {head}, or remove --method" if head else "choose a draft head, or use --method two_model"
-        require(head == name, f"--draft {files.draft} is {kind}, and method {name} needs one of kind {name}; {fix}")
+        require(
+            head == expected, f"--draft {files.draft} is {kind}, and method {name} needs one of kind {expected}; {fix}"
+        )
     require(
         files.datastore is not None or "datastore" not in needs,
         f"method {name} needs a datastore; make one with `specjax datastore build` and add --datastore FOLDER",

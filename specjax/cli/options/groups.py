@@ -170,6 +170,14 @@ class SamplingOptions(WarpOptions):
 
     min_p: o.MinPOption = None
 
+    @property
+    def different(self) -> dict[str, Any]:
+        """Return the values that shape the distribution and differ from greedy decoding."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {
+            name: value for name, value in values.items() if value is not None and (name, value) != ("temperature", 0)
+        }
+
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):

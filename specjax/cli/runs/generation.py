@@ -22,7 +22,7 @@ from specjax.cli.runs.session import Session
 from specjax.engine.run import canonical
 from specjax.persistence import Checkpoints
 from specjax.persistence.program_cache import ProgramCache
-from specjax.types import Drafter, Processor
+from specjax.types import Drafter, Draws, Processor
 
 
 class GenerationOptions(NamedTuple):
@@ -109,7 +109,7 @@ class Generation(PromptRun):
         run = measure.run_stream(
             self._task(batch), on_step, checkpoint=self._checkpoints(number), programs=self.more.programs
         )
-        self.runs.append(_cut(run, streams))
+        self.runs.append(cut(run, streams))
         for row, stream in zip(batch, streams, strict=True):
             end = stream.flush()
             if is_live:
@@ -147,7 +147,7 @@ class Generation(PromptRun):
             return _have_stopped(streams)
 
         watch: Callable[[Any], bool | None] = on_step if self.more.stop else lambda step: None
-        return _cut(measure.run_stream(self._plain_task(batch, plain), watch, programs=self.more.programs), streams)
+        return cut(measure.run_stream(self._plain_task(batch, plain), watch, programs=self.more.programs), streams)
 
     def _text_streams(self, batch: Sequence[Encoded]) -> list[TextStream]:
         tokenizer = self.session.tokenizer
@@ -167,7 +167,12 @@ class Generation(PromptRun):
     @property
     def is_comparable(self) -> bool:
         """Return True if plain decoding must give the same text."""
-        return self.decoding.is_comparable(self.method.name, self.drafter.traits.draws)
+        return self.decoding.is_comparable(self.method.name, self.draws)
+
+    @property
+    def draws(self) -> Draws:
+        """Return the form of the method's drafts."""
+        return self.drafter.traits.draws
 
     @property
     def identical(self) -> bool | None:
@@ -289,7 +294,7 @@ def _have_stopped(streams: list[TextStream]) -> bool:
     return any(stream.is_stopped for stream in streams) and all(stream.has_ended for stream in streams)
 
 
-def _cut(run: report_of.MeasuredRun, streams: list[TextStream]) -> report_of.MeasuredRun:
+def cut(run: report_of.MeasuredRun, streams: list[TextStream]) -> report_of.MeasuredRun:
     """Remove the tokens after a stop string."""
     tokens = [
         text[: stream.num_tokens] if stream.is_stopped else text

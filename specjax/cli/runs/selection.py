@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from specjax.adaptive import DepthPolicy
-from specjax.catalog import METHODS
+from specjax.catalog import METHODS, Kind
 from specjax.cli.options.drafter_flags import (
     DraftFiles,
     MethodOptions,
@@ -53,7 +53,8 @@ class Selection(NamedTuple):
             log.print("the draft length varies; --num-draft-tokens N always drafts N tokens", style="dim")
         session = open_session(
             log, self.models, self.files.datastore, mesh=mesh, has_head=self.files.head is not None,
-            has_denoiser=any("denoiser" in METHODS[name].needs for name in self.methods), token_map=self.token_map,
+            has_denoiser=any("denoiser" in METHODS[name].needs for name in self.methods),
+            apart=any("devices" in METHODS[name].needs for name in self.methods), token_map=self.token_map,
         )  # fmt: skip
         session = with_adapted_target(session, self.depth, log)
         return with_default_draft(session, self.method, log) if self.is_default else (session, self.method)
@@ -64,7 +65,7 @@ class Extras(NamedTuple):
 
     adapt: str | None = None
     token_map: Path | None = None
-    kinds: tuple[str, ...] = ()  # kinds of draft heads that vLLM's or SGLang's name of the method also means
+    heads: tuple[str, ...] = ()  # kinds of draft heads that vLLM's or SGLang's name of the method also means
 
 
 NO_EXTRAS = Extras()
@@ -72,11 +73,11 @@ NO_EXTRAS = Extras()
 
 def select(
     methods: Sequence[str], models: ModelOptions, flags: DraftOptions, sampling: SamplingOptions,
-    *, batch_size: int = 1, extras: Extras = NO_EXTRAS,
+    *, batch_size: int = 1, extras: Extras = NO_EXTRAS, kinds: Sequence[Kind] = ("drafter",),
 ) -> Selection:  # fmt: skip
     """Choose the methods of a run, their options and the settings.
 
-    methods: the values of --method; the default replaces an empty list.
+    methods: the values of --method; the default replaces an empty list. kinds: the kinds of methods that the run has.
 
     Raises: UsageError for flags that are wrong or do not fit each other.
     """
@@ -91,12 +92,12 @@ def select(
     names = list(dict.fromkeys(methods))
     if not names and extras.adapt is not None and models.draft is None:
         names = ["autoregressive"]  # `auto` decides by the costs of passes over all layers
-    if head in extras.kinds:
+    if head in extras.heads:
         names = [head]
     files = DraftFiles(models.draft, head, flags.datastore)
     resolved = resolve_defaults(names[0] if names else None, files, flags)
     names = names or [resolved.method]
-    options = read_method_options(names, files, flags, resolved.named, batch_size=batch_size)
+    options = read_method_options(names, files, flags, resolved.named, batch_size=batch_size, kinds=kinds)
     controller = resolved.controller
     decoding = build_decoding(sampling, flags, controller) if controller != flags.controller else checked
     return Selection(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +35,9 @@ from specjax.cli.runs.environment import (
 from specjax.diffusion import Denoiser
 from specjax.drafters.default import default_options
 from specjax.drafters.making import make_drafter
+from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
+from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import QUOTED, quote, read_json_object, shorten
 from specjax.models.heads.contract import DraftHead
@@ -45,7 +47,7 @@ from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
-from specjax.types import Drafter, Processor, Target
+from specjax.types import Array, Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
 
@@ -127,6 +129,29 @@ class Session(NamedTuple):
             raise UsageError(flags.name_flags(method, str(error))) from None
         return self.on_mesh(drafter)
 
+    def loop(self, method: str, flags: MethodOptions, settings: Mapping[str, Any]) -> Callable[..., DecodeResult]:
+        """Return the loop of a method, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`.
+
+        settings: values of `Method.settings` that flags set. The function raises UsageErrors that name the flags.
+        """
+        row, options = METHODS[method], flags.values(method) | dict(settings)
+        draft = self.draft if self.head is None else self.head.head
+        models = [{"target": self.target, "draft": draft}[argument] for argument in row.arguments]
+        if self.datastore is not None and row.uses("datastore"):
+            options["corpus"] = self.datastore.to_device()
+        options |= {"eos": self.tokenizer.eos}
+
+        def decode(prompts: Prompts, *, key: Array, max_new_tokens: int) -> DecodeResult:
+            keys = {"key": key} if "key" in row.settings else {}
+            try:
+                result: DecodeResult = row.load()(*models, prompts, max_new_tokens=max_new_tokens, **keys, **options)
+            except UsageError as error:
+                message = f"--target: {error}" if str(error).startswith("the model ") else str(error)
+                raise UsageError(flags.name_flags(method, message)) from None
+            return result
+
+        return decode
+
     def on_mesh(self, drafter: Drafter) -> Drafter:
         """Copy the drafter's own arrays to every device of the target's mesh, if there is one."""
         mesh = self.target.model.mesh
@@ -164,6 +189,7 @@ def open_session(
     mesh: Mesh | None = None,
     has_head: bool = False,
     has_denoiser: bool = False,
+    apart: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
 ) -> Session:
@@ -171,7 +197,8 @@ def open_session(
 
     Args:
       has_head: True if the draft is a draft head, which is then compared with the target. has_denoiser: True if it is
-        a diffusion model. token_map: the ids that the head drafts. flag: the flag of the head, for errors.
+        a diffusion model. apart: True if target and draft model are placed on different devices.
+      token_map: the ids that the head drafts. flag: the flag of the head, for errors.
 
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
@@ -208,6 +235,8 @@ def open_session(
                 denoiser, other = _load_denoiser("--draft", models.draft, advice, **options)
             else:
                 draft, other = _load("--draft", models.draft, **options)
+                if apart:
+                    target, draft = (jax.device_put(x, jax.local_devices()[i]) for i, x in enumerate((target, draft)))
             _check_vocabularies(tokenizer, other)
     check = None if head is None else compare_head(head, target, tokenizer, log)
     if models.draft is not None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
+
+import numpy as np
 
 import specjax
-from specjax import controllers, trees, verifiers
-from specjax.cli.options import completion
+from specjax import adaptive, controllers, trees, verifiers
+from specjax.catalog.inputs import missing_inputs
+from specjax.cli.options import completion, drafter_flags
+from specjax.cli.runs import selection, session
+from specjax.cli.runs.collaboration import checks
 
 
 def test_all_methods_with_what_they_are(cli):
@@ -32,18 +38,34 @@ def test_the_options_of_one(cli, refused):
     assert 'METHOD: unknown method "minerva"; choose one of auto' in refused("methods", "minerva")
 
 
-def test_commands_are_named_for_methods_that_they_run(cli):
-    """Every other method has its reason, and is completed nowhere."""
-    for name, row in specjax.METHODS.items():
-        if row.kind not in ("collaboration", "adaptive"):
+def test_commands_are_named_for_methods_that_they_run(cli, refused, monkeypatch, tmp_path):
+    """Every command passes all checks up to the loading of the models, and other methods have their reason."""
+
+    def stop(*arguments, **options):
+        raise specjax.UsageError("the models are loaded")
+
+    for module, name in ((specjax, "load"), (specjax, "load_denoiser"), (session, "open_datastore")):
+        monkeypatch.setattr(module, name, stop)
+    adaptive.save_probes(tmp_path / "probes.safetensors", adaptive.Probes(np.zeros((1, 4)), np.zeros(1)))
+    adaptive.save_routers(tmp_path / "routers.safetensors", adaptive.Routers(np.zeros((1, 4)), np.zeros(1)))
+    listed = json.loads(cli("methods", "--json").out)
+    assert [row["name"] for row in listed] == list(specjax.METHODS)
+    for row in listed:
+        name, command, method = row["name"], row["command"], specjax.METHODS[row["name"]]
+        assert bool(command) == any(name in completion.section(kind) for kind in completion.KINDS), name
+        if command is None:
+            assert missing_inputs(method), name
             continue
-        out = cli("methods", name).out
-        runs = name in completion.section(row.kind)
-        assert ("specjax generate PROMPT --" in out) == runs != ("cannot provide its" in out), name
-        assert runs == (
-            not row.needs & {"reward", "answers", "probes", "routers", "corrections"} and name != "arbitrage"
-        )
+        head = method.head_kind if "head" in method.needs else None
+        for module in (drafter_flags, selection, checks):
+            monkeypatch.setattr(module, "find_head_kind", lambda *arguments, head=head: head)
+        words = re.sub(r"(probes|routers)=FILE", lambda match: f"{match[1]}={tmp_path / match[1]}.safetensors", command)
+        words = words.replace("=N", "=1").replace("=X,X,.../X,...", "=.6,.2").replace("MODEL", "draft")
+        assert "the models are loaded" in refused(*words.split()[1:]), command
+    without = {name for name, row in specjax.METHODS.items() if missing_inputs(row)}
+    assert without >= {"continuous", "nar_block"} and not without & {"pearl", "lud", "first", "dynamax"}
     assert "specjax generate PROMPT --method anchored --draft MODEL" in cli("methods", "anchored").out
+    assert "the command line cannot provide its continuous" in cli("methods", "continuous").out
 
 
 def test_trees_controllers_and_sampling(cli):

@@ -193,7 +193,7 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
             "--stop is no flag; write --draft-stop confidence:0.4",
         ),
         (["--stop", "###"], "--stop is no flag; stop strings are --stop-string"),
-        (["--method", "pearl"], "--method: method pearl has its own decoding loop"),
+        (["--method", "pearl"], "method pearl needs a draft model; add --draft MODEL"),
         (["--method", "nar_block"], "cannot load the inputs of nar_block; call specjax.drafters.nar_block in Python"),
         (["--set", "group"], '--set must be NAME=VALUE, such as group=3, not "group"'),
         (["--set", "=3"], "--set must be NAME=VALUE"),

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from specjax.bench import measure, near_ties, records
+from specjax.catalog import METHODS
 from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun
 from specjax.cli.runs.bench.group import PLAIN, Group
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes
+from specjax.cli.runs.loops.checks import LOOP_DRAWS, loop_settings, only_loops
 from specjax.cli.runs.session import Session
 from specjax.types import Drafter
 
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+
 
 class DrafterComparison(BenchRun):
-    """Drafters and plain decoding."""
+    """Drafters, methods with loops of their own, and plain decoding."""
 
     def __init__(
         self, session: Session, decoding: Decoding, methods: Sequence[str], flags: MethodOptions,
-        rows: Sequence[Encoded], options: BenchOptions,
+        rows: Sequence[Encoded], options: BenchOptions, explicit: Mapping[str, Any] = NO_SETTINGS,
     ):  # fmt: skip
+        """Create the run. explicit: the settings that flags set, for loops, which have their own defaults."""
         super().__init__(session, decoding, methods, rows, options)
+        loops = only_loops(methods)
+        self.loops = {name: session.loop(name, flags, loop_settings(METHODS[name], explicit)) for name in loops}
         self.drafters: dict[str, Drafter] = {PLAIN: session.drafter("autoregressive")}
-        self.drafters |= {name: session.drafter(name, flags) for name in methods}
+        self.drafters |= {name: session.drafter(name, flags) for name in methods if name not in loops}
         self.settings = {name: session.settings(decoding, name) for name in methods}
         self.settings[PLAIN] = without_draft(session.settings(decoding, "autoregressive"))
-        self.plain, self.programs = dict.fromkeys(methods, PLAIN), list(self.drafters)
+        self.plain, self.programs = dict.fromkeys(methods, PLAIN), [PLAIN, *methods]
 
     def decode(self, program: str, group: Group) -> records.MeasuredRun:
-        """Decode a group with a drafter, or plainly."""
+        """Decode a group with a method, or plainly."""
+        if program in self.loops:
+            keys = measure.row_keys(self.decoding.seed, [row.ordinal for row in group.rows])
+            return measure.run_loop(self.loops[program], group.ids, keys, self.decoding.max_new_tokens)
         settings = self.settings[program]
         return measure.run_decode(self.task(self.session.target, self.drafters[program], group.rows, settings))
 
@@ -40,7 +51,8 @@ class DrafterComparison(BenchRun):
 
         None: the method keeps the distribution, so a comparison of texts is meaningless.
         """
-        if self.decoding.is_comparable(name, self.drafters[name].traits.draws):
+        draws = LOOP_DRAWS if name in self.loops else self.drafters[name].traits.draws
+        if self.decoding.is_comparable(name, draws):
             return True
         return False if self.decoding.guarantee(name) == "lossy" else None
 

@@ -1,0 +1,1 @@
+"""Runs of methods with decoding loops of their own: checks of flags, texts, and any-order models."""
