@@ -25,7 +25,10 @@ from specjax.pallas_kernels.tuning import tuned_sizes
 
 LANES = 128
 ANY_DISTANCE = 1 << 30
-MAX_ROWS = 1024  # query rows per kv head; the scores of a block are [rows, block] float32
+MAX_ROWS = 1024  # query rows per kv head of one call; the scores of a block are [rows, block] float32
+PART_ROWS = 512
+"""Query rows per kv head of a call, if the queries need several. It suits the on-chip memory of every generation."""
+MAX_TOKENS = 512  # new tokens of several calls: each of them holds the keys and values of all
 
 
 def unsupported_reason(q, k, prefix_k) -> str | None:
@@ -42,8 +45,10 @@ def unsupported_reason(q, k, prefix_k) -> str | None:
         return f"head_dim {dim}; it takes 64, 128, 192 and 256"
     if slots % LANES:
         return f"a cache of {slots} slots; it takes multiples of {LANES}"
-    if rows > MAX_ROWS:
-        return f"{rows} query rows per kv head; it takes up to {MAX_ROWS}"
+    if rows > MAX_ROWS and k.shape[2] > MAX_TOKENS:
+        return (
+            f"{rows} query rows per kv head with {k.shape[2]} new tokens; more than {MAX_ROWS} need up to {MAX_TOKENS}"
+        )
     return None
 
 
@@ -52,6 +57,8 @@ def tree_attention(
     softcap=None, with_total=False, block=None, interpret=False,
 ):  # fmt: skip
     """Compute `reference.tree_attention` with the kernel.
+
+    More than MAX_ROWS queries are computed in several calls, each of which reads the prefix.
 
     Args:
       block: slots per copy, a multiple of 128. None: from tuned.json, halved until two blocks of keys and two of values
@@ -63,13 +70,30 @@ def tree_attention(
     reason = unsupported_reason(q, k, prefix_k)
     if reason:
         raise NotImplementedError(f"the TPU tree_attention does not support {reason}")
+    key_positions = positions if key_positions is None else key_positions
+    attend = lambda q, positions, mask: _attend(
+        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, scale, window, softcap, with_total,
+        block, interpret,
+    )  # fmt: skip
+    groups, t = q.shape[2] // k.shape[1], q.shape[1]
+    if groups * t <= MAX_ROWS:
+        return attend(q, positions, mask)
+    size = max(1, PART_ROWS // groups)
+    parts = [attend(*(x[:, start : start + size] for x in (q, positions, mask))) for start in range(0, t, size)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
+
+
+def _attend(
+    q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, scale, window, softcap, with_total,
+    block, interpret,
+):  # fmt: skip
+    """Compute the attention of at most MAX_ROWS queries per kv head in one call of the kernel."""
     batch, t, heads, dim = q.shape
     kv_heads, slots = k.shape[1], prefix_k.shape[-2]
     groups = heads // kv_heads
     if layer is None:
         layer = 0
         prefix_k, prefix_v = jax.tree.map(lambda x: x[None], (prefix_k, prefix_v))
-    key_positions = positions if key_positions is None else key_positions
     itemsize = k.dtype.itemsize
     block = min(slots, block or _block(kv_heads, dim, itemsize, slots))
 

@@ -21,7 +21,8 @@ from specjax.collaborate.phrases import PhraseCounter
 from specjax.collaborate.results import scalar
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.job import Parts
-from specjax.numerics.sampling import draw, node_keys, warp
+from specjax.numerics.filtered_draws import draw_warped
+from specjax.numerics.sampling import draw, node_keys
 from specjax.processors import pipeline
 from specjax.types import Array, PyTree
 
@@ -181,4 +182,4 @@ def token_by_token(
 def sample(writer: Parts, text: TextState, logits: Array, warped: bool = False) -> Array:
     """Return int32[B], the token after the text, drawn with the row's key as in `decode`."""
     keys = node_keys(text.keys[:, 0], text.length, jnp.zeros((len(text.length), 1), jnp.int32))[:, 0]
-    return draw(keys, logits if warped else warp(logits, writer.sampling))
+    return draw(keys, logits) if warped else draw_warped(keys, logits, writer.sampling)

@@ -21,7 +21,8 @@ import numpy as np
 from specjax.arrays.indexing import first_largest
 from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
 from specjax.errors import UsageError
-from specjax.numerics.sampling import draw, row_keys, warp
+from specjax.numerics.filtered_draws import draw_warped
+from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
 
 GREEDY = Sampling()
@@ -195,7 +196,7 @@ def _timed_pass(target: Target, cache: PyTree, start: Array, tokens: Array, samp
     logits, pending = _pass(target, cache, start, tokens)
     if sampling.temperature is None:
         return first_largest(logits), pending
-    return draw(row_keys(0, len(tokens)), warp(logits[:, 0], sampling)), pending
+    return draw_warped(row_keys(0, len(tokens)), logits[:, 0], sampling), pending
 
 
 def _pass(target: Target, cache: PyTree, start: Array, tokens: Array) -> tuple[Array, PyTree]:

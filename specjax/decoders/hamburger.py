@@ -34,7 +34,8 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind
 from specjax.models.heads.contract import DraftedNodes, DraftHead
 from specjax.models.heads.hamburger import Hamburger
-from specjax.numerics.sampling import draw, node_keys, warp
+from specjax.numerics.filtered_draws import draw_warped
+from specjax.numerics.sampling import node_keys
 from specjax.numerics.validation import check_range
 from specjax.types import Array, Context, DraftOutput, PyTree, Stream, Target
 
@@ -154,7 +155,7 @@ def _run(
     def write_token(segment_state: SegmentState, logits: Array) -> SegmentState:
         """Add one token to the running rows. Rows with logits that are no numbers fail."""
         keys = node_keys(loop_inputs.keys, segment_state.length, zero)[:, 0]
-        token = draw(keys, warp(logits, loop_inputs.sampling))
+        token = draw_warped(keys, logits, loop_inputs.sampling)
         finite = segment_state.finite & (are_sound(logits) | ~segment_state.is_running)
         writes = segment_state.is_running & finite
         tokens = segment_state.tokens.at[rows, jnp.where(writes, segment_state.length, room)].set(token, mode="drop")

@@ -17,7 +17,9 @@ CHUNK = 128
 fast with 128 as with 512, and the attention scores of one layer, which are the largest temporary, take a quarter of the
 memory."""
 WIDE_CHUNK = 512
-"""Tokens per pass on a TPU while the prompt lasts. 128 tokens are too few to hide the reads of the weights."""
+"""Tokens per pass on a TPU while the prompt lasts. 128 tokens are too few to hide the reads of the weights.
+
+Llama 3 8B on four v5e chips reads 32,768 tokens in 2.46 s instead of 3.78 s (compiler's schedule)."""
 WIDE_TOKENS = 512
 """Maximum number of tokens of a wide pass over all rows. Four rows of CHUNK tokens hide these reads too."""
 

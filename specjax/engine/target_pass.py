@@ -14,7 +14,7 @@ from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import take_along
 from specjax.engine import contract_checks, value_checks
 from specjax.engine.job import Parts
-from specjax.numerics.sampling import is_greedy, node_keys, warp
+from specjax.numerics.sampling import is_greedy, node_keys
 from specjax.processors import pipeline
 from specjax.trees import operations
 from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
@@ -186,7 +186,7 @@ def _verify(
     verify = lambda rule, logits: rule(keys, tree, logits, hidden)
     if verifier.guarantee == "greedy":
         return verify(verifier, processed), processed
-    warped = processed._replace(change=lambda rows, node: warp(processed.change(rows, node), parts.sampling))
+    warped = processed._replace(sampling=parts.sampling)
     if verifier.guarantee == "lossy" or temperature is None:
         return verify(verifier, warped), warped
     # Rejection rules assume sampled drafts, but drafts of greedy rows are not sampled. At temperature 0 every exact

@@ -57,17 +57,15 @@ def _per_row(value: Array, shape: tuple[int, ...]) -> Array:
 def _warp_rows(logits: Array, sampling: Sampling) -> Array:
     """Return the warped logits float32[R, V] of sampled rows. The settings are scalars or [R, 1]."""
     assert sampling.temperature is not None
-    temperature = sampling.temperature.astype(jnp.float32)
-    temperature = jnp.where(temperature > 0, jnp.clip(temperature, COLDEST, HOTTEST), temperature)
+    scale, is_sampled = temperature_of(sampling.temperature)
     greedy, largest = _only(first_largest(logits), logits.shape[-1]), jnp.max(logits, -1, keepdims=True)
-    scale = jnp.where(temperature > 0, temperature, 1.0)
     # The first filter divides inside of its branch, so that the scaled logits are not stored for it.
     if (k := sampling.top_k) is not None:
-        is_active = (temperature > 0) & (k < logits.shape[-1])
+        is_active = is_sampled & (k < logits.shape[-1])
         logits = _filtered(is_active, scale, lambda x: top_k_mask(x, k), logits)
         largest, scale = largest / scale, jnp.ones_like(scale)
     if (mass := sampling.top_p) is not None:
-        is_active = (temperature > 0) & (mass < 1)
+        is_active = is_sampled & (mass < 1)
         logits = _filtered(is_active, scale, lambda x: top_p_mask(x, largest / scale, mass), logits)
         largest, scale = largest / scale, jnp.ones_like(scale)
     logits, largest = logits / scale, largest / scale
@@ -75,7 +73,14 @@ def _warp_rows(logits: Array, sampling: Sampling) -> Array:
         share = sampling.min_p.astype(jnp.float32)
         threshold = largest + jnp.log(share)  # 0 drops no token; the likeliest always stays
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    return jnp.where(temperature > 0, logits, greedy)
+    return jnp.where(is_sampled, logits, greedy)
+
+
+def temperature_of(temperature: Array) -> tuple[Array, Array]:
+    """Return the divisor of logits float32[...] for a temperature [...], and bool[...]: false for greedy rows."""
+    temperature = temperature.astype(jnp.float32)
+    is_sampled = temperature > 0
+    return jnp.where(is_sampled, jnp.clip(temperature, COLDEST, HOTTEST), 1.0), is_sampled
 
 
 def filter_logits(logits: Array, sampling: Sampling) -> Array:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from specjax.arrays import scopes
 from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
+from specjax.numerics.filtered_draws import expected_races
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.drafting import share_of_layers
@@ -30,6 +31,9 @@ BLOCK = {"tpu": 256, "gpu": 2048}
 
 VISITED = 3.0
 """Assumed nodes that a verifier reads in a step with drafts, as in chains with an acceptance rate of 0.7."""
+
+KEPT_SHARE = 0.9
+"""Assumed mass of the tokens that top-k keeps."""
 
 DIGITS = 4.0
 """Assumed passes over the vocabulary after the first one, to find the threshold of top-k or top-p."""
@@ -70,17 +74,19 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     blocks = math.ceil(work.context / BLOCK[work.platform])
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)
+    races = expected_races(work.warping.top_p or KEPT_SHARE, work.batch)
     assumed = {
         "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
         "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes), "visited_nodes": visited, "digits": DIGITS,
+        "races": races,
     }  # fmt: skip
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
     large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
     # A chunk attends to half of the blocks on average.
-    named_trips = trips_of_scopes(passes, visited, chunks)
+    named_trips = trips_of_scopes(passes, visited, chunks, races)
     in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
     in_step = named(named_trips, lambda loop: float(blocks))
     in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]))
@@ -135,17 +141,19 @@ def device_kind(mesh: Mesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size == 1 else contextlib.nullcontext()
 
 
-def trips_of_scopes(passes: float, visited: float = VISITED, chunks: tuple[int, int] = (0, 0)) -> dict[str, float]:
+def trips_of_scopes(
+    passes: float, visited: float = VISITED, chunks: tuple[int, int] = (0, 0), races: float = 1.0
+) -> dict[str, float]:
     """Return the iterations of named loops of a step that drafts.
 
     Args:
       passes: the drafter's passes after the root's. visited: nodes that the verifier reads. chunks: wide and narrow
-        chunks of the prompts.
+        chunks of the prompts. races: those of a draw under top-k or top-p.
     """
     return {
         scopes.WIDE_CHUNKS: chunks[0], scopes.CHUNKS: chunks[1], scopes.LEVELS: passes, scopes.NARROW: 0.0,
         scopes.WIDE: 1.0, scopes.ONCE: 1.0, scopes.CATCH_UP: 0.0, scopes.WALK: visited, scopes.DIGITS: DIGITS,
-        scopes.TIES: 0.0,
+        scopes.TIES: 0.0, scopes.RACES: races,
     }  # fmt: skip
 
 

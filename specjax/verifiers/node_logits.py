@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from specjax.arrays.indexing import take_along
-from specjax.types import Array
+from specjax.numerics.filtered_draws import draw_warped
+from specjax.numerics.sampling import draw, warp
+from specjax.types import Array, Sampling
 
 
 class NodeLogits(NamedTuple):
@@ -15,12 +17,13 @@ class NodeLogits(NamedTuple):
     A walk down a tree reads depth + 1 of its N nodes, and penalties and top-p take several passes over the vocabulary
     per node.
 
-    `change(rows[B, R, V], node) -> float32[B, R, V]` processes and warps the rows of `node` int32[B], with R = 1, or of
-    all nodes (`node` is None, R = N).
+    `process(rows[B, R, V], node) -> float[B, R, V]` applies the processors to the rows of `node` int32[B], with R = 1,
+    or of all nodes (`node` is None, R = N). The results are then warped with `sampling`; None: they are not.
     """
 
     raw: Array  # float[B, N, V], the target's own logits
-    change: Callable[[Array, Array | None], Array]
+    process: Callable[[Array, Array | None], Array]
+    sampling: Sampling | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,16 +32,32 @@ class NodeLogits(NamedTuple):
 
     def at(self, node: Array) -> Array:
         """Return the logits float32[B, V] of one node per row, int32[B]."""
-        return self.change(self.raw if self.raw.shape[1] == 1 else _gather(self.raw, node), node)[:, 0]
+        return self._warped(self._processed(node))
+
+    def draw_at(self, keys: Array, node: Array) -> Array:
+        """Draw a token with keys [B] from the logits of one node per row, int32[B]. It is `draw(keys, at(node))`."""
+        rows = self._processed(node)
+        return draw(keys, rows) if self.sampling is None else draw_warped(keys, rows, self.sampling)
 
     def every(self) -> Array:
         """Return the logits of all nodes, float32[B, N, V]."""
-        return self.change(self.raw, None)
+        return self._warped(self.process(self.raw, None))
+
+    def _processed(self, node: Array) -> Array:
+        return self.process(self.raw if self.raw.shape[1] == 1 else _gather(self.raw, node), node)[:, 0]
+
+    def _warped(self, logits: Array) -> Array:
+        return logits if self.sampling is None else warp(logits, self.sampling)
 
 
 def row_of(logits: Array | NodeLogits, node: Array) -> Array:
     """Return row `node` int32[B] of logits [B, N, V]: [B, V]."""
     return logits.at(node) if isinstance(logits, NodeLogits) else _gather(logits, node)[:, 0]
+
+
+def draw_of(keys: Array, logits: Array | NodeLogits, node: Array) -> Array:
+    """Draw a token with keys [B] from row `node` int32[B] of logits [B, N, V]: int32[B]."""
+    return logits.draw_at(keys, node) if isinstance(logits, NodeLogits) else draw(keys, row_of(logits, node))
 
 
 def _gather(logits: Array, node: Array) -> Array:

@@ -122,6 +122,28 @@ def test_any_lengths_and_trees(lengths, parents, window, int8):
     assert error(4, lengths, tree, window=window, int8=int8) < 2e-6
 
 
+def test_many_queries_are_computed_in_several_calls(monkeypatch):
+    """As in a prefill of 512 tokens. Each part has its own positions and rows of the mask, and all new keys."""
+    clean, options = case(9, [5, 300], TREES["ragged"])
+    dirty, _ = case(9, [5, 300], TREES["ragged"], dead=np.nan)
+    monkeypatch.setattr(tpu, "MAX_ROWS", 8)
+    monkeypatch.setattr(tpu, "PART_ROWS", 8)
+    more = {"scale": 0.2, "window": 100, "with_total": True}
+    run = lambda arrays: tpu.tree_attention(*arrays, **options, **more, block=BLOCK, interpret=SIMULATED)
+    calls = str(jax.make_jaxpr(lambda arrays: tpu.tree_attention(*arrays, **options, **more))(clean)).count(
+        "pallas_call"
+    )
+    assert calls == 3  # 11 nodes of 2 rows
+    theirs = jax.jit(lambda arrays: reference.tree_attention(*arrays, **options, **more))(clean)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jax.jit(run)(dirty), theirs)
+
+
+def test_512_new_tokens_are_supported_and_more_are_not():
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    reason = lambda t: tpu.unsupported_reason(shape(1, t, 32, 128), shape(1, 8, t, 128), shape(1, 8, 1024, 128))
+    assert reason(512) is None and "new tokens" in reason(1024)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_one_layer_of_a_stack(int8):
     arrays, options = case(5, [0, 130], TREES["chain"], int8=int8)

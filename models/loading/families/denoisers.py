@@ -65,6 +65,9 @@ CLASSES = {
 OPEN_DCODER = DenoiserKind("qwen2", "shifted")
 """Open-dCoder, with the model type qwen2 of autoregressive models, which have no mask token."""
 
+MASK_FIELDS = "mask_token_id", "mask_id"
+"""Fields with the id of the mask token, the first that counts first."""
+
 MIXTURES_OF_EXPERTS = {
     "llada2_moe": "LLaDA2",
     "llada2_moe_v2": "LLaDA2",
@@ -160,6 +163,13 @@ def read_denoiser_settings(
     )
 
 
+def skip_denoiser_settings(hf: ConfigFields) -> None:
+    """Record the fields of `read_denoiser_settings` as read, for readers of a config without its tokenizer."""
+    kind = find_kind(hf)
+    if kind is not None:
+        hf.skip(*MASK_FIELDS, *([] if kind.block is None else [kind.block]))
+
+
 def is_denoiser(hf: ConfigFields, names: Mapping[str, str]) -> bool:
     """Return True if the model of a config.json is a denoiser. Only small files are read."""
     return find_kind(hf, names) is not None
@@ -185,7 +195,7 @@ def _find_mask_token(hf: ConfigFields, kind: DenoiserKind, tokenizer: SpecialTok
     """Return the mask token of the caller, of the config, of the tokenizer or, with a note, of the release."""
     fields = hf.with_defaults(ROWS_OF_HF[kind.base].fields if kind.base in ROWS_OF_HF else {})
     rows = fields.size("embedding_size", fields.size("vocab_size", maximum=ROWS), maximum=ROWS)
-    field = next((name for name in ("mask_token_id", "mask_id") if hf.has(name)), None)
+    field = next((name for name in MASK_FIELDS if hf.has(name)), None)
     listed = None if field is None else hf.size(field, minimum=0, maximum=ROWS)
     piece = tokenizer.names.get("mask_token", kind.mask)
     where = f"{hf.where} has"

@@ -18,8 +18,10 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
 from specjax.models import abstract_params, cache_lanes_for, loading
 from specjax.models.heads.kinds import abstract_head
+from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf
 
 
@@ -48,6 +50,8 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target", platform
 
     Args:
       platform: "tpu" or "gpu", for the layout of the weights and the cache.
+
+    Warns: CheckpointWarning that names the fields of a file that are not read and can change the results.
 
     Raises: UsageError that names `flag`, for anything else.
     """
@@ -96,7 +100,11 @@ def _from_folder(folder: Path, options: dict) -> Any:
     fields = read_json_object(folder / "config.json") or {}
     if fields.get("quantization_config"):
         raise UsageError(f"{where}: quantised weights are not supported; give the original model")
-    return hf.parse_config(ConfigFields(fields, where), **options)[0]
+    record = ConfigFields(fields, where)
+    config = hf.parse_config(record, **options)[0]
+    denoisers.skip_denoiser_settings(record)
+    warn_of_unread(record, stacklevel=4)
+    return config
 
 
 def num_params(config: Any) -> int:

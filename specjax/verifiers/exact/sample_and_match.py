@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.numerics.sampling import draw
 from specjax.types import Array, TokenTree, Verdict
-from specjax.verifiers.node_logits import NodeLogits, row_of
+from specjax.verifiers.node_logits import NodeLogits, draw_of
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
@@ -27,7 +26,7 @@ def _rule(keys: Array, tree: TokenTree, target_logits: Array | NodeLogits) -> Ve
 
     def choose(node):
         row = jnp.arange(node.shape[0])
-        return draw(keys[row, node], row_of(target_logits, node))
+        return draw_of(keys[row, node], target_logits, node)
 
     return walk(tree, choose)
 

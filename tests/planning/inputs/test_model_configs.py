@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 
 from specjax import UsageError
+from specjax.errors import CheckpointWarning
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, num_params
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
@@ -41,6 +43,25 @@ def test_a_folder_needs_no_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"bits": 4}}))
     with pytest.raises(UsageError, match=r"--draft.*quantised"):
         load_config(tmp_path, "float32", "--draft")
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+SDAR = {**LLAMA, "model_type": "sdar", "head_dim": 16, "mask_token_id": 3, "block_size": 4}
+
+
+@pytest.mark.parametrize("fields", [LLAMA, SDAR], ids=lambda fields: fields["model_type"])
+def test_a_field_that_is_not_read_is_reported_as_by_other_commands(fields, tmp_path):
+    read = lambda **more: (
+        (tmp_path / "config.json").write_text(json.dumps(fields | more)), load_config(tmp_path, "float32")
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(transformers_version="4.51.0", use_cache=True)
+    with pytest.warns(CheckpointWarning, match=r"config.json has a field that is not read.*: residual_multiplier$"):
+        read(residual_multiplier=0.22)
 
 
 @pytest.mark.parametrize("source", ["llama3_9b", "org/name", "missing.gguf"])
