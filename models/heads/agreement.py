@@ -7,13 +7,13 @@ the later drafts, so it reads several depths.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.modes import jit
 from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head
 from specjax.types import Appended, Array, Context, DraftOutput, Output, PyTree, Target
 
@@ -54,7 +54,7 @@ def agreement(target: Target, head: DraftHead, text: TargetText, depths: int = 4
     return tuple(map(float, hits))
 
 
-@functools.partial(jax.jit, static_argnames="taps")
+@jit(static_argnames="taps")
 def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, Array, PyTree, tuple[Array, ...]]:
     model, size = target.model, tokens.shape[1]
     positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
@@ -64,7 +64,7 @@ def _pass(target: Target, tokens: Array, taps: tuple[int, ...]) -> tuple[Array, 
     return jnp.argmax(output.logits[0], -1), output.hidden, pending, output.taps
 
 
-@jax.jit
+@jit
 def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Array | None = None) -> Array:
     """Compute the features [B, T, F] of the head's soft prompts below each token of texts int32[B, T] in one pass.
 
@@ -92,7 +92,7 @@ def prompted_features(target: Target, head: DraftHead, tokens: Array, first: Arr
     return output.hidden[:, size:].reshape(batch, size, -1)
 
 
-@functools.partial(jax.jit, static_argnames="depths")
+@jit(static_argnames="depths")
 def _agreement(
     target: Target, head: DraftHead, tokens: Array, best: Array, pending: PyTree, features: Array, depths: int
 ) -> Array:

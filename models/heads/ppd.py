@@ -15,12 +15,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import jit
 from specjax.catalog import Method, Option
 from specjax.models import layers as L
 from specjax.models.heads.agreement import prompted_features, read_text
@@ -117,7 +117,7 @@ def rank_accuracy(
     return tuple(tuple(row) for row in np.asarray(_hits(target, head, text.tokens, text.best, ranks)).tolist())
 
 
-@functools.partial(jax.jit, static_argnames="ranks")
+@jit(static_argnames="ranks")
 def _hits(target: Target, head: DraftHead, tokens: Array, best: Array, ranks: int) -> Array:
     """Return the accuracy float32[m, ranks]."""
     c, size, context = head.head.config, tokens.shape[1], Context(tokens, jnp.ones((1,), jnp.int32), target=target)

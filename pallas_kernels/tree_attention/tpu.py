@@ -230,7 +230,8 @@ def _kernel(
 
     def add_keys(head, keys, values, visible):
         """Add keys and values [n, h], from `load`, where visible bool[R, n], by an online softmax."""
-        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        # Mosaic has no other precision for bfloat16, and the program's own is for float32.
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         (keys, key_scales), (values, value_scales) = keys, values
         s = jax.lax.dot_general(
             q[head], keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32

@@ -364,5 +364,11 @@ def _kernel(
 
 
 def _product(x, y, over: int):
-    """Multiply rows x [n, m] with y, summed over m, which is dimension `over` of y: float32."""
-    return jax.lax.dot_general(x, y, (((1,), (over,)), ((), ())), preferred_element_type=jnp.float32)
+    """Multiply rows x [n, m] of bfloat16 with y, summed over m, which is dimension `over` of y: float32.
+
+    Mosaic has no other precision for bfloat16, and the program's own is for float32.
+    """
+    dimensions = (((1,), (over,)), ((), ()))
+    return jax.lax.dot_general(
+        x, y, dimensions, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )

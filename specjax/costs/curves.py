@@ -7,7 +7,6 @@ for the rule of thumb, and evaluate it with `evaluate`.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import first_largest
+from specjax.arrays.modes import jit
 from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
 from specjax.errors import UsageError
 from specjax.numerics.filtered_draws import draw_warped
@@ -176,7 +176,7 @@ CHUNK = 128
 """Tokens per pass in the untimed prefill."""
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@jit(static_argnums=(1, 2, 3))
 def _filled(target: Target, batch: int, context: int, capacity: int):
     """Return a cache that holds `context` tokens."""
     model, tokens = target.model, jnp.zeros((batch, CHUNK), jnp.int32)
@@ -190,7 +190,7 @@ def _filled(target: Target, batch: int, context: int, capacity: int):
     return jax.lax.fori_loop(0, -(-context // CHUNK), body, empty)
 
 
-@jax.jit
+@jit
 def _timed_pass(target: Target, cache: PyTree, start: Array, tokens: Array, sampling: Sampling) -> PyTree:
     """Run a pass, and choose a token after each node, or sample one token per row."""
     logits, pending = _pass(target, cache, start, tokens)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.gemma3 import Gemma3Config
@@ -229,6 +230,6 @@ def unembedding_rows(spec: TargetSpec, ids: Sequence[int] | np.ndarray) -> Array
     unembed, params, columns = spec.target.model.unembed, spec.target.params, jnp.asarray(ids)
     assert unembed is not None
     basis = np.eye(spec.width, dtype=spec.dtype)
-    some = jax.jit(lambda part: jnp.take(unembed(params, part), columns, axis=-1))
+    some = jit(lambda part: jnp.take(unembed(params, part), columns, axis=-1))
     parts = [some(basis[start : start + 256]) for start in range(0, spec.width, 256)]
     return jnp.concatenate(parts, 0).T.astype(spec.dtype)
