@@ -16,9 +16,10 @@ from specjax.models import cache as kv
 from specjax.models.decoder import Decoder, DecoderConfig
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
-from specjax.models.layout import Layout, axis_that_changes_bits, shard_config
+from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.numerics.global_arrays import with_auto_axes
+from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
 CONFIGS = LlamaConfig, Gemma3Config
@@ -70,8 +71,11 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
 
     With a mesh, the parameters are those of `specjax.shard`, which also documents `over`.
 
-    Raises: UsageError for a `cache_dtype` other than None or "int8", and for a mesh that does not fit the model.
+    Raises: UsageError for a `cache_dtype` other than None or "int8", for a mesh that does not fit the model, and for
+      `same_bits` where it was not shown to hold.
     """
+    if config.same_bits:
+        check_same_bits(config.dtype, config.cache_dtype, mesh, over)
     return _make_model(config, None if mesh is None else with_auto_axes(mesh), over)
 
 
@@ -79,17 +83,6 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
 def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None) -> Model:
     """Build the model for `make_model`, which makes all forms of its call equal."""
     check_cache_dtype(config.cache_dtype)
-    if config.same_bits and config.dtype != "bfloat16":
-        raise UsageError(
-            f'same_bits needs dtype "bfloat16", not "{config.dtype}"; use that dtype, or leave same_bits out'
-        )
-    if config.same_bits and mesh is not None:
-        axis = axis_that_changes_bits({axis: mesh.shape.get(axis, 1) for axis in over or mesh.axis_names})
-        if axis is not None:
-            raise UsageError(
-                f'same_bits does not hold on a mesh that splits rows or slots; set its axis "{axis}" to 1, or leave '
-                "same_bits out"
-            )
     unsharded_config = config
     layout = None
     if mesh is not None:

@@ -8,7 +8,7 @@ committed, pending or the token's own. So the model's distribution does not depe
 This is exact, but rounding amplifies small differences. A matmul that rounds differently in a pass of another width
 moves a few elements by one quantisation step, and later layers amplify that. For SmolLM2 in float32 the logits of two
 pass widths differ by up to 0.7, as much as int8 differs from float32; without int8 they differ by up to 1e-4. Near-ties
-are that wide (`NEAR_TIE`).
+are that wide (`specjax.bench.near_ties` measures it).
 """
 
 from __future__ import annotations

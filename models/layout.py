@@ -64,11 +64,6 @@ SPLIT_AXES = MappingProxyType(
 """The mesh axes that split each kind of dimension of a model's arrays."""
 
 
-def axis_that_changes_bits(sizes: Mapping[str, int]) -> str | None:
-    """Return the first axis that splits passes into unlike parts, so that `same_bits` does not hold, or None."""
-    return next((axis for axis in ("data", "sequence") if sizes.get(axis, 1) > 1), None)
-
-
 @dataclass(frozen=True)
 class Layout:
     """The placement of a model's arrays: split over some axes of a mesh, and replicated along the others."""

@@ -31,6 +31,7 @@ from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
+from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
 __all__ = [
@@ -99,7 +100,8 @@ def read_model(
       cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
         bfloat16. The model's distribution changes slightly; methods keep their guarantees relative to it. None: dtype.
       same_bits: for bfloat16, make the logits of a token the same in every pass, to the bit. Speculative text then
-        equals that of plain decoding (docs/same_bits.md; `specjax.check_bits` checks the device).
+        equals that of plain decoding (docs/same_bits.md; `specjax.check_bits` checks the device). It is refused where
+        that was not shown: on GPUs, for diffusion models, and over a mesh that splits rows or slots.
       max_positions: length of the longest text, prompt and answer; None: the model's limit. For longrope models (Phi-3,
         Phi-4-mini) it also selects the set of frequencies: the short set up to the original length of 4,096, else the
         long one, for all texts (`layers.rope_frequencies`).
@@ -119,8 +121,8 @@ def read_model(
     if dtype not in DTYPES:
         raise UsageError(f'dtype must be "float32" or "bfloat16", not "{dtype}"')
     check_cache_dtype(cache_dtype)
-    if same_bits and mesh is not None:
-        raise UsageError("same_bits does not hold on a mesh, because sums go over devices; leave out same_bits or mesh")
+    if same_bits:
+        check_same_bits(dtype, cache_dtype, mesh, over)
     if over is not None and mesh is None:
         raise UsageError("over needs a mesh; pass mesh, or leave over out")
     if stacked is None:
@@ -137,6 +139,8 @@ def read_model(
             ConfigFields({}, str(path)) if fields is None else fields, tokenizer, block=block, mask_token=mask_token
         )
     _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
+    if same_bits and denoiser_settings is not None:
+        raise UsageError(f"same_bits is for autoregressive models, and {path} is a diffusion model; leave it out")
     if fields is not None:
         warn_of_unread(fields, stacklevel=4)
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)

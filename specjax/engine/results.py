@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import is_remote
-from specjax.types import Array, Drafter, Info, Stats
+from specjax.numerics.text_identity import TextIdentity
+from specjax.types import STATIC, Array, Drafter, Info, Stats
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +33,9 @@ class DecodeResult:
     # allow no token (`value_checks.explain_failure` returns the reason). Its text ends there. Outside of the caller's
     # `jit`, `decode` raises an error instead. None: the loop does not check this.
     finite: Array | None = None
+    # How far rounding may change the text relative to plain decoding: "exact", "same bits" or "near-ties possible"
+    # (`specjax.numerics.text_identity`). None: the loop has no plain decoding to compare with.
+    text_identity: TextIdentity | None = field(default=None, metadata=STATIC)
 
     @property
     def finish_reasons(self) -> list[str]:

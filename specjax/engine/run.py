@@ -21,6 +21,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.engine.job import Job, LoopParts
 from specjax.engine.results import DecodeResult, add_stats, zero_stats
+from specjax.numerics.text_identity import text_identity
 from specjax.types import STATIC, Array, Context, DecodeState, Drafter, Info, PyTree, Target
 
 
@@ -95,6 +96,7 @@ def run(job: Job) -> DecodeResult:
         export_params(parts.drafter, state.draft) if parts.drafter.hooks.export else None,
         logprobs,
         state.finite,
+        text_identity(parts.target),
     )
     return parts.loop.result(state, lengths, result)
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from specjax.engine import run
 from specjax.engine.job import Job, Parts
 from specjax.engine.run import TRACED
+from specjax.numerics.text_identity import NEAR_TIES, text_identity
 from specjax.persistence import program_key
 from specjax.persistence.program_files import ProgramFolder, StoredPrograms
 from specjax.persistence.xla_cache import without_xla_cache
@@ -61,19 +61,9 @@ def plain_step(job: Job) -> Callable[[Any], Any] | None:
         return None
     if parts.verifier.name not in ("greedy", "sample_and_match") or parts.keep.scored:
         return None
-    if _is_coarse(parts):
+    if text_identity(parts.target) == NEAR_TIES:
         return None
     return lambda start: run.step.lower(_as_plain(parts), shapes(start.out_info))
-
-
-def _is_coarse(parts: Parts) -> bool:
-    """Return True if the target computes anything below float32 precision, which is the default on TPUs and GPUs."""
-    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in jax.tree.leaves(parts.target)):
-        return True
-    if getattr(parts.target.model.config, "cache_dtype", None) is not None:
-        return True
-    precision = jax.config.values["jax_default_matmul_precision"]
-    return jax.default_backend() != "cpu" and precision not in ("float32", "highest")
 
 
 def _as_plain(parts: Parts) -> Parts:

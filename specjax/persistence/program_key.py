@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.arrays.modes import matmul_precision
 from specjax.types import PyTree
 
 KNOWN = ("specjax", "jax", "jaxlib", "flax", "numpy", "builtins", "functools", "typing", "collections", "ml_dtypes")
@@ -178,6 +179,7 @@ def digest_releases() -> str:
 def digest_settings() -> str:
     """Return a digest of the settings of JAX, the flags of XLA, and the devices."""
     config = {name: value for name, value in jax.config.values.items() if not any(x in name for x in ("cache", "log"))}
+    config["jax_default_matmul_precision"] = matmul_precision()  # also that of a context manager
     device = jax.devices()[0]
     backend = device.client.platform_version, device.device_kind, jax.device_count()
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")

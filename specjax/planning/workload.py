@@ -18,8 +18,9 @@ from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
-from specjax.models.layout import axis_that_changes_bits, fits_heads
+from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.numerics.same_bits import unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
@@ -166,7 +167,8 @@ def make_workload(
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
     if same_bits:
-        _check_same_bits(target_config, {"data": data, "sequence": sequence})
+        platform = getattr(slice_.chip, "platform", "tpu")
+        _check_same_bits(target_config, platform, {"data": data, "sequence": sequence})
         target_config = dataclasses.replace(target_config, same_bits=True)
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
@@ -265,14 +267,11 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
         option.parse(text, f"--set {name}")
 
 
-def _check_same_bits(config: Any, axes: Mapping[str, int]) -> None:
-    """Raise a UsageError for a dtype other than bfloat16, or a mesh that splits rows or slots."""
-    if config.dtype != "bfloat16":
-        raise UsageError(f"--same-bits needs bfloat16, not --dtype {config.dtype}; leave one out")
-    axis = axis_that_changes_bits(axes)
-    if axis is not None:
-        flag = f"--{axis} {axes[axis]}"
-        raise UsageError(f"--same-bits is not guaranteed if a mesh splits rows or slots; leave it or {flag} out")
+def _check_same_bits(config: Any, platform: str, axes: Mapping[str, int]) -> None:
+    """Raise a UsageError if --same-bits was not shown to hold for this dtype, chip or mesh."""
+    reason = unsupported_reason(config.dtype, config.cache_dtype, platform, axes)
+    if reason is not None:
+        raise UsageError(f"--same-bits {reason}, or leave --same-bits out")
 
 
 def _check_layers(draft: Any, layer: int) -> None:

@@ -145,10 +145,10 @@ def test_where_texts_would_differ_no_step_is_plain(target, monkeypatch):
     rounded = job_of(jax.tree.map(lambda x: x.astype(jnp.bfloat16), target))
     for job in (lossy, rounded, job_of(target, autoregressive())):
         assert kept_module.plain_step(job) is None
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # which multiplies float32 in bfloat16
-    assert kept_module.plain_step(job_of(target)) is None
-    with jax.default_matmul_precision("highest"):
-        assert kept_module.plain_step(job_of(target)) is not None
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert kept_module.plain_step(job_of(target)) is not None
+    with jax.default_matmul_precision("bfloat16"):  # in which it then multiplies float32
+        assert kept_module.plain_step(job_of(target)) is None
 
 
 def served(target, drafter, programs=None):

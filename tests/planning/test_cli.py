@@ -100,8 +100,9 @@ def test_bad_options_of_compile(refused, changes, words):
 
 
 def test_the_same_bits_are_of_rows_that_are_whole_and_of_bfloat16(refused):
-    assert "leave it or --sequence 2 out" in refused(*command("compile", sequence=2), "--same-bits")
-    assert "not --dtype float32" in refused(*command("compile", dtype="float32"), "--same-bits")
+    assert 'set its axis "sequence" to 1' in refused(*command("compile", sequence=2), "--same-bits")
+    assert 'needs dtype "bfloat16", not "float32"' in refused(*command("compile", dtype="float32"), "--same-bits")
+    assert 'with cache_dtype "int8"' in refused(*command("compile", cache_dtype="int8"), "--same-bits")
     work = make_workload("smollm2_135m", "v5e:2x2", draft="smollm2_135m", same_bits=True)
     assert work.target.same_bits and not work.draft.same_bits
     assert work.devices == make_workload("smollm2_135m", "v5e:2x2", draft="smollm2_135m").devices

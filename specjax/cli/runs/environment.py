@@ -34,13 +34,6 @@ def choose_dtype(dtype: str) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def describe_dtype(dtype: str, *, is_auto: bool, same_bits: bool = False) -> str:
-    """Return a description of the dtype, with the reason for a choice of "auto"."""
-    if same_bits:
-        return "bfloat16, the same bits in every pass"
-    return f"{dtype}: in bfloat16 near-ties may flip" if is_auto and dtype == "float32" else dtype
-
-
 def use_compilation_cache(enabled: bool) -> None:
     """Store compiled programs between processes, unless the user has configured JAX's own cache."""
     if not enabled or jax.config.values["jax_compilation_cache_dir"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -188,7 +189,7 @@ class Generation(PromptRun):
         tokens, plain_tokens = report_of.merge(self.runs).tokens, report_of.merge(self.plain_runs).tokens
         for number, (row, text, plain) in enumerate(zip(self.rows, tokens, plain_tokens, strict=True)):
             difference = near_ties.find_difference(
-                self.session.target, row.ids, text, plain, self.session.tie_dtype, self.more.processors
+                self.session.target, row.ids, text, plain, self.drafter.num_nodes, self.more.processors
             )
             if difference is not None:
                 position = {"prompt": number, "line": row.prompt.line}
@@ -283,10 +284,28 @@ class Generation(PromptRun):
             where = f"line {d['line']}: " if d["line"] else ""
             lines.append(
                 f"outputs differ: {where}first at new token {d['position']}: {d['text']!r} instead of "
-                f"{d['plain_text']!r}; the two largest logits there are {d['top_two_gap']:.2g} apart"
-                + (" (a near-tie, decided by rounding)" if d["near_tie"] else "")
+                f"{d['plain_text']!r}; {near_ties.describe_gap(d)}"
+            )
+        if self.is_refused and self.session.same_bits:
+            lines.append(
+                "--same-bits promises equal texts, and this device breaks the promise; run specjax check-bits, and "
+                "leave --same-bits out"
             )
         return lines
+
+    @property
+    def is_refused(self) -> bool:
+        """Return True if a text differs that must be equal, by more than rounding."""
+        return self.is_comparable and not all(entry["near_tie"] for entry in self.differences)
+
+    def report(self, report: Report) -> None:
+        """Print the JSON document, or the table and the verdict.
+
+        Raises: typer.Exit(1) if texts differ that must be equal.
+        """
+        super().report(report)
+        if self.is_refused and not report.bad:
+            raise typer.Exit(1)
 
 
 def _have_stopped(streams: list[TextStream]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,6 @@ from jax.sharding import Mesh
 from specjax import controllers, parallel
 from specjax import costs as costs_of
 from specjax.adaptive import DepthPolicy, skip_layers
-from specjax.bench import near_ties
 from specjax.catalog import METHODS
 from specjax.catalog.defaults import defaults
 from specjax.cli.options.common import parse_flag, parse_template_args
@@ -27,7 +27,6 @@ from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import (
     choose_dtype,
     describe_command,
-    describe_dtype,
     describe_machine,
     stage,
     use_compilation_cache,
@@ -41,11 +40,12 @@ from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import QUOTED, quote, read_json_object, shorten
 from specjax.models.heads.contract import DraftHead
-from specjax.models.layout import axis_that_changes_bits
 from specjax.models.loading import ModelKindError, first_difference
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
+from specjax.numerics.same_bits import check_same_bits
+from specjax.numerics.text_identity import describe_identity, text_identity
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Array, Drafter, Processor, Target
 
@@ -74,11 +74,6 @@ class Session(NamedTuple):
     check: SelfCheck | None = None  # the comparison of the head with the target
     same_bits: bool = False  # the target's logits do not depend on the pass
     denoiser: Denoiser | None = None  # a diffusion model that drafts, in place of a draft model
-
-    @property
-    def tie_dtype(self) -> str:
-        """Return the coarsest dtype of the logits, which sets the gap of a near-tie."""
-        return near_ties.SAME_BITS if self.same_bits else self.cache_dtype or self.dtype
 
     @property
     def capacity(self) -> int:
@@ -207,14 +202,13 @@ def open_session(
     for name, value in (("--block", models.block), ("--mask-token", models.mask_token)):
         fits = value is None or has_denoiser
         require(fits, f"{name} applies to diffusion models, and neither target nor draft is one; remove it")
-    axis = axis_that_changes_bits(mesh.shape) if same_bits and mesh is not None else None
-    require(axis is None, f"--same-bits does not hold on a mesh that splits rows or slots; remove it or --{axis}")
+    if same_bits:
+        _check_same_bits(models, mesh)
     use_compilation_cache(not models.no_cache)
     store = None if datastore is None else parse_flag("--datastore", open_datastore, datastore)
     dtype = "bfloat16" if same_bits else choose_dtype(models.dtype)
     loading = f"loading {models.target or DEMO_NAME}"
-    loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto', same_bits=same_bits)})"
-    with stage(log, loading, loaded) as clock:
+    with stage(log, loading, "loaded") as clock:
         target, tokenizer = _load(
             "--target", models.target, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, same_bits=same_bits,
             max_positions=models.max_positions,
@@ -238,6 +232,7 @@ def open_session(
                 if apart:
                     target, draft = (jax.device_put(x, jax.local_devices()[i]) for i, x in enumerate((target, draft)))
             _check_vocabularies(tokenizer, other)
+    _print_identity(target, dtype, models, log)
     check = None if head is None else compare_head(head, target, tokenizer, log)
     if models.draft is not None:
         note_training(models.draft, "template_args", template_args_of(tokenizer), log)
@@ -251,16 +246,34 @@ def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser
     """Load a diffusion model. Raises: UsageError for a model that cannot be loaded, or is autoregressive."""
     use_compilation_cache(not models.no_cache)
     dtype, source = choose_dtype(models.dtype), models.target or DEMO_NAME
-    loaded = f"loaded ({describe_dtype(dtype, is_auto=models.dtype == 'auto')})"
-    with stage(log, f"loading {source}", loaded) as clock:
+    with stage(log, f"loading {source}", "loaded") as clock:
         denoiser, tokenizer = _load_denoiser(
             "--target", models.target,
             "is for diffusion models; choose a drafter of `specjax methods`, or remove --method",
             dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions, block=models.block,
             mask_token=models.mask_token,
         )  # fmt: skip
+    _print_identity(denoiser.target, dtype, models, log)
     tokenizer = _with_template_args(tokenizer, models)
     return Session(denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype), denoiser
+
+
+def _check_same_bits(models: ModelOptions, mesh: Mesh | None) -> None:
+    """Raise a UsageError that names the flags if --same-bits was not shown to hold on these devices."""
+    try:
+        check_same_bits("bfloat16", models.cache_dtype, mesh)
+    except UsageError as error:
+        raise UsageError(_SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), str(error))) from None
+
+
+_SETTINGS = re.compile(r"\b(same_bits|cache_dtype|dtype)\b")
+"""The settings that have a flag, in the messages of `check_same_bits`."""
+
+
+def _print_identity(target: Target, dtype: str, models: ModelOptions, log: Console) -> None:
+    """Print the dtype, and what rounding can do to the texts."""
+    source = " (chosen by --dtype auto)" if models.dtype == "auto" and not models.same_bits else ""
+    log.print(f"dtype {dtype}{source}; {describe_identity(target)}", style="dim", soft_wrap=True)
 
 
 def _with_template_args(tokenizer: Any, models: ModelOptions) -> Any:
@@ -459,6 +472,7 @@ def provenance(session: Session) -> dict[str, Any]:
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
         "same_bits": session.same_bits,
+        "text_identity": text_identity(session.target),
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,

@@ -163,7 +163,7 @@ def test_refuses_outputs_that_differ(cli, prompts, tmp_path, monkeypatch):
     def near_tie(*arguments):
         difference = honest_difference(*arguments)
         return difference and Difference(
-            difference.position, difference.token, difference.plain_token, 1e-5, 1e-5, True
+            difference.position, difference.token, difference.plain_token, 1e-5, 1e-5, 1e-4, True
         )
 
     honest_difference = near_ties.find_difference

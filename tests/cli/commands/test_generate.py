@@ -50,6 +50,16 @@ def test_text_then_table(cli):
         assert words in result.out
     assert "\x1b" not in result.out
     assert "loaded" in result.err and "compiled" in result.err
+    assert result.err.count("dtype float32 (chosen by --dtype auto); exact: texts equal those of plain decoding") == 1
+
+
+def test_each_session_states_its_promise(cli, refused, monkeypatch):
+    rounded = cli("generate", "abc", *SHORT, "--cache-dtype", "int8", "--json")
+    assert "near-ties possible: the rounding of the int8 cache" in rounded.err
+    assert json.loads(rounded.out)["text_identity"] == "near-ties possible"
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    words = refused("generate", "abc", *SHORT, "--same-bits")
+    assert '--same-bits was not shown to hold on the backend "gpu"' in words and "leave --same-bits out" in words
 
 
 @pytest.mark.parametrize("command", [("generate", "abcabcabc"), ("generate", "abcabcabc", "--json", "--compare")])
@@ -198,6 +208,10 @@ def test_compare_finds_a_difference(cli, monkeypatch):
     monkeypatch.setattr(measure, "run_stream", wrong)
     result = cli("generate", "abcabcabc", *SHORT, "--compare")
     assert "first at new token 3" in result.out and "apart" in result.out and "near-tie" not in result.out
+    assert result.code == 1 and "--same-bits" not in result.out
+    promised = cli("generate", "abcabcabc", *SHORT, "--compare", "--same-bits")
+    assert promised.code == 1 and "near-tie" not in promised.out
+    assert "--same-bits promises equal texts, and this device breaks the promise" in " ".join(promised.out.split())
     document = json.loads(cli("generate", "abcabcabc", *SHORT, "--compare", "--json").out)
     assert document["identical"] is False
     assert document["differences"][0]["position"] == 3 and document["differences"][0]["top_two_gap"] > 0

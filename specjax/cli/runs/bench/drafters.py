@@ -61,7 +61,8 @@ class DrafterComparison(BenchRun):
         if self.must_equal(method) is None:
             return
         for row, text, plain in zip(group.rows, group.runs[method].tokens, group.runs[PLAIN].tokens, strict=True):
-            difference = near_ties.find_difference(self.session.target, row.ids, text, plain, self.session.tie_dtype)
+            width = self.drafters[method].num_nodes
+            difference = near_ties.find_difference(self.session.target, row.ids, text, plain, width)
             if difference is not None:
                 position = {"method": method, "task": group.task, "line": row.prompt.line}
                 yield near_ties.difference_record(

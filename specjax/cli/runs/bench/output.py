@@ -7,6 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from specjax.bench import near_ties
 from specjax.bench.records import dtypes, tokens_per_second
 from specjax.cli.output.console import Console
 from specjax.cli.runs.bench.group import PLAIN, Group
@@ -90,8 +91,7 @@ def describe_difference(entry: dict) -> str:
         )
     return (
         f"{entry['method']} differs on line {entry['line']} ({entry['task']}), first at new token {entry['position']}: "
-        f"{entry['text']!r} instead of {entry['plain_text']!r}; the two largest logits there are "
-        f"{entry['top_two_gap']:.2g} apart" + (" (a near-tie)" if entry["near_tie"] else "")
+        f"{entry['text']!r} instead of {entry['plain_text']!r}; {near_ties.describe_gap(entry)}"
     )
 
 

@@ -1,0 +1,59 @@
+"""The promise about a text: how far rounding may change it relative to plain decoding with the same keys.
+
+Methods are exact for real numbers. In floating point, passes of two widths round differently, and two logits that are
+closer than this difference may change places. The dtype and the device decide how often that happens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import platforms
+from specjax.arrays.modes import FULL_PRECISION, matmul_precision
+from specjax.types import Target
+
+TextIdentity = Literal["exact", "same bits", "near-ties possible"]
+
+EXACT: TextIdentity = "exact"
+"""float32 throughout: logits of two pass widths differ by about 1e-4, so only ties within that can change a token."""
+SAME_BITS: TextIdentity = "same bits"
+"""Logits have the same bits in every pass, so no token changes."""
+NEAR_TIES: TextIdentity = "near-ties possible"
+"""Some numbers are rounded to fewer bits, so tokens with nearly equal logits may change places."""
+
+
+def text_identity(target: Target) -> TextIdentity:
+    """Return what rounding can do to the texts of a target on this backend.
+
+    It applies to methods whose text equals that of plain decoding for real numbers (`specjax methods`).
+    """
+    if getattr(target.model.config, "same_bits", False):
+        return SAME_BITS
+    return NEAR_TIES if explain_rounding(target) else EXACT
+
+
+def explain_rounding(target: Target) -> str | None:
+    """Return the numbers that are rounded to fewer bits than float32, in words; None: all are float32."""
+    for leaf in jax.tree.leaves(target):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
+            return f"{leaf.dtype.name} numbers"
+    cache_dtype = getattr(target.model.config, "cache_dtype", None)
+    if cache_dtype is not None:
+        return f"the {cache_dtype} cache"
+    precision = matmul_precision()
+    if platforms.of_program() != "cpu" and precision not in FULL_PRECISION:
+        return f"float32 products of precision {precision}"
+    return None
+
+
+def describe_identity(target: Target) -> str:
+    """Return the promise in words, for the lines of a session."""
+    identity = text_identity(target)
+    if identity == SAME_BITS:
+        return "same bits: texts equal those of plain decoding"
+    if identity == EXACT:
+        return "exact: texts equal those of plain decoding, up to ties within float32 rounding"
+    return f"near-ties possible: the rounding of {explain_rounding(target)} depends on the width of a pass"

@@ -1,0 +1,53 @@
+"""The promise about a text follows the numbers that are rounded: of parameters, cache and products."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from toy import markov, tiny_llama
+
+import specjax
+from specjax.models import init_params, make_model
+from specjax.numerics.text_identity import describe_identity, text_identity
+
+
+def changed(**fields):
+    config = dataclasses.replace(tiny_llama().model.config, **fields)
+    return specjax.Target(make_model(config), jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "identity", "words"),
+    [
+        ({}, "exact", "up to ties within float32 rounding"),
+        ({"dtype": "bfloat16", "same_bits": True}, "same bits", "equal those of plain decoding"),
+        ({"dtype": "bfloat16"}, "near-ties possible", "bfloat16 numbers"),
+        ({"cache_dtype": "int8"}, "near-ties possible", "the int8 cache"),
+    ],
+)
+def test_the_promise_of_a_model(fields, identity, words):
+    target = changed(**fields)
+    assert text_identity(target) == identity
+    assert describe_identity(target).startswith(f"{identity}: ") and words in describe_identity(target)
+
+
+def test_one_rounded_parameter_is_enough():
+    target = tiny_llama()
+    params = target.params | {"head": {"weight": target.params["head"]["weight"].astype(jnp.bfloat16)}}
+    assert text_identity(specjax.Target(target.model, params)) == "near-ties possible"
+
+
+def test_the_callers_precision_counts_on_accelerators(monkeypatch):
+    assert text_identity(markov()) == "exact"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert text_identity(markov()) == "exact"  # the library multiplies in float32
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert text_identity(markov()) == "near-ties possible"
+        assert "float32 products of precision tensorfloat32" in describe_identity(markov())
+
+
+def test_results_state_it():
+    result = specjax.decode(markov(), "prompt_lookup", [[0, 1, 0]], key=0, max_new_tokens=4)
+    assert result.text_identity == "exact"
+    assert jax.tree.map(lambda x: x, result).text_identity == "exact"
