@@ -26,7 +26,8 @@ def matmul_precision() -> str:
     of bfloat16. A caller who prefers speed sets `jax_default_matmul_precision`, for example to "default". The
     `precision` of a product inside a model also wins.
     """
-    return jax.config.jax_default_matmul_precision or "highest"
+    config: Any = jax.config  # its types lack this option
+    return config.jax_default_matmul_precision or "highest"
 
 
 def with_standard_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

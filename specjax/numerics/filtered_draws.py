@@ -75,7 +75,7 @@ def _first_kept(logits: Array, scores: Array, sampling: Sampling) -> Array:
         above = (logits > value) | ((logits == value) & (ids < token))
         mass = jnp.ones_like(logits) if sampling.top_p is None else jnp.exp((logits - largest) / scale)
         amount, total, winner = _sums_and_winner(jnp.where(above, mass, 0.0), mass, jnp.where(above, scores, -jnp.inf))
-        goal = sampling.top_k if sampling.top_p is None else sampling.top_p * total
+        goal = jnp.asarray(sampling.top_k) if sampling.top_p is None else sampling.top_p * total
         # The likeliest token is always kept. In a row with NaN every comparison is False, and the loop ends.
         return ~((amount > 0) & (amount >= goal)), winner
 

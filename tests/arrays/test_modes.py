@@ -41,8 +41,8 @@ def traced(method):
 
 @pytest.mark.parametrize("method", ["two_model", "clover", *map(exhaustive, sorted({*HEADS} - {"clover"}))])
 def test_every_product_of_target_draft_and_head_is_float32(method):
-    found = list(products(traced(method)))
-    assert len(found) > 20 and set(found) == {HIGHEST}
+    precisions = list(products(traced(method)))
+    assert len(precisions) > 20 and set(precisions) == {HIGHEST}
 
 
 def test_the_callers_own_precision_is_kept():
@@ -55,5 +55,5 @@ def test_the_callers_own_precision_is_kept():
 
 def test_a_product_with_its_own_precision_keeps_it():
     product = functools.partial(jnp.matmul, precision="default")
-    (found,) = products(jit(product).trace(jnp.ones((2, 2)), jnp.ones((2, 2))).jaxpr)
-    assert found == (jax.lax.Precision.DEFAULT,) * 2
+    (precision,) = products(jit(product).trace(jnp.ones((2, 2)), jnp.ones((2, 2))).jaxpr)
+    assert precision == (jax.lax.Precision.DEFAULT,) * 2

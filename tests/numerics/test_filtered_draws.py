@@ -39,9 +39,9 @@ def kept_by_sorting(x, temperature, top_k=None, top_p=1.0, min_p=0.0):
     inside = rank < (top_k or len(x))
     p = np.where(inside, np.exp(scaled - scaled.max()), 0)
     p /= p.sum()
-    before = (np.cumsum(p[order]) - p[order])[rank]
-    keep = inside & ((before < top_p) | (top_p >= 1)) & (p >= min_p * p.max() * (1 - 1e-7))
-    return keep, 1.0 if top_p >= 1 else np.abs(before - top_p).min()
+    mass_above = (np.cumsum(p[order]) - p[order])[rank]
+    keep = inside & ((mass_above < top_p) | (top_p >= 1)) & (p >= min_p * p.max() * (1 - 1e-7))
+    return keep, 1.0 if top_p >= 1 else np.abs(mass_above - top_p).min()
 
 
 @functools.cache
