@@ -46,10 +46,10 @@ from specjax.costs.chips import CHIPS, GIB
 from specjax.engine.job import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
-from specjax.models import abstract_params, make_model
+from specjax.models import abstract_params, make_model, storage_options
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.pallas_kernels.tree_attention import reference, tree_attention
-from specjax.planning.inputs.model_configs import builtin_configs, layout_on, num_params
+from specjax.planning.inputs.model_configs import builtin_configs, num_params
 from specjax.trees.operations import ancestor_mask
 
 WIDTHS = (1, 8, 16, 32, 64)
@@ -150,7 +150,9 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 def config_of(case: Case, tiny: bool) -> Any:
     """Return the config of a case with its layout, or with few and small layers."""
-    config = dataclasses.replace(builtin_configs()[case.config](), dtype="bfloat16", **layout_on(jax.default_backend()))
+    config = dataclasses.replace(
+        builtin_configs()[case.config](), dtype="bfloat16", **storage_options(jax.default_backend())
+    )
     if case.layout != "default":
         config = dataclasses.replace(config, stacked=case.layout == "stacked")
     if tiny:
@@ -347,7 +349,7 @@ def transformers_step(name: str, tiny: bool, mode: str) -> float:
 def cases_for(large: str, small: str, long: int = LONG) -> dict[tuple[str, str], list[Case]]:
     """Return the cases by config and layout, so that each set of weights is made once."""
     graphs = jax.default_backend() == "gpu"
-    unstacked = not layout_on(jax.default_backend())["stacked"]
+    unstacked = not storage_options(jax.default_backend())["stacked"]
     other = "stacked" if unstacked else "unstacked"
     both = lambda name: [Case(name, graphs=True)] if graphs else []
     more = [Case(large, batch=batch) for batch in (8, 32, 64)] + [Case(large, context=long, batch=b) for b in (1, 8)]

@@ -1,10 +1,10 @@
 """Model families as Flax NNX modules, one file each, and the loaders of their checkpoints."""
 
 from specjax.models.bridge import abstract_params, init_params, make_model
-from specjax.models.cache import cache_lanes_for
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
+from specjax.models.storage import storage_options
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
 
 __all__ = [
@@ -12,11 +12,11 @@ __all__ = [
     "LlamaConfig",
     "Tokenizer",
     "abstract_params",
-    "cache_lanes_for",
     "first_difference",
     "init_params",
     "load",
     "make_model",
     "narrow_mlps",
     "prune_layers",
+    "storage_options",
 ]

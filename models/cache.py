@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import batch_axes
+from specjax.arrays import batch_axes, platforms
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.numerics.quantization import BITS, Quantized, quantize
@@ -89,11 +89,6 @@ def init(
     return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
 
 
-def cache_lanes_for(platform: str) -> int:
-    """Return the `lanes` argument of `init` for programs that run on "tpu", "gpu" or "cpu"."""
-    return 128 if platform == "tpu" else 1
-
-
 def slots_per_device(x: Array | Quantized) -> int:
     """Return the slots that one device stores of keys or values [..., n, h] that are split over their slots."""
     return x.shape[-2] - SLOTS
@@ -136,6 +131,9 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
         selected, start = selected.astype(slots.dtype), cache.length + pending.write_dependency
         batch = slots.shape[rows]
 
+        if batch > 1 and first_slot is None and platforms.of_program() == "gpu":
+            return write_rows(slots, selected, start, rows, axis)
+
         # Write row by row. A `vmap` of this is a scatter. For that the TPU compiler wants another cache layout than the
         # attention kernel reads, and copies the whole cache twice per step.
         def row(b, slots):
@@ -150,6 +148,18 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
 
     k, v = _map_arrays(write, (cache.k, cache.v), (pending.k, pending.v))
     return KVCache(k, v, cache.length + num_nodes)
+
+
+def write_rows(slots: Array, new: Array, start: Array, rows: int, axis: int) -> Array:
+    """Write `new` to the slots from `start` int32[B] on, all rows in one scatter.
+
+    On a GPU that is one kernel, and row by row there are as many kernels as rows.
+
+    rows, axis: the axes of the rows and of the slots, counted from the end.
+    """
+    one_row = lambda slots, new, start: jax.lax.dynamic_update_slice_in_dim(slots, new, start, axis)
+    rows %= slots.ndim
+    return jax.vmap(one_row, (rows, rows, 0), rows)(slots, new, start)
 
 
 def _clip_window(new: Array, start: Array, num_slots: int, axis: int) -> tuple[Array, Array]:

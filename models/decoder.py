@@ -56,6 +56,7 @@ class DecoderConfig:
     cache_bits: bool = False  # the cache stores bfloat16 as uint16, which XLA on CPU writes in place
     same_bits: bool = False  # bfloat16 only: a token's logits do not depend on its pass, docs/same_bits.md
     stacked: bool = False  # layers are stacked and scanned, not unrolled
+    joined: bool = False  # q, k, v and gate, up are one matrix each (models/storage/joined.py)
     name: str = "decoder"
 
     def attention_settings(self) -> L.AttentionSettings:
@@ -86,7 +87,7 @@ class DecoderConfig:
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window,
         }  # fmt: skip
-        defaults = {"stacked": False, "cache_dtype": None, "same_bits": False}
+        defaults = {"stacked": False, "joined": False, "cache_dtype": None, "same_bits": False}
         return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
 
 
@@ -95,7 +96,7 @@ def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rng
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
-        softcap=c.attention_softcap, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs,
+        softcap=c.attention_softcap, same_bits=c.same_bits, joined=c.joined, dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 
@@ -117,8 +118,9 @@ class DecoderBlock(nnx.Module):
         self.attention = make_attention(c, rngs=rngs)
         self.mlp_norm, self.mlp_post_norm = pre_norm(), post_norm()
         self.mlp = L.GatedMLP(
-            c.width, c.mlp_width, activation_function(c), same_bits=c.same_bits, dtype=c.dtype, rngs=rngs
-        )
+            c.width, c.mlp_width, activation_function(c), joined=c.joined, same_bits=c.same_bits, dtype=c.dtype,
+            rngs=rngs,
+        )  # fmt: skip
 
     def attend(self, x, inputs: L.LayerInputs):
         output, new = self.attention(_normalize(self.attention_norm, x), inputs)

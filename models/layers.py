@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.arrays import scopes
+from specjax.arrays import platforms, scopes
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.models.matmul import matmul, matmul_same_bits, take_rows
+from specjax.models.storage.joined import split_outputs
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -85,17 +86,30 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """Gated feed-forward block: down(act(gate(x)) * up(x))."""
+    """Gated feed-forward block: down(act(gate(x)) * up(x)).
 
-    def __init__(self, width: int, hidden: int, act, *, same_bits: bool = False, dtype, rngs: nnx.Rngs):
+    joined: store gate and up as one matrix, see `specjax.models.storage.joined`.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, act, *, joined: bool = False, same_bits: bool = False, dtype, rngs: nnx.Rngs
+    ):
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
-        self.gate = linear(width, hidden)
-        self.up = linear(width, hidden)
+        if joined:
+            self.gate_up = linear(width, 2 * hidden)
+        else:
+            self.gate = linear(width, hidden)
+            self.up = linear(width, hidden)
         self.down = linear(hidden, width)
         self.act = act
+        self.joined = joined
 
     def __call__(self, x):
-        return self.down((self.act(self.gate(x)) * self.up(x)).astype(x.dtype))
+        if self.joined:
+            gate, up = (y[..., 0] for y in split_outputs(self.gate_up(x), (1, 1)))
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return self.down((self.act(gate) * up).astype(x.dtype))
 
 
 class RopeScaling(NamedTuple):
@@ -170,9 +184,22 @@ def rope(
     if same_bits:
         cos, sin = reproducible_math.exact_factor(cos), reproducible_math.exact_factor(sin)
     half = frequencies.shape[-1]
+    if platforms.of_program() == "gpu" and not same_bits:
+        return _rope_by_halves(x, cos, sin)
     y = reproducible_math.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
     a, b, unrotated = jnp.split(y, (half, 2 * half), -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, unrotated], -1).astype(x.dtype)
+
+
+def _rope_by_halves(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate like `rope`, without a concatenation. XLA on GPUs fuses no later operation into a concatenation."""
+    half = cos.shape[-1]
+    rotated, unrotated = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    halves = rotated.reshape(*x.shape[:-1], 2, half)
+    sign = jnp.array([[-1.0], [1.0]], jnp.float32)
+    y = halves * cos[..., None, :] + jnp.flip(halves, -2) * (sign * sin[..., None, :])
+    y = y.reshape(rotated.shape).astype(x.dtype)
+    return jnp.concatenate([y, unrotated], -1) if unrotated.shape[-1] else y
 
 
 @jax.tree_util.register_dataclass
@@ -248,19 +275,23 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
-        scale=None, softcap=None, same_bits=False, dtype, rngs,
+        scale=None, softcap=None, same_bits=False, joined=False, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
         Args:
           fan_in: input width, if it differs from the width of the stream.
           norms_heads: normalise queries and keys per head, with one weight for all heads; otherwise per projection.
+          joined: store the projections as one matrix, see `specjax.models.storage.joined`.
         """
         fan_in = width if fan_in is None else fan_in
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
-        self.q = linear(fan_in, heads * head_dim, bias=bias)
-        self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
-        self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
+        if joined:
+            self.qkv = linear(fan_in, (heads + 2 * kv_heads) * head_dim, bias=bias)
+        else:
+            self.q = linear(fan_in, heads * head_dim, bias=bias)
+            self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
+            self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
         size = lambda heads: head_dim if norms_heads else heads * head_dim
@@ -272,6 +303,8 @@ class Attention(nnx.Module):
         self.softcap = softcap
         self.head_dim = head_dim
         self.same_bits = same_bits
+        self.joined = joined
+        self.group = heads // kv_heads  # query heads of each key/value head
 
     def __call__(self, x, inputs: LayerInputs):
         """Attend from x [B, T, D].
@@ -279,7 +312,7 @@ class Attention(nnx.Module):
         Returns: the output [B, T, D], and (k, v) [B, K, T, h] of the new tokens in the form of the cache.
         """
         shared, layer_cache, settings = inputs.shared, inputs.cache, inputs.settings
-        q, k, v = self._by_heads(shared, self.q(x), self.k(x), self.v(x))
+        q, k, v = self._project(x, shared)
         q = self._rotate(self._normalize(self.q_norm, q), inputs)
         new = self._to_cache(k, v, inputs)
         join = lambda old, new: jnp.concatenate([old, new], 2)
@@ -301,16 +334,27 @@ class Attention(nnx.Module):
 
     def keys(self, x, inputs: LayerInputs):
         """Compute only the (k, v) [B, K, T, h] of `__call__`, for a skipped layer whose cache later tokens read."""
-        k, v = self._by_heads(inputs.shared, self.k(x), self.v(x))
+        if self.joined:
+            _, k, v = self._project(x, inputs.shared)
+        else:
+            k, v = self._by_heads(inputs.shared, self.k(x), self.v(x))
         return self._to_cache(k, v, inputs)
+
+    def _project(self, x: Array, shared: PassInputs) -> tuple[Array, ...]:
+        """Compute queries [B, T, H, h], keys and values [B, T, K, h], before norms and rotation."""
+        if not self.joined:
+            return self._by_heads(shared, self.q(x), self.k(x), self.v(x))
+        size = self.head_dim
+        y = shared.place(_isolated(self.qkv(x)), "data", None, "heads")
+        parts = split_outputs(y, (self.group * size, size, size))
+        return tuple(self._split_heads(shared, y.reshape(*x.shape[:2], -1)) for y in parts)
 
     def _by_heads(self, shared: PassInputs, *projected: Array) -> tuple[Array, ...]:
         """Split projections [B, T, H h] into heads [B, T, H, h]."""
-        heads = lambda y: shared.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
-        # The barrier keeps later operations out of the matmuls. To fuse them, the TPU compiler would first slice
-        # the weights out of their stack (Llama 3 8B on four v5e chips, 64 tokens: 90,000 cycles per layer against
-        # 46,000 with the barrier).
-        return tuple(map(heads, jax.lax.optimization_barrier(projected)))
+        return tuple(self._split_heads(shared, y) for y in _isolated(projected))
+
+    def _split_heads(self, shared: PassInputs, y: Array) -> Array:
+        return shared.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
 
     def _to_cache(self, k: Array, v: Array, inputs: LayerInputs):
         """Convert keys and values [B, T, K, h] to the form of the cache [B, K, T, h]."""
@@ -327,6 +371,15 @@ class Attention(nnx.Module):
         """Rotate queries or keys [B, T, H, h] by their positions."""
         settings = inputs.settings
         return rope(x, inputs.shared.positions, settings.frequencies, self.same_bits, settings.amplitude)
+
+
+def _isolated(products: PyTree) -> PyTree:
+    """Keep later operations out of the products of projections.
+
+    To fuse them, the TPU compiler would first slice the weights out of their stack (Llama 3 8B on four v5e chips, 64
+    tokens: 90,000 cycles per layer, and 46,000 isolated). On a GPU the rotation is fused into the sum of a product.
+    """
+    return products if platforms.of_program() == "gpu" else jax.lax.optimization_barrier(products)
 
 
 def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
@@ -371,7 +424,7 @@ def run_layers(
 
     Each layer has `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, shared) -> y`. Unstacked layers are unrolled and
     stacked ones are scanned. A scan compiles in constant time, but on CPU it copies each layer's weights out of the
-    stack (SmolLM2, one token: 54 ms against 44 ms). So models on CPU have unstacked layers.
+    stack (SmolLM2, one token: 54 ms against 44 ms). A GPU copies them too. So only models on TPU have stacked layers.
 
     Args:
       layers: from `make_layers`.

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
+from specjax.models.storage.joined import join_projections, split_projections
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
@@ -41,9 +42,12 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
         ("q", "bias"): ("heads",),
         ("k", "bias"): ("heads",),
         ("v", "bias"): ("heads",),
+        ("qkv", "weight"): ("heads", None),
+        ("qkv", "bias"): ("heads",),
         ("o", "weight"): (None, "heads"),
         ("gate", "weight"): ("mlp", None),
         ("up", "weight"): ("mlp", None),
+        ("gate_up", "weight"): ("mlp", None),
         ("down", "weight"): (None, "mlp"),
     }
 )
@@ -279,4 +283,6 @@ def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
         heads = leaf.reshape(*leaf.shape[:axis], -1, config.head_dim, *leaf.shape[axis + 1 :])
         return jnp.repeat(heads, copies, axis).reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :])
 
-    return jax.tree_util.tree_map_with_path(repeat_leaf, params)
+    repeated_config = dataclasses.replace(config, num_kv_heads=config.num_kv_heads * copies)
+    repeated = jax.tree_util.tree_map_with_path(repeat_leaf, split_projections(params, config))
+    return join_projections(repeated, repeated_config)

@@ -48,8 +48,8 @@ def load(source: str | Path | None = None, **options: Any) -> tuple[Target, Toke
     """Load an autoregressive model with its weights, and its tokenizer.
 
     Args:
-      source, options: as for `specjax.models.loading.read_model`: dtype, stacked, cache_dtype, same_bits,
-        max_positions, mesh, over.
+      source, options: as for `specjax.models.loading.read_model`: dtype, stacked, joined, cache_dtype,
+        same_bits, max_positions, mesh, over.
 
     Raises: UsageError, in one sentence, if `source` is missing, damaged, unsupported or a diffusion model. Use
       `load_denoiser` for diffusion models.

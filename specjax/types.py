@@ -251,6 +251,9 @@ class Context(NamedTuple):
     target: Target | None = None  # for drafters that use its layers or its output head
     inputs: PyTree = None  # inputs that condition the text (`Model.init_cache`); set in `init` only
     remaining: Array | None = None  # int32[B], tokens still to generate, if finished rows are not replaced; else None
+    # () if the controller limits no draft, so that a loop over its depth may have a fixed length; None: it may. Neither
+    # has leaves, so the choice is static.
+    unlimited: tuple[()] | None = None
 
     @property
     def root(self) -> Array:

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
 from specjax.models.bridge import check_cache_dtype, make_model
-from specjax.models.cache import cache_lanes_for
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
@@ -31,6 +30,7 @@ from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
+from specjax.models.storage import storage_options
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
@@ -79,6 +79,7 @@ def read_model(
     kind: Literal["autoregressive", "diffusion"] | None = None,
     dtype: Any = "float32",
     stacked: bool | None = None,
+    joined: bool | None = None,
     cache_dtype: str | None = None,
     same_bits: bool = False,
     max_positions: int | None = None,
@@ -96,7 +97,9 @@ def read_model(
       kind: the kind of model that is needed, which is checked before any weight is read; None: both.
       dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.
       stacked: True for layers stacked in one array each and scanned (small programs), False for separate, unrolled
-        layers (faster on CPU). None: separate on CPU, stacked elsewhere.
+        layers (faster on CPU and GPU). None: stacked on TPU only.
+      joined: True to store queries, keys and values as one matrix, and gate and up of the MLP as one. A pass then has
+        three products less per layer. Text may differ by rounding. None: joined on GPU only.
       cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
         bfloat16. The model's distribution changes slightly; methods keep their guarantees relative to it. None: dtype.
       same_bits: for bfloat16, make the logits of a token the same in every pass, to the bit. Speculative text then
@@ -125,15 +128,14 @@ def read_model(
         check_same_bits(dtype, cache_dtype, mesh, over)
     if over is not None and mesh is None:
         raise UsageError("over needs a mesh; pass mesh, or leave over out")
-    if stacked is None:
-        stacked = jax.default_backend() != "cpu"
-    path, backend = resolve(source), jax.default_backend()
+    storage = storage_options(jax.default_backend())
+    storage |= {name: value for name, value in (("stacked", stacked), ("joined", joined)) if value is not None}
+    path = resolve(source)
     with guarded_read(path):
         fields = hf.read_config(path) if path.is_dir() else None
         checkpoint, tokenizer = _read(
-            path, fields, dtype=dtype, stacked=stacked, cache_dtype=cache_dtype, cache_lanes=cache_lanes_for(backend),
-            cache_bits=backend == "cpu", name=_name(source, path),
-        )  # fmt: skip
+            path, fields, dtype=dtype, cache_dtype=cache_dtype, name=_name(source, path), **storage
+        )
         check_tensors(checkpoint)
         denoiser_settings = denoisers.read_denoiser_settings(
             ConfigFields({}, str(path)) if fields is None else fields, tokenizer, block=block, mask_token=mask_token

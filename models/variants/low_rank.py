@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.models.storage import join_projections, split_projections
 from specjax.types import Array, Target
 
 
@@ -29,7 +30,7 @@ def init_lora(target: Target, key: Array, rank: int = 8, projections: tuple[str,
     """
     if rank < 1:
         raise UsageError(f"rank must be at least 1, not {rank}")
-    params = target.params if isinstance(target.params, dict) else {}
+    params = _separate(target)
     leaves = jax.tree_util.tree_flatten_with_path(params.get("layers", {}))[0]
     weights: LoraWeights = {}
     for path, weight in leaves:
@@ -45,7 +46,7 @@ def init_lora(target: Target, key: Array, rank: int = 8, projections: tuple[str,
 
 
 def apply_lora(target: Target, lora: LoraWeights, alpha: float = 16.0) -> Target:
-    """Return the target with updated weights, at the same size and speed."""
+    """Return the target with updated weights, at the same size, in the same form and at the same speed."""
 
     def add(path, weight: Array) -> Array:
         matrices = lora.get(jax.tree_util.keystr(path))
@@ -53,5 +54,11 @@ def apply_lora(target: Target, lora: LoraWeights, alpha: float = 16.0) -> Target
             return weight
         return (weight + alpha / matrices.down.shape[-2] * matrices.up @ matrices.down).astype(weight.dtype)
 
-    layers = jax.tree_util.tree_map_with_path(add, target.params["layers"])
-    return Target(target.model, target.params | {"layers": layers})
+    params = _separate(target)
+    layers = jax.tree_util.tree_map_with_path(add, params["layers"])
+    return Target(target.model, join_projections(params | {"layers": layers}, target.model.config))
+
+
+def _separate(target: Target) -> dict:
+    """Return the parameters with separate projections; an empty dict for models with other parameters."""
+    return split_projections(target.params, target.model.config) if isinstance(target.params, dict) else {}

@@ -55,7 +55,9 @@ def narrow_mlps(target: Target, width: int) -> Target:
         names = [getattr(part, "key", None) for part in path]
         if "mlp" not in names:
             return leaf
-        return leaf[..., :width] if "down" in names else leaf[..., :width, :]
+        if "down" in names:
+            return leaf[..., :width]
+        return leaf[..., : 2 * width if "gate_up" in names else width, :]  # a gate row and an up row per unit
 
     layers = jax.tree_util.tree_map_with_path(slice_units, target.params["layers"])
     return Target(

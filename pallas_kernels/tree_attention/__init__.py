@@ -14,7 +14,7 @@ from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
 from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
-from specjax.pallas_kernels.tree_attention.xla import BLOCK_ON_GPU
+from specjax.pallas_kernels.tree_attention.static import static_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
 
 __all__ = ["shard_over_slots", "tree_attention"]
@@ -55,7 +55,7 @@ def tree_attention(
     if not prefix_k.shape[-2]:
         return _run_reference(*arrays, **static)
     on_xla: Callable = functools.partial(_run_xla, **static)
-    on_gpu: Callable = functools.partial(_run_xla, block=BLOCK_ON_GPU, **static)
+    on_gpu: Callable = functools.partial(_run_static, **static)
     on_tpu: Callable = functools.partial(_run_tpu, **static)
     run: Callable
     if implementation == "pallas_tpu":
@@ -97,6 +97,13 @@ def _load_kernel(kernel: str = "tpu"):
 
 def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
     return _xla(
+        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
+        **static,
+    )  # fmt: skip
+
+
+def _run_static(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+    return static_tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
         **static,
     )  # fmt: skip

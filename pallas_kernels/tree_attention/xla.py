@@ -20,12 +20,11 @@ BLOCK = 256
 SmolLM2 on two cores, one token, ms per layer for 480 slots used of 512 / of 8,192: one product 0.07 / 0.56 in float32,
 0.07 / 0.86 in bfloat16; blocks of 128 0.10 / 0.11 and 0.09 / 0.12, blocks of 256 0.08 / 0.09 and 0.07 / 0.08.
 """
-BLOCK_ON_GPU = 2048  # every iteration of a loop of dynamic length costs a host round trip there; not measured
 
 
 def blocked_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, block=BLOCK,
+    softcap=None, with_total=False, block=BLOCK, all_blocks=False,
 ):  # fmt: skip
     """Compute `reference.tree_attention` with work and memory that grow with the longest row, not the capacity.
 
@@ -33,6 +32,8 @@ def blocked_tree_attention(
     order depend neither on the capacity nor on the lengths of other rows. A block that a row does not attend to changes
     no bit. Within a block the backend chooses the order of summation for this number of rows and tokens. If the cache
     is not a multiple of `block`, the last block begins earlier.
+
+    all_blocks: read all blocks of the cache, so that the number of iterations is known to the compiler.
     """
     batch, t = q.shape[:2]
     slots = prefix_k.shape[-2]
@@ -70,8 +71,12 @@ def blocked_tree_attention(
     carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     # New tokens first: each attends to itself, so the maximum is finite before a block that may be fully masked.
     carry = add(carry, k, v, mask & in_window((positions if key_positions is None else key_positions)[:, None, :]))
-    first = 0 if window is None else jnp.maximum(jnp.min(positions) - window + 1, 0) // block
-    acc, total, top = jax.lax.fori_loop(first, (jnp.max(length) + block - 1) // block, body, carry)
+    if all_blocks:
+        first, last = 0, -(-slots // block)
+    else:
+        first = 0 if window is None else jnp.maximum(jnp.min(positions) - window + 1, 0) // block
+        last = (jnp.max(length) + block - 1) // block
+    acc, total, top = jax.lax.fori_loop(first, last, body, carry)
     return finish(acc / total, top, total, t, q.dtype, with_total)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
+from specjax.controllers.fixed import fixed
 from specjax.engine import contract_checks, value_checks
 from specjax.engine.job import DecodeLoop, Parts
 from specjax.engine.prefill import CHUNK, prefill_and_read
@@ -113,7 +114,8 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     noise = state.keys if parts.coupled else None
     remaining = None if parts.serving else state.stop - state.length
     context = Context(
-        state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, remaining=remaining
+        state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, remaining=remaining,
+        unlimited=() if controller is fixed() else None,
     )  # fmt: skip
     tree, draft, violations = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)

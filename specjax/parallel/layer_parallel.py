@@ -40,6 +40,7 @@ from specjax.models.bridge import (
 )
 from specjax.models.layers import AttentionSettings, PassInputs, layer_segments
 from specjax.models.layout import Layout, check_axes, check_heads, kv_head_copies, repeat_kv_heads
+from specjax.models.storage import split_projections
 from specjax.numerics.global_arrays import place_one, with_shardings
 from specjax.parallel.layer_pass import LayerParallelPass, LayerParallelSpecs
 from specjax.parallel.sharding import shardable_config
@@ -60,10 +61,11 @@ def place_layer_parallel(draft: Target, mesh: Mesh, group: int | None = None) ->
     Raises: UsageError for a model that is not from `specjax.models` or is already sharded. It is also raised if mesh,
       group and model do not fit each other.
     """
-    config = shardable_config(draft)
+    stored_config = shardable_config(draft)
+    config = dataclasses.replace(stored_config, joined=False)  # the parts of attention have a sharding each
     check_layer_parallel(config, mesh, group)
     with _in_host_memory():
-        params = _arrange_jit(config, mesh, jax.device_get(draft.params))
+        params = _arrange_jit(config, mesh, split_projections(jax.device_get(draft.params), stored_config))
     return Target(_model(config, mesh), jax.tree.map(place_one, params, _shardings(config, mesh, params)))
 
 
@@ -72,6 +74,7 @@ def abstract_draft(config: Any, mesh: Mesh) -> Target:
 
     The shapes are `jax.ShapeDtypeStruct`s with shardings.
     """
+    config = dataclasses.replace(config, joined=False)
     check_layer_parallel(config, mesh)
     params = jax.eval_shape(lambda params: _arrange_layers(config, mesh, params), abstract_params(config))
     return Target(_model(config, mesh), with_shardings(params, _shardings(config, mesh, params)))

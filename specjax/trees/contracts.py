@@ -138,6 +138,7 @@ class Builder:
     warped: bool = True  # False: `log_q` is at temperature 1, for any temperature of the target
     stop: Stop | None = None
     is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws remain at nodes not in `feed`
+    prunes: bool = False  # `expand` may select no node to draft below, before the last level
     keep_logits: bool = False  # return `logits` of sampled trees in greedy and coupled decoding too
     # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all
     # nodes, valid or not, in the order of `finish`.

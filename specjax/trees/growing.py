@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import scopes
+from specjax.arrays import platforms, scopes
 from specjax.arrays.indexing import gather_at, take_along
 from specjax.numerics import sampling
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
@@ -56,8 +56,9 @@ def grow(
     if builder.levels > 1:
         assert feed is not None
         with jax.named_scope(scopes.LEVELS):
-            has_work, level = functools.partial(_has_work, builder), functools.partial(_level, inputs, feed)
-            carry = jax.lax.while_loop(has_work, level, carry)
+            has_work = _has_levels if _is_static(builder, context) else _has_work
+            level = functools.partial(_level, inputs, feed)
+            carry = jax.lax.while_loop(functools.partial(has_work, builder), level, carry)
     return _finish(builder, carry), carry.memory
 
 
@@ -116,6 +117,20 @@ def _start(inputs: _Inputs, root: Array, memory: PyTree, vocab: int) -> _Carry:
     keep_logits = builder.draws != "point_mass" and (builder.keep_logits or is_sampled)
     log_q = jnp.zeros((batch, builder.places, vocab)) if keep_logits else None
     return _Carry(jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), grown, builder.init(batch), memory, log_q)
+
+
+def _is_static(builder: Builder, context: Context) -> bool:
+    """Return True if the loop over the levels gets a fixed length, at which no draft of this builder ends early.
+
+    On a GPU the host reads a condition that depends on data before each level. A level without work is computed in
+    vain, but such levels only occur at the end of a text.
+    """
+    ends_early = builder.prunes or builder.stop is not None or builder.is_open is not None
+    return platforms.of_program() == "gpu" and context.unlimited is not None and not ends_early
+
+
+def _has_levels(builder: Builder, carry: _Carry) -> Array:
+    return carry.level < builder.levels
 
 
 def _has_work(builder: Builder, carry: _Carry) -> Array:

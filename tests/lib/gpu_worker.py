@@ -5,10 +5,10 @@ import json
 import sys
 from typing import Any
 
-from specjax.models import LlamaConfig
+from specjax.models import LlamaConfig, storage_options
 from specjax.planning import plan
 from specjax.planning.compiler import compile_programs
-from specjax.planning.inputs.model_configs import layout_on, load_config
+from specjax.planning.inputs.model_configs import load_config
 from specjax.planning.workload import make_workload
 
 
@@ -17,7 +17,7 @@ def config_of(source: dict[str, Any]) -> Any:
     changes = dict(source)
     name = changes.pop("name", None)
     if name is None:
-        return LlamaConfig(**{"dtype": "bfloat16", "name": "new", **layout_on("gpu"), **changes})
+        return LlamaConfig(**{"dtype": "bfloat16", "name": "new", **storage_options("gpu"), **changes})
     return dataclasses.replace(load_config(name, "bfloat16", platform="gpu"), **changes)
 
 

@@ -15,6 +15,7 @@ from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
+from specjax.arrays import platforms
 from specjax.drafters import autoregressive, prompt_lookup, swift, two_model
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings, prepare
@@ -85,6 +86,23 @@ def test_commit_of_a_path_equals_a_fresh_prefill(stacked, data):
         row = lambda c, b=b: jax.tree.map(lambda x: jnp.take(x, jnp.array([b]), axis=x.ndim - 4), (c.k, c.v))
         one = lambda c, row=row: kv.KVCache(*row(c), c.length)
         np.testing.assert_allclose(slots(one(committed), n), slots(one(full), n), atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"stacked": True, "cache_dtype": "int8"}])
+def test_one_scatter_writes_what_one_slice_per_row_writes(options, monkeypatch):
+    """GPUs write all rows of a batch at once, also a row whose window would pass the last slot."""
+    target = tiny_llama(**options)
+    rng = np.random.default_rng(0)
+    cache = target.model.init_cache(target.params, None, 3, 128)
+    cache = cache._replace(length=jnp.array([0, 17, 126]))
+    pending = kv.empty_pending(cache, 4)
+    fill = lambda x: jnp.asarray(rng.integers(-9, 9, x.shape), x.dtype)
+    pending = pending._replace(k=jax.tree.map(fill, pending.k), v=jax.tree.map(fill, pending.v))
+    path = jnp.array([[0, 2, -1, -1], [1, -1, -1, -1], [0, 1, 2, 3]])
+    by_row = kv.commit(cache, pending, path, jnp.array([2, 1, 0]))
+    monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
+    at_once = kv.commit(cache, pending, path, jnp.array([2, 1, 0]))
+    jax.tree.map(np.testing.assert_array_equal, at_once, by_row)
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Tree attention against attention written out with one softmax, and its blocked form against it."""
+"""Tree attention against attention written out with one softmax, and its blocked and static forms against it."""
 
 import functools
 
@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from specjax.numerics.quantization import dequantize, quantize
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+from specjax.pallas_kernels.tree_attention.static import static_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
 
 BATCH, HEADS, KV, DIM, SLOTS = 2, 4, 2, 8, 40
 BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "softcap", "block"))
+STATIC = jax.jit(static_tree_attention, static_argnames=("scale", "window", "softcap", "max_scores", "with_total"))
 
 
 def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap):
@@ -67,13 +69,42 @@ def case(rng, t, lengths, tree):
     lengths=st.tuples(*[st.sampled_from([0, 1, 7, 8, 9, 16, 39, 40])] * 2),
     tree=st.sampled_from(["chain", "star", "random"]),
 )
-def test_both_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
+def test_all_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
     arrays = case(np.random.default_rng(seed), 6, lengths, tree)
     options = {"scale": 0.3, "window": window, "softcap": softcap}
     wanted = plain(*arrays, **options)
     arrays = [jnp.asarray(x) for x in arrays]
     np.testing.assert_allclose(reference(*arrays, **options), wanted, atol=2e-5)
     np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16), wanted, atol=2e-5)
+    np.testing.assert_allclose(STATIC(*arrays, **options), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0)])
+def test_the_static_form_reads_many_scores_in_blocks(window, softcap):
+    """Slots beyond the lengths are masked in every block, and the last block begins earlier."""
+    rng = np.random.default_rng(8)
+    arrays = list(case(rng, 6, [300, 9], "random"))
+    for place in (3, 4):
+        arrays[place] = rng.normal(size=(BATCH, KV, 320, DIM)).astype(np.float32)
+        arrays[place][:, :, 300:] = 1e4
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = plain(*arrays, **options)
+    arrays = [jnp.asarray(x) for x in arrays]
+    per_slot = BATCH * HEADS * 6
+    for max_scores in (320 * per_slot, 256 * per_slot, 1):
+        np.testing.assert_allclose(STATIC(*arrays, **options, max_scores=max_scores), wanted, atol=2e-5)
+        ours, theirs = (
+            run(*arrays, **options, with_total=True)
+            for run in (functools.partial(STATIC, max_scores=max_scores), reference)
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
+
+
+@pytest.mark.parametrize(("platform", "has_loop"), [("cuda", False), ("cpu", True)])
+def test_programs_for_gpus_have_no_loop_of_dynamic_length(platform, has_loop):
+    arrays = [jnp.asarray(x) for x in case(np.random.default_rng(0), 6, [0, 23], "random")]
+    traced = jax.jit(functools.partial(tree_attention, scale=0.3)).trace(*arrays)
+    assert ("stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()) == has_loop
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -86,7 +117,7 @@ def test_quantised_keys_and_values_stand_for_what_they_round_to(window, softcap,
     if layer is not None:
         keys_values[2:] = [jax.tree.map(lambda x: jnp.stack([x + 1, x]), x) for x in keys_values[2:]]
     arrays = [jnp.asarray(q), *keys_values, *(jnp.asarray(x) for x in (length, positions, mask))]
-    for run in (reference, functools.partial(BLOCKED, block=16), tree_attention):
+    for run in (reference, functools.partial(BLOCKED, block=16), STATIC, tree_attention):
         np.testing.assert_allclose(run(*arrays, layer=layer, **options), wanted, atol=2e-5)
 
 

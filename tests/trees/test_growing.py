@@ -26,8 +26,10 @@ from toy import (
 )
 
 from specjax import UsageError, decode, trees, verifiers
+from specjax.arrays import platforms
 from specjax.drafters import two_model
 from specjax.engine.prepare import Settings
+from specjax.trees import growing
 from specjax.types import Context, DraftOutput, Sampling
 
 BUILDERS = {
@@ -363,3 +365,20 @@ def test_a_weighed_tree_says_how_likely_each_node_is():
     real = np.array([0, 1, 2, 4])
     np.testing.assert_allclose(plain.chances[0, real], [1, p, q, below], rtol=1e-5)
     np.testing.assert_allclose(confident.chances[0, real], [1, 0.5, 0.5 * q / p, 0.25], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rsd_s", "dyspec"])
+def test_levels_on_gpus_have_a_fixed_number_unless_drafts_end_early(name, monkeypatch):
+    """The text stays that of plain decoding. Three rows, so that nothing is traced before the patch."""
+    prompts, key = PROMPTS[:3], jax.random.key(0)
+    drafter = two_model(tiny_llama(seed=1, layers=1), tree=BUILDERS[name])
+    monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
+    loops, while_loop = [], jax.lax.while_loop
+    monkeypatch.setattr(
+        growing.jax.lax, "while_loop", lambda test, *rest: loops.append(test) or while_loop(test, *rest)
+    )
+    text = decode(tiny_llama(), drafter, prompts, key=key, max_new_tokens=20).to_lists()
+    assert text == plain()[:3]
+    conditions = {test.func for test in loops if isinstance(test, functools.partial)}
+    assert (growing._has_levels in conditions) == (name == "rsd_s")
+    assert (growing._has_work in conditions) == (name == "dyspec")

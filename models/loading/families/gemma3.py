@@ -62,7 +62,7 @@ def stored_gguf(config: Gemma3Config, arch: str) -> dict[str, StoredTensor]:
 def config_from_hf(hf: ConfigFields, **options) -> Gemma3Config:
     """Build a config from the config.json of one of HF_TYPES.
 
-    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
+    `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     kind, where = hf.text("model_type"), hf.where
     if kind == "gemma3":

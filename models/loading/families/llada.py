@@ -46,7 +46,7 @@ def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
-    """Build a config from config.json. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    """Build a config from config.json. `options`: dtype, cache_dtype, name, and those of `storage_options`."""
     for field, supported_value in SUPPORTED_FIELDS.items():
         value = hf.value(field)
         if value is not None and value != supported_value:

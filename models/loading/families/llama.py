@@ -163,7 +163,7 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     """Build a config from the config.json of one of HF_TYPES.
 
-    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
+    `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     if hf.text("model_type") == "mistral3":
         hf = text_config(hf, {"model_type": "mistral"})

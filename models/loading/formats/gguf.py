@@ -34,7 +34,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     """Parse a file. Return the checkpoint and its metadata, which include the tokenizer.
 
-    `options`: dtype, stacked, cache_dtype, cache_lanes, name.
+    `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     meta, tensors = read_header(file)
     where = str(file)

@@ -67,7 +67,7 @@ def read(folder: Path, fields: ConfigFields | None = None, **options) -> Checkpo
 
     Args:
       fields: its config, which records what is read; None: it is read from the folder.
-      options: dtype, stacked, cache_dtype, cache_lanes, name.
+      options: dtype, cache_dtype, name, and those of `storage_options`.
     """
     fields = fields or read_config(folder)
     parsed, stored = parse_config(fields, **options)

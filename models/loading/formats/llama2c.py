@@ -24,7 +24,7 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 
 
 def read(file: Path, **options) -> Checkpoint:
-    """Parse a model file. `options`: dtype, stacked, cache_dtype, cache_lanes, name."""
+    """Parse a model file. `options`: dtype, cache_dtype, name, and those of `storage_options`."""
     check_file(file)
     with open(file, "rb") as handle:
         head = handle.read(HEADER.size)

@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
 """Files of a folder that belong to its tokenizer, or define its end tokens."""
 
 TOKEN_ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"
-RUNTIME_FIELDS = "stacked", "cache_dtype", "cache_lanes", "cache_bits", "same_bits", "name"
+RUNTIME_FIELDS = "stacked", "joined", "cache_dtype", "cache_lanes", "cache_bits", "same_bits", "name"
 """Fields of a config that depend on the process that runs the model, and are not stored."""
 
 
@@ -94,7 +94,7 @@ def _stored_fields(config: Config) -> dict[str, Any]:
 
 
 def _named_tensors(target: Target) -> dict[str, jax.Array]:
-    """Return the tensors under the names of the family's own files, one per layer."""
+    """Return the tensors under the names of the family's own files, one per layer and projection."""
     config: Any = target.model.config
     family = registry.by_config(config)
     kind = family.config_to_hf(config)["model_type"]
@@ -105,8 +105,9 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
     joined_parts: dict[str, dict[int, jax.Array]] = {}  # parts of a joined tensor by their first row
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
-        for layer, stored in enumerate(leaf.parts):
-            tensor = value[layer] if leaf.stacked else value
+        for part in leaf.parts:
+            stored, tensor = part.stored, value[part.layer] if leaf.stacked else value
+            tensor = tensor if part.rows is None else tensor[part.rows]
             # Loading adds this number, and subtracting it in float32 is exact.
             tensor = tensor.astype(np.float32) - np.float32(stored.add) if stored.add else tensor
             if stored.rows:

@@ -30,7 +30,7 @@ from specjax.models.loading.heads.format import NEUTRAL
 from specjax.models.loading.heads.settings import by_own_names, names_of, override
 from specjax.models.loading.heads.target_fit import check_family, target_spec, trained_target
 from specjax.models.loading.heads.writing import save_head, stored_name
-from specjax.models.loading.tensors.assembly import Parameter, StoredTensor, fill, insert, refuse_tensors
+from specjax.models.loading.tensors.assembly import Parameter, Part, StoredTensor, fill, insert, refuse_tensors
 from specjax.types import PyTree, Target
 
 __all__ = ["LoadedHead", "load_head", "read_head", "recognise", "save_head"]
@@ -191,7 +191,7 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
                 f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(struct.shape)}"
             )
         else:
-            leaves.append(Parameter(keys, struct.shape, struct.dtype, (StoredTensor(stored),), stacked=False))
+            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(StoredTensor(stored)),), stacked=False))
     extra = sorted(tensors.file_names[name] for name in tensors if name not in used)
     unused = tuple(name for name in extra if any(re.match(pattern, name) for pattern in plan.unused))
     refuse_tensors(path, missing, wrong, [name for name in extra if name not in unused])

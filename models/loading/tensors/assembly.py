@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import has_kv_head_rows, shard_config
 from specjax.models.loading.tensors.tensors import LazyTensor, TensorLocation, read_rows
+from specjax.models.storage import JOINED, rows_in_joined
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned
@@ -63,22 +65,34 @@ class Checkpoint(NamedTuple):
     ignored: Callable[[str], bool] = lambda name: False  # tensors that no parameter needs
 
 
+class Part(NamedTuple):
+    """A stored tensor, and the part of a parameter that it fills."""
+
+    stored: StoredTensor
+    layer: int = 0  # index in a stack of layers
+    rows: np.ndarray | None = None  # int[n], rows of one member of a joined parameter; None: all
+    copies: int = 1  # of each key/value head; the file has one
+
+
 class Parameter(NamedTuple):
-    """A parameter array and the stored tensors that fill it. There is one, or one per layer if layers are stacked."""
+    """A parameter array and its parts: one, or one per layer of a stack and per member of a joined parameter."""
 
     keys: tuple
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: tuple[StoredTensor, ...]
+    parts: tuple[Part, ...]
     stacked: bool
     sharding: Any = None  # None: on the default device
-    copies: int = 1  # of each key/value head; the file has one
 
     @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Return the shape that one stored tensor must have."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        return (shape[0] // self.copies, *shape[1:])
+    def layer_shape(self) -> tuple[int, ...]:
+        """Return the shape of one layer."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    def stored_shape(self, part: Part) -> tuple[int, ...]:
+        """Return the shape of the stored rows of a part."""
+        rows, *columns = self.layer_shape
+        return ((rows if part.rows is None else len(part.rows)) // part.copies, *columns)
 
 
 class DevicePart(NamedTuple):
@@ -100,12 +114,13 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     stacked = dataclasses.replace(checkpoint.config, stacked=True)
     for parameter in list_parameters(checkpoint._replace(config=stacked)):
         for part in parameter.parts:
-            expected_shape = (part.rows or parameter.row_shape[0], *parameter.row_shape[1:])
-            required.add(part.name)
-            if part.name not in tensors:
-                missing.append(part.name)
-            elif tensors[part.name].shape != expected_shape:
-                wrong.append(f"{part.name} is {quote(list(tensors[part.name].shape))}, not {list(expected_shape)}")
+            name, (num_rows, *columns) = part.stored.name, parameter.stored_shape(part)
+            expected_shape = (part.stored.rows or num_rows, *columns)
+            required.add(name)
+            if name not in tensors:
+                missing.append(name)
+            elif tensors[name].shape != expected_shape:
+                wrong.append(f"{name} is {quote(list(tensors[name].shape))}, not {list(expected_shape)}")
     extra = sorted(name for name in tensors if name not in required and not checkpoint.ignored(name))
     unique = lambda names: list(dict.fromkeys(names))  # a joined tensor occurs once per part
     refuse_tensors(checkpoint.path, unique(missing), unique(wrong), extra)
@@ -151,11 +166,24 @@ def list_parameters(
         keys = tuple(entry.key for entry in path)
         in_stack = config.stacked and keys[0] == "layers"
         layers = range(shape_dtype.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
-        names = ["*" if isinstance(key, int) else key for key in keys]
-        stored = checkpoint.stored[".".join(["layers", "*", *names[1:]] if in_stack else names)]
-        parts = tuple(stored._replace(name=stored.name.replace("*", str(layer))) for layer in layers)
-        copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, keys[-2]) else 1
-        yield Parameter(keys, shape_dtype.shape, shape_dtype.dtype, parts, in_stack, sharding, copies)
+        shape = shape_dtype.shape
+        members = _members(full_config, keys, shape[1] if in_stack else shape[0])
+        parts = []
+        for (name, rows), (place, layer) in itertools.product(members.items(), enumerate(layers)):
+            fields = ["*" if isinstance(key, int) else key for key in (*keys[:-2], name, keys[-1])]
+            stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack else fields)]
+            stored = stored._replace(name=stored.name.replace("*", str(layer)))
+            copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
+            parts.append(Part(stored, place, rows, copies))
+        yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), in_stack, sharding)
+
+
+def _members(config: Config, keys: tuple, num_rows: int) -> dict[str, np.ndarray | None]:
+    """Return the stored modules of the parameter at `keys`, and the rows of each. None: all rows."""
+    name = keys[-2]
+    if name not in JOINED:
+        return {name: None}
+    return {member: rows_in_joined(config, name, member, num_rows) for member in JOINED[name]}
 
 
 def _first_names(names: list[str]) -> str:
@@ -174,20 +202,20 @@ def fill(
     """Read, convert and place all parts of one parameter, with one task per chunk of rows."""
     device_parts = _device_parts(parameter)
     tasks = []
-    for layer, part in enumerate(parameter.parts):
-        tensor = tensors[part.name]
+    for part in parameter.parts:
+        tensor = tensors[part.stored.name]
         source = _source_rows(parameter, part, head_dim)
         destinations = [
             (
                 device_part.where[parameter.stacked :],
-                device_part.values[layer] if parameter.stacked else device_part.values,
+                device_part.values[part.layer] if parameter.stacked else device_part.values,
             )
             for device_part in device_parts
         ]
         chunk_rows = max(1, CHUNK_ELEMENTS // math.prod(tensor.shape[1:]))
         for start in range(0, tensor.shape[0], chunk_rows):
             stop = min(start + chunk_rows, tensor.shape[0])
-            tasks.append(pool.submit(_write_rows, destinations, tensor, start, stop, part.add, source))
+            tasks.append(pool.submit(_write_rows, destinations, tensor, start, stop, part.stored.add, source))
     for task in tasks:
         task.result()
     device_arrays = [
@@ -218,14 +246,24 @@ def _device_parts(parameter: Parameter) -> list[DevicePart]:
     ]
 
 
-def _source_rows(parameter: Parameter, part: StoredTensor, head_dim: int) -> np.ndarray | None:
-    """Return the stored row of each row of the parameter, int[rows]; None if they are the same."""
-    if not part.heads and not part.rows and parameter.copies == 1:
+def _source_rows(parameter: Parameter, part: Part, head_dim: int) -> np.ndarray | None:
+    """Return the stored row of each row of the parameter, int[rows]; None if they are the same.
+
+    Rows of other members of a joined parameter get -1.
+    """
+    stored = part.stored
+    if not stored.heads and not stored.rows and part.copies == 1 and part.rows is None:
         return None
-    rows = part.first + np.arange(parameter.row_shape[0])
-    if part.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
-        rows = rows.reshape(part.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return rows if parameter.copies == 1 else np.repeat(rows.reshape(-1, head_dim), parameter.copies, 0).reshape(-1)
+    source = stored.first + np.arange(parameter.stored_shape(part)[0])
+    if stored.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
+        source = source.reshape(stored.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if part.copies > 1:
+        source = np.repeat(source.reshape(-1, head_dim), part.copies, 0).reshape(-1)
+    if part.rows is None:
+        return source
+    of_joined = np.full(parameter.layer_shape[0], -1)
+    of_joined[part.rows] = source
+    return of_joined
 
 
 def _write_rows(

@@ -121,7 +121,7 @@ def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform
     def propose(params: ChoiceParams, keys, state: State, context: Context, limit: Array):
         arm = bandit.choose(state.arms)
         which, depth = (arm - 1) // len(depths), jnp.asarray(depths)[(arm - 1) % len(depths)]
-        bound = jnp.where(arm == 0, 0, jnp.minimum(limit, depth))
+        bound, context = jnp.where(arm == 0, 0, jnp.minimum(limit, depth)), context._replace(unlimited=None)
 
         def drafted_by(index: int):
             def draft(states):

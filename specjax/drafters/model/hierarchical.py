@@ -184,7 +184,7 @@ def _skip_draft(
 ) -> tuple[State, TokenTree]:
     """Skip the draft and the pass of the middle model; the inner drafter reads only the length of the text."""
     target = Target(match_vocabulary(config.model, context.target), params[0])
-    below = context._replace(cache=state.cache, target=target)
+    below = context._replace(cache=state.cache, target=target, unlimited=None)
     tree, drafted = config.inner.propose(params[1], keys, state.draft, below, jnp.zeros_like(context.length))
     path = jnp.full_like(tree.parents, -1)
     mask = jnp.zeros((*path.shape, path.shape[1]), bool)

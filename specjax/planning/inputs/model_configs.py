@@ -16,7 +16,7 @@ import jax
 from specjax import configs
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
-from specjax.models import abstract_params, cache_lanes_for, loading
+from specjax.models import abstract_params, loading, storage_options
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
@@ -40,11 +40,6 @@ def _name(source: str | Path) -> str:
     return str(source).replace("-", "_").replace(".", "_").lower()
 
 
-def layout_on(platform: str) -> dict[str, Any]:
-    """Return the fields of a config for the layout that `specjax.load` uses on "tpu" or "gpu"."""
-    return {"stacked": platform == "tpu", "cache_lanes": cache_lanes_for(platform)}
-
-
 def load_config(source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu") -> Any:
     """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
 
@@ -62,8 +57,8 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target", platform
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # False for invalid names, where pathlib may raise
     if name in configs_by_name and not os.path.exists(path):
-        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **layout_on(platform))
-    options = {"dtype": dtype, **layout_on(platform), "name": path.resolve().name if is_folder else path.stem}
+        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **storage_options(platform))
+    options = {"dtype": dtype, **storage_options(platform), "name": path.resolve().name if is_folder else path.stem}
     try:
         with guarded_read(path):
             if is_folder and (path / "config.json").is_file():

@@ -17,6 +17,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
+from specjax.models.storage import split_projections
 from specjax.training.data.vocabulary import VOCABULARY, check_draft_ids, invert_ids
 from specjax.types import PyTree, Target
 
@@ -99,7 +100,7 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     source: Any = target.params
     if not isinstance(source, dict) or "layers" not in source:
         return params
-    layers = _unstack_layers(source["layers"])
+    layers = _unstack_layers(split_projections(source["layers"], target.model.config))
     params = dict(params)
     if "norm" in params and "norm" in source:
         params["norm"] = _fit(params["norm"], source["norm"])

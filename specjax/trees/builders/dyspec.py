@@ -72,6 +72,7 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
         levels=depth,
         draws="without_replacement",
         widths=tuple(w for w in (1, 8, 16, 32, 64) if w < nodes),
+        prunes=True,
     )
 
 
