@@ -99,7 +99,7 @@ def read_blocks(denoiser: Denoiser, cache: PyTree, tokens: Array, count: Array) 
         _, pending = forward(denoiser, cache, window, start + places, mask)
         return model.commit(cache, pending, places, jnp.clip(count - start, 0, size))
 
-    sizes = _whole_blocks(denoiser, wide_chunk(batch, tokens.shape[1])), _whole_blocks(denoiser, CHUNK)
+    sizes = _whole_blocks(denoiser, wide_chunk(batch, slots=tokens.shape[1])), _whole_blocks(denoiser, CHUNK)
     return in_chunks(read_chunk, cache, jnp.max(count), *sizes)
 
 

@@ -65,7 +65,7 @@ def prefill_and_read(
         contract_checks.check_same("the drafter's prefill", state, new_state)
         return committed, new_state
 
-    return in_chunks(read_chunk, (cache, state), jnp.max(count), wide_chunk(batch, tokens.shape[1]), CHUNK)
+    return in_chunks(read_chunk, (cache, state), jnp.max(count), wide_chunk(batch, slots=tokens.shape[1]), CHUNK)
 
 
 def in_chunks(
@@ -89,12 +89,12 @@ def in_chunks(
         return chunks_of(narrow, longest, carry)[1]
 
 
-def wide_chunk(batch: int, slots: int | None = None, platform: str | None = None) -> int:
+def wide_chunk(batch: int, platform: str | None = None, slots: int | None = None) -> int:
     """Return the tokens per row of a wide pass over `batch` rows, or CHUNK if there are no wide passes.
 
     Args:
-      slots: size of the token buffer; no pass over a smaller one is wide. None: it is large.
       platform: a JAX backend; the default is that of the program that is traced.
+      slots: size of the token buffer; no pass over a smaller one is wide. None: it is large.
     """
     if (platform or platforms.of_program()) == "cpu":
         return CHUNK

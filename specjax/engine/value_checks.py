@@ -124,7 +124,7 @@ def count_sound_nodes(hidden: Array, logits: NodeLogits, verdict: Verdict, *, pr
 
 def are_sound(logits: Array) -> Array:
     """Return True for logits [..., V] from which a token can be drawn, bool[...]: no NaN or Inf, not all forbidden."""
-    return jnp.isfinite(jnp.max(logits, -1))  # the maximum is NaN or Inf if any logit is; -Inf if all are
+    return jnp.isfinite(jnp.max(logits, -1))  # the maximum is NaN or Inf if any logit is, and -Inf if all are
 
 
 def find_bad_parameter(target: Any) -> str | None:

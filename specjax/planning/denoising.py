@@ -143,7 +143,7 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
         state = jax.eval_shape(start, args.job)
     state = _placed(work, args, state)
     causal = parts.denoiser.is_causal
-    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, platform=work.platform))
+    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))
     blocks = math.ceil(work.context / BLOCK[work.platform]) if causal else 1
     rounds = math.ceil(work.max_new_tokens / COLUMNS_AT)
     share = min(1.0, COLUMNS_AT / parts.width)

@@ -70,7 +70,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     with device_kind(args.mesh):
         state = jax.eval_shape(start, args.job)
     state = place_state(work, args, state)
-    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, platform=work.platform))
+    chunks = count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))
     blocks = math.ceil(work.context / BLOCK[work.platform])
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)

@@ -37,7 +37,7 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
     def step(context: float) -> float:
         return sum(count * one_pass(context) for count, one_pass in passes)
 
-    chunks = max(1, sum(count_chunks(work.context - 1, wide_chunk(work.batch, platform=work.platform))))
+    chunks = max(1, sum(count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))))
     prefill = sum(chunks * one_pass(work.context / 2, head=False) for _, one_pass in passes)
     middle = work.context + work.max_new_tokens / 2
     return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}

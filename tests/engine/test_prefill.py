@@ -13,8 +13,8 @@ from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
 
 def test_chunks_by_platform_and_batch():
     for platform in ("tpu", "gpu"):
-        assert [wide_chunk(batch, platform=platform) for batch in (1, 2, 3, 4, 64)] == [512, 256, 128, 128, 128]
-    assert {wide_chunk(batch, platform="cpu") for batch in (1, 64)} == {CHUNK}
+        assert [wide_chunk(batch, platform) for batch in (1, 2, 3, 4, 64)] == [512, 256, 128, 128, 128]
+    assert {wide_chunk(batch, "cpu") for batch in (1, 64)} == {CHUNK}
     assert wide_chunk(1) == CHUNK  # these tests run on a CPU
 
 
@@ -54,8 +54,8 @@ def test_texts_do_not_depend_on_the_chunks(monkeypatch):
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_a_buffer_that_is_smaller_than_a_wide_chunk_is_read_in_narrow_ones(platform, monkeypatch):
     """A short prompt with a short answer, in one row, where a wide chunk has 512 tokens."""
-    assert wide_chunk(1, CHUNK * 2, platform) == CHUNK
-    assert wide_chunk(1, 512, platform) == 512
+    assert wide_chunk(1, platform, CHUNK * 2) == CHUNK
+    assert wide_chunk(1, platform, 512) == 512
     target = tiny_llama(layers=1)
     monkeypatch.setattr(prefill.platforms, "of_program", lambda: platform)
     jax.clear_caches()
