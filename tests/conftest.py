@@ -20,7 +20,8 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if os.environ["JAX_PLATFORMS"] != "cpu":  # oracles multiply float32 numbers outside of the library's programs
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 DEVICES = int(os.environ.get("SPECJAX_TEST_DEVICES", "8"))
-# On a GPU, XLA needs passes that the quick flags leave out: without "gemv-rewriter" some products do not compile there.
+# The quick flags are for CPUs. They leave out passes such as "gemv-rewriter", which gives products on GPUs the
+# dimensions that XLA's kernels need.
 quick = os.environ["JAX_PLATFORMS"] == "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=DEVICES, quick=quick)}"
 

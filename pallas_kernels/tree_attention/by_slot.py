@@ -24,8 +24,14 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.numerics.quantization import BITS
 from specjax.numerics.reproducible_math import FRACTION, fixed_point, power_of_two, sum_in_order, two_to
-from specjax.pallas_kernels.tree_attention.reference import factors, finish, group_queries, select_layer
-from specjax.pallas_kernels.tree_attention.xla import cut_slots, products
+from specjax.pallas_kernels.tree_attention.reference import (
+    factors,
+    finish,
+    group_queries,
+    plain_products,
+    select_layer,
+)
+from specjax.pallas_kernels.tree_attention.xla import cut_slots
 
 GROUP = 64  # slots; a multiple of the length that matrix units sum at once
 BLOCK = 256  # slots per iteration
@@ -69,7 +75,7 @@ def tree_attention_by_slot(
         """Return int32[B, K, G, T, n], the scores of keys [B, K, n, h]."""
         keys, scales = factors(keys, q.dtype)
         both = jax.lax.optimization_barrier((_pad_rows(grouped), _pad_rows(keys)))
-        s = products(*both)[:, :, :rows, : keys.shape[2]]
+        s = _score_products(*both)[:, :, :rows, : keys.shape[2]]
         s = s if scales is None else s * scales
         s = s if softcap is None else softcap * jnp.tanh(s / softcap)
         return fixed_point(s).reshape(batch, kv_heads, heads // kv_heads, t, -1)
@@ -155,7 +161,7 @@ def _add_keys(sums: Sums, scores, visible, values, scales, group: int) -> Sums:
     lhs, rhs = jax.lax.optimization_barrier((lhs, rhs))
     batched = (0, 1, 2, 3), (0, 1, 2, 3)
     parts = jax.lax.dot_general(lhs, rhs, (((5,), (4,)), batched), preferred_element_type=jnp.float32)
-    parts = parts[..., : by_values.shape[3], :]  # float32[B, K, W, n / group, rows, h]
+    parts = jax.lax.optimization_barrier(parts)[..., : by_values.shape[3], :]  # float32[B, K, W, n / group, rows, h]
     parts = parts.transpose(3, 0, 1, 4, 2, 5)  # [n / group, B, K, rows, W, h]; rows * W is G * T in the order of `sums`
     totals = sum_in_order(in_groups(weights, 4))  # float32[B, K, G, T, n / group]
     fade = two_to(sums.top - top)
@@ -164,6 +170,16 @@ def _add_keys(sums: Sums, scores, visible, values, scales, group: int) -> Sums:
         value_sum += part.reshape(value_sum.shape)
         weight_sum += totals[..., i]
     return Sums(value_sum, weight_sum, top)
+
+
+def _score_products(q, keys):
+    """Multiply like `xla.products`, in one form for every batch.
+
+    The barrier keeps the result in its layout. For a batch of one, XLA would otherwise exchange the operands instead of
+    transposing the result, and another kernel sums them (1 of 100 float32 numbers differed, on a CPU with AMX).
+    """
+    by_keys = lambda q, keys: jax.lax.optimization_barrier(plain_products(keys, q)).swapaxes(2, 3)
+    return jax.lax.platform_dependent(q, keys, cpu=by_keys, default=plain_products)
 
 
 def _in_parts(add_tail, sums: Sums, tail_scores, visible) -> Sums:

@@ -167,8 +167,7 @@ def make_workload(
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
     if same_bits:
-        platform = getattr(slice_.chip, "platform", "tpu")
-        _check_same_bits(target_config, platform, {"data": data, "sequence": sequence})
+        _check_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
         target_config = dataclasses.replace(target_config, same_bits=True)
     draft_config = None if draft is None else load(draft, "--draft")
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):

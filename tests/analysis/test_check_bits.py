@@ -1,7 +1,6 @@
 """check_bits on tiny models: nothing differs where the model promises that, and something does where it does not."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +97,6 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch):
         np.testing.assert_allclose(prompt_outputs[at].logits, plain[at].logits, atol=1e-4)
 
 
-HAS_AMX = Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-
-
-@pytest.mark.xfail(HAS_AMX, reason="on a CPU with AMX bits depend on the pass: a defect of same_bits", strict=False)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.9])
 def test_texts_are_those_of_plain_decoding(temperature):
     """Speculative texts are those of plain decoding where rounding would part some of them: compare the test above."""

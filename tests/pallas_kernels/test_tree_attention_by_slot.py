@@ -103,3 +103,13 @@ def test_quantised_keys_and_values():
     np.testing.assert_allclose(
         got, np.asarray(reference(q.astype(jnp.float32), *keys_values, *geometry, scale=SCALE)), atol=0.03
     )
+
+
+@pytest.mark.parametrize("rows", [2, 14])
+def test_scores_of_a_row_are_the_same_alone_and_in_a_batch(rows):
+    """With AMX, 67 of 1,024 float32 scores of `xla.products` differ for 2 rows, and none of them here."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(2, 2, count, 16)), jnp.bfloat16) for count in (rows, 256))
+    pad = by_slot._pad_rows
+    run = jax.jit(lambda q, k: by_slot._score_products(*jax.lax.optimization_barrier((pad(q), pad(k)))))
+    np.testing.assert_array_equal(run(q[:1], k[:1])[0], run(q, k)[0])
