@@ -7,7 +7,7 @@ from specjax.catalog.options import REQUIRED
 
 PROVIDED = {
     "drafter": {"draft", "head", "datastore", "denoiser"},
-    "decoder": {"draft", "head", "datastore", "devices"},
+    "decoder": {"draft", "head", "datastore", "devices", "any_order"},
     "collaboration": {"draft", "safe", "segmenter", "judging", "cues"},
 }
 """The inputs that flags provide, by kind of method: models of --draft, a --datastore, and words of --set."""
@@ -23,7 +23,7 @@ def command_of(row: Method) -> str | None:
         return None
     required = [f"{option.name}={option.form}" for option in row.settable if option.default is REQUIRED]
     models = [flag for need, flag in STAND_INS.items() if need in row.needs]
-    if row.kind == "diffusion":
+    if row.kind == "diffusion" or "any_order" in row.needs:
         models.append("--target MODEL")
     if "datastore" in row.needs:
         models.append("--datastore FOLDER")

@@ -1,6 +1,6 @@
 """Decoding loops that do not draft, verify and commit with a drafter, one published method per file."""
 
-from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset
+from specjax.decoders.any_subset import AnySubsetModel, AnySubsetResult, any_subset, blank_prompts, load_any_order
 from specjax.decoders.ceed_vla import ceed_vla
 from specjax.decoders.continuous import ContinuousModel, ContinuousResult, continuous
 from specjax.decoders.hamburger import hamburger
@@ -17,9 +17,11 @@ __all__ = [
     "PearlResult",
     "SuperposedResult",
     "any_subset",
+    "blank_prompts",
     "ceed_vla",
     "continuous",
     "hamburger",
+    "load_any_order",
     "lud",
     "pearl",
     "pearl_in_one_program",

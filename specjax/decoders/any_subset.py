@@ -20,12 +20,14 @@ complete sequence, without a cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
@@ -36,6 +38,8 @@ from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
+from specjax.models.any_order import XLNetConfig, forward, load_xlnet
+from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
 from specjax.numerics.validation import check_integer
 from specjax.trees.operations import chain
@@ -70,6 +74,13 @@ class AnySubsetModel:
     vocab_size: int = field(metadata={"static": True})
     mask_token: int | None = field(metadata={"static": True}, default=None)  # id of missing tokens
     params: PyTree = ()
+    name: str = field(metadata={"static": True}, default="any-order model")
+    max_positions: int = field(metadata={"static": True}, default=(1 << 31) - 1)
+
+    @property
+    def model(self) -> AnySubsetModel:
+        """Return the object itself, whose facts have the names of those in `Target.model`."""
+        return self
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +151,43 @@ def check_options(
     """Check the options, and return the settings. Raises: UsageError."""
     check_integer("window", window, 1)
     return Settings(temperature, top_k, top_p)
+
+
+def load_any_order(source: str | Path) -> tuple[AnySubsetModel, Tokenizer]:
+    """Load an XLNet language model, a folder or a hub id, in float32. Raises: UsageError for any other model."""
+    loaded = load_xlnet(source)
+    model = AnySubsetModel(
+        _apply(loaded.config), loaded.config.vocab_size, loaded.mask_token, loaded.params, name=loaded.name
+    )
+    return model, loaded.tokenizer
+
+
+@functools.cache
+def _apply(config: XLNetConfig) -> Callable[..., Array]:
+    """Return the function of a model, the same object for the same config."""
+    return functools.partial(forward, config)
+
+
+def blank_prompts(
+    model: AnySubsetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens int32[B, S], missing bool[B, S] and lengths int32[B] of prompts with mask tokens.
+
+    A prompt without mask tokens is continued: `max_new_tokens` missing tokens follow it.
+
+    Raises: UsageError for a model without a mask token, or an empty prompt.
+    """
+    blank = model.mask_token
+    if blank is None:
+        raise UsageError("the model has no mask_token, which stands for a missing token in a prompt; set it")
+    if not all(len(prompt) for prompt in prompts):
+        raise UsageError("a prompt is empty; give it at least one token")
+    rows = [prompt if blank in prompt else [*prompt, *[blank] * max_new_tokens] for prompt in prompts]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    return tokens, (tokens == blank) & (np.arange(tokens.shape[1]) < lengths[:, None]), lengths
 
 
 def token_order(missing: Array, lengths: Array) -> TokenOrder:

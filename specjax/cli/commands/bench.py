@@ -137,6 +137,7 @@ bench.__doc__ = HELP
 
 def _bench_drafters(flags: BenchRequest) -> None:
     """Compare drafters with plain decoding."""
+    from specjax.catalog import METHODS
     from specjax.cli.output.console import Console
     from specjax.cli.runs.bench.drafters import DrafterComparison
     from specjax.cli.runs.loops import checks
@@ -151,6 +152,10 @@ def _bench_drafters(flags: BenchRequest) -> None:
     )  # fmt: skip
     explicit = flags.sampling.different
     for name in checks.only_loops(selection.methods):
+        require(
+            "any_order" not in METHODS[name].needs,
+            f"--method {name} fills in missing tokens, which the prompts of bench do not have; use specjax generate",
+        )
         checks.refuse_other_flags(flags.draft)
         checks.check_loop(name, selection.options, explicit)
     lines = _read(flags)

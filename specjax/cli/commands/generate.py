@@ -214,10 +214,11 @@ def _draft(flags: GenerateFlags) -> None:
 
 def _loop(flags: GenerateFlags, method: str) -> None:
     """Generate with a method that has a loop of its own."""
+    from specjax.catalog import METHODS
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
     from specjax.cli.runs.generation import GenerationOptions
-    from specjax.cli.runs.loops import checks
+    from specjax.cli.runs.loops import checks, infilling
     from specjax.cli.runs.loops.run import LoopGeneration
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.selection import select
@@ -231,16 +232,27 @@ def _loop(flags: GenerateFlags, method: str) -> None:
     )
     settings = checks.check_loop(method, selection.options, sampling.explicit)
     decoding = dataclasses.replace(selection.decoding, settings=settings)
+    is_filling = "any_order" in METHODS[method].needs
+    if is_filling:
+        infilling.check_flags(flags.models, flags.prompts.system, run.stop_string)
     source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system)
     lines = source.read()
     log, out = Console(stderr=True), Console(quiet=run.as_json)
+    report = Report(log, out, run.as_json, path=run.batch_file)
+    if is_filling:
+        session = infilling.open_any_order(log, flags.models)
+        rows, bad = source._replace(raw=True).encode(lines, session, sampling.max_new_tokens)
+        window = selection.options.values(method).get("window")
+        filling = infilling.Infilling(session, decoding, window, rows, run.batch_size, run.compare)
+        execute(filling, report._replace(bad=bad))
+        return
     session, _ = selection.open(log)
     rows, bad = source.encode(lines, session, sampling.max_new_tokens)
     more = GenerationOptions(run.compare, stop=tuple(run.stop_string or ()))
     generation = LoopGeneration(
         session, decoding, method, selection.options, rows, run.batch_size, more, sampling.explicit
     )
-    execute(generation, Report(log, out, run.as_json, bad=bad, path=run.batch_file))
+    execute(generation, report._replace(bad=bad))
 
 
 def _select(flags: GenerateFlags):

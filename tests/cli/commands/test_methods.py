@@ -14,6 +14,7 @@ from specjax.catalog.inputs import missing_inputs
 from specjax.cli.options import completion, drafter_flags
 from specjax.cli.runs import selection, session
 from specjax.cli.runs.collaboration import checks
+from specjax.cli.runs.loops import infilling
 
 
 def test_all_methods_with_what_they_are(cli):
@@ -44,7 +45,8 @@ def test_commands_are_named_for_methods_that_they_run(cli, refused, monkeypatch,
     def stop(*arguments, **options):
         raise specjax.UsageError("the models are loaded")
 
-    for module, name in ((specjax, "load"), (specjax, "load_denoiser"), (session, "open_datastore")):
+    loaders = ("load", specjax), ("load_denoiser", specjax), ("open_datastore", session), ("load_any_order", infilling)
+    for name, module in loaders:
         monkeypatch.setattr(module, name, stop)
     adaptive.save_probes(tmp_path / "probes.safetensors", adaptive.Probes(np.zeros((1, 4)), np.zeros(1)))
     adaptive.save_routers(tmp_path / "routers.safetensors", adaptive.Routers(np.zeros((1, 4)), np.zeros(1)))
