@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 import specjax
+from specjax import controllers
 from specjax.bench import records as report
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
+from specjax.controllers.spec_kv import Weights
 
 KEYS = {
     "method",
@@ -158,6 +160,20 @@ def test_costs_are_measured_for_the_prompts_that_there_are(cli, monkeypatch):
     monkeypatch.setattr(specjax.costs, "measured", measured)
     run = ("generate", "abc", *SHORT, "--method", "prompt_lookup", "--controller", "goodput")
     assert cli(*run, "--costs", "measured", "--batch-size", 10**12).code == 0 and batches == [1]
+
+
+def test_a_trained_network_sets_the_draft_length(cli, refused, tmp_path):
+    """The controller spec_kv reads the drafter's distributions, and does not change the greedy text."""
+    file = tmp_path / "network.safetensors"
+    zeros = Weights(np.zeros((6, 16)), np.zeros(16), np.zeros(16), np.zeros(()))
+    controllers.save_spec_kv(file, zeros)
+    run = ("generate", "abc", "--json", *SHORT, "--controller", f"spec_kv:{file},gammas=1/3,start=2")
+    draft = ("--method", "two_model", "--draft", "draft", "--set", "keep_logits=yes", "--num-draft-tokens", 3)
+    document = json.loads(cli(*run, *draft, "--compare").out)
+    assert document["identical"] is True and document["drafted"] > 0
+    words = refused(*run, "--method", "prompt_lookup")
+    assert "the controller reads the drafter's distributions, which this drafter does not return" in words
+    assert "--controller" in refused(*run[:-1], f"spec_kv:{tmp_path / 'none.safetensors'}")
 
 
 def test_goodput_knows_what_the_draft_model_costs(cli, monkeypatch, tmp_path):
