@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import specjax
-from specjax import drafters
+from specjax import decoders, drafters
 from specjax.catalog.inputs import missing_inputs
 from specjax.cli.options.drafter_flags import DraftFiles, FlagValue, read_method_options, resolve_defaults
 from specjax.cli.options.groups import DraftOptions
@@ -141,6 +141,18 @@ def test_a_text_to_be_edited(generate, refused, tmp_path):
 def test_corpora(generate, store, method, flags):
     document = generate("--raw", "--method", method, "--datastore", store, *flags)
     assert document["identical"] is True and document["drafted"] > 0 and document["datastore"]["tokens"] > 40
+
+
+@pytest.mark.exhaustive
+def test_a_loop_reads_the_corpus(generate, store):
+    """Superposed decoding counts n-grams in the datastore, as in Python. Many drafts begin with its tokens."""
+    flags = ("--set", "drafts=200", "--set", "candidates=200", "--temperature", 5)
+    document = generate("--raw", "--method", "superposed_decoding", "--datastore", store, *flags, beside=())
+    (target, tokenizer), corpus = specjax.load(), specjax.retrieval.datastore.open_datastore(store).to_device()
+    options = {"drafts": 200, "candidates": 200, "temperature": 5, "max_new_tokens": SHORT[1], "eos": tokenizer.eos}
+    wanted = decoders.superposed(target, [tokenizer.encode("abcabcabc")], corpus=corpus, **options)
+    alone = decoders.superposed(target, [tokenizer.encode("abcabcabc")], **options)
+    assert document["results"][0]["token_ids"] == wanted.to_lists()[0] != alone.to_lists()[0]
 
 
 def test_a_corpus_is_what_the_table_starts_with(store):
