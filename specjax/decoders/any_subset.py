@@ -78,6 +78,10 @@ class AnySubsetModel:
     max_positions: int = field(metadata={"static": True}, default=(1 << 31) - 1)
 
     @property
+    def config(self) -> None:
+        """Return None, since the model has no `LlamaConfig`."""
+
+    @property
     def model(self) -> AnySubsetModel:
         """Return the object itself, whose facts have the names of those in `Target.model`."""
         return self

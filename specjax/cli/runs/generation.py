@@ -176,6 +176,11 @@ class Generation(PromptRun):
         return self.drafter.traits.draws
 
     @property
+    def width(self) -> int:
+        """Return the tokens of the widest target pass."""
+        return self.drafter.num_nodes
+
+    @property
     def identical(self) -> bool | None:
         """Return True if the texts equal those of plain decoding; None: not compared, or not promised by the method."""
         if not self._is_compared or not (self.is_comparable or self.guarantee == "lossy"):
@@ -189,7 +194,7 @@ class Generation(PromptRun):
         tokens, plain_tokens = report_of.merge(self.runs).tokens, report_of.merge(self.plain_runs).tokens
         for number, (row, text, plain) in enumerate(zip(self.rows, tokens, plain_tokens, strict=True)):
             difference = near_ties.find_difference(
-                self.session.target, row.ids, text, plain, self.drafter.num_nodes, self.more.processors
+                self.session.target, row.ids, text, plain, self.width, self.more.processors
             )
             if difference is not None:
                 position = {"prompt": number, "line": row.prompt.line}

@@ -14,7 +14,7 @@ from specjax.cli.runs.bench.comparison import BenchOptions, BenchRun
 from specjax.cli.runs.bench.group import PLAIN, Group
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes
-from specjax.cli.runs.loops.checks import LOOP_DRAWS, loop_settings, only_loops
+from specjax.cli.runs.loops.checks import LOOP_DRAWS, LOOP_WIDTH, loop_settings, only_loops
 from specjax.cli.runs.session import Session
 from specjax.types import Drafter
 
@@ -61,7 +61,7 @@ class DrafterComparison(BenchRun):
         if self.must_equal(method) is None:
             return
         for row, text, plain in zip(group.rows, group.runs[method].tokens, group.runs[PLAIN].tokens, strict=True):
-            width = self.drafters[method].num_nodes
+            width = LOOP_WIDTH if method in self.loops else self.drafters[method].num_nodes
             difference = near_ties.find_difference(self.session.target, row.ids, text, plain, width)
             if difference is not None:
                 position = {"method": method, "task": group.task, "line": row.prompt.line}

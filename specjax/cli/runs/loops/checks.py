@@ -17,6 +17,8 @@ REASON = "does not apply to a method with a loop of its own"
 """The reason of errors about flags that only drafters have."""
 LOOP_DRAWS: Draws = "point_mass"
 """The form of a loop's drafts. With the guarantee `distribution` a key gives the text of plain decoding."""
+LOOP_WIDTH = 16
+"""The width of the pass that measures rounding for a loop, whose passes have widths of their own."""
 OWN_ERRORS = {"num_draft_tokens", "tree", "draft_stop", "stop", "exit_layer", "datastore", "costs", "source"}
 """Flags of drafters whose own checks refuse them, unless the method has the option."""
 FREE = {"settings", "batch_file", "batch_size", "stop_string", "compare", "show", "as_json"}

@@ -15,7 +15,7 @@ from specjax.cli.output.console import Console
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.generation import Generation, GenerationOptions, cut
-from specjax.cli.runs.loops.checks import LOOP_DRAWS, loop_settings
+from specjax.cli.runs.loops.checks import LOOP_DRAWS, LOOP_WIDTH, loop_settings
 from specjax.cli.runs.run import Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.types import Draws
@@ -45,6 +45,11 @@ class LoopGeneration(Generation):
     def draws(self) -> Draws:
         """Return the form of a loop's drafts."""
         return LOOP_DRAWS
+
+    @property
+    def width(self) -> int:
+        """Return the tokens of a wide pass."""
+        return LOOP_WIDTH
 
     def compile(self, log: Console) -> None:
         """Run each program once; a loop has no shorter run."""
