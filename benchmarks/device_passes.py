@@ -46,6 +46,7 @@ from specjax.costs.chips import CHIPS, GIB
 from specjax.engine.job import Job
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import run
+from specjax.files import libtpu
 from specjax.models import abstract_params, make_model, storage_options
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.pallas_kernels.tree_attention import reference, tree_attention
@@ -175,25 +176,33 @@ def random_params(config: Any) -> Any:
     return jax.tree.map(lambda leaf: random_array(leaf.shape, leaf.dtype), abstract_params(config))
 
 
-def job_of(case: Case, target: Target) -> Job:
+def job_of(case: Case, target: Target, steps: int) -> Job:
     """Return the job of a case. The target's parameters may be shapes."""
     prompts = [[1 + place % 199 for place in range(case.context)]] * case.batch
-    return prepare(target, drafters.autoregressive(), prompts, Settings(), key=0, max_new_tokens=2 * STEPS)
+    return prepare(target, drafters.autoregressive(), prompts, Settings(), key=0, max_new_tokens=2 * steps)
 
 
 class Programs:
     """The compiled loops of all cases, which are compiled at the same time."""
 
     def __init__(self, cases: list[Case], tiny: bool):
-        self.tiny, self.pool = tiny, ThreadPoolExecutor(min(8, os.cpu_count() or 1))
-        self.compiled: dict[Case, Future] = {case: self.pool.submit(self._compile, case) for case in cases}
+        self.steps = 8 if tiny else STEPS
+        self.pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self.compiled: dict[Case, Future] = {}
+        for case in cases:  # threads that traced at the same time would each make a model
+            config = config_of(case, tiny)
+            try:
+                lowered = run.lower(job_of(case, Target(make_model(config), abstract_params(config)), self.steps))
+                self.compiled[case] = self.pool.submit(self._compile, lowered, case.graphs)
+            except Exception as error:  # its row prints it
+                self.compiled[case] = Future()
+                self.compiled[case].set_exception(error)
 
-    def _compile(self, case: Case) -> tuple[Any, float]:
-        """Return the compiled loop of a case, and the seconds of tracing and compiling it."""
-        start, config = time.perf_counter(), config_of(case, self.tiny)
-        job = job_of(case, Target(make_model(config), abstract_params(config)))
-        program = run.lower(job).compile(GRAPHS if case.graphs else None)
-        return program, time.perf_counter() - start
+    @staticmethod
+    def _compile(lowered: Any, graphs: bool) -> tuple[Any, float]:
+        """Return the compiled loop of a case, and the seconds that it took."""
+        start = time.perf_counter()
+        return lowered.compile(GRAPHS if graphs else None), time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait for all of them, so that tuning on the device does not disturb a measurement."""
@@ -203,11 +212,11 @@ class Programs:
 
 def step_rows(case: Case, target: Target, programs: Programs, repeats: int) -> list[Row]:
     """Time a step of plain decoding, and the prompt. The steps are the difference between two lengths of text."""
-    program, compiling = programs.compiled[case].result()
-    job = job_of(case, target)
-    ends = [dataclasses.replace(job, stop=job.lengths + count) for count in (STEPS, 2 * STEPS)]
+    (program, compiling), steps = programs.compiled[case].result(), programs.steps
+    job = job_of(case, target, steps)
+    ends = [dataclasses.replace(job, stop=job.lengths + count) for count in (steps, 2 * steps)]
     few, many = (seconds(lambda job=job: program(job), repeats) for job in ends)
-    step = (many - few) / STEPS
+    step = (many - few) / steps
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
     chip = CHIPS.get(current_chip())
     remarks = [f"{case.batch / step:,.0f} tokens/s", f"compiled in {compiling:.0f} s beside others"]
@@ -215,7 +224,7 @@ def step_rows(case: Case, target: Target, programs: Programs, repeats: int) -> l
         remarks.append(f"{weights / chip.hbm_bandwidth / step:.0%} of the memory roof")
     rows = [Row(f"{case.name}: a step", f"{1e3 * step:.2f} ms", "; ".join(remarks))]
     if case.context > PROMPT:
-        prompt = few - STEPS * step
+        prompt = few - steps * step
         flops = 2 * num_params(target.model.config) * case.context * case.batch
         share = f"{flops / prompt / chip.peak_flops:.0%} of the peak" if chip is not None else ""
         rows.append(Row(f"{case.name}: prefill", f"{1e3 * prompt:.0f} ms", share))
@@ -342,8 +351,9 @@ def transformers_step(name: str, tiny: bool, mode: str) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    few, many = (statistics.median([generate(count) for _ in range(4)][1:]) for count in (STEPS, 2 * STEPS))
-    return (many - few) / STEPS
+    steps = 8 if tiny else STEPS
+    few, many = (statistics.median([generate(count) for _ in range(4)][1:]) for count in (steps, 2 * steps))
+    return (many - few) / steps
 
 
 def cases_for(large: str, small: str, long: int = LONG) -> dict[tuple[str, str], list[Case]]:
@@ -384,6 +394,7 @@ def main() -> int:
         print(transformers_step(args.config, args.tiny, args.transformers))
         return 0
     begin = time.perf_counter()
+    libtpu.prepare_environment()  # where it is installed without a TPU, it would search for one
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     large, small = args.config or ("llama3_8b" if memory > 40 * GIB or args.tiny else "llama3_1b"), "smollm2_135m"
     groups = cases_for(large, small, 300 if args.tiny else LONG)

@@ -118,7 +118,7 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
         try:
             with device_kind(mesh):
                 lowered = function.lower(*arguments)
-            return lowered.compile(compiler_options(mesh))
+            return compile_for(mesh, lowered)
         except Exception as refusal:  # cached, so that each program with this function raises it
             return refusal
 
@@ -131,9 +131,21 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
     return compiled
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Return the compiler's options: no kernel is timed, because there is no GPU to time it on."""
-    return {"xla_gpu_autotune_level": 0} if mesh.devices.flat[0].platform == "gpu" else {}
+def compile_for(mesh: Mesh, lowered: Any) -> Any:
+    """Compile a lowered program for the devices of a mesh.
+
+    For GPUs no kernel is timed, because there is no GPU to time it on. XLA then finds no form of its own for some
+    products, which a real GPU would leave to a library. So the program is compiled again with products in libraries.
+    """
+    if mesh.devices.flat[0].platform != "gpu":
+        return lowered.compile()
+    options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No supported config found" not in str(error):
+            raise
+    return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False})
 
 
 def device_kind(mesh: Mesh):

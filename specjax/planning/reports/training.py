@@ -14,7 +14,7 @@ from specjax.errors import UsageError
 from specjax.planning.abstract import abstract_job, shard_bytes
 from specjax.planning.compiler import Notify, compile_program
 from specjax.planning.inputs.topologies import describe_devices
-from specjax.planning.programs import Program, compiler_options
+from specjax.planning.programs import Program, compile_for
 from specjax.planning.records import ProgramReport
 from specjax.planning.workload import Workload, describe, make_workload
 from specjax.training.data.packing import PackedBatch
@@ -119,7 +119,7 @@ def _program(work: Workload, shape: _StepShape, recipe: Recipe) -> tuple[Program
     arguments = state, frozen, target, packed, by_rows(shape.places, jnp.int32), key
 
     def compiled():
-        return train_step.lower(plan, *arguments).compile(compiler_options(mesh))
+        return compile_for(mesh, train_step.lower(plan, *arguments))
 
     return Program("training step", compiled, arguments, lambda loop: 1.0, {}, frozenset()), objective.depths(recipe)
 
