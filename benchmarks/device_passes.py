@@ -217,6 +217,8 @@ def step_rows(case: Case, target: Target, programs: Programs, repeats: int) -> l
     ends = [dataclasses.replace(job, stop=job.lengths + count) for count in (steps, 2 * steps)]
     few, many = (seconds(lambda job=job: program(job), repeats) for job in ends)
     step = (many - few) / steps
+    if step <= 0:
+        return [Row(f"{case.name}: a step", "below the noise", "two lengths of text took the same time")]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
     chip = CHIPS.get(current_chip())
     remarks = [f"{case.batch / step:,.0f} tokens/s", f"compiled in {compiling:.0f} s beside others"]
@@ -390,11 +392,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("device.json"))
     parser.add_argument("--transformers", choices=("eager", "compiled"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    libtpu.prepare_environment()  # where it is installed without a TPU, it would search for one
     if args.transformers:
         print(transformers_step(args.config, args.tiny, args.transformers))
         return 0
     begin = time.perf_counter()
-    libtpu.prepare_environment()  # where it is installed without a TPU, it would search for one
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     large, small = args.config or ("llama3_8b" if memory > 40 * GIB or args.tiny else "llama3_1b"), "smollm2_135m"
     groups = cases_for(large, small, 300 if args.tiny else LONG)
