@@ -89,6 +89,11 @@ def init(
     return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
 
 
+def has_layer_axis(keys: PyTree) -> bool:
+    """Return True for keys or values of all layers in one array, and False for a tuple of one array per layer."""
+    return isinstance(keys, Quantized) or not isinstance(keys, tuple)
+
+
 def slots_per_device(x: Array | Quantized) -> int:
     """Return the slots that one device stores of keys or values [..., n, h] that are split over their slots."""
     return x.shape[-2] - SLOTS

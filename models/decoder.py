@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.numerics import reproducible_math
@@ -32,6 +33,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     mlp_width: int
+    mlp_widths: tuple[int, ...] | None = None  # per layer, if the layers differ; None: `mlp_width` in all
     rope_base: float = 10000.0
     rope_scaling: L.RopeScaling | None = None
     rotary_dim: int | None = None  # number of leading entries of each head that are rotated; None: all
@@ -59,6 +61,14 @@ class DecoderConfig:
     joined: bool = False  # q, k, v and gate, up are one matrix each (models/storage/joined.py)
     name: str = "decoder"
 
+    def __post_init__(self):
+        if self.mlp_widths is not None and (self.stacked or len(self.mlp_widths) != self.num_layers):
+            raise UsageError(
+                f"mlp_widths are {len(self.mlp_widths)} numbers for separate layers, but {self.name} has "
+                f"{self.num_layers} {'stacked' if self.stacked else 'separate'} ones; set stacked=False, and one width "
+                "per layer"
+            )
+
     def attention_settings(self) -> L.AttentionSettings:
         """Return the rotary frequencies, windows and amplitudes of its attention."""
         size = self.rotary_dim or self.head_dim
@@ -76,6 +86,10 @@ class DecoderConfig:
             None if amplitude == 1.0 else jnp.where(is_global, amplitude, local_amplitude),
         )
 
+    def widths_of_mlps(self) -> tuple[int, ...]:
+        """Return the number of hidden units of each layer's MLP."""
+        return self.mlp_widths or (self.mlp_width,) * self.num_layers
+
     def draft_head_config(self: C, num_layers: int = 1, **changes) -> C:
         """Return the config of a draft head with layers like these.
 
@@ -85,7 +99,7 @@ class DecoderConfig:
         mixed = self.is_global is not None
         uniform = {
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
-            "attention_softcap": None, "window": None if mixed else self.window,
+            "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
         }  # fmt: skip
         defaults = {"stacked": False, "joined": False, "cache_dtype": None, "same_bits": False}
         return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
@@ -143,7 +157,11 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
-        self.layers = L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
+        if c.mlp_widths is None:
+            self.layers = L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
+        else:
+            configs = [dataclasses.replace(c, mlp_width=width) for width in c.mlp_widths]
+            self.layers = nnx.List([DecoderBlock(layer_config, rngs) for layer_config in configs])
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = (
             None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)

@@ -248,6 +248,17 @@ class LayerCache(NamedTuple):
     layer: Array | None = None  # int32[], the layer if `k` and `v` have a layer axis
     earlier: tuple[Array | Quantized, ...] = ()  # pending (k, v) [B, K, P, h]
 
+    @classmethod
+    def of_layer(cls, cache: kv.KVCache, layer: int, earlier: tuple) -> LayerCache:
+        """Return the cache of one of the separate layers of a model, with the pending (k, v) of all layers.
+
+        The cache itself may have a layer axis, if a model with stacked layers wrote it.
+        """
+        pending = tuple(part[layer] for part in earlier)
+        if kv.has_layer_axis(cache.k):
+            return cls(cache.k, cache.v, jnp.int32(layer), pending)
+        return cls(cache.k[layer], cache.v[layer], earlier=pending)
+
 
 class AttentionSettings(NamedTuple):
     """Rotary frequencies and window of attention, for all layers alike or with a leading layer axis."""
@@ -471,7 +482,7 @@ def _unrolled(
         return apply_layer(LayerWeights(graphdef, state), x, inputs)
 
     def inputs_of(i: int) -> LayerInputs:
-        layer_cache = LayerCache(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
+        layer_cache = LayerCache.of_layer(cache, i, earlier)
         return LayerInputs(shared, layer_cache, settings.at_layer(i), at_layer(shared.layers, i, axis=1))
 
     stream, new = [x], []

@@ -91,13 +91,18 @@ class DepthPolicy:
     `kept_layers(num_layers)` lists the layers that any token may run, if that is fixed. The other layers are then
     removed.
 
-    `mlp_units(mlp_width)` returns the number of leading hidden units that every MLP keeps, for all tokens alike.
+    `mlp_units(mlp_widths)` returns the numbers of leading hidden units that the MLPs keep for all tokens. Both have one
+    number per layer.
 
     `replace_stream(params, carry, streams) -> stream [B, T, D]` returns the input of the next layer in place of
     `streams.after_mlp`, for methods that substitute a layer.
 
     `sparse_layers(num_layers)` lists layers without nested token sets. Their tokens see only other tokens that ran
     them. All sparse layers are run by the same tokens. Their caches store only those tokens, and must not be stacked.
+    These are the tokens of the prompt, and at most the first of every `sparse_period` tokens after it.
+
+    `longest_prompt` is the largest number of first tokens that count as the prompt. Longer prompts have generated
+    tokens at their end, for the policy. The caches of the sparse layers are then as small as that allows.
     """
 
     plan: Callable[..., PyTree] = field(metadata=STATIC)
@@ -111,9 +116,11 @@ class DepthPolicy:
     record: Callable[[PyTree], PyTree] = field(metadata=STATIC, default=_record_nothing)
     update_state: Callable[..., PyTree] = field(metadata=STATIC, default=_keep_state)
     kept_layers: Callable[[int], tuple[int, ...]] | None = field(metadata=STATIC, default=None)
-    mlp_units: Callable[[int], int] | None = field(metadata=STATIC, default=None)
+    mlp_units: Callable[[tuple[int, ...]], tuple[int, ...]] | None = field(metadata=STATIC, default=None)
     replace_stream: Callable[..., Array] | None = field(metadata=STATIC, default=None)
     sparse_layers: Callable[[int], tuple[int, ...]] = field(metadata=STATIC, default=lambda num_layers: ())
+    sparse_period: int = field(metadata=STATIC, default=1)
+    longest_prompt: int | None = field(metadata=STATIC, default=None)
     check: Callable[[int], None] = field(metadata=STATIC, default=lambda num_layers: None)  # raises UsageError
     width: int | None = field(metadata=STATIC, default=None)  # width of the streams that its parameters fit; None: any
     name: str = field(metadata=STATIC, default="depth")
@@ -154,7 +161,7 @@ class SkippingLayers(NamedTuple):
         sparse_inputs = self._sparse_inputs(carry, sparse, shared) if sparse else shared
         residuals, new, ran = [x], [], []
         for i, block in enumerate(layers):
-            layer_cache = L.LayerCache(cache.k[i], cache.v[i], earlier=tuple(part[i] for part in earlier))
+            layer_cache = L.LayerCache.of_layer(cache, i, earlier)
             inputs = L.LayerInputs(sparse_inputs if i in sparse else shared, layer_cache, settings.at_layer(i))
             runs = self._runs(carry, i, shared)
             streams, pending = _layer(

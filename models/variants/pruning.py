@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
-from specjax.types import Model, Target
+from specjax.types import Model, PyTree, Target
 
 
 def prune_layers(target: Target, layers: Sequence[int]) -> Target:
@@ -36,22 +36,44 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
+    if config.mlp_widths is not None:
+        changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
     return Target(_rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
 
 
-def narrow_mlps(target: Target, width: int) -> Target:
-    """Return the target with only the first `width` hidden units of each MLP.
+def narrow_mlps(target: Target, width: int | Sequence[int]) -> Target:
+    """Return the target with only the first `width` hidden units of each MLP, or with one width per layer.
 
-    Its parameters are slices of the target's.
-    Raises: UsageError for a larger width, and for a model that is not from `specjax.models`.
+    Its parameters are slices of the target's. With different widths the layers are separate, even if the target's are
+    stacked.
+
+    Raises: UsageError for a larger width, another number of widths than layers, and for a model that is not from
+      `specjax.models`.
     """
     config = target.model.config
     if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
         raise UsageError(f"{target.model.name} has no MLPs to cut; use a model of specjax.models")
-    if not 1 <= width <= config.mlp_width:
-        raise UsageError(f"width must be from 1 to {config.mlp_width}, the hidden units of the MLPs, not {width}")
+    widths = (width,) * config.num_layers if isinstance(width, int) else tuple(width)
+    if len(widths) != config.num_layers:
+        raise UsageError(f"width must be one number or one per layer, {config.num_layers}, not {len(widths)} numbers")
+    for units, largest in zip(widths, config.widths_of_mlps(), strict=True):
+        if not 1 <= units <= largest:
+            raise UsageError(f"width must be from 1 to {largest}, the hidden units of the MLPs, not {units}")
+    if len(set(widths)) == 1:
+        layers = _slice_units(target.params["layers"], widths[0])
+        changes: dict[str, Any] = {"mlp_width": widths[0], "mlp_widths": None}
+    else:
+        separate = separate_layers(target).params["layers"]
+        layers = {key: _slice_units(separate[key], n) for key, n in zip(sorted(separate, key=int), widths, strict=True)}
+        changes = {"mlp_width": max(widths), "mlp_widths": widths, "stacked": False}
+    model = _rebuild_model(target, dataclasses.replace(config, **changes))
+    return Target(model, target.params | {"layers": layers})
 
-    def slice_units(path, leaf):
+
+def _slice_units(layers: PyTree, width: int) -> PyTree:
+    """Return the parameters of layers, or of one, with the first `width` hidden units of the MLPs."""
+
+    def slice_leaf(path, leaf):
         names = [getattr(part, "key", None) for part in path]
         if "mlp" not in names:
             return leaf
@@ -59,10 +81,21 @@ def narrow_mlps(target: Target, width: int) -> Target:
             return leaf[..., :width]
         return leaf[..., : 2 * width if "gate_up" in names else width, :]  # a gate row and an up row per unit
 
-    layers = jax.tree_util.tree_map_with_path(slice_units, target.params["layers"])
-    return Target(
-        _rebuild_model(target, dataclasses.replace(config, mlp_width=width)), target.params | {"layers": layers}
-    )
+    return jax.tree_util.tree_map_with_path(slice_leaf, layers)
+
+
+def separate_layers(target: Target) -> Target:
+    """Return the target with separate layers, whose parameters are slices if the target's layers are stacked.
+
+    Outside of `jit` the slices are copies.
+    """
+    config: Any = target.model.config
+    if not config.stacked:
+        return target
+    layers = target.params["layers"]
+    separate = {layer: jax.tree.map(lambda x: x[layer], layers) for layer in range(config.num_layers)}  # noqa: B023
+    model = _rebuild_model(target, dataclasses.replace(config, stacked=False))
+    return Target(model, target.params | {"layers": separate})
 
 
 def _rebuild_model(target: Target, config: Any) -> Model:

@@ -14,7 +14,7 @@ from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.variants.layer_skipping import DepthPolicy, SkippingLayers, SkippingPending, TokenPositions
-from specjax.models.variants.pruning import narrow_mlps, prune_layers
+from specjax.models.variants.pruning import narrow_mlps, prune_layers, separate_layers
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -31,18 +31,32 @@ def skip_layers(target: Target, policy: DepthPolicy) -> Target:
     """Return `target` with a depth policy that chooses the layers of each token. The method is lossy.
 
     The result is an ordinary target for `decode`, `serve`, streams, drafters and verifiers, which are exact for *it*. A
-    batch runs a sublayer if any of its rows needs it.
+    batch runs a sublayer if any of its rows needs it. Stacked layers are separated (copied) for a policy with sparse
+    layers.
 
     Raises: UsageError for a model that is not from `specjax.models`, and for layers that it does not have.
     """
     num_layers = check_depth(target, policy)
-    if policy.sparse_layers(num_layers) and getattr(target.model.config, "stacked", False):
-        raise UsageError(f"{policy.name} needs a separate cache for each layer; load the model with stacked=False")
+    if policy.sparse_layers(num_layers):
+        _check_windows(target, policy, num_layers)
+        target = separate_layers(target)  # their caches have different sizes
     if policy.kept_layers is not None or policy.mlp_units is not None:
         reduced = target if policy.kept_layers is None else prune_layers(target, policy.kept_layers(num_layers))
         reduced = reduced if policy.mlp_units is None else _narrowed(reduced, policy)
         return Target(reduced.model._replace(name=_name(target.model, policy)), reduced.params)
     return Target(_model(target.model, policy.replace(params=())), {"base": target.params, "depth": policy.params})
+
+
+def _check_windows(target: Target, policy: DepthPolicy, num_layers: int) -> None:
+    """Raise a UsageError for sparse layers with a window, which counts the slots of a cache as positions."""
+    config = target.model.config
+    window, is_global = getattr(config, "window", None), getattr(config, "is_global", None)
+    for layer in () if window is None else policy.sparse_layers(num_layers):
+        if is_global is None or not is_global[layer]:
+            raise UsageError(
+                f"{policy.name} caches a part of the tokens in layer {layer} of {target.model.name}, whose attention "
+                f"has a window of {window} positions; use a model with full attention"
+            )
 
 
 def check_depth(target: Target, policy: DepthPolicy) -> int:
@@ -83,7 +97,7 @@ def skip_layers_over_cache(
 
 def _narrowed(target: Target, policy: DepthPolicy) -> Target:
     assert policy.mlp_units is not None
-    return narrow_mlps(target, policy.mlp_units(target.model.config.mlp_width))
+    return narrow_mlps(target, policy.mlp_units(target.model.config.widths_of_mlps()))
 
 
 def _name(base: Model, policy: DepthPolicy) -> str:
@@ -98,6 +112,9 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
 
     def init_cache(params, inputs, batch: int, capacity: int) -> SkippingCache:
         cache = base.init_cache(params["base"], inputs, batch, capacity)
+        if sparse:
+            slots = _sparse_slots(policy, capacity)
+            cache = _merge_layers(sparse, cache, base.init_cache(params["base"], inputs, batch, slots))
         # A caller that does not set the prompt length gets the whole model.
         prompt_length, sparse_length = jnp.full((batch,), jnp.iinfo(jnp.int32).max), jnp.zeros((batch,), jnp.int32)
         return SkippingCache(
@@ -150,12 +167,16 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         rows = NamedSharding(base.mesh, PartitionSpec("data" if "data" in base.mesh.axis_names else None))
         return jax.tree.map(lambda x: rows, arrays)._replace(base=base.shardings(arrays.base))
 
+    def mark_prompt(cache: SkippingCache, length: Array) -> SkippingCache:
+        longest = policy.longest_prompt
+        return cache._replace(prompt_length=length if longest is None else jnp.minimum(length, longest))
+
     of_base = lambda function: function and (lambda params, *arguments: function(params["base"], *arguments))
     return base._replace(
         init_cache=init_cache,
         forward=forward,
         commit=commit,
-        mark_prompt=lambda cache, length: cache._replace(prompt_length=length),
+        mark_prompt=mark_prompt,
         # The update of the state by a token cannot be undone.
         rewind=None if base.rewind is None or jax.tree.leaves(policy.init_state(1, num_layers)) else rewind,
         widen=widen,
@@ -171,6 +192,23 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
     )
 
 
+def _sparse_slots(policy: DepthPolicy, capacity: int) -> int:
+    """Return the slots of a sparse layer's cache for a text of `capacity` tokens.
+
+    They are for the tokens that run the layer, and for the window of SLOTS entries that a commit writes.
+    """
+    if policy.longest_prompt is None:
+        return capacity
+    first = min(policy.longest_prompt, capacity)
+    return min(capacity, first + -(-(capacity - first) // policy.sparse_period) + kv.SLOTS)
+
+
+def _merge_layers(sparse: tuple[int, ...], dense: kv.KVCache, of_sparse: kv.KVCache) -> kv.KVCache:
+    """Return `dense` with the keys and values of `of_sparse` in the sparse layers. Both have all layers."""
+    merge = lambda dense, other: tuple((other if layer in sparse else dense)[layer] for layer in range(len(dense)))
+    return dense._replace(k=merge(dense.k, of_sparse.k), v=merge(dense.v, of_sparse.v))
+
+
 def _commit_sparse(
     base: Model, sparse: tuple[int, ...], cache: SkippingCache, pending: SkippingPending, path: Array, num_nodes: Array
 ) -> tuple[kv.KVCache, Array]:
@@ -182,21 +220,17 @@ def _commit_sparse(
     ran = take_along(pending.ran.attention[:, :, sparse[0]], jnp.maximum(path, 0), 1) & (index < num_nodes[:, None])
     compacted = take_along(path, jnp.argsort(~ran, axis=1, stable=True), 1)
     count = jnp.sum(ran, 1, dtype=jnp.int32)
-
-    def select_layers(arrays, want_sparse: bool):
-        pick = lambda parts: tuple(part for layer, part in enumerate(parts) if (layer in sparse) == want_sparse)
-        return arrays._replace(k=pick(arrays.k), v=pick(arrays.v))
-
-    dense = base.commit(select_layers(cache.base, False), select_layers(pending.base, False), path, num_nodes)
-    sparse_cache = base.commit(
-        select_layers(cache.base, True)._replace(length=cache.sparse_length),
-        select_layers(pending.base, True),
-        compacted,
-        count,
+    dense_layers = tuple(layer for layer in range(len(cache.base.k)) if layer not in sparse)
+    select = lambda arrays, layers: arrays._replace(
+        k=tuple(arrays.k[layer] for layer in layers), v=tuple(arrays.v[layer] for layer in layers)
     )
-
-    def merge(dense, sparse_cache):
-        dense, sparse_cache = iter(dense), iter(sparse_cache)
-        return tuple(next(sparse_cache if layer in sparse else dense) for layer in range(len(cache.base.k)))
-
-    return dense._replace(k=merge(dense.k, sparse_cache.k), v=merge(dense.v, sparse_cache.v)), sparse_cache.length
+    dense = base.commit(select(cache.base, dense_layers), select(pending.base, dense_layers), path, num_nodes)
+    sparse_cache = select(cache.base, sparse)._replace(length=cache.sparse_length)
+    for start in range(0, path.shape[1], kv.SLOTS):  # a commit of more entries could write beyond a small cache
+        part = compacted[:, start : start + kv.SLOTS]
+        num_new = jnp.clip(count - start, 0, part.shape[1])
+        sparse_cache = base.commit(sparse_cache, select(pending.base, sparse), part, num_new)
+    places = {layer: place for layers in (dense_layers, sparse) for place, layer in enumerate(layers)}
+    of_layer = lambda layer: sparse_cache if layer in sparse else dense
+    k, v = (tuple(getattr(of_layer(layer), name)[places[layer]] for layer in range(len(places))) for name in ("k", "v"))
+    return dense._replace(k=k, v=v), sparse_cache.length

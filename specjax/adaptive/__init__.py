@@ -11,7 +11,14 @@ from specjax.adaptive.dynamax import Probes, dynamax, train_probes
 from specjax.adaptive.ffn_skip import ffn_skip
 from specjax.adaptive.first_routing import Routers, first, train_lora, train_routers
 from specjax.adaptive.fitting import fit
-from specjax.adaptive.layer_files import read_probes, read_routers, save_probes, save_routers
+from specjax.adaptive.layer_files import (
+    read_corrections,
+    read_probes,
+    read_routers,
+    save_corrections,
+    save_probes,
+    save_routers,
+)
 from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
 from specjax.adaptive.m2r2 import blank_m2r2, train_m2r2
 from specjax.adaptive.matformer import matformer, nested_loss, train_nested
@@ -40,9 +47,11 @@ __all__ = [
     "matformer",
     "nested_loss",
     "read",
+    "read_corrections",
     "read_probes",
     "read_routers",
     "s2d",
+    "save_corrections",
     "save_probes",
     "save_routers",
     "share_run",

@@ -1,13 +1,17 @@
-"""Files of trained arrays with one entry per layer: DYNAMAX's probes and FiRST's routers.
+"""Files of trained arrays with one entry per layer: DYNAMAX's probes, FiRST's routers and LoRA-Drop's corrections.
 
-Layer l has `model.layers.{l}.probe.weight` [1, D] and `.bias` [1], or the same of `router`, in a safetensors or PyTorch
-file. These are the names and shapes of a linear layer of PyTorch.
+A safetensors or PyTorch file has these arrays of layer l. Their names and shapes are those of PyTorch's linear layers,
+and `lora_adapter` is the name in the code of LoRA-Drop's authors.
+
+- probes: `model.layers.{l}.probe.weight` [1, D] and `.bias` [1];
+- routers: the same of `router`;
+- corrections: `model.layers.{l}.lora_adapter.A.weight` [r, D] and `.B.weight` [D, r].
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ import numpy as np
 
 from specjax.adaptive.dynamax import Probes
 from specjax.adaptive.first_routing import Routers
+from specjax.adaptive.lora_drop import Corrections
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read, quote
@@ -23,6 +28,7 @@ from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
 from specjax.types import Array
 
 PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+CORRECTIONS = ("lora_adapter.A.weight", "lora_adapter.B.weight")
 LARGEST = 4096
 """The largest number of layers."""
 
@@ -39,14 +45,30 @@ def read_routers(source: str | Path) -> Routers:
     return Routers(*_to_vectors(weight, bias, source))
 
 
+def read_corrections(source: str | Path) -> Corrections:
+    """Read the corrections of all layers, as float32. Raises: UsageError for a file of other arrays."""
+    down, up = read_layer_arrays(source, CORRECTIONS, "corrections")
+    if down.ndim != 3 or up.shape != (len(down), down.shape[2], down.shape[1]):
+        raise UsageError(
+            f"{source} has A of shape {list(down.shape[1:])} and B of shape {list(up.shape[1:])} per layer, and they "
+            "must be [rank, width] and [width, rank]"
+        )
+    return Corrections(down, up)
+
+
 def save_probes(file: str | Path, probes: Probes) -> None:
     """Write a .safetensors file for `read_probes`. Raises: UsageError if it cannot be written."""
-    _save(file, "probe", probes.weight, probes.bias)
+    _save(file, {"probe.weight": probes.weight[:, None], "probe.bias": probes.bias[:, None]})
 
 
 def save_routers(file: str | Path, routers: Routers) -> None:
     """Write a .safetensors file for `read_routers`. Raises: UsageError if it cannot be written."""
-    _save(file, "router", routers.weight, routers.bias)
+    _save(file, {"router.weight": routers.weight[:, None], "router.bias": routers.bias[:, None]})
+
+
+def save_corrections(file: str | Path, corrections: Corrections) -> None:
+    """Write a .safetensors file for `read_corrections`. Raises: UsageError if it cannot be written."""
+    _save(file, dict(zip(CORRECTIONS, corrections, strict=True)))
 
 
 def read_layer_arrays(source: str | Path, names: Sequence[str], noun: str) -> list[Array]:
@@ -101,16 +123,18 @@ def _to_vectors(weight: Array, bias: Array, source: str | Path) -> tuple[Array, 
     return weight.reshape(layers, width), bias[:, 0]
 
 
-def _save(file: str | Path, name: str, weight: Array, bias: Array) -> None:
+def _save(file: str | Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays [layers, ...] under the names of their layers. Raises: UsageError."""
     path = Path(file).expanduser()
     if path.suffix != hf.SAFETENSORS_SUFFIX:
         raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
-    arrays: dict[str, np.ndarray] = {}
-    for layer, (w, b) in enumerate(zip(weight, bias, strict=True)):
-        arrays[f"model.layers.{layer}.{name}.weight"] = np.array(w, np.float32)[None]
-        arrays[f"model.layers.{layer}.{name}.bias"] = np.array(b, np.float32)[None]
+    tensors = {
+        f"model.layers.{layer}.{name}": np.array(values, np.float32)
+        for name, stack in arrays.items()
+        for layer, values in enumerate(stack)
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, arrays)
+        write_tensors(path, tensors)
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error

@@ -10,8 +10,10 @@ the prompt and to tokens with t mod k = 0. Layers that are not droppable always 
 Guarantee: lossy.
 
 Deviations: o_l belongs to the last token that ran the layer, as in the authors' code. In the abstract it belongs to the
-previous token. The caches of droppable layers have room for all tokens, but hold only 1 / k of them. A pass over
-several tokens runs each layer that one of them needs. A pass over a chain of k or more tokens thus runs all layers.
+previous token. The number of new tokens is not part of a program's shapes, so by default the caches of droppable layers
+have room for all tokens. With `longest_prompt` they have room for that many tokens of the prompt and 1 / k of the rest.
+If a prompt is longer, its last tokens run the layers that generated tokens run. A pass over several tokens runs each
+layer that one of them needs. A pass over a chain of k or more tokens thus runs all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import with_standard_modes
-from specjax.catalog import Method, Option
+from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
 from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Sublayers, Target
@@ -34,10 +36,16 @@ METHOD = Method(
     guarantee="lossy",
     summary="runs most layers for every k-th token only, and replaces them by low-rank corrections in between",
     paper="2026, arXiv 2601.02569",
-    needs=frozenset({"corrections"}),
     options=(
+        Option("corrections", "corrections", REQUIRED, "file of trained corrections"),
         Option("every", "int", 4, "k: all layers run at every k-th token"),
         Option("alpha", "float", 16.0, "scale of the corrections; it is divided by their rank"),
+        Option(
+            "longest_prompt",
+            "int",
+            None,
+            "tokens of the prompt that run all layers; the fewer, the smaller the caches; default: all",
+        ),
     ),
 )
 
@@ -56,22 +64,29 @@ class _Drop(NamedTuple):
     streams: Array  # [B, T, droppable, D], layer outputs at the tokens of this pass
 
 
-def lora_drop(corrections: Corrections, *, every: int = 4, alpha: float = 16.0) -> DepthPolicy:
+def lora_drop(
+    corrections: Corrections, *, every: int = 4, alpha: float = 16.0, longest_prompt: int | None = None
+) -> DepthPolicy:
     """Return the depth policy for `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
 
     Args:
       corrections: from `blank_corrections`, trained by `fit`. Their shape sets r.
       every: k. alpha: as in the rule above.
+      longest_prompt: largest number of tokens of the prompt that run all layers; None: all of them. The caches of
+        droppable layers have room for these and for every k-th token of the rest of the text. For prompts of at most
+        this length the text does not depend on it.
     """
-    if every < 1:
-        raise UsageError(f"every must be at least 1, not {every}")
+    for name, value in (("every", every), ("longest_prompt", longest_prompt)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")
     layers, rank, width = corrections.down.shape
     if corrections.up.shape != (layers, width, rank):
         raise UsageError(
             f"corrections must be down [layers, r, width] and up [layers, width, r], not "
             f"{corrections.down.shape} and {corrections.up.shape}"
         )
-    return _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name).replace(params=corrections)
+    depth = _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name)
+    return depth.replace(params=corrections, longest_prompt=longest_prompt)
 
 
 @with_standard_modes
@@ -141,7 +156,6 @@ def _lora_drop(every: int, alpha: float, layers: int, width: int, dtype: str) ->
 
     return DepthPolicy(
         plan=plan, runs=runs, replace_stream=become, observe=see, observed_layers=lambda num_layers: which,
-        init_state=start,
-        record=lambda carry: carry.streams, update_state=learn, sparse_layers=droppable, check=check, width=width,
-        name="lora_drop",
+        init_state=start, record=lambda carry: carry.streams, update_state=learn, sparse_layers=droppable,
+        sparse_period=every, check=check, width=width, name="lora_drop",
     )  # fmt: skip

@@ -4,17 +4,20 @@ Devvrit, Kudugunta, Kusupati, Dettmers, Chen, Dhillon, Tsvetkov, Hajishirzi, Kak
 Transformer for Elastic Inference (2023), arXiv 2310.07707.
 
 Rule: an MLP of granularity m is W_d[:, :m] (act(W_g[:m] x) * (W_u[:m] x)). Attention, norms and embeddings are shared.
+Mix'n'Match: layers may have different granularities, which no training combined. Here n shares are the granularities of
+n parts of the depth, of equal length. Shares that grow with the depth are the usual choice.
 Training: the cross entropy on the same tokens at each granularity, averaged over the granularities.
 Guarantee: lossy as a target. With a drafter (`drafters.thinned`) the text is that of the full model. Drafts read the
 full model's keys and values, and the target pass writes its own for the tokens that it accepts.
 
-Deviations: all layers have the same granularity. Different granularities per layer (Mix'n'Match) are not implemented.
-Draft and target share a cache, which is our own choice.
+Deviations: draft and target share a cache, which is our own choice. Layers of different granularities are unrolled,
+even if those of the target are stacked.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -33,18 +36,27 @@ METHOD = Method(
     guarantee="lossy",
     summary="runs a nested smaller model: the first hidden units of every MLP",
     paper="Devvrit et al. 2023, arXiv 2310.07707",
-    options=(Option("share", "float", 0.25, "fraction of the hidden units"),),
+    options=(
+        Option(
+            "share", "floats", 0.25, "fraction of the hidden units, or one per part of the depth, first layers first"
+        ),
+    ),
 )
 
 
-def matformer(share: float = 0.25) -> DepthPolicy:
+def matformer(share: float | Sequence[float] = 0.25) -> DepthPolicy:
     """Return the depth policy for `drafters.thinned(target, matformer())`, or `specjax.adaptive.skip_layers`.
 
-    share: m divided by the width of the MLPs.
+    share: m divided by the width of the MLPs. Several shares are for parts of the depth of equal length, the first
+      layers first; with as many shares as layers, each layer has its own (Mix'n'Match).
     """
-    if not 0 < share <= 1:
-        raise UsageError(f"share must be above 0 and at most 1, not {share}")
-    return _matformer(float(share))
+    shares = (share,) if isinstance(share, int | float) else tuple(share)
+    if not shares:
+        raise UsageError("share must be a number or several, not an empty list")
+    for number in shares:
+        if not 0 < number <= 1:
+            raise UsageError(f"share must be above 0 and at most 1, not {number}")
+    return _matformer(tuple(map(float, shares)))
 
 
 def units(share: float, mlp_width: int) -> int:
@@ -52,14 +64,26 @@ def units(share: float, mlp_width: int) -> int:
     return max(1, round(share * mlp_width))
 
 
+def units_of_layers(shares: tuple[float, ...], mlp_widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return m of each layer, for MLPs of these widths."""
+    num_layers = len(mlp_widths)
+    return tuple(
+        units(shares[layer * len(shares) // num_layers], mlp_width) for layer, mlp_width in enumerate(mlp_widths)
+    )
+
+
 @functools.cache
-def _matformer(share: float) -> DepthPolicy:
+def _matformer(shares: tuple[float, ...]) -> DepthPolicy:
+    def check(num_layers: int) -> None:
+        if len(shares) > num_layers:
+            raise UsageError(f"share has {len(shares)} numbers, more than the {num_layers} layers of the model")
+
     def plan(params, places: TokenPositions, state, num_layers: int) -> Array:
         return jnp.ones(places.positions.shape, bool)
 
     return DepthPolicy(
-        plan=plan, runs=lambda every, layer: Sublayers(every, every), mlp_units=functools.partial(units, share),
-        name="matformer",
+        plan=plan, runs=lambda every, layer: Sublayers(every, every),
+        mlp_units=functools.partial(units_of_layers, shares), check=check, name="matformer",
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ target that each token runs, for `specjax.adaptive.skip_layers`.
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
     "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
-    "corrections",
 ]  # fmt: skip
 """An input of a method besides the target.
 
@@ -41,7 +40,7 @@ Data: `datastore`: a corpus. `costs`: the costs of wide target passes, see `spec
 `devices`: separate devices for each model.
 Python objects of collaborations: `segmenter`: finds the ends of steps. `judging`: the prompt of a judge and its digits.
 `cues`: words as tokens. `reward`, `answers`: functions.
-Trained arrays: `filter`, `automaton`: arguments of diffusion methods. `corrections`: the result of `adaptive.fit`.
+Trained arrays: `filter`, `automaton`: arguments of diffusion methods.
 """
 
 Argument = Literal["target", "draft", "vocab_size"]

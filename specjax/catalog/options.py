@@ -101,6 +101,12 @@ def floats_in_call(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split("/"))
 
 
+def floats(text: str) -> float | tuple[float, ...]:
+    """Parse a number, or several that are joined by /. Raises: ValueError."""
+    numbers = floats_in_call(text)
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def rows_of_floats(text: str) -> tuple[tuple[float, ...], ...]:
     """Parse rows of numbers, written as A,B,.../C,D,... Raises: ValueError."""
     return tuple(tuple(float(part) for part in row.split(",")) for row in text.split("/"))
@@ -116,6 +122,7 @@ PARSERS: dict[str, OptionParser] = {
     "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
     "integers_in_call": OptionParser("N/N/...", "whole numbers joined by /", integers_in_call),
     "floats_in_call": OptionParser("X/X/...", "numbers joined by /", floats_in_call),
+    "floats": OptionParser("X/X/...", "a number, or several joined by / such as .25/.5/1", floats),
     "rows_of_floats": OptionParser("X,X,.../X,...", "rows of numbers such as .6,.2/.4,.1", rows_of_floats),
     "tree": OptionParser("TREE", "a tree", "specjax.trees:parse"),
     "tree_shape": OptionParser("SHAPE", "a static tree", "specjax.trees:parse_paths"),
@@ -132,6 +139,7 @@ PARSERS: dict[str, OptionParser] = {
     "probes": OptionParser("FILE", "a file of probes", "specjax.adaptive.layer_files:read_probes"),
     "routers": OptionParser("FILE", "a file of routers", "specjax.adaptive.layer_files:read_routers"),
     "spec_kv_weights": OptionParser("FILE", "a file of SpecKV's network", "specjax.controllers.spec_kv:read_spec_kv"),
+    "corrections": OptionParser("FILE", "a file of corrections", "specjax.adaptive.layer_files:read_corrections"),
     "depth": OptionParser("NAME", "a method of adaptive depth", "specjax.adaptive.parsing:check_depth"),
 }
 """The types of options by name. Parsers that import JAX are named by their path."""

@@ -100,6 +100,10 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "
             'last; choose a mesh with fewer devices along "layer", or specjax.shard'
         )
+    if config.mlp_widths is not None:
+        raise UsageError(
+            f"{config.name} has MLPs of different widths, which a layer-parallel model cannot stack; use specjax.shard"
+        )
     if model > 1 and config.qk_norm and config.qk_norm_scope == "projection":
         raise UsageError(
             f"{config.name} normalises the queries of all heads together, which a layer-parallel model cannot split; "

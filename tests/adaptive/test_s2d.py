@@ -48,6 +48,17 @@ def test_the_text_of_two_model_is_the_targets():
     assert drafted(0.3) == depths.texts(depths.target())
 
 
+def test_a_draft_model_takes_its_depth_by_name():
+    """The option of `two_model` makes the same drafter as a draft model with exits."""
+    by_name = drafters.two_model(draft(), 3, depth="s2d:0.3")
+    ours = drafters.two_model(draft(0.3), 3)
+    assert by_name.propose is ours.propose and by_name.params["depth"] == ours.params["depth"] == np.float32(0.3)
+    with pytest.raises(UsageError, match="exits must be from 1 to the 2 layers"):
+        drafters.two_model(tiny_llama(layers=2), depth="s2d")
+    with pytest.raises(UsageError, match='"auto" is not a method of adaptive depth'):
+        drafters.two_model(draft(), depth="auto")
+
+
 def test_exits_learn_together():
     trained, losses = adaptive.train_sorted(draft(), *depths.lesson(), exits=3, steps=60, learning_rate=3e-3)
     assert losses[-1] < 0.4 * losses[0]

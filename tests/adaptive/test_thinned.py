@@ -15,7 +15,7 @@ from toy import markov
 import specjax
 from specjax import Request, UsageError, adaptive, decode, drafters
 from specjax.adaptive.parsing import parse_depth
-from specjax.catalog import of_kind
+from specjax.catalog import REQUIRED, of_kind
 from specjax.drafters import autoregressive
 from specjax.engine.prefill import prefill
 from specjax.persistence import fingerprint
@@ -189,7 +189,12 @@ def test_every_method_is_in_the_table_and_reads_from_a_text():
     assert parse_depth("skip_decode", 20) is adaptive.skip_decode(horizon=20)
     assert parse_depth("skip_decode:horizon=7", 20) is adaptive.skip_decode(horizon=7)
     assert parse_depth("unified:2", 20) is adaptive.unified(2)
-    for spec, words in (("dynamax", "Python"), ("auto", "is not a method of adaptive"), ("calm:depth=3", "calm takes")):
+    for spec, words in (
+        ("dynamax", "lacks probes"),
+        ("lora_drop", "lacks corrections"),
+        ("auto", "is not a method of adaptive"),
+        ("calm:depth=3", "calm takes"),
+    ):
         with pytest.raises(UsageError, match=words):
             parse_depth(spec)
 
@@ -202,7 +207,7 @@ def test_options_and_defaults_are_those_of_the_function(name):
         for parameter in inspect.signature(row.make).parameters.values()
         if parameter.default is not parameter.empty
     }
-    assert {option.name: option.default for option in row.options} == defaults
+    assert {option.name: option.default for option in row.options if option.default is not REQUIRED} == defaults
     assert row.guarantee == "lossy" and row.make is getattr(adaptive, name)
 
 

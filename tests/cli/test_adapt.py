@@ -69,6 +69,53 @@ def test_trained_arrays_are_read_from_a_file(cli, refused, six_layers, tmp_path,
     assert f"{method}:{noun}=FILE" in cli("methods", method).out
 
 
+@pytest.mark.parametrize("arguments", [
+    ("--method", "thinned", "--set", "depth=matformer:.25/.5/1"),
+    ("--method", "two_model", "--draft", "draft", "--set", "depth=s2d:0.3"),
+])  # fmt: skip
+def test_a_part_drafts_for_the_whole(cli, arguments):
+    """Mix'n'Match drafts over the target's cache, and a draft model has exits."""
+    document = json.loads(cli("generate", "hello", *arguments, *SHORT, "--json", "--compare").out)
+    assert document["identical"] and document["guarantee"] == "distribution"
+
+
+def test_a_width_per_layer(cli, six_layers):
+    document = json.loads(cli("generate", "hello", "--adapt", "matformer:.25/.5/1", *SHORT, "--json").out)
+    part = adaptive.skip_layers(six_layers, adaptive.matformer((0.25, 0.5, 1.0)))
+    assert part.model.config.mlp_widths == (16, 16, 32, 32, 64, 64)
+    options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
+    prompts = [specjax.load()[1].chat("hello")]
+    ours = specjax.decode(part, "autoregressive", prompts, **options).to_lists()[0]
+    assert document["results"][0]["token_ids"] == ours and document["guarantee"] == "lossy"
+
+
+def test_corrections_are_read_from_a_file(cli, refused, six_layers, tmp_path):
+    """The target's stacked layers are separated, and a limit above the prompt does not change the text."""
+    file, other = tmp_path / "corrections.safetensors", tmp_path / "other.safetensors"
+    blank = adaptive.blank_corrections(six_layers, jax.random.key(1), rank=2)
+    corrections = blank._replace(up=jax.random.normal(jax.random.key(2), blank.up.shape) * 0.1)
+    adaptive.save_corrections(file, corrections)
+    adaptive.save_corrections(other, jax.tree.map(lambda x: x[:5], corrections))
+    spec = f"lora_drop:corrections={file},every=2,alpha=4"
+    documents = [
+        json.loads(cli("generate", "hello", "--adapt", spec + more, *SHORT, "--json").out)
+        for more in ("", ",longest_prompt=64")
+    ]
+    thinned = adaptive.skip_layers(six_layers, adaptive.lora_drop(corrections, every=2, alpha=4))
+    options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 16, "eos": 2}
+    ours = specjax.decode(thinned, "autoregressive", [specjax.load()[1].chat("hello")], **options).to_lists()[0]
+    for document in documents:
+        assert document["results"][0]["token_ids"] == ours and document["target"] == "llama by lora_drop"
+    assert "lora_drop:corrections=FILE" in cli("methods", "lora_drop").out
+    for spec, words in (
+        ("lora_drop", '--adapt: "lora_drop" lacks corrections, file of trained corrections; write lora_drop:FILE'),
+        (f"lora_drop:{other}", "--adapt: the corrections fit 5 layers, but the model has 6"),
+        (f"lora_drop:{tmp_path / 'none.safetensors'}", "with corrections of layers"),
+        (f"lora_drop:{file},every=0", "--adapt: every must be at least 1, not 0"),
+    ):
+        assert words in refused("generate", "hello", "--adapt", spec, *SHORT)
+
+
 def test_the_table_says_that_it_is_lossy(cli):
     out = " ".join(cli("generate", "hello", "--adapt", "unified:1.5", *SHORT).out.replace("│", " ").split())
     assert "(guarantee: lossy; distribution relative to the target with unified:1.5)" in out
@@ -91,6 +138,13 @@ def test_a_temperature_is_obeyed_and_recorded(cli, six_layers, name):
         (["--adapt", "auto"], '--adapt: "auto" is not a method of adaptive depth'),
         (["--adapt", "calm:every=6"], "--adapt: every must be below the number of layers of the model, 6, not 6"),
         (["--adapt", "calm:depth=3"], "--adapt: "),
+        (["--adapt", "matformer:.5/x"], "share must be a number, or several joined by / such as .25/.5/1, not"),
+        (["--adapt", "matformer:.5/2"], "--adapt: share must be above 0 and at most 1, not 2.0"),
+        (["--adapt", "matformer:" + "/".join(["1"] * 7)], "share has 7 numbers, more than the 6 layers of the model"),
+        (
+            ["--method", "two_model", "--draft", "draft", "--set", "depth=s2d:exits=7"],
+            "--set depth: exits must be from 1 to the 6 layers of the model, not 7",
+        ),
         (["--method", "calm"], "use --adapt calm, or --method thinned --set depth=calm"),
         (["--method", "thinned", "--set", "depth=first"], 'depth: "first" lacks routers, file of trained routers'),
     ],

@@ -23,12 +23,15 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.adaptive.parsing import parse_depth
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, Option, shared
 from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
 from specjax.models.heads.acceptance import AcceptanceHead
+from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.variants.skipping_model import skip_layers
 from specjax.models.vocabulary import match_vocabulary
 from specjax.trees import Builder, Stop, operations
 from specjax.trees.contracts import Frontier
@@ -65,6 +68,7 @@ METHOD = Method(
             None,
             "acceptance head of the draft model (SpecDec++), for the stop condition trained:T",
         ),
+        Option("depth", "depth", None, "method of adaptive depth of the draft model, such as s2d:0.7"),
     ),
     arguments=("draft",),
 )
@@ -101,6 +105,7 @@ def two_model(
     lag: int = 2,
     keep_logits: bool = False,
     acceptance: AcceptanceHead | None = None,
+    depth: DepthPolicy | str | None = None,
 ) -> Drafter:
     """Draft a chain of `num_tokens` tokens of `draft`, or a `tree` from `specjax.trees`.
 
@@ -113,6 +118,8 @@ def two_model(
       keep_logits: return the draft's distributions in greedy and coupled decoding too, for controllers that read them.
       acceptance: an acceptance head of the draft model. The stop condition is then `trees.stops.acceptance_head` by
         default. Its authors draft up to 20 tokens.
+      depth: a depth policy of `specjax.adaptive`, or its name and options as text. It selects the layers that the draft
+        model runs, for example the exits of S2D.
 
     State: the cache of the draft model. Raises: UsageError if lag < 2 or another setting is below 1.
     """
@@ -120,6 +127,8 @@ def two_model(
         raise UsageError(f"lag must be at least 2, not {lag}")
     if acceptance is not None and stop is None and (tree is None or tree.stop is None):
         stop = trees.stops.acceptance_head()
+    if depth is not None:
+        draft = skip_layers(draft, parse_depth(depth) if isinstance(depth, str) else depth)
     builder = trees.make_builder(num_tokens, tree, stop, keep_logits)
     params = draft.params if acceptance is None else (draft.params, acceptance)
     return functions(draft.model, builder, lag, group=1, judges=acceptance is not None).replace(params=params)

@@ -50,6 +50,8 @@ def test_commands_are_named_for_methods_that_they_run(cli, refused, monkeypatch,
         monkeypatch.setattr(module, name, stop)
     adaptive.save_probes(tmp_path / "probes.safetensors", adaptive.Probes(np.zeros((1, 4)), np.zeros(1)))
     adaptive.save_routers(tmp_path / "routers.safetensors", adaptive.Routers(np.zeros((1, 4)), np.zeros(1)))
+    low_rank = adaptive.Corrections(np.zeros((1, 2, 4)), np.zeros((1, 4, 2)))
+    adaptive.save_corrections(tmp_path / "corrections.safetensors", low_rank)
     listed = json.loads(cli("methods", "--json").out)
     assert [row["name"] for row in listed] == list(specjax.METHODS)
     for row in listed:
@@ -61,11 +63,13 @@ def test_commands_are_named_for_methods_that_they_run(cli, refused, monkeypatch,
         head = method.head_kind if "head" in method.needs else None
         for module in (drafter_flags, selection, checks):
             monkeypatch.setattr(module, "find_head_kind", lambda *arguments, head=head: head)
-        words = re.sub(r"(probes|routers)=FILE", lambda match: f"{match[1]}={tmp_path / match[1]}.safetensors", command)
+        words = re.sub(
+            r"(probes|routers|corrections)=FILE", lambda match: f"{match[1]}={tmp_path / match[1]}.safetensors", command
+        )
         words = words.replace("=N", "=1").replace("=X,X,.../X,...", "=.6,.2").replace("MODEL", "draft")
         assert "the models are loaded" in refused(*words.split()[1:]), command
     without = {name for name, row in specjax.METHODS.items() if missing_inputs(row)}
-    assert without >= {"continuous", "nar_block"} and not without & {"pearl", "lud", "first", "dynamax"}
+    assert without >= {"continuous", "nar_block"} and not without & {"pearl", "lud", "first", "dynamax", "lora_drop"}
     assert "specjax generate PROMPT --method anchored --draft MODEL" in cli("methods", "anchored").out
     assert "the command line cannot provide its continuous" in cli("methods", "continuous").out
 

@@ -8,7 +8,7 @@ from tiers import those
 from toy import chi_square, pairs_after
 
 from specjax import UsageError, adaptive, decode, trees
-from specjax.drafters import thinned
+from specjax.drafters import thinned, two_model
 
 NAMES = ["calm", "skip_decode", "ffn_skip", "dynamax", "unified"]
 
@@ -32,9 +32,17 @@ def test_trees_take_part():
     assert depths.texts(depths.target(), drafter) == depths.texts(depths.target())
 
 
-def test_sampled_text_has_the_joint_law_of_the_target():
+DRAFTERS = {
+    "calm": lambda target: thinned(target, adaptive.calm(0.1, every=1), num_tokens=2),
+    "matformer": lambda target: thinned(target, adaptive.matformer((0.25, 0.5, 1.0)), num_tokens=2),
+    "s2d": lambda target: two_model(target, 2, depth=adaptive.s2d(0.4)),
+}
+
+
+@pytest.mark.parametrize("name", those({"calm"}, DRAFTERS))
+def test_sampled_text_has_the_joint_law_of_the_target(name):
     """Compare two sampled tokens of a vocabulary of 3 with their exact distribution."""
-    counts, law, result = pairs_after(lambda target: thinned(target, adaptive.calm(0.1, every=1), num_tokens=2))
+    counts, law, result = pairs_after(DRAFTERS[name])
     assert chi_square(counts, law) > 1e-3
     assert result.stats.accepted.sum() > 15
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
@@ -105,7 +106,7 @@ class Infilling(Generation):
         tokens, missing, lengths = blank_prompts(model, [row.ids for row in batch], self.decoding.max_new_tokens)
         start = time.perf_counter()
         result = any_subset(
-            model, tokens, missing, lengths=lengths, key=keys, temperature=settings.temperature,
+            model, jnp.asarray(tokens), jnp.asarray(missing), lengths=jnp.asarray(lengths), key=keys, temperature=settings.temperature,
             top_k=settings.top_k, top_p=settings.top_p, **options,
         )  # fmt: skip
         jax.block_until_ready(result)
