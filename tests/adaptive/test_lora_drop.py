@@ -178,18 +178,20 @@ def test_files_of_corrections(tmp_path):
         np.testing.assert_array_equal(ours, theirs)
     names = load_file(file)
     assert names["model.layers.3.lora_adapter.A.weight"].shape == (4, depths.WIDTH)
-    others = {
+    damaged = {
         "not only corrections of layers": names | {"model.norm.weight": np.ones(3, np.float32)},
         "no array layers.2.lora_adapter.B.weight": {
             name: array for name, array in names.items() if name != "model.layers.2.lora_adapter.B.weight"
         },
-        "has layers.4.lora_adapter.B.weight of shape": names | {"model.layers.4.lora_adapter.B.weight": np.ones((4, 4), np.float32)},
+        "has layers.4.lora_adapter.B.weight of shape": names | {
+            "model.layers.4.lora_adapter.B.weight": np.ones((4, 4), np.float32)
+        },
         "values in layers.0.lora_adapter.A.weight that are not finite": names | {
             "model.layers.0.lora_adapter.A.weight": np.full((4, depths.WIDTH), np.nan, np.float32)
         },
         "no array layers.0.lora_adapter.A.weight": {},
     }  # fmt: skip
-    for number, (words, tensors) in enumerate(others.items()):
+    for number, (words, tensors) in enumerate(damaged.items()):
         save_file(tensors, tmp_path / f"{number}.safetensors")
         with pytest.raises(UsageError, match=words):
             adaptive.read_corrections(tmp_path / f"{number}.safetensors")

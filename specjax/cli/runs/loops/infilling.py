@@ -106,8 +106,9 @@ class Infilling(Generation):
         tokens, missing, lengths = blank_prompts(model, [row.ids for row in batch], self.decoding.max_new_tokens)
         start = time.perf_counter()
         result = any_subset(
-            model, jnp.asarray(tokens), jnp.asarray(missing), lengths=jnp.asarray(lengths), key=keys, temperature=settings.temperature,
-            top_k=settings.top_k, top_p=settings.top_p, **options,
+            model, jnp.asarray(tokens), jnp.asarray(missing), lengths=jnp.asarray(lengths), key=keys,
+            temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
+            **options,
         )  # fmt: skip
         jax.block_until_ready(result)
         seconds = time.perf_counter() - start
