@@ -106,9 +106,13 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
             run_layers=run or functools.partial(run_layers, group=group),
         )  # fmt: skip
 
+    def best(params, hidden, k):
+        return nnx.merge(graphdef, nnx.State(params)).predict_best(hidden, k)
+
     return Model(
         init_cache=init_cache,
         forward=forward,
+        best=best if layout is None and not config.same_bits else None,
         commit=kv.commit if layout is None else layout.commit,
         shardings=None if layout is None else layout.cache,
         config=unsharded_config,

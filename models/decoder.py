@@ -15,7 +15,8 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.numerics import reproducible_math
-from specjax.types import Appended, Array, Mixture, Output, Stream
+from specjax.pallas_kernels.gumbel_topk.by_blocks import best_by_blocks
+from specjax.types import Appended, Array, Best, Mixture, Output, Stream
 
 UNLIMITED_WINDOW = 1 << 30  # a window wider than any text
 
@@ -186,6 +187,15 @@ class Decoder(nnx.Module):
 
     def predict(self, hidden: Array, layout=None) -> Array:
         """Compute the logits of hidden states [..., D] after the final norm."""
-        c, logits = self.config, (self.head or self.embed).logits(hidden)
-        logits = logits if layout is None else layout.place_logits(logits)
-        return logits if c.logit_softcap is None else c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        logits = (self.head or self.embed).logits(hidden)
+        return self._capped(logits if layout is None else layout.place_logits(logits))
+
+    def predict_best(self, hidden: Array, k: int) -> Best:
+        """Return the `k` best of `predict` on one device, by blocks of the vocabulary."""
+        table = self.head or self.embed
+        logits_of = lambda part: self._capped(table.product(hidden, part, jnp.float32))
+        return best_by_blocks(logits_of, table.weight[...], hidden.shape[:-1], k)
+
+    def _capped(self, logits: Array) -> Array:
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

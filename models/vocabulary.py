@@ -55,4 +55,5 @@ def resize_vocabulary(model: Model, size: int) -> Model:
         embed=None if embed is None else lambda params, tokens: embed(params, clip_ids(tokens)),
         unembed=wrap_head(model.unembed),
         head=wrap_head(model.head),
+        best=None,
     )

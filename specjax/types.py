@@ -77,12 +77,21 @@ class Verdict(NamedTuple):
     next_token: Array  # int32[B], drawn by the target after the last accepted node
 
 
+class Best(NamedTuple):
+    """The k likeliest tokens of each node, best first."""
+
+    tokens: Array  # int32[..., k]; a token with the logit -inf is arbitrary
+    logits: Array  # float32[..., k]
+    total: Array  # float32[...], logarithm of the sum of exp(logit) over the vocabulary; not finite if a logit is NaN
+
+
 class Output(NamedTuple):
     """Result of one forward pass. The compiler removes the computation of unused fields."""
 
     logits: Array  # float32[B, T, V]
     hidden: Array  # [B, T, D], hidden states after the final norm, the input of the output head
     taps: tuple[Array, ...] = ()  # [B, T, D] each, residual streams after the requested layers (0: the embedding)
+    best: Best | None = None  # [B, T], set in passes whose logits are too large to be stored; see `Traits.reads_best`
 
 
 class Mixture(NamedTuple):
@@ -177,7 +186,9 @@ class Model(NamedTuple):
     `embed(params, tokens[B, T]) -> [B, T, D]` returns the input of the first layer. `unembed(params, hidden[..., D]) ->
     float32[..., V]` is the output head without the final norm. `head(params, stream[B, T, D]) -> float32[B, T, V]`
     applies the final norm and the output head to a residual stream, such as one of `Output.taps`. Draft heads share
-    these functions.
+    these functions. `best(params, hidden[B, T, D], k) -> Best` returns the k likeliest tokens of the head without an
+    array of all logits. It must agree with `forward`, so a model with another `forward` replaces it. None: the logits
+    are always computed as a whole.
     """
 
     init_cache: Callable[..., PyTree]
@@ -195,6 +206,7 @@ class Model(NamedTuple):
     embed: Callable[[PyTree, Array], Array] | None = None
     unembed: Callable[[PyTree, Array], Array] | None = None
     head: Callable[[PyTree, Array], Array] | None = None
+    best: Callable[[PyTree, Array, int], Best] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     mesh: jax.sharding.Mesh | None = None  # mesh over which the parameters are sharded
@@ -305,6 +317,9 @@ class Traits(NamedTuple):
     follows_any_tree: bool = False  # `observe` accepts trees that another drafter proposed
     taps: tuple[int, ...] = ()  # layers of the target whose residual streams `observe` and `Hooks.prefill` read
     max_accepted: int | None = None  # accepted tokens per step, root included, that `update` can handle; None: N
+    # Likeliest tokens per node that `observe` reads: from `Output.best` if that is not None, else from `Output.logits`.
+    # None: it may read all logits. A drafter without `observe` reads none.
+    reads_best: int | None = None
 
 
 class Hooks(NamedTuple):
@@ -394,6 +409,11 @@ class Drafter:
         """Return the widths of the target pass that are compiled for `batch` rows, rising."""
         widths = self.hooks.widths(batch, target) if self.hooks.widths else (*self.traits.widths, self.num_nodes)
         return sorted({width for width in widths if width <= self.num_nodes})
+
+    @property
+    def reads_best(self) -> int | None:
+        """Return the number of likeliest tokens per node that `observe` reads; None: it may read all logits."""
+        return 0 if self.observe is _observe_nothing else self.traits.reads_best
 
     @property
     def drafts_chains(self) -> bool:

@@ -186,6 +186,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         embed=of_base(base.embed),
         unembed=of_base(base.unembed),
         head=of_base(base.head),
+        best=None,  # a policy may predict from another layer than the last
         config=None,
         name=_name(base, policy),
         capabilities=base.capabilities._replace(groups=()),

@@ -19,7 +19,10 @@ from specjax.processors import pipeline
 from specjax.trees import operations
 from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
 from specjax.verifiers import greedy
-from specjax.verifiers.node_logits import NodeLogits
+from specjax.verifiers.node_logits import HiddenRows, NodeLogits
+
+LARGE_LOGITS = 1 << 28
+"""Size in bytes from which the float32 logits of a pass over trees are not stored."""
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 PromptFn = Callable[[TokenTree], SoftPrompts]
@@ -143,7 +146,9 @@ def judge_at(
     raw = with_prompts if prompt is None else jax.tree.map(lambda x: x[:, :width], with_prompts)
     depth = depth[:, :width]
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
-    processed = _processed(parts, state, part, mask[:, :width, :width], raw.logits)
+    if prompt is None and _stores_no_logits(parts, *depth.shape):
+        raw = with_prompts = _with_best(parts, raw)
+    processed = _processed(parts, state, part, mask[:, :width, :width], raw)
     verdict, logits = _verify(parts, state, keys, part, processed, raw.hidden)
     contract_checks.check_verdict(parts.verifier, verdict, *part.tokens.shape)
     verdict = _reject_ended(verdict, state.done)
@@ -167,9 +172,33 @@ def _append_prompts(tree: TokenTree, prompts: SoftPrompts) -> tuple[Appended, Ar
     return Appended(tree.tokens, prompts.vectors), mask
 
 
-def _processed(parts: Parts, state: DecodeState, tree: TokenTree, ancestors: Array, logits: Array) -> NodeLogits:
+def _stores_no_logits(parts: Parts, batch: int, width: int) -> bool:
+    """Return True if the logits of a pass are too large to be stored, and the model, rule and drafter do not need them.
+
+    The drafter's `observe` and greedy rules then read the likeliest tokens of the nodes. A sampled rule computes the
+    logits of each node that it visits, which reads the output head again.
+    """
+    model = parts.target.model
+    is_large = width > 1 and 4 * batch * width * model.vocab_size >= LARGE_LOGITS
+    reads_rows = parts.verifier.by_row and not parts.processors and not any(parts.keep)
+    return is_large and reads_rows and None not in (model.best, model.unembed, parts.drafter.reads_best)
+
+
+def _with_best(parts: Parts, output: Output) -> Output:
+    """Return the output of a pass with its likeliest tokens: as many as the drafter reads, and at least one."""
+    model, params, count = parts.target.model, parts.target.params, parts.drafter.reads_best
+    assert model.best is not None and count is not None
+    return output._replace(best=model.best(params, output.hidden, min(max(count, 1), model.vocab_size)))
+
+
+def _processed(parts: Parts, state: DecodeState, tree: TokenTree, ancestors: Array, output: Output) -> NodeLogits:
     """Return the processed logits of the nodes. Processors that need all nodes at once are applied immediately."""
-    processors, states = parts.processors, state.processed
+    processors, states, logits = parts.processors, state.processed, output.logits
+    if output.best is not None:
+        model, params = parts.target.model, parts.target.params
+        assert model.unembed is not None
+        rows = HiddenRows(output.hidden, functools.partial(model.unembed, params), model.vocab_size, output.best)
+        return NodeLogits(rows, lambda rows, node: rows)
     if all(processor.by_row for processor in processors):
         above = lambda node: ancestors if node is None else take_along(ancestors, node[:, None, None], 1)
         return NodeLogits(

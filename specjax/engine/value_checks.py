@@ -109,7 +109,7 @@ def count_sound_nodes(hidden: Array, logits: NodeLogits, verdict: Verdict, *, pr
 
     def check(place: Array, along_path: Array) -> Array:
         """Clear the flags of nodes at `place` int32[B] of the path that are not sound."""
-        is_sound = are_sound(logits.at(take_along(path, place[:, None], 1)[:, 0]))
+        is_sound = logits.is_sound_at(take_along(path, place[:, None], 1)[:, 0])
         return along_path & (is_sound[:, None] | (index != place[:, None]))
 
     along_path = take_along(jnp.all(jnp.isfinite(hidden), -1), path, 1)

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from specjax.arrays.indexing import take_along
+import jax.numpy as jnp
+
+from specjax.arrays.indexing import first_largest, take_along
 from specjax.numerics.filtered_draws import draw_warped
 from specjax.numerics.sampling import draw, warp
-from specjax.types import Array, Sampling
+from specjax.types import Array, Best, Sampling
+
+
+class HiddenRows(NamedTuple):
+    """Logits of nodes that are products of hidden states with the output head, computed when a node is read."""
+
+    hidden: Array  # [B, N, D], the input of the output head
+    unembed: Callable[[Array], Array]  # [B, R, D] -> float32[B, R, V]
+    vocab_size: int
+    best: Best  # the likeliest tokens of all nodes, [B, N], at least one of each
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (B, N, V)."""
+        return *self.hidden.shape[:2], self.vocab_size
 
 
 class NodeLogits(NamedTuple):
@@ -21,7 +37,7 @@ class NodeLogits(NamedTuple):
     or of all nodes (`node` is None, R = N). The results are then warped with `sampling`; None: they are not.
     """
 
-    raw: Array  # float[B, N, V], the target's own logits
+    raw: Array | HiddenRows  # float[B, N, V], the target's own logits
     process: Callable[[Array, Array | None], Array]
     sampling: Sampling | None = None
 
@@ -41,10 +57,29 @@ class NodeLogits(NamedTuple):
 
     def every(self) -> Array:
         """Return the logits of all nodes, float32[B, N, V]."""
-        return self._warped(self.process(self.raw, None))
+        rows = self.raw.unembed(self.raw.hidden) if isinstance(self.raw, HiddenRows) else self.raw
+        return self._warped(self.process(rows, None))
+
+    def largest_at(self, node: Array) -> Array:
+        """Return the likeliest token of one node per row, int32[B]. It needs logits that are not warped."""
+        assert self.sampling is None
+        if isinstance(self.raw, HiddenRows):
+            return _gather(self.raw.best.tokens, node)[:, 0, 0]
+        return first_largest(self.at(node))
+
+    def is_sound_at(self, node: Array) -> Array:
+        """Return bool[B]: no logit of the node is NaN or Inf, and one is finite."""
+        if isinstance(self.raw, HiddenRows):
+            return jnp.isfinite(take_along(self.raw.best.total, node[:, None], 1)[:, 0])
+        return jnp.isfinite(jnp.max(self.at(node), -1))  # the maximum is NaN or Inf if any logit is, -Inf if all are
 
     def _processed(self, node: Array) -> Array:
-        return self.process(self.raw if self.raw.shape[1] == 1 else _gather(self.raw, node), node)[:, 0]
+        raw = self.raw
+        if isinstance(raw, HiddenRows):
+            rows = raw.unembed(_gather(raw.hidden, node))
+        else:
+            rows = raw if raw.shape[1] == 1 else _gather(raw, node)
+        return self.process(rows, node)[:, 0]
 
     def _warped(self, logits: Array) -> Array:
         return logits if self.sampling is None else warp(logits, self.sampling)
@@ -55,13 +90,18 @@ def row_of(logits: Array | NodeLogits, node: Array) -> Array:
     return logits.at(node) if isinstance(logits, NodeLogits) else _gather(logits, node)[:, 0]
 
 
+def largest_of(logits: Array | NodeLogits, node: Array) -> Array:
+    """Return the likeliest token of row `node` int32[B] of logits [B, N, V]: int32[B]."""
+    return logits.largest_at(node) if isinstance(logits, NodeLogits) else first_largest(row_of(logits, node))
+
+
 def draw_of(keys: Array, logits: Array | NodeLogits, node: Array) -> Array:
     """Draw a token with keys [B] from row `node` int32[B] of logits [B, N, V]: int32[B]."""
     return logits.draw_at(keys, node) if isinstance(logits, NodeLogits) else draw(keys, row_of(logits, node))
 
 
 def _gather(logits: Array, node: Array) -> Array:
-    """Return rows [B, 1, V] of logits [B, N, V]."""
+    """Return rows [B, 1, X] of an array [B, N, X]."""
     return take_along(logits, node[:, None, None], 1)
 
 

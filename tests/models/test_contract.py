@@ -272,6 +272,11 @@ def test_embedding_and_head_are_those_of_a_pass(name):
     output, _ = model.forward(params, jnp.asarray(TOKENS), filled(target), positions=positions, mask=mask, **taps)
     np.testing.assert_allclose(model.unembed(params, output.hidden), output.logits, atol=1e-5)
     np.testing.assert_allclose(model.unembed(params, output.hidden[0, 0]), output.logits[0, 0], atol=1e-5)
+    if model.best is not None:
+        best = model.best(params, output.hidden, 3)
+        np.testing.assert_allclose(best.logits, jax.lax.top_k(output.logits, 3)[0], atol=1e-5)
+        np.testing.assert_array_equal(best.tokens[..., 0], jnp.argmax(output.logits, -1))
+        np.testing.assert_allclose(best.total, jax.nn.logsumexp(output.logits, -1), atol=1e-4)
     if able.taps:
         np.testing.assert_allclose(model.embed(params, jnp.asarray(TOKENS)), output.taps[0], atol=1e-6)
         np.testing.assert_allclose(model.head(params, output.taps[1]), output.logits, atol=1e-4)

@@ -146,3 +146,16 @@ def test_the_number_of_races_follows_the_kept_mass(monkeypatch):
             draw_warped(jax.random.split(jax.random.key(seed), ROWS), x, sampling_of(1.0, top_p=0.9))
     assert expected_races(0.9, ROWS) == pytest.approx(2.29, abs=0.02)
     assert abs(np.mean(races) - expected_races(0.9, ROWS)) < 0.5
+
+
+def test_the_reduction_for_tpus_draws_alike(monkeypatch):
+    keys = jax.random.split(jax.random.key(1), ROWS)
+    for_tpus = lambda *arrays, tpu=None, default=None, **others: (tpu or default)(*arrays)
+    for name in ("top_p", "both"):
+        sampling = sampling_of(0.7, **FILTERS[name])
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.lax, "platform_dependent", for_tpus)
+            in_one_pass = jax.jit(lambda *inputs: draw_warped(*inputs))
+            drawn = [in_one_pass(keys, logits_of(kind), sampling) for kind in ("normal", "ties", "banned")]
+        wanted = [compiled()(keys, logits_of(kind), sampling) for kind in ("normal", "ties", "banned")]
+        np.testing.assert_array_equal(drawn, wanted)

@@ -188,6 +188,7 @@ def _functions(config: Config) -> Drafter:
             follows_any_tree=True,
             taps=() if draft_head is None else draft_head.taps,
             rewinds=draft_head is None,
+            reads_best=config.recycling.reads_best,
         ),
         hooks=Hooks(
             prefill=None if draft_head is None else functools.partial(_prefill, config),

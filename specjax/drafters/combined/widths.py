@@ -2,8 +2,9 @@
 
 A width can pay if its best draft has more expected tokens per cost than plain decoding and than every narrower width,
 and if the logits of its pass fit LOGITS_BYTES. The others are not compiled, because a program reserves the memory of
-its widest pass whether that pass runs or not: 4.2 GiB for 64 rows of 64 nodes with 262,144 tokens. Their place is taken
-by NARROW widths that can pay. If none can, `auto` decodes plainly.
+its widest pass whether that pass runs or not: 4.2 GiB for 64 rows of 64 nodes with 262,144 tokens. Without processors
+a model on one device computes its likeliest tokens by blocks (`Model.best`) and does not store logits of that size.
+The place of the other widths is taken by NARROW ones that can pay. If none can, `auto` decodes plainly.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def _functions(head: Head, builder: Builder, max_accepted: int) -> Drafter:
             max_accepted=max_accepted,
             rewinds=False,
             follows_any_tree=True,
+            reads_best=0,
         ),
         hooks=Hooks(
             prefill=functools.partial(pending_pairs.read_prompt, head),

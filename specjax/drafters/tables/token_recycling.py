@@ -29,7 +29,7 @@ from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.trees.operations import compact
 from specjax.trees.templates import Template
-from specjax.types import Array, Context, Drafter, Hooks, TokenTree, Traits, TreeSize
+from specjax.types import Array, Context, Drafter, Hooks, Output, TokenTree, Traits, TreeSize
 
 METHOD = Method(
     name="token_recycling",
@@ -205,7 +205,7 @@ def token_recycling(
         fit = lambda x: jnp.pad(x[:, :n], ((0, 0), (0, max(n - width, 0)), *[(0, 0)] * (x.ndim - 2)))
         on_path = jnp.any(verdict.path[:, :, None] == jnp.arange(n), 1)
         order = jnp.arange(n) + jnp.where(on_path, 0, n)  # nodes are in order of depth
-        best = jax.tree.map(fit, best_tokens(output.logits[:, :n], keep_chances))
+        best = jax.tree.map(fit, successors_of(output, n, keep_chances))
         return RecyclingUpdate(fit(tree.tokens), fit(tree.valid), order, best)
 
     def update(params, matrix: Recycled, rows: RecyclingUpdate, verdict) -> Recycled:
@@ -222,7 +222,9 @@ def token_recycling(
         init=init,
         observe=observe,
         update=update,
-        traits=Traits(widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes), follows_any_tree=True),
+        traits=Traits(
+            widths=tuple(w for w in (1, 8, 16, 32) if w < template.num_nodes), follows_any_tree=True, reads_best=RANKS
+        ),
         hooks=Hooks(prefill=read if read_prompt else None, export=_export),
     )
 
@@ -238,11 +240,25 @@ def recycled_tree(template: Template, successors: SuccessorLookup, context: Cont
     return template.filled(tokens, limit)
 
 
+def successors_of(output: Output, count: int, keep_chances: bool) -> Successors:
+    """Return the best tokens of the first `count` nodes of a pass."""
+    if output.best is None:
+        return best_tokens(output.logits[:, :count], keep_chances)
+    tokens, logits, total = (x[:, :count] for x in output.best)
+    score = logits - total[..., None]
+    return _padded(tokens[..., :RANKS], score[..., :RANKS], keep_chances)
+
+
 def best_tokens(logits: Array, keep_chances: bool) -> Successors:
     """Return the best tokens of each row of logits [B, N, V]; -1 if no further token has probability."""
     count = min(RANKS, logits.shape[-1])
     best, score = likeliest(logits, count) if keep_chances else gumbel_topk(None, logits, count)
-    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - count)), constant_values=value)
+    return _padded(best, score, keep_chances)
+
+
+def _padded(best: Array, score: Array, keep_chances: bool) -> Successors:
+    """Return RANKS successors, -1 for tokens without probability, of at most as many tokens and scores [B, N, k]."""
+    filled = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, RANKS - x.shape[2])), constant_values=value)
     best = filled(jnp.where(score > -jnp.inf, best, -1), -1)
     return Successors(best, filled(score, -jnp.inf) if keep_chances else None)
 

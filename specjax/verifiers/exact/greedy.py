@@ -9,16 +9,15 @@ Guarantee: greedy. The text is that of greedy decoding, for any draft.
 
 from __future__ import annotations
 
-from specjax.arrays.indexing import first_largest
 from specjax.types import Array, TokenTree, Verdict
-from specjax.verifiers.node_logits import NodeLogits, row_of
+from specjax.verifiers.node_logits import NodeLogits, largest_of
 from specjax.verifiers.verifier import ANY, Verifier
 from specjax.verifiers.walk import walk
 
 
 def _rule(keys: Array, tree: TokenTree, target_logits: Array | NodeLogits) -> Verdict:
     del keys  # nothing is drawn
-    return walk(tree, lambda node: first_largest(row_of(target_logits, node)))
+    return walk(tree, lambda node: largest_of(target_logits, node))
 
 
 greedy = Verifier(

@@ -39,8 +39,8 @@ def test_a_plan_names_its_options_and_its_job_has_them():
 
 @pytest.mark.tpu_compile
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("batch", "ratio"), [(1, 1.25), (64, 1.4)])
-def test_top_p_costs_a_fraction_of_a_step(batch, ratio, monkeypatch, tmp_path):
+@pytest.mark.parametrize("batch", [1, 64])
+def test_top_p_costs_a_fraction_of_a_step(batch, monkeypatch, tmp_path):
     """Gemma 3 270M has 262,144 tokens; by the compiler's schedule, per step of the plain program."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -49,7 +49,7 @@ def test_top_p_costs_a_fraction_of_a_step(batch, ratio, monkeypatch, tmp_path):
         (report,) = compile_programs(work, False, lambda name: None, only=("step",))
         return report.seconds["schedule"]
 
-    assert seconds(top_p=0.9) <= ratio * seconds()
+    assert seconds(top_p=0.9) <= 1.25 * seconds()
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1.5, 0])
