@@ -51,15 +51,6 @@ def test_a_step_copies_and_slices_no_parameter(model):
     assert step["memory"]["aliased"] > 0.99 * step["memory"]["output"], "the cache is written in place"
 
 
-def test_stacked_layers_are_sliced_out_of_their_stack():
-    """The test above would find three products of attention and three of the MLP per layer."""
-    (answer,) = gpu.reports(gpu.request({"name": "llama3_8b", "num_layers": 3, "stacked": True}, context=100))
-    step = answer["step"]
-    assert [finding["kind"] for finding in step["findings"]].count("slice") >= 2
-    assert step["moved_bytes"] > 1.9 * step["must_bytes"]
-    assert step["seconds"]["schedule"] > 1.5 * shallow("llama3_8b")[1]["seconds"]["schedule"]
-
-
 @pytest.mark.xfail(reason="attention has one loop of unknown length per layer, two reads by the host", strict=False)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_loop_in_a_layer_has_an_unknown_length(model):
@@ -117,7 +108,8 @@ def test_several_gpus(mesh):
     assert sum(entry["count"] for entry in sums) >= 2 * 2
     assert {entry["group"] for entry in step["collectives"]} <= {2, 4, 8}
     assert sum(entry["wire_bytes"] for entry in step["collectives"]) < 2 << 20, step["collectives"]
-    assert step["memory"]["temporaries"] < 16 << 20, step["memory"]
+    limit = 128 if mesh == "easyspec" else 16  # its products are library calls, which have a workspace
+    assert step["memory"]["temporaries"] < limit << 20, step["memory"]
     assert 0 < step["seconds"]["collectives"] < step["seconds"]["roofline"] < step["seconds"]["schedule"]
 
 
@@ -160,7 +152,7 @@ def test_the_command_line(tmp_path):
     arguments = ["compile", "--target", str(tmp_path), "--topology", "h100:1", "--context", "64", "--no-cache"]
     done = subprocess.run(
         [sys.executable, "-m", "specjax.cli", *arguments, "--max-new-tokens", "16"], capture_output=True, text=True,
-        env={name: value for name, value in gpu.ENVIRONMENT.items() if name != "JAX_PLATFORMS"},
+        cwd=tmp_path, env={name: value for name, value in gpu.ENVIRONMENT.items() if name != "JAX_PLATFORMS"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr

@@ -45,7 +45,7 @@ def _products(module: Module, instruction: Instruction) -> Iterator[Instruction]
     if instruction.opcode == "fusion":
         parts = list(module.computations.get((instruction.called("calls") or [""])[0], {}).values())
     for part in parts:
-        if part.opcode in PRODUCTS:
-            yield part
+        if part.opcode in PRODUCTS or (part.opcode == "reduce" and part.source.endswith("dot_general")):
+            yield part  # a GPU's product with one row may be a sum of elements
         elif part is not instruction and part.opcode == "fusion":
             yield from _products(module, part)
