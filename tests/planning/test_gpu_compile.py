@@ -57,10 +57,7 @@ def test_no_loop_in_a_layer_has_an_unknown_length(model):
     assert per_layer(model, unknown_loops) == 0
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["smollm2_135m", pytest.param("llama3_8b", marks=pytest.mark.xfail(reason="it has 12 kernels per layer"))],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_layer_has_few_kernels_beside_products_and_attention(model):
     assert per_layer(model, lambda step: step["kernels"]["other"]) <= 10
 
