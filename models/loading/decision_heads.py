@@ -54,7 +54,7 @@ def read_acceptance(folder: str | Path) -> AcceptanceHead:
         used |= {f"model.{blocks}.{leaf}" for leaf in ("weight", "bias")}
         _check_names(tensors, used, place)
         linear = lambda name, out: AcceptanceLayer(
-            *(jnp.asarray(_read(tensors, f"{name}.{leaf}", shape, place))
+            *(jnp.asarray(read_tensor(tensors, f"{name}.{leaf}", shape, place))
               for leaf, shape in (("weight", (out, width)), ("bias", (out,))))
         )  # fmt: skip
         layers = {j: linear(f"model.{j}.linear", width) for j in set(sources)}
@@ -89,24 +89,68 @@ def read_judge(source: str | Path) -> JudgeHead:
     with guarded_read(file):
         tensors = hf.read_tensors(file)
         _check_names(tensors, {"weight", "bias", "mean", "scale", "threshold"}, file)
-        shape = tensors["weight"].shape if "weight" in tensors else ()
-        if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in (1, 2)):
-            raise UsageError(f"{file} has no weight with one or two rows, which a judge head needs")
-        rows, width = (shape[0] if len(shape) == 2 else 1), shape[-1]
-        weight = _read(tensors, "weight", shape, file).reshape(rows, width)
-        bias = _read(tensors, "bias", tensors["bias"].shape if "bias" in tensors else (rows,), file).reshape(-1)
-        if bias.shape != (rows,):
-            raise UsageError(f"{file} has a bias of {len(bias)} numbers, and a weight of {rows} rows")
-        w, b = (weight[0], bias[0]) if rows == 1 else (weight[1] - weight[0], bias[1] - bias[0])
-        ones = {"mean": np.zeros(width, np.float32), "scale": np.ones(width, np.float32)}
-        mean, scale = (_read(tensors, name, (width,), file) if name in tensors else ones[name] for name in ones)
+        w, b = read_linear(tensors, file)
+        ones = {"mean": np.zeros(len(w), np.float32), "scale": np.ones(len(w), np.float32)}
+        mean, scale = (read_tensor(tensors, name, w.shape, file) if name in tensors else ones[name] for name in ones)
         if not (scale > 0).all():
             raise UsageError(f"{file} has a scale with entries that are not above 0")
-        threshold = _read(tensors, "threshold", tensors["threshold"].shape, file) if "threshold" in tensors else None
+        threshold = (
+            read_tensor(tensors, "threshold", tensors["threshold"].shape, file) if "threshold" in tensors else None
+        )
         if threshold is not None and threshold.size != 1:
             raise UsageError(f"{file} has a threshold of {threshold.size} numbers, not one")
     w = w / scale
     return JudgeHead(w, float(b - w @ mean), None if threshold is None else float(threshold.reshape(())))
+
+
+def check_judge(source: str) -> str:
+    """Return the text itself. Raises: UsageError if `read_judge` refuses the file."""
+    read_judge(source)
+    return source
+
+
+def read_linear(tensors: Mapping[str, TensorLocation], where: Path, prefix: str = "") -> tuple[np.ndarray, float]:
+    """Return the log-odds (w float32[D], b) of a linear layer `{prefix}weight` and `{prefix}bias`, as `to_log_odds`.
+
+    Raises: UsageError for a layer that is missing, or has other shapes. A layer with a name and no bias has the bias 0.
+    """
+    names = [prefix + name for name in ("weight", "bias")]
+    shapes = [tensors[name].shape if name in tensors else () for name in names]
+    if not shapes[0]:
+        raise UsageError(f"{where} has no tensor {names[0]}, which the head needs")
+    _check_rows(shapes[0], str(where))
+    weight = read_tensor(tensors, names[0], shapes[0], where)
+    has_bias = names[1] in tensors or not prefix
+    bias = (
+        read_tensor(tensors, names[1], shapes[1], where)
+        if has_bias
+        else np.zeros(len(np.atleast_2d(weight)), np.float32)
+    )
+    return to_log_odds(weight, bias, str(where))
+
+
+def to_log_odds(weight: np.ndarray, bias: np.ndarray, where: str) -> tuple[np.ndarray, float]:
+    """Return (w float32[D], b) so that w . h + b are the log-odds of a linear layer.
+
+    Args: weight: [D] or [1, D], or [2, D] for two classes, of which the second counts. bias: one number per row.
+
+    Raises: UsageError for other shapes. `where` is the name of the layer.
+    """
+    _check_rows(weight.shape, where)
+    rows, bias = np.atleast_2d(weight), np.reshape(bias, -1)
+    if len(bias) != len(rows):
+        raise UsageError(f"{where} has a bias of {len(bias)} numbers, and a weight of {len(rows)} rows")
+    if len(rows) == 1:
+        return rows[0], float(bias[0])
+    return rows[1] - rows[0], float(bias[1] - bias[0])
+
+
+def _check_rows(shape: tuple[int, ...], where: str) -> None:
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in (1, 2)):
+        raise UsageError(
+            f"{where} has no weight with one or two rows, one per label, which such a head needs, but one of shape "
+            f"{quote(list(shape))}"
+        )
 
 
 def save_judge(file: str | Path, weight, bias: float = 0.0, threshold: float | None = None) -> None:
@@ -118,7 +162,7 @@ def save_judge(file: str | Path, weight, bias: float = 0.0, threshold: float | N
     )
 
 
-def _read(tensors: Mapping[str, TensorLocation], name: str, shape: tuple[int, ...], where: Path) -> np.ndarray:
+def read_tensor(tensors: Mapping[str, TensorLocation], name: str, shape: tuple[int, ...], where: Path) -> np.ndarray:
     """Read a float32 tensor of this shape. Raises: UsageError for other shapes or values that are not finite."""
     if name not in tensors:
         raise UsageError(f"{where} has no tensor {name}, which the head needs")

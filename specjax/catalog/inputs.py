@@ -8,7 +8,7 @@ from specjax.catalog.options import REQUIRED
 PROVIDED = {
     "drafter": {"draft", "head", "datastore", "denoiser"},
     "decoder": {"draft", "head", "datastore", "devices", "any_order"},
-    "collaboration": {"draft", "safe", "segmenter", "judging", "cues"},
+    "collaboration": {"draft", "safe", "segmenter", "judging", "cues", "reward"},
 }
 """The inputs that flags provide, by kind of method: models of --draft, a --datastore, and words of --set."""
 
@@ -29,10 +29,16 @@ def command_of(row: Method) -> str | None:
         models.append("--datastore FOLDER")
     if row.kind == "adaptive":
         return f"specjax generate PROMPT --adapt {row.name}" + (f":{','.join(required)}" if required else "")
-    words = [f"specjax generate PROMPT --method {row.name}", *models, *(f"--set {setting}" for setting in required)]
+    scores = [f"--set {option.name}={option.form}" for option in row.words if option.type == "reward_model"][:1]
+    words = [
+        f"specjax generate PROMPT --method {row.name}",
+        *models,
+        *scores,
+        *(f"--set {setting}" for setting in required),
+    ]
     return " ".join(words)
 
 
 def missing_inputs(row: Method) -> list[str]:
-    """Return the required inputs that only Python can provide. An optional router counts: it replaces the judge."""
-    return sorted((row.needs | (row.takes & {"router"})) - PROVIDED.get(row.kind, set()))
+    """Return the required inputs that only Python can provide."""
+    return sorted(row.needs - PROVIDED.get(row.kind, set()))

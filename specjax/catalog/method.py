@@ -29,18 +29,18 @@ target that each token runs, for `specjax.adaptive.skip_layers`.
 """
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
-    "filter", "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
+    "automaton", "denoiser", "segmenter", "judging", "cues", "tuned", "reward", "safe", "router", "answers",
 ]  # fmt: skip
 """An input of a method besides the target.
 
 Models: `draft`: a second, smaller model. `head`: a draft head of the target. `denoiser`: a diffusion model that drafts.
 `fill`: a model of masked blocks, see `drafters.nar_block`. `any_order`, `continuous`: a target of class
-`decoders.AnySubsetModel` or `ContinuousModel`. `tuned`, `safe`, `router`: another model of a collaboration.
+`decoders.AnySubsetModel` or `ContinuousModel`. `tuned`, `safe`: another model of a collaboration.
 Data: `datastore`: a corpus. `costs`: the costs of wide target passes, see `specjax.costs`. `source`: a text to edit.
 `devices`: separate devices for each model.
 Python objects of collaborations: `segmenter`: finds the ends of steps. `judging`: the prompt of a judge and its digits.
-`cues`: words as tokens. `reward`, `answers`: functions.
-Trained arrays: `filter`, `automaton`: arguments of diffusion methods.
+`cues`: words as tokens. `reward`, `router`: functions of texts or models with a scalar head. `answers`: a function.
+Arrays: `automaton`: an argument of a diffusion method.
 """
 
 Argument = Literal["target", "draft", "vocab_size"]

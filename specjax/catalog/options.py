@@ -119,6 +119,7 @@ PARSERS: dict[str, OptionParser] = {
     "integers": OptionParser("N,N,...", "whole numbers joined by commas", integers),
     "texts": OptionParser("TEXT", "texts joined by |, none of them empty", texts),
     "text_file": OptionParser("FILE", "a file with text", "specjax.files.untrusted:read_words"),
+    "text": OptionParser("TEXT", "a text that is not empty", lambda text: "|".join(texts(text))),
     "two_integers": OptionParser("N,N", "two whole numbers joined by a comma", two_integers),
     "integers_in_call": OptionParser("N/N/...", "whole numbers joined by /", integers_in_call),
     "floats_in_call": OptionParser("X/X/...", "numbers joined by /", floats_in_call),
@@ -131,6 +132,8 @@ PARSERS: dict[str, OptionParser] = {
         "FOLDER", "an acceptance head", "specjax.models.loading.decision_heads:read_acceptance"
     ),
     "judge_head": OptionParser("FILE", "a judge head", "specjax.models.loading.decision_heads:read_judge"),
+    "judge_head_file": OptionParser("FILE", "a head", "specjax.models.loading.decision_heads:check_judge"),
+    "reward_model": OptionParser("FOLDER", "a reward model", str),
     "drafter": OptionParser("NAME", "a drafter", "specjax.catalog.methods:check_inner_drafter"),
     "writing_drafter": OptionParser(
         "NAME", "a drafter without inputs, or two_model", "specjax.catalog.methods:check_writing_drafter"
@@ -138,6 +141,7 @@ PARSERS: dict[str, OptionParser] = {
     "drafters": OptionParser("NAME", "drafters joined by +", "specjax.catalog.methods:check_inner_drafters"),
     "probes": OptionParser("FILE", "a file of probes", "specjax.adaptive.layer_files:read_probes"),
     "routers": OptionParser("FILE", "a file of routers", "specjax.adaptive.layer_files:read_routers"),
+    "filter": OptionParser("FILE", "a trained filter", "specjax.diffusion.methods.learn2pd:read_filter"),
     "spec_kv_weights": OptionParser("FILE", "a file of SpecKV's network", "specjax.controllers.spec_kv:read_spec_kv"),
     "corrections": OptionParser("FILE", "a file of corrections", "specjax.adaptive.layer_files:read_corrections"),
     "depth": OptionParser("NAME", "a method of adaptive depth", "specjax.adaptive.parsing:check_depth"),

@@ -90,6 +90,16 @@ def steps(default: str) -> Option:
     )
 
 
+def reward_words(name: str = "reward", what: str = "reward model") -> tuple[Option, ...]:
+    """Return the options that name a reward model: the model, its head, the function of the score, and a suffix."""
+    return (
+        Option(name, "reward_model", None, f"{what}: a folder of a classifier with one or two labels"),
+        Option(f"{name}_head", "judge_head_file", None, f"file of a trained head, for a {name} without its own"),
+        Option(f"{name}_link", ("sigmoid", "exp", "identity"), "sigmoid", "function of the score"),
+        Option(f"{name}_suffix", "text", None, "text that the model reads before it scores; \\n is a line break"),
+    )
+
+
 # Methods of adaptive depth.
 EVERY = Option("every", "int", 4, "layers between two exit tests")
 HORIZON = Option("horizon", "int", 128, "maximum number of new tokens; default: --max-new-tokens")

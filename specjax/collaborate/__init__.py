@@ -19,11 +19,14 @@ from specjax.collaborate.multi_writer import (
 from specjax.collaborate.phrases import PhraseCounter, count_strings, count_tokens
 from specjax.collaborate.prepare import TextJob, prepare_texts
 from specjax.collaborate.results import TextResult
+from specjax.collaborate.rewards import Reward, RewardModel, load_reward, readers_of, reward_of
 from specjax.collaborate.segments import Segmenter, after_any, after_sentences, after_strings, after_tokens
 
 __all__ = [
     "JudgePrompt",
     "PhraseCounter",
+    "Reward",
+    "RewardModel",
     "Scores",
     "Segmenter",
     "TextJob",
@@ -41,10 +44,13 @@ __all__ = [
     "extend",
     "fork",
     "judge_prompt",
+    "load_reward",
     "look",
     "methods",
     "prepare_texts",
     "read",
+    "readers_of",
+    "reward_of",
     "rewind",
     "score",
     "select",

@@ -294,6 +294,31 @@ def look(writers: Writers, text: TextState, who: int, active: Array | None = Non
     return _with(new, who, writer_state._replace(cache=cache, cached=writer_state.cached + active)), logits, hidden
 
 
+def hidden_after(
+    writers: Writers, text: TextState, who: int, suffix: Array, active: Array | None = None
+) -> tuple[TextState, Array]:
+    """Return the text, and writer `who`'s hidden states [B, D] after it and `suffix` int32[S], which may be empty.
+
+    The cache afterwards has all but the last token of the text, and nothing of the suffix. The states of rows that are
+    not `active` are undefined. If no row is active, no pass runs.
+    """
+    target, batch, width = writers[who].target, len(text.length), len(suffix) + 1
+    active = jnp.ones((batch,), bool) if active is None else active
+    text = read(writers, text, who, active)
+    cache = text.writer_states[who].cache
+    tokens = jnp.concatenate([last(text), jnp.broadcast_to(suffix, (batch, width - 1))], 1)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (batch, width, width))
+    positions = text.length[:, None] - 1 + jnp.arange(width)
+
+    def one() -> Array:
+        return target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)[0].hidden[:, -1]
+
+    shape = jax.eval_shape(one)
+    hidden = jax.lax.cond(jnp.any(active), one, lambda: jnp.zeros(shape.shape, shape.dtype))
+    passes = text.passes.at[:, who].add(active)
+    return text._replace(passes=passes, read=text.read.at[:, who].add(jnp.where(active, width, 0))), hidden
+
+
 def last(text: TextState) -> Array:
     """Return int32[B, 1], the last token of each row."""
     return take_along(text.tokens, text.length[:, None] - 1, 1)

@@ -46,6 +46,7 @@ def prepare_texts(
     spare: int = 0,
     keep: Keep | None = None,
     rewinds: bool = True,
+    readers: Sequence[Target] = (),
 ) -> TextJob:
     """Return the job of several models on the same prompts, with the checks that `decode` makes for each.
 
@@ -54,6 +55,7 @@ def prepare_texts(
       spare: tokens that a pass may read past the text, in addition to those that drafters need.
       keep: the outputs that passes record.
       rewinds: whether the method rewinds tokens.
+      readers: models that read the text and write nothing, such as reward models. They are the last writers.
 
     Raises: UsageError for models of different vocabularies, a model that cannot rewind as required, or arguments that
       `decode` rejects.
@@ -72,6 +74,12 @@ def prepare_texts(
         prepare(target, drafter, prompts, settings, key=key, max_new_tokens=max_new_tokens)
         for target, drafter in zip(models, all_drafters, strict=True)
     ]
+    jobs += [
+        prepare(target, autoregressive(), prompts, Settings(capacity=settings.capacity), key=key,
+            max_new_tokens=max_new_tokens)
+        for target in readers
+    ]  # fmt: skip
+    models, all_drafters = [*models, *readers], all_drafters + [autoregressive()] * len(readers)
     for target, drafter in zip(models, all_drafters, strict=True):
         if target.model.rewind is None and (rewinds or drafter.num_nodes > 1):
             raise UsageError(

@@ -26,7 +26,7 @@ NO_OUTPUT = "a model returns NaN or Inf, or the processors allow no token; look 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TextResult(DecodeResult):
-    """A text of M writers. `stats` counts the passes of the last writer, the largest model.
+    """A text of M writers, the last of which may only read. `stats` counts the passes of the target.
 
     A row that failed has no text, and `failures` has the reason. The other rows of its batch are complete.
     """
@@ -75,12 +75,12 @@ class RowsFailedError(UsageError):
         self.result = result
 
 
-def result(text: TextState, log: Any = None) -> TextResult:
-    """Return the result of a text, inside a traced program."""
+def result(text: TextState, log: Any = None, target: int = -1) -> TextResult:
+    """Return the result of a text, inside a traced program. target: the writer that is the target."""
     index = jnp.arange(text.tokens.shape[1])
     place = jnp.minimum(text.prompt[:, None] + index, len(index) - 1)
     new = lambda x: jnp.where(index < text.written[:, None], take_along(x, place, 1), -1)
-    stats = zero_stats(len(text.length), 0)._replace(target_passes=text.passes[:, -1], hit_eos=text.ended)
+    stats = zero_stats(len(text.length), 0)._replace(target_passes=text.passes[:, target], hit_eos=text.ended)
     return TextResult(
         new(text.tokens),
         text.written,

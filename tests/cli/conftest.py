@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import types
 
 import jax
+import numpy as np
 import pytest
 
 import specjax
@@ -80,6 +82,26 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(specjax, "load", load, raising=False)
     monkeypatch.setattr(loading, "load_tokenizer", lambda source=None: load(source)[1])
+
+
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory):
+    """A tiny reward model in the format of transformers, with the ids of `ByteTokenizer`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from safetensors.numpy import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("reward")
+    specjax.save_model(folder, make_target(seed=3))
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    score = np.random.default_rng(0).normal(size=(1, CONFIG.width)).astype(np.float32)
+    save_file(tensors | {"score.weight": score}, folder / "model.safetensors")
+    words = {f"<{i}>": i for i in range(CONFIG.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<0>"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture

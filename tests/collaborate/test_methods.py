@@ -19,7 +19,7 @@ ROWS = of_kind("collaboration")
 GIVEN = {
     "draft": "draft", "segmenter": "segmenter", "punctuation": "segmenter", "judging": "judging", "digits": "judging",
     "positive": "cues", "negative": "cues", "verify": "cues", "check": "cues", "tuned": "tuned", "reward": "reward",
-    "safe": "safe", "router": "router", "head": "router", "answer": "answers",
+    "safe": "safe", "router": "router", "answer": "answers",
 }  # fmt: skip
 """Parameters that are no options, and the word for them among `needs` and `takes`."""
 OF_EVERY_METHOD = {
@@ -58,7 +58,9 @@ def test_rows_are_independent_and_tokens_are_accounted_for(name):
     assert ((authors >= 0) | (tokens == 8))[written].all() and (authors[~written] == -1).all()  # 8: put in by a method
     assert (authors.max(1) < result.passes.shape[1]).all() and result.finite.all()
     assert (np.asarray(result.passes).sum(1) >= lengths - (authors == -1).sum(1)).all()
-    assert (result.passes <= result.read).all() and (result.stats.target_passes == result.passes[:, -1]).all()
+    assert (result.passes <= result.read).all() and (
+        result.stats.target_passes == result.passes[:, len(lib.calls()[name][1]) - 1]
+    ).all()
 
 
 WITHOUT_LOG = {"fs_gen", "momentum"}
@@ -83,9 +85,10 @@ def test_options_are_checked_without_a_model(name):
     check, parameters = ROWS[name].load_check(), inspect.signature(ROWS[name].make).parameters
     taken = inspect.signature(check).parameters
     checked = {o.name: o.default for o in ROWS[name].options if o.type not in ("yes_or_no", "writing_drafter")}
-    free = {"temperature", "top_p", "tuned", "settings"}
+    scorers = {word: lib.calls()[name][2].get(word) for word in {"reward", "router"} & taken.keys()}
+    free = {"temperature", "top_p", "tuned", "settings", *scorers}
     assert checked.keys() == taken.keys() - free and taken["settings"].kind is inspect.Parameter.VAR_KEYWORD
-    settings = check(**checked)
+    settings = check(**checked, **scorers)
     assert isinstance(settings, Settings)
     for setting in {"temperature", "top_p"} & parameters.keys():
         assert getattr(settings, setting) == parameters[setting].default

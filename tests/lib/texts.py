@@ -153,7 +153,7 @@ HEAD = np.where(np.arange(VOCAB) < 8, 1, -1).astype(np.float32)
 
 def calls():
     """Name to (function, arguments), all but prompts, key and max_new_tokens."""
-    from specjax.collaborate import methods
+    from specjax.collaborate import methods, reward_of
 
     small, large, ends = history(0), history(1), segments.after_any(ENDS, VOCAB)
     pair = (small, large)
@@ -180,7 +180,7 @@ def calls():
         "anchored": (methods.anchored, pair, {"budget": 0.3}),
         "momentum": (methods.momentum, (large,), {}),
         "arbitrage": (
-            methods.arbitrage, pair, {"segmenter": ends, "router": history(2), "head": (HEAD, jnp.float32(0.0))}
+            methods.arbitrage, pair, {"segmenter": ends, "router": reward_of(history(2), (HEAD, 0.0))}
         ),
         "rpc": (methods.rpc, (large,), {"samples": 4, "eos": 5, "answer": last_of}),
         "foreal": (methods.foreal, pair, {"segmenter": ends, "lead": 2, "p": 0.6, "temperature": 0.8}),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,14 @@ def read_config(folder: Path) -> ConfigFields:
     return ConfigFields(config, where)
 
 
-def read(folder: Path, fields: ConfigFields | None = None, **options) -> Checkpoint:
+def read(
+    folder: Path, fields: ConfigFields | None = None, *, without: Callable[[str], bool] = lambda name: False, **options
+) -> Checkpoint:
     """Parse a folder.
 
     Args:
       fields: its config, which records what is read; None: it is read from the folder.
+      without: names of tensors that are not part of the language model.
       options: dtype, cache_dtype, name, and those of `storage_options`.
     """
     fields = fields or read_config(folder)
@@ -87,7 +91,9 @@ def read(folder: Path, fields: ConfigFields | None = None, **options) -> Checkpo
     tensors: dict[str, TensorLocation] = {}
     for file in files:
         for name, tensor in read_tensors(file).items():
-            previous = tensors.setdefault(_text_name(name), tensor)
+            if without(text_name(name)):
+                continue
+            previous = tensors.setdefault(text_name(name), tensor)
             if previous is not tensor:
                 raise UsageError(f"{folder} has {quote(name)} in {previous.file.name} and in {file.name}; remove one")
     if parsed.tied:
@@ -130,8 +136,9 @@ def parse_config(fields: ConfigFields, **options) -> tuple[Config, dict[str, Sto
     return parsed, family.stored_hf(parsed, kind)
 
 
-def _text_name(name: str) -> str:
-    """Strip the prefix that multimodal checkpoints add to names of their text part."""
+def text_name(name: str) -> str:
+    """Strip the prefix that multimodal checkpoints and TRL's value heads add to the names of the language model."""
+    name = name.removeprefix("pretrained_model.")
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
     return name.removeprefix("language_model.")

@@ -231,7 +231,7 @@ def open_session(
                 draft, other = _load("--draft", models.draft, **options)
                 if apart:
                     target, draft = (jax.device_put(x, jax.local_devices()[i]) for i, x in enumerate((target, draft)))
-            _check_vocabularies(tokenizer, other)
+            check_vocabularies(tokenizer, other)
     _print_identity(target, dtype, models, log)
     check = None if head is None else compare_head(head, target, tokenizer, log)
     if models.draft is not None:
@@ -338,14 +338,14 @@ def _name_flag(flag: str, error: UsageError) -> UsageError:
     return UsageError(f"{flag}: {error}")
 
 
-def _check_vocabularies(tokenizer: Any, other: Any) -> None:
+def check_vocabularies(tokenizer: Any, other: Any, flag: str = "--draft") -> None:
     """Raise a UsageError if the models' ids differ. Ids that only one model has, such as padding, are never drafted."""
     difference = first_difference(tokenizer, other)
     if difference is not None and difference[0] < min(len(tokenizer.vocab), len(other.vocab)):
         index, target_text, draft_text = difference
         raise UsageError(
-            f"--draft: its vocabulary differs from the target's, first at id {index} ({quote(draft_text)} in the draft "
-            f"model, {quote(target_text)} in the target); choose a draft model of the same family"
+            f"{flag}: its vocabulary differs from the target's, first at id {index} ({quote(draft_text)} in this "
+            f"model, {quote(target_text)} in the target); choose a model of the same family"
         )
 
 

@@ -27,10 +27,10 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option, shared
 from specjax.collaborate import multi_writer as texts
-from specjax.collaborate.methods.reward_smc import Reward
 from specjax.collaborate.multi_writer import TextState
 from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, whole
 from specjax.collaborate.results import TextResult, mark_failures, result, scalars
+from specjax.collaborate.rewards import Reward, as_argument, check_reward, readers_of, score_text
 from specjax.collaborate.segments import Segmenter
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
@@ -52,9 +52,11 @@ METHOD = Method(
         Option("max_step_tokens", "int", 512, "maximum number of tokens per step"),
         shared.WRITING_DRAFTER,
     ),
+    words=(*shared.reward_words(), shared.steps("an empty line")),
 )
 
 
+READER = 1  # the writer that is the reward's model
 TEMPERATURE = 1.0
 """The default sampling temperature."""
 NO_REWARD = "a reward is NaN or no number from 0 to 1; look at the function of the reward"
@@ -110,8 +112,8 @@ def a_star(
     Args:
       segmenter: detects the ends of steps, such as `after_strings(["\\n\\n"], ...)`.
       max_step_tokens: maximum number of tokens per step.
-      reward: r of a step, from 0 to 1, with the arguments of `reward_smc`'s reward. Pass the same function in every
-        call to avoid compiling again.
+      reward: r of a step, from 0 to 1, a function or a model of `reward_of`. Pass the same function in every call to
+        avoid compiling again.
       k: steps per expansion. frontier: maximum number of open nodes, M. budget: expansions per prompt.
       expected: S, the expected number of steps of a text; 0 ranks nodes by their cost alone.
       temperature: sampling temperature of the steps. drafter: drafts for all steps.
@@ -121,22 +123,24 @@ def a_star(
     Raises: UsageError for a setting outside its range, or a reward that is no number from 0 to 1.
     """
     checked = check_options(
-        k=k, frontier=frontier, expected=expected, budget=budget, max_step_tokens=max_step_tokens,
+        reward=reward, k=k, frontier=frontier, expected=expected, budget=budget, max_step_tokens=max_step_tokens,
         temperature=temperature, **settings,
     )  # fmt: skip
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked
-    )
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        readers=readers_of(reward),
+    )  # fmt: skip
     numbers = jnp.array([budget, max_step_tokens], jnp.int32)
-    done = _run(job, segmenter, numbers, jnp.float32(expected), reward=reward, k=k, frontier=frontier)
+    done = _run(job, segmenter, numbers, jnp.float32(expected), as_argument(reward), k=k, frontier=frontier)
     return mark_failures(done, {NO_REWARD: ~done.log.valid}).cut(max_new_tokens)
 
 
 def check_options(
-    *, k: int, frontier: int, expected: float, budget: int, max_step_tokens: int, temperature: float = TEMPERATURE,
-    **settings: Any,
+    *, reward: Any, k: int, frontier: int, expected: float, budget: int, max_step_tokens: int,
+    temperature: float = TEMPERATURE, **settings: Any,
 ) -> Settings:  # fmt: skip
     """Check the options, and return the settings of the steps. Raises: UsageError."""
+    check_reward("reward", reward)
     for name, value in (("k", k), ("frontier", frontier), ("budget", budget), ("max_step_tokens", max_step_tokens)):
         whole(name, value, 1)
     number("expected", expected, 0 <= expected < float("inf"), "at least 0, and finite")
@@ -172,10 +176,10 @@ def distinct(tokens: Array, length: Array, start: Array) -> Array:
     return ~jnp.any(equal & jnp.tril(jnp.ones(equal.shape[1:], bool), -1), 2)
 
 
-@functools.partial(jax.jit, static_argnames=("reward", "k", "frontier"))
+@functools.partial(jax.jit, static_argnames=("k", "frontier"))
 @with_standard_modes
 def _run(
-    job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, *, reward: Reward, k: int, frontier: int
+    job: TextJob, segmenter: Segmenter, numbers: Array, expected: Array, reward: Reward, *, k: int, frontier: int
 ) -> TextResult:
     writers, many, (budget, max_step_tokens) = job.writers, texts.forked(job.writers, k), numbers
     batch = len(job.lengths)
@@ -191,6 +195,8 @@ def _run(
         node = pick(nodes, jnp.zeros((batch, 1), jnp.int32))
         expands = goes_on(nodes, log)
         text = texts.read(writers, restore(text, node), 0, expands)
+        if len(writers) > READER:
+            text = texts.read(writers, text, READER, expands)
         if k > 1:  # children of different nodes need different draws at a position
             text = text._replace(keys=fold_in(job_keys, log.expansions[:, None]))
         steps, written = texts.extend(
@@ -201,7 +207,8 @@ def _run(
             limit=max_step_tokens,
             active=jnp.repeat(expands, k),
         )
-        r = reward(steps.tokens, written.start, steps.length, ~steps.unfinished).astype(jnp.float32).reshape(batch, k)
+        steps, scores = score_text(reward, many, steps, written.start, jnp.repeat(expands, k), READER)
+        r = scores.astype(jnp.float32).reshape(batch, k)
         grouped = lambda x: x.reshape(batch, k, *x.shape[1:])
         finished, depth = grouped(~steps.unfinished), jnp.broadcast_to(node.depth + 1, (batch, k))
         f, g = costs(node.g, r, depth, finished, expected)
@@ -243,4 +250,4 @@ def _run(
     best = jnp.argmin(jnp.where(nodes.finished, nodes.f, jnp.inf), 1)  # 0, the smallest f, if no node is finished
     node = pick(nodes, best[:, None])
     text = restore(text, node)._replace(ended=node.ended[:, 0])
-    return result(text, log._replace(cost=node.g[:, 0], finished=node.finished[:, 0]))
+    return result(text, log._replace(cost=node.g[:, 0], finished=node.finished[:, 0]), 0)

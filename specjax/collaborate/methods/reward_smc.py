@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,10 +35,10 @@ from specjax.collaborate.multi_writer import TextState, Writers
 from specjax.collaborate.particles import Particles
 from specjax.collaborate.prepare import TextJob, above_zero, number, prepare_texts, refuse, whole
 from specjax.collaborate.results import TextResult, result
+from specjax.collaborate.rewards import Reward, as_argument, check_reward, readers_of, score_text
 from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
-from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, uniform
 from specjax.types import Array, Drafter, Info, Sampling, Target
 
@@ -60,6 +59,7 @@ METHOD = Method(
         ),
         shared.WRITING_DRAFTER,
     ),
+    words=shared.reward_words(),
 )
 
 
@@ -67,11 +67,7 @@ TEMPERATURE = 1.0
 """The default sampling temperature."""
 CUTS = "top_k", "top_p", "min_p"
 """Settings that truncate a distribution."""
-Reward = Callable[[Array, Array, Array, Array], Array]
-"""`reward(tokens int32[R, L], start int32[R], length int32[R], ended bool[R]) -> psi float32[R]`. It scores the block
-from `start` to `length`, given the text before it. `ended` is True if the text is complete. The function is traced;
-wrap Python code in `jax.pure_callback`.
-"""
+MODEL, READER = 0, 1  # writers
 
 
 class Block(NamedTuple):
@@ -102,33 +98,36 @@ def reward_smc(
     """Decode a text that approximately follows the model's law times rewards.
 
     Args:
-      reward: psi of a block. Pass the same function in every call to avoid compiling again. particles: n per prompt.
+      reward: psi of a block, a function or a model of `reward_of`. Pass the same function in every call to avoid
+        compiling again. particles: n per prompt.
       block: tokens between two rewards. kappa: fraction of n below which the ESS triggers resampling.
       lookahead: number of roll-outs m; 0 uses rewards of the prefix alone.
       move: whether particles move after resampling. temperature: temperature of q.
       drafter: drafts for all particles. settings: settings of `decode`: eos, capacity.
 
-    Returns: TextResult with the passes and tokens read of all particles and their moves, without roll-outs; its log is
-    a `particles.Sample`.
+    Returns: TextResult with the passes and tokens read of all particles and their moves, without roll-outs, for the
+    target and a reward model; its log is a `particles.Sample`.
     Raises: UsageError for a setting outside its range, a reward that is NaN or infinite, or no particle left alive.
     """
     checked = check_options(
-        particles=particles, block=block, kappa=kappa, lookahead=lookahead, temperature=temperature, **settings
-    )
+        reward=reward, particles=particles, block=block, kappa=kappa, lookahead=lookahead, temperature=temperature,
+        **settings,
+    )  # fmt: skip
     job = prepare_texts(
         (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
-        keep=Keep(logits=True), rewinds=move,
+        keep=Keep(logits=True), rewinds=move, readers=readers_of(reward),
     )  # fmt: skip
-    done = _run(
-        job, jnp.int32(block), jnp.float32(kappa), reward=reward, n=particles, lookahead=lookahead, move=move
-    )  # fmt: skip
+    numbers = jnp.int32(block), jnp.float32(kappa)
+    done = _run(job, *numbers, as_argument(reward), n=particles, lookahead=lookahead, move=move)
     return smc.mark(done).cut(max_new_tokens)
 
 
 def check_options(
-    *, particles: int, block: int, kappa: float, lookahead: int, temperature: float = TEMPERATURE, **settings: Any
-) -> Settings:
+    *, reward: Any, particles: int, block: int, kappa: float, lookahead: int, temperature: float = TEMPERATURE,
+    **settings: Any,
+) -> Settings:  # fmt: skip
     """Check the options, and return the settings of the particles. Raises: UsageError."""
+    check_reward("reward", reward)
     number("kappa", kappa, 0 <= kappa <= 1, "from 0 to 1")
     whole("lookahead", lookahead, 0)
     whole("particles", particles, 1)
@@ -143,13 +142,13 @@ def _as_model(writers: Writers) -> Writers:
     return tuple(dataclasses.replace(writer, sampling=Sampling(jnp.float32(1.0))) for writer in writers)
 
 
-def _log_reward(reward: Reward, text: TextState, start: Array, unfinished: Array) -> Array:
-    """Return log psi float32[R] of the blocks from `start` on; 0 in rows that wrote no block."""
-    psi = reward(text.tokens, start, text.length, ~text.unfinished)
-    if psi.shape != text.length.shape:
-        raise UsageError(f"reward must return one number per row, {text.length.shape}, not {psi.shape}")
+def _log_reward(
+    reward: Reward, writers: Writers, text: TextState, start: Array, unfinished: Array
+) -> tuple[TextState, Array]:
+    """Return the text, and log psi float32[R] of the blocks from `start` on; 0 in rows that wrote no block."""
+    text, psi = score_text(reward, writers, text, start, unfinished, READER)
     psi = jnp.where(psi >= 0, psi, jnp.nan)  # a reward below 0 is invalid
-    return jnp.where(unfinished, jnp.log(psi), 0.0)
+    return text, jnp.where(unfinished, jnp.log(psi), 0.0)
 
 
 def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, m: int, purpose: Array) -> Array:
@@ -160,18 +159,19 @@ def look_ahead(writers: Writers, text: TextState, reward: Reward, block: Array, 
     def body(carry: tuple[TextState, Array]) -> tuple[TextState, Array]:
         text, total = carry
         unfinished = text.unfinished
-        new, written = texts.extend(many, text, 0, limit=block)
-        return new, total + _log_reward(reward, new, written.start, unfinished)
+        new, written = texts.extend(many, text, MODEL, limit=block)
+        new, log_psi = _log_reward(reward, many, new, written.start, unfinished)
+        return new, total + log_psi
 
     carry = rolls._replace(keys=keys), jnp.zeros(rolls.length.shape)
     _, total = jax.lax.while_loop(lambda carry: jnp.any(carry[0].unfinished), body, carry)
     return jax.nn.logsumexp(total.reshape(-1, m), 1) - jnp.log(m)
 
 
-@functools.partial(jax.jit, static_argnames=("reward", "n", "lookahead", "move"))
+@functools.partial(jax.jit, static_argnames=("n", "lookahead", "move"))
 @with_standard_modes
 def _run(
-    job: TextJob, block: Array, kappa: Array, *, reward: Reward, n: int, lookahead: int, move: bool
+    job: TextJob, block: Array, kappa: Array, reward: Reward, *, n: int, lookahead: int, move: bool
 ) -> TextResult:  # fmt: skip
     writers = texts.forked(job.writers, n)
     as_model = _as_model(writers)
@@ -193,9 +193,9 @@ def _run(
     def grow(particles: Particles) -> Particles:
         unfinished = particles.text.unfinished
         text, written = texts.extend(
-            writers, particles.text, 0, limit=block, observe=observe, observations=jnp.zeros(unfinished.shape)
+            writers, particles.text, MODEL, limit=block, observe=observe, observations=jnp.zeros(unfinished.shape)
         )
-        log_psi = _log_reward(reward, text, written.start, unfinished)
+        text, log_psi = _log_reward(reward, writers, text, written.start, unfinished)
         log_v = jnp.where(unfinished, value(text, 2 * particles.round), particles.carried.log_v)
         # A particle with V = 0 keeps its weight 0, whatever the new estimate of V is.
         ahead = jnp.where(log_v > -jnp.inf, log_v - particles.carried.log_v, -jnp.inf)
@@ -209,8 +209,8 @@ def _run(
         tries = jnp.repeat(resampled, n) & old.wrote
         keys = fold_in(fold_in(text.keys, smc.MOVE), particles.round)
         other = texts.rewind(writers, text, jnp.where(tries, old.start, text.length))._replace(keys=keys)
-        other, _ = texts.extend(as_model, other, 0, limit=block, active=tries)
-        log_psi = _log_reward(reward, other, old.start, tries)
+        other, _ = texts.extend(as_model, other, MODEL, limit=block, active=tries)
+        other, log_psi = _log_reward(reward, as_model, other, old.start, tries)
         log_v = jnp.where(tries, value(other, 2 * particles.round + 1), old.log_v)
         u = uniform(fold_in(keys[:, 0], -1), 1)[:, 0]
         takes = tries & (jnp.log(u) < log_psi + log_v - old.log_psi - old.log_v)
@@ -228,4 +228,4 @@ def _run(
     start = smc.begin(writers, text, n, block_0)
     particles = smc.smc(writers, start, grow, kappa, moved if move else None)
     best, sample = smc.outcome(writers, particles)
-    return result(best, sample)
+    return result(best, sample, MODEL)

@@ -21,6 +21,7 @@ from specjax.cli.runs.collaboration.run import Collaboration
 from specjax.cli.runs.collaboration.words import word_arguments
 from specjax.collaborate import TextResult
 from specjax.collaborate.results import mark_failures
+from specjax.models.loading.decision_heads import save_judge
 
 SHORT = ("--max-new-tokens", 12)
 SERVED = [name for name, row in of_kind("collaboration").items() if not missing_inputs(row)]
@@ -60,27 +61,35 @@ def test_the_target_alone_beside_it(cli):
     assert document["baseline_tokens_per_second"] > 0 and not document["seconds_include_compilation"]
 
 
-TEMPERATURES = {"cntp": 0.8, "first_finish": 1.0, "anchored": 1.0, "power_smc": 0.25}
+TEMPERATURES = {
+    "cntp": 0.8, "first_finish": 1.0, "anchored": 1.0, "power_smc": 0.25, "reward_smc": 1.0, "a_star": 1.0
+}  # fmt: skip
 """Defaults of methods that sample; that of power_smc is 1 / alpha. The others are greedy."""
 
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.5])
-def test_a_temperature_is_obeyed_or_refused_and_recorded(monkeypatch, cli, refused, name, temperature):
+def test_a_temperature_is_obeyed_or_refused_and_recorded(
+    monkeypatch, cli, refused, reward_folder, name, temperature
+):  # fmt: skip
     """The function gets what the flag says; without it, its own default; what it used is in the document."""
     row, calls = of_kind("collaboration")[name], []
 
     def spy(*models, **arguments):
         calls.append(arguments)
-        one, each = np.ones((1, 1), np.int32), np.ones((1, len(models)), np.int32)
+        count = len(models) + bool({"reward", "router"} & arguments.keys())
+        one, each = np.ones((1, 1), np.int32), np.ones((1, count), np.int32)
         return TextResult(7 * one, one[0], one[0] < 0, (), authors=one - 1, passes=each, read=each)
 
     spy.__signature__ = inspect.signature(row.make)
     monkeypatch.setattr(sys.modules[row.module], name, spy)
     draft = ("--draft", "draft") if row.needs & {"draft", "safe"} else ()
     flag = () if temperature is None else ("--temperature", temperature)
-    command = ("generate", "hello", "--method", name, *draft, *flag, *SHORT, "--json")
-    wrong = {"momentum": 0.5, "power_smc": temperature, "cntp": 0.0, "first_finish": 0.0, "anchored": 0.0}.get(name)
+    scorer = next((word for word in ("router", "reward") if row.option(word)), None)
+    model = ("--set", f"{scorer}={reward_folder}") if scorer else ()
+    command = ("generate", "hello", "--method", name, *draft, *model, *flag, *SHORT, "--json")
+    sampled = dict.fromkeys(("cntp", "first_finish", "anchored", "reward_smc", "a_star"), 0.0)
+    wrong = ({"momentum": 0.5, "power_smc": temperature} | sampled).get(name)
     if temperature is not None and wrong == temperature:
         assert "--temperature" in refused(*command) and not calls
         return
@@ -238,10 +247,40 @@ def test_words_are_what_the_method_takes(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "word"), [("arbitrage", "router"), exhaustive("a_star", "reward"), exhaustive("reward_smc", "reward")]
+)
+def test_a_reward_model_of_a_folder(cli, refused, reward_folder, tmp_path, name, word):
+    """The texts are those of Python with the same model; its passes are counted beside those of the writers."""
+    draft = ("--draft", "draft") if name == "arbitrage" else ()
+    options = {"reward_smc": {"particles": 4, "block": 4}, "a_star": {"k": 2, "budget": 4}}.get(name, {})
+    flags = [flag for key, value in options.items() for flag in ("--set", f"{key}={value}")]
+    command = ("generate", "hello", "--method", name, *draft, *flags, *SHORT, "--json")
+    document = json.loads(cli(*command, "--set", f"{word}={reward_folder}").out)
+    target, tokenizer = specjax.load()
+    models = [specjax.load("draft")[0], target] if draft else [target]
+    reward, _ = specjax.collaborate.load_reward(reward_folder)
+    segmenter = {} if name == "reward_smc" else {"segmenter": word_arguments(name, tokenizer, 259)["segmenter"]}
+    direct = of_kind("collaboration")[name].make(
+        *models, [tokenizer.chat("hello")], key=measure.row_keys(0, [0]), max_new_tokens=12, eos=2, **options,
+        **segmenter, **{word: reward},
+    )  # fmt: skip
+    assert document["results"][0]["token_ids"] == direct.to_lists()[0]
+    assert document["passes"] == direct.passes[0].tolist() and len(document["models"]) == len(models) + 1
+    assert document["options"][word] == str(reward_folder)
+    path = tmp_path / "head.safetensors"
+    save_judge(path, np.zeros(32, np.float32))
+    blank = ("--set", f"{word}={reward_folder}", "--set", f"{word}_head={path}")
+    assert json.loads(cli(*command, *blank).out)["options"][f"{word}_head"] == str(path)
+    assert f"--set {word}: " in refused(*command, "--set", f"{word}={tmp_path}")
+    assert f"--set {word}_link must be one of" in refused(*command, "--set", f"{word}_link=tanh")
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--method", "reward_smc"], "cannot provide the reward of reward_smc; call specjax.collaborate"),
-        (["--method", "arbitrage", "--draft", "draft"], "cannot provide the router of arbitrage; call"),
+        (["--method", "reward_smc"], "--set reward=FOLDER is needed, a model of collaborate.reward_of"),
+        (["--method", "arbitrage", "--draft", "draft"], "--set router=FOLDER is needed, a model"),
+        (["--method", "a_star", "--set", "reward_link=exp"], "--set reward=FOLDER is needed"),
         (["--method", "spec_reason"], "method spec_reason needs a smaller model; add --draft MODEL"),
         (["--method", "anchored"], "method anchored needs a safe model; add --draft MODEL"),
         (["--method", "cntp", "--draft", "draft"], "method cntp uses one model only; remove --draft"),

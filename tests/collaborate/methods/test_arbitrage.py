@@ -7,7 +7,7 @@ import texts as lib
 from toy import markov
 
 from specjax import UsageError
-from specjax.collaborate import segments
+from specjax.collaborate import reward_of, segments
 from specjax.collaborate.methods.arbitrage import arbitrage
 
 SMALL, LARGE, ROUTER = lib.history(0), lib.history(1), lib.history(2)
@@ -66,9 +66,11 @@ def test_never_and_always():
 
 
 def test_what_is_wrong_is_one_sentence():
-    with pytest.raises(UsageError, match='form="router" needs router=, a model, and head='):
-        lib.run("arbitrage", head=None)
-    with pytest.raises(UsageError, match='form="oracle" needs reward='):
-        lib.run("arbitrage", form="oracle")
+    with pytest.raises(UsageError, match=r"router is needed, a model of collaborate\.reward_of or a function of texts"):
+        lib.run("arbitrage", router=None)
+    with pytest.raises(UsageError, match="reward is needed, a model"):
+        lib.run("arbitrage", form="oracle", router=None)
+    with pytest.raises(UsageError, match='form="oracle" reads the reward alone; leave the other one out'):
+        lib.run("arbitrage", form="oracle", reward=by_the_card)
     with pytest.raises(UsageError, match="the score of the router is NaN; look at its parameters, in every row"):
-        lib.run("arbitrage", head=(lib.HEAD, jnp.float32(jnp.nan)))
+        lib.run("arbitrage", router=reward_of(ROUTER, (lib.HEAD, np.nan)))

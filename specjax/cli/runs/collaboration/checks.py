@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.catalog import METHODS, Method
 from specjax.catalog.inputs import missing_inputs
+from specjax.cli.options.common import parse_flag
 from specjax.cli.options.drafter_flags import find_head_kind
 from specjax.cli.options.groups import GenerateSampling, ModelOptions
 from specjax.cli.options.processing import ProcessingOptions
 from specjax.cli.runs.decoding import name_flags
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError, require
+from specjax.models.loading.reward_models import check_reward_folder
 from specjax.processors import presence
 
 REASON = "does not apply to texts that several models or samples write"
@@ -74,18 +77,32 @@ def check_options(
     Raises: UsageError that names the flag of a value that the method refuses.
     """
     row = METHODS[name]
+    of_models = [option for option in row.words if option.type == "reward_model"]
     checked = [option for option in row.options if option.type not in ("yes_or_no", "writing_drafter")]
-    values = {option.name: options.get(option.name, option.default) for option in checked}
+    values = {option.name: options.get(option.name, option.default) for option in (*checked, *of_models)}
     if processing.flags:
         values["processors"] = (STAND_IN,)
     try:
-        return row.load_check()(**values | sampling.explicit)  # type: ignore[no-any-return]
+        settings: Settings = row.load_check()(**values | sampling.explicit)
     except UsageError as error:
         raise UsageError(_name_flags(str(error), options, processing)) from None
+    for option in of_models:
+        _check_reward(option.name, options)
+    return settings
+
+
+def _check_reward(name: str, options: Mapping[str, Any]) -> None:
+    """Raise a UsageError for options of a reward model that is missing, or a local folder without a head."""
+    source, extras = options.get(name), [f"{name}_{key}" for key in ("head", "link", "suffix")]
+    for extra in extras:
+        require(source is not None or extra not in options, f"--set {extra} is about a {name}; add --set {name}=FOLDER")
+    if source is not None and Path(source).expanduser().exists() and extras[0] not in options:
+        parse_flag(f"--set {name}", check_reward_folder, source)
 
 
 def _name_flags(message: str, options: Mapping[str, Any], processing: ProcessingOptions) -> str:
     """Return an error message of a method with flags in place of the names of its arguments."""
+    message = re.sub(r"^(reward|router) is needed", r"--set \1=FOLDER is needed", message)
     for name in options:
         message = re.sub(rf"^{name}\b", f"--set {name}", message)
     return name_flags(message.replace("processors", " and ".join(processing.flags), 1))

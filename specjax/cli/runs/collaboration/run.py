@@ -18,16 +18,16 @@ from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
 from specjax.cli.runs.collaboration.checks import WARPS, CheckedMethod, describe_sampling, uses_second_model
-from specjax.cli.runs.collaboration.words import make_writing_drafter, word_arguments
+from specjax.cli.runs.collaboration.words import load_rewards, make_writing_drafter, word_arguments
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
-from specjax.collaborate import TextResult
+from specjax.collaborate import TextResult, readers_of
 from specjax.collaborate.results import NO_OUTPUT, RowsFailedError, totals
 from specjax.engine.value_checks import explain_failure, find_bad_parameter
 from specjax.files.untrusted import guarded_read
-from specjax.persistence.fingerprint import describe, digest, digest_model
+from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
 from specjax.types import Processor
 
 
@@ -69,7 +69,9 @@ class Collaboration(PromptRun):
         name, options, explicit = method
         self.method, self.options, self.compare = METHODS[name], dict(options), compare
         second = [session.draft] if session.draft is not None and uses_second_model(self.method) else []
-        self.models = [*second, session.target]
+        self.rewards = load_rewards(self.options, session)
+        self.writers = [*second, session.target]
+        self.models = [*self.writers, *readers_of(*self.rewards.values())]
         names = {option.name for option in self.method.words}
         texts = {name: value for name, value in self.options.items() if name in names}
         self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size, texts, raw=raw)
@@ -90,6 +92,8 @@ class Collaboration(PromptRun):
         models = {"target": digest_model(self.session.target)}
         if self.session.draft is not None:
             models["draft model"] = digest_model(self.session.draft)
+        for name, reward in self.rewards.items():
+            models[name] = digest((digest_model(reward.target), digest_weights((reward.weight, reward.bias))))
         return {"prompts": digest(prompts), "settings": digest(describe(settings)), **models}
 
     def run_batch(self, number: int, report: Report) -> None:
@@ -136,11 +140,13 @@ class Collaboration(PromptRun):
     def _write(self, batch: Sequence[Encoded], log: Console) -> WrittenBatch:
         """Decode a batch with the method."""
         prompts = [list(row.ids) for row in batch]
-        arguments = {**self._arguments(batch), **self.words, **self.arguments, **self.sampling}
+        arguments = {
+            **self._arguments(batch), **self.words, **self.rewards, **self.arguments, **self.sampling
+        }  # fmt: skip
 
         def decode() -> TextResult:
             try:
-                return jax.block_until_ready(self.method.make(*self.models, prompts, **arguments))
+                return jax.block_until_ready(self.method.make(*self.writers, prompts, **arguments))
             except RowsFailedError as error:  # other batches may have texts
                 return error.result
 
@@ -181,7 +187,7 @@ class Collaboration(PromptRun):
         print_heading(prompt, out)
         tokenizer = self.session.tokenizer
         stream = TextStream(tokenizer, tokenizer.eos)
-        has_draft = len(self.models) > 1
+        has_draft = len(self.writers) > 1
         pieces = [
             stream.push(token, has_draft and author == 0) for token, author in zip(row.tokens, row.authors, strict=True)
         ]
@@ -206,7 +212,7 @@ class Collaboration(PromptRun):
         """Return the totals over all finished prompts as JSON."""
         rows, tokens = self.texts, sum(len(row.tokens) for row in self.texts)
         per_model = lambda field: [sum(getattr(row, field)[i] for row in rows) for i in range(len(self.models))]
-        by_target = sum(row.authors.count(len(self.models) - 1) for row in rows)
+        by_target = sum(row.authors.count(len(self.writers) - 1) for row in rows)
         seconds, plain_seconds, plain_tokens = (
             sum(getattr(batch, name) for batch in self.finished)
             for name in ("seconds", "plain_seconds", "plain_tokens")
@@ -258,7 +264,7 @@ class Collaboration(PromptRun):
             + (", compilation included" if record["seconds_include_compilation"] else ""),
             "sampling": describe_sampling(self.decoding.settings),
         }
-        if len(record["models"]) > 1 and record["share_of_target"] is not None:
+        if len(self.writers) > 1 and record["share_of_target"] is not None:
             lines["written by the target"] = f"{record['share_of_target']:.0%}"
         for name, passes, read in zip(record["models"], record["passes"], record["tokens_read"], strict=True):
             lines[f"passes of {name}"] = f"{passes}, over {read} tokens"

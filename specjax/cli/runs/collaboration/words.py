@@ -9,12 +9,14 @@ from typing import Any
 from specjax.catalog import METHODS
 from specjax.catalog.options import read_call
 from specjax.cli.options.common import parse_flag
-from specjax.cli.runs.session import Session
-from specjax.collaborate import after_sentences, after_strings, count_strings, judge_prompt
+from specjax.cli.runs.session import Session, check_vocabularies
+from specjax.collaborate import RewardModel, after_sentences, after_strings, count_strings, judge_prompt, load_reward
 from specjax.drafters.making import make_drafter, make_inner_drafter
 from specjax.types import Drafter
 
-STEP_ENDS = {"spec_reason": ("\n\n",), "speculative_thinking": ("\n\n",), "cntp": tuple(".,;:?!\n)]}")}
+STEP_ENDS = dict.fromkeys(("spec_reason", "speculative_thinking", "arbitrage", "a_star"), ("\n\n",)) | {
+    "cntp": tuple(".,;:?!\n)]}")
+}
 """The texts that end a step, or a trial of cntp, without --set steps. Those of foreal are the ends of sentences."""
 ANSWER_MARK = "\n---\n"
 """The line between the question and the answer in the file of --set judging."""
@@ -59,6 +61,20 @@ def judge_arguments(tokenizer: Any, judging: str | None, raw: bool) -> dict[str,
     question, mark, answer = judging.partition(ANSWER_MARK)
     words = {"question": question.strip()} | ({"answer": answer.rstrip("\n")} if mark else {})
     return parse_flag("--set judging", lambda _: judge_prompt(tokenizer, raw=raw, **words)._asdict(), judging)
+
+
+def load_rewards(options: Mapping[str, Any], session: Session) -> dict[str, RewardModel]:
+    """Load the reward models of --set reward and --set router. Raises: UsageError that names the flag."""
+    rewards = {}
+    for name in ("reward", "router"):
+        source = options.get(name)
+        if source is None:
+            continue
+        more = {key: options[f"{name}_{key}"] for key in ("head", "link", "suffix") if f"{name}_{key}" in options}
+        load = lambda source: load_reward(source, dtype=session.dtype, **more)  # noqa: B023, called at once
+        rewards[name], tokenizer = parse_flag(f"--set {name}", load, source)
+        check_vocabularies(session.tokenizer, tokenizer, f"--set {name}")
+    return rewards
 
 
 def make_writing_drafter(spec: str | None, session: Session) -> Drafter | None:
