@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from specjax.adaptive.exits import every_so_many, leaving, threshold_level
@@ -66,9 +67,23 @@ def dynamax(probes: Probes, threshold: float = 0.9, *, every: int = 4) -> DepthP
             f"probes must be weight [layers, width] and bias [layers], not {probes.weight.shape} and "
             f"{probes.bias.shape}"
         )
+    _check_trained(probes, every)
     return _dynamax(every, len(probes.bias)).replace(
         params=(probes, jnp.float32(threshold)), width=probes.weight.shape[1]
     )
+
+
+def _check_trained(probes: Probes, every: int) -> None:
+    """Raise a UsageError if a tested layer has no trained probe. Traced probes pass."""
+    if isinstance(probes.weight, jax.core.Tracer) or not 1 <= every < len(probes.bias):
+        return
+    trained = np.any(np.asarray(probes.weight), 1).nonzero()[0].tolist()
+    missing = sorted(set(every_so_many(every)(len(probes.bias))) - set(trained))
+    if trained and missing:
+        raise UsageError(
+            f"every={every} tests layer {missing[0]}, but the probes are of the layers {', '.join(map(str, trained))}; "
+            "give the value of their training"
+        )
 
 
 @functools.cache

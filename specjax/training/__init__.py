@@ -10,6 +10,7 @@ Other methods have their own functions. The docstrings of their modules have exa
 - `train_certainty` and `train_filter` (dParallel, Learn2PD) make denoisers unmask more columns per pass.
 - `init_denoiser`, `save_denoiser` and `load_denoiser` create and store denoisers.
 - `init_stopping` (SpecDec++) and `fit_judge` (Judge Decoding) train classifiers for a drafter or a verifier.
+- `collect_steps` and `train_router` train the router of Arbitrage.
 - `OnlineTrainer` updates a drafter while `serve` runs.
 """
 
@@ -26,6 +27,7 @@ from specjax.training.loop.step import train_step
 from specjax.training.loop.target_activations import ActivationCache
 from specjax.training.loop.trainer import TrainingProgress, train
 from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
+from specjax.training.methods.arbitrage_router import StepExamples, collect_steps, train_router
 from specjax.training.methods.certainty_forcing import train_certainty
 from specjax.training.methods.consistency import collect_trajectories, mixed_labels, train_consistency
 from specjax.training.methods.denoisers import init_denoiser, load_denoiser, save_denoiser
@@ -51,6 +53,7 @@ __all__ = [
     "PackedBatch",
     "Recipe",
     "ResponseStore",
+    "StepExamples",
     "TargetResponse",
     "TextFile",
     "TrainedDrafter",
@@ -58,6 +61,7 @@ __all__ = [
     "TrainingProgress",
     "TrainingSettings",
     "TrainingText",
+    "collect_steps",
     "collect_trajectories",
     "fit_judge",
     "generate_prompts",
@@ -81,5 +85,6 @@ __all__ = [
     "train_filter",
     "train_hamburger",
     "train_lud",
+    "train_router",
     "train_step",
 ]

@@ -11,13 +11,18 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import completion, hosts
-from specjax.cli.options.groups import ModelOptions, flag_values, with_groups
+from specjax.cli.options.groups import ModelOptions, flag_of, flag_values, refuse_flags, with_groups
 from specjax.errors import UsageError, require
 
 if TYPE_CHECKING:
     from specjax.cli.runs.training import TrainingFlags
     from specjax.training.objectives.recipes import Recipe
 
+PART_FLAGS = frozenset((
+    "method", "draft", "prompts", "own_prompts", "texts", "answers", "system", "template_args", "temperature",
+    "max_new_tokens", "batch_size", "learning_rate", "rows", "length", "epochs", "seed", "settings",
+))  # fmt: skip
+"""Flags that the training of a part of a method reads."""
 MODEL, PRETRAINING = "two_model", "fastdraft_pretraining"
 RECIPES = ("distillspec", "direct_alignment", "fastdraft", PRETRAINING)
 
@@ -53,8 +58,10 @@ class StartOptions:
         str | None,
         typer.Option(
             "--method",
-            help="A kind of head, see `specjax methods`, or two_model for a draft model; default: the kind of --draft, "
-            "or eagle3.",
+            help="A kind of head, see `specjax methods`; two_model for a draft model; or a method with trained parts: "
+            "dynamax, first, matformer, s2d, lud, ceed_vla, hamburger_decoding, learn2pd, specdec++, judge or "
+            "arbitrage. "
+            "Default: the kind of --draft, or eagle3.",
             show_default=False,
             autocompletion=completion.words("heads", more=["two_model"]),
         ),
@@ -106,6 +113,14 @@ class StartOptions:
             "--shape",
             help="Change of the head's config: NAME=NUMBER, embeds=no, norm_taps=each, or taps=2+15+27 (layers of the "
             "target whose hidden states the head reads). Repeatable.",
+            show_default=False,
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Option NAME=VALUE of a method with trained parts, such as steps=300 or reward=FOLDER. Repeatable.",
             show_default=False,
         ),
     ] = None
@@ -309,6 +324,10 @@ def train(
         **flag_values(begin, text, loop, host),
     }  # fmt: skip
     flags = SimpleNamespace(**{name: _in_home(value) for name, value in values.items()})
+    if _is_part(method := flags.method):
+        _train_part(flags, method, (begin, text, loop, host))
+        return
+    require(not flags.settings, "--set is for methods with trained parts; leave it out, or give their --method")
     kind, head_kind = _read_kind(flags)
     _check_output(flags)
     _check_combinations(flags, kind, head_kind)
@@ -340,6 +359,66 @@ def train(
 
 
 train.__doc__ = HELP
+
+
+def _is_part(method: str | None) -> bool:
+    """Return True if a method has trained parts that are no draft head."""
+    from specjax.training.parts import PARTS
+
+    return method in PARTS
+
+
+def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) -> None:
+    """Train the parts of a method. Raises: UsageError for flags that do not fit."""
+    from specjax.cli.runs.part_training import PartFlags, parse_options, run_part
+    from specjax.cli.runs.training import check_folder, read_files
+    from specjax.training.methods.judged_files import read_judged
+    from specjax.training.parts import PARTS
+
+    part, reason = PARTS[method], f"does not fit --method {method}"
+    refuse_flags(groups, PART_FLAGS, reason)
+    for name in ("target_name", "report"):
+        require(getattr(flags, name) is None, f"{flag_of(name)} {reason}; remove it")
+    options = parse_options(method, flags.settings)
+    require(part.takes_draft or flags.draft is None, f"--draft does not fit --method {method}; leave it out")
+    require(
+        flags.draft is not None or not part.takes_draft or method == "s2d",
+        f"--method {method} needs a draft model; add --draft MODEL",
+    )
+    require(flags.out is not None, "--out FOLDER is missing; name the folder of the result")
+    require(not part.denoises or not flags.own_prompts, "--own-prompts needs an autoregressive target; give --prompts")
+    for flag in ("reward",) if method == "arbitrage" else ():
+        require(options[flag] is not None, f"--method {method} needs a process reward model; add --set {flag}=FOLDER")
+    judged: list[dict[str, Any]] = []
+    if part.data == "judged":
+        require(bool(flags.texts) and not flags.prompts, "--method judge reads judged responses; give --texts FILE")
+        judged = [entry for path in flags.texts for entry in parse_judged(path, read_judged)]
+    else:
+        has_texts = bool(flags.texts) and part.data == "responses"
+        require(
+            bool(flags.prompts) or flags.own_prompts > 0 or has_texts,
+            "give --prompts FILE, or --own-prompts N to have the target write them",
+        )
+        require(part.data == "responses" or not flags.texts, f"--method {method} reads prompts; give --prompts FILE")
+    prompts = read_files(flags.prompts or [], "--prompts")
+    texts = [] if judged else read_files(flags.texts or [], "--texts")
+    for flag, folder in (("--out", flags.out), ("--answers", flags.answers)):
+        check_folder(folder, flag)
+    o.check_seed(flags.seed)
+    for name, minimum in (("rows", 1), ("length", 8), ("epochs", 1), ("max_new_tokens", 2), ("batch_size", 1)):
+        o.check_minimum(f"--{name.replace('_', '-')}", getattr(flags, name), minimum)
+    rate = flags.learning_rate
+    require(rate is None or 0 < rate < float("inf"), f"--learning-rate must be a number above 0, not {rate}")
+    models = ModelOptions(
+        flags.target, flags.draft, flags.dtype, flags.no_cache, max_positions=flags.max_positions,
+        template_args=flags.template_args,
+    )  # fmt: skip
+    run_part(PartFlags(method, options, prompts, texts, judged, flags), models, as_json=flags.as_json)
+
+
+def parse_judged(path: Path, read: Any) -> list[dict[str, Any]]:
+    """Return the judged responses of a file. Raises: UsageError that names the flag."""
+    return o.parse_flag("--texts", read, path)
 
 
 def _in_home(value: Any) -> Any:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from rich.live import Live
 from rich.text import Text
 
@@ -27,6 +28,7 @@ from specjax.diffusion.frames import Frame, frames
 from specjax.diffusion.procedures import reference_of
 from specjax.engine.value_checks import explain_failure
 from specjax.errors import UsageError
+from specjax.persistence.fingerprint import digest_weights
 
 OPEN, NEW = Text("▁", style="dim"), "bold green"
 
@@ -196,7 +198,7 @@ class Denoising(PromptRun):
         return {
             "method": self.method.name,
             "guarantee": self.method.guarantee,
-            "options": dict(self.options),
+            "options": {name: _plain(value) for name, value in self.options.items()},
             "prompts": len(totals.rows),
             "tokens": totals.tokens,
             "seconds": totals.seconds,
@@ -313,3 +315,9 @@ def order_lines(text: DenoisedText, tokenizer: Any) -> list[str]:
         decided = [f"{i} {tokenizer.decode([text.tokens[i]])!r}" for i, at in enumerate(text.order) if at == number]
         lines.append(f"pass {number + 1}: {', '.join(decided)}")
     return lines
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an option as JSON; arrays of a file by their digest."""
+    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
+    return digest_weights(value) if has_arrays else value

@@ -115,7 +115,7 @@ def run_training(
     start: Any = flags.start
     if start not in ("target", "random"):
         start = parse_flag("--start", lambda source: read_head(source, session.target), start).head
-    prompts, texts = _list_sources(flags.prompts, log), _list_sources(flags.texts, log)
+    prompts, texts = list_sources(flags.prompts, log), list_sources(flags.texts, log)
     observer = ConsoleObserver(log)
     with in_flags(), contextlib.closing(observer):
         trained = train_drafter(
@@ -163,7 +163,7 @@ def check_folder(folder: Path | None, flag: str) -> None:
     )
 
 
-def _list_sources(files: Sequence[SourceFile], log: Console) -> list[TextSource]:
+def list_sources(files: Sequence[SourceFile], log: Console) -> list[TextSource]:
     """Return the prompts or texts of all files, and print the entries that cannot be used."""
     for path, content in files:
         if content.bad:

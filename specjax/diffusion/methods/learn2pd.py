@@ -36,6 +36,7 @@ from specjax.diffusion.types import (
 )
 from specjax.diffusion.validation import checked
 from specjax.errors import UsageError
+from specjax.models.loading.trained_arrays import read_arrays
 from specjax.types import Array, PyTree
 
 METHOD = Method(
@@ -44,8 +45,8 @@ METHOD = Method(
     guarantee="lossy",
     summary="decides the columns that a small trained filter accepts, and stops at the end of the text",
     paper="Bao et al. 2025, arXiv 2509.25188",
-    needs=frozenset({"filter"}),
     options=(
+        Option("filter", "filter", None, "file of a trained filter; `specjax train --method learn2pd` writes it"),
         Option("theta", "float", 0.96, "filter output above which a column is decided"),
         Option("eotp", "yes_or_no", True, "end the text at the first end-of-text token"),
     ),
@@ -63,6 +64,10 @@ class Filter(NamedTuple):
     def __call__(self, confidence: Array) -> Array:
         """Return float32[..., W]: the logit that each column is right, from the confidences [..., W]."""
         return jax.nn.relu(confidence @ self.weight1 + self.bias1) @ self.weight2 + self.bias2
+
+
+read_filter = functools.partial(read_arrays, kind="filter", fields=Filter)
+"""Read the filter of a file. Raises: UsageError."""
 
 
 def above(tau: float, width: int, *, sharpness: float = 1e4) -> Filter:

@@ -1,0 +1,116 @@
+"""`specjax train` of probes, routers, decision heads and changed models: what it writes, `generate` takes."""
+
+import json
+
+import pytest
+from tiers import those
+from toy import tiny_llama
+
+import specjax
+from specjax.models import loading
+from specjax.training.parts import PARTS
+
+SMALL = ("--max-new-tokens", 8, "--length", 32, "--rows", 2)
+SHORT = ("--max-new-tokens", 6, "--json")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": words}) + "\n" for words in ("ab", "the cat", "x y")))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch, reward_folder):
+    """Four layers for targets, the tokenizer of the reward model beside changed models, and folders that are read."""
+    plain, model = specjax.load, tiny_llama(layers=4, vocab=259, stacked=True)
+
+    def load(source=None, **options):
+        if source is not None and "/" in str(source):
+            return loading.read_model(source).target, plain()[1]
+        return (plain(source, **options)[0] if source == "draft" else model), plain()[1]
+
+    monkeypatch.setattr(specjax, "load", load, raising=False)
+    resolve = loading.resolve
+    monkeypatch.setattr(loading, "resolve", lambda source: reward_folder if source is None else resolve(source))
+    return model
+
+
+RUNS = {
+    "dynamax": (("steps=3", "every=1"), ()),
+    "first": (("steps=2", "lora_steps=2"), ()),
+    "matformer": (("steps=2",), ()),
+    "s2d": (("steps=2", "exits=2"), ()),
+    "specdec++": (("blocks=1",), ("--draft", "draft")),
+}
+
+
+@pytest.mark.parametrize("name", those({"first"}, RUNS))
+def test_what_is_written_is_used_by_the_command_that_is_printed(cli, prompts, tmp_path, name):
+    settings, draft = RUNS[name]
+    flags = [flag for text in settings for flag in ("--set", text)]
+    command = ("train", "--method", name, "--prompts", prompts, "--out", tmp_path / "out", *SMALL, *flags, *draft)
+    result = cli(*command, "--json")
+    assert result.code == 0, result.err
+    card = json.loads(result.out)
+    assert card["method"] == name and card["texts"] == 3 and card["options"][settings[0].split("=")[0]]
+    served = cli("generate", "ab", *draft, *card["flags"].split(), *SHORT)
+    assert served.code == 0, served.err
+    assert len(json.loads(served.out)["results"][0]["token_ids"]) == 6
+    again = cli(*command)
+    assert again.code == 0 and "answering" not in again.err, "responses are read from the folder"
+    assert card["flags"] in " ".join(again.out.split())
+
+
+def test_a_judge(cli, refused, tmp_path):
+    file = tmp_path / "judged.jsonl"
+    lines = [{"prompt": "2 + 2?", "response": f"It is {n}.", "wrong": None if n == 4 else 6} for n in range(9)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ("train", "--method", "judge", "--texts", file, "--out", tmp_path / "out", *SMALL)
+    card = json.loads(cli(*command, "--set", "steps=20", "--json").out)
+    assert card["texts"] == 9 and 0 <= card["threshold"] < 1
+    served = cli("generate", "ab", "--draft", "draft", *card["flags"].split(), *SHORT)
+    assert served.code == 0, served.err
+    file.write_text('{"prompt": "a", "response": "b", "wrong": 1}\n')
+    assert "line 1 has wrong 1, which must be the place of a character of the response, from 0 to 0" in refused(
+        *command
+    )
+    file.write_text('{"prompt": "a", "response": "b"}\n')
+    assert "has no response with an error" in refused(*command)
+
+
+def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
+    command = ("train", "--method", "arbitrage", "--prompts", prompts, "--out", tmp_path / "out", *SMALL)
+    pair = ("--draft", "draft", "--set", "steps=e|t|a|\\n", "--set", f"router={reward_folder}", "--temperature", 1)
+    result = cli(*command, *pair, "--set", f"reward={reward_folder}", "--json")
+    assert result.code == 0, result.err
+    card = json.loads(result.out)
+    assert card["steps"] >= 3 and 0 < card["target_is_better"] < 1
+    served = cli("generate", "ab", "--draft", "draft", *card["flags"].split(), *SHORT)
+    assert served.code == 0, served.err
+    assert json.loads(served.out)["options"]["router_head"].endswith("router.safetensors")
+    assert "--method arbitrage needs a process reward model; add --set reward=FOLDER" in refused(*command, *pair)
+    assert "--method arbitrage needs a draft model; add --draft MODEL" in refused(*command)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--method", "dynamax", "--loss", "ce"), "--loss does not fit --method dynamax; remove it"),
+        (("--method", "dynamax", "--set", "rank=3"), 'training of dynamax has no option "rank"; its options are every'),
+        (("--method", "dynamax", "--set", "every=x"), '--set every must be a whole number, not "x"'),
+        (("--method", "dynamax", "--draft", "draft"), "--draft does not fit --method dynamax"),
+        (("--method", "lud"), "add --set pad_token=N: id of a token that no text contains"),
+        (("--method", "judge"), "--method judge reads judged responses; give --texts FILE"),
+        (("--method", "medusa", "--set", "steps=3"), "--set is for methods with trained parts"),
+        (("--method", "dynamax", "--learning-rate", -1), "--learning-rate must be a number above 0, not -1"),
+    ],
+)
+def test_what_does_not_fit(refused, prompts, tmp_path, flags, words):
+    assert words in refused("train", "--prompts", prompts, "--out", tmp_path / "out", *flags)
+
+
+def test_every_part_is_named_in_the_help(cli):
+    words = " ".join(cli("train", "--help").out.replace("│", " ").split())
+    assert all(name in words for name in PARTS)
