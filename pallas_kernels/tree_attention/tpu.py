@@ -102,28 +102,31 @@ def _attend(
     grouped = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h], row g * T + t
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, pad_rows), (0, 0)))
     new = jax.tree.map(lambda x: jnp.pad(x, [(0, pad_keys if axis == 2 else 0) for axis in range(x.ndim)]), (k, v))
-    by_row = lambda x: jnp.pad(jnp.tile(x, (1, groups, 1)), ((0, 0), (0, pad_rows), (0, 0)))
+    # Rows of padding repeat the first ones, which is one operation; zeros would be a second one in each layer.
+    by_row = lambda x: jnp.tile(x, (1, -(-rows // t), 1))[:, :rows]
     words = by_row(pack_bits(mask))  # int32[B, R, W]
-    row_positions = by_row(positions[:, :, None])
-    key_positions = jnp.pad(key_positions, ((0, 0), (0, pad_keys)))[:, None]
+    places = ()  # positions of rows and keys, which only a window needs
+    if window is not None:
+        places = by_row(positions[:, :, None]), jnp.pad(key_positions, ((0, 0), (0, pad_keys)))[:, None]
 
     per_row = jnp.stack([length, jnp.min(positions, 1)]).astype(jnp.int32)
-    shared = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, ANY_DISTANCE if window is None else window)])
+    scalar = lambda x: jnp.asarray(x, jnp.int32).reshape(1)
     prefix = prefix_k, prefix_v
     full_block = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
     full_blocks = lambda tree: jax.tree.map(lambda x: full_block(*x.shape[1:]), tree)
     two_blocks = lambda x: pltpu.VMEM((2, kv_heads, block, *x.shape[4:]), x.dtype)
-    results = [jax.ShapeDtypeStruct(grouped.shape, jnp.float32 if with_total else q.dtype)]
+    result_rows = batch, kv_heads, groups * t  # without padding
+    results = [jax.ShapeDtypeStruct((*result_rows, dim), jnp.float32 if with_total else q.dtype)]
     if with_total:
-        results += [jax.ShapeDtypeStruct((*grouped.shape[:3], 1), jnp.float32)] * 2
+        results += [jax.ShapeDtypeStruct((*result_rows, 1), jnp.float32)] * 2
     outputs = pl.pallas_call(
         functools.partial(_kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap),
         out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(batch,),
             in_specs=[
-                *full_blocks((grouped, new, words, row_positions, key_positions)),
+                *full_blocks((grouped, new, words, places)),
                 jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), prefix),
             ],
             out_specs=full_blocks(results),
@@ -144,8 +147,7 @@ def _attend(
         ),
         interpret=interpret,
         name="tree_attention",
-    )(per_row, shared, grouped, new, words, row_positions, key_positions, prefix)
-    outputs = [x[:, :, : groups * t] for x in outputs]
+    )(per_row, scalar(layer), scalar(ANY_DISTANCE if window is None else window), grouped, new, words, places, prefix)
     if not with_total:
         return ungroup_queries(outputs[0], t)
     out, top, total = outputs
@@ -176,17 +178,18 @@ def pack_bits(mask):
 
 
 def _kernel(
-    per_row, shared, q, new, words, row_positions, key_positions, prefix, out, *refs, block, slots, has_window, softcap,
+    per_row, layer, window, q, new, words, places, prefix, out, *refs, block, slots, has_window, softcap,
 ):  # fmt: skip
     """Process one batch row.
 
-    q, out [K, R, h]; words [R, W]; new keys and values [K, M, h]; prefix in HBM; buffers of two blocks. Quantised keys
-    and values include their scales. `refs` has the softmax's maxima and sums [K, R, 1] first, if they are results.
+    q [K, R, h]; words [R, W]; new keys and values [K, M, h]; prefix in HBM; buffers of two blocks; out [K, G T, h], the
+    rows without padding. Quantised keys and values include their scales. `places` has the positions of rows [R, 1] and
+    keys [1, M] for a window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they are results.
     """
     *totals, buffers, acc, top, total, copied, arrived = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
     kv_heads = q.shape[0]
-    layer, window = shared[0], shared[1]
+    layer, window = layer[0], window[0]
     length = per_row[0, row]
 
     def blocks(row):
@@ -219,7 +222,7 @@ def _kernel(
 
     def in_window(positions):
         """Return bool[R, n]: the keys at `positions` that lie within the window of each query row."""
-        return positions > row_positions[...] - window
+        return positions > places[0][...] - window
 
     def load(x, *index):
         """Return the keys or values [n, h] of a head for a product, and their scales [1, n] or None."""
@@ -254,7 +257,7 @@ def _kernel(
     new_k, new_v = new
     visible_new = unpack_bits(words[...], new_k.shape[1])
     if has_window:
-        visible_new &= in_window(key_positions[...])
+        visible_new &= in_window(places[1][...])
     acc[...] = jnp.zeros_like(acc)
     total[...] = jnp.zeros_like(total)
     top[...] = jnp.full_like(top, NEG)
@@ -292,10 +295,11 @@ def _kernel(
         return 0
 
     jax.lax.fori_loop(first, last, body, 0)
+    count = out.shape[1]
     for head in range(kv_heads):
-        out[head] = (acc[head] / total[head]).astype(out.dtype)
+        out[head] = (acc[head] / total[head])[:count].astype(out.dtype)
     for result, value in zip(totals, (top, total), strict=False):  # neither or both
-        result[...] = value[...]
+        result[...] = value[:, :count]
 
 
 def unpack_bits(words, count: int):

@@ -269,7 +269,7 @@ def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
 @pytest.mark.parametrize("heads_dim", [(9, 3, 64), (8, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_compiler_takes_it(topology, heads_dim, int8):
-    """Stacked, in bfloat16, with one node and with many."""
+    """Stacked, in bfloat16, with one node and with many, without and with a window."""
     heads, kv_heads, dim = heads_dim
     mesh = jax.sharding.Mesh(np.array(devices(topology)[:1]), "x")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -279,8 +279,9 @@ def test_the_compiler_takes_it(topology, heads_dim, int8):
         stack = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), x) for x in arrays[3:5]]
         arguments = (*arrays[:3], *stack, *arrays[5:]), options, jax.ShapeDtypeStruct((), jnp.int32)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-        run = lambda arrays, options, layer: tree_attention(
-            *arrays, **options, layer=layer, scale=0.2, window=100, implementation="pallas_tpu"
+        window = None if tree == "one" else 100
+        run = lambda arrays, options, layer, window=window: tree_attention(
+            *arrays, **options, layer=layer, scale=0.2, window=window, implementation="pallas_tpu"
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             text = jax.jit(run).lower(*jax.tree.map(place, arguments)).compile().as_text()
