@@ -127,7 +127,14 @@ def _matmul_part(x: Array, weight: Array, dtype) -> Array:
 
 
 def _matmul_plain(x: Array, weight: Array, dtype) -> Array:
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+    """Multiply with the default precision if all numbers are bfloat16, whose products are exact in one pass.
+
+    For one row of bfloat16 and "highest", which is the precision of float32 products (`arrays.modes`), the CUDA
+    compiler sums elements and does not call a matmul kernel (jax 0.11, H200).
+    """
+    precision = jax.lax.Precision.DEFAULT if x.dtype == weight.dtype == jnp.bfloat16 else None
+    dimensions = ((x.ndim - 1,), (1,)), ((), ())
+    return jax.lax.dot_general(x, weight, dimensions, precision, preferred_element_type=dtype)
 
 
 def _matmul_on_tpu(x: Array, weight: Array, dtype) -> Array:

@@ -105,7 +105,7 @@ def _attend(
     # Rows of padding repeat the first ones, which is one operation; zeros would be a second one in each layer.
     by_row = lambda x: jnp.tile(x, (1, -(-rows // t), 1))[:, :rows]
     words = by_row(pack_bits(mask))  # int32[B, R, W]
-    places = ()  # positions of rows and keys, which only a window needs
+    places: tuple[jax.Array, ...] = ()  # positions of rows and keys, which only a window needs
     if window is not None:
         places = by_row(positions[:, :, None]), jnp.pad(key_positions, ((0, 0), (0, pad_keys)))[:, None]
 

@@ -136,7 +136,7 @@ def test_the_compiled_step_needs_less():
 
 
 def test_the_end_of_a_longer_prompt_is_thinned():
-    """Its tokens after the first `longest_prompt` run the layers of generated ones, in any pass."""
+    """Tokens after the first `longest_prompt` run the layers of generated ones, in any pass."""
     model = adaptive.skip_layers(target(), of(EVERY, 2))
     ours = depths.texts(model)
     assert ours != text() and ours[1:] == text()[1:]  # the first prompt has 5 tokens, the others 2 and 1

@@ -1,4 +1,4 @@
-"""Where two greedy texts part, and whether the rounding of wide passes explains it."""
+"""Tests of near-ties: the place at which two greedy texts differ, and the rounding of wide passes there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_flip_is_a_near_tie_only_within_the_measured_rounding(ours, plain, pos
 
 
 def test_a_large_gap_is_a_near_tie_if_passes_differ_by_more():
-    """In bfloat16 on an H200, passes differed by 0.4, which a constant of 0.25 called a wrong text."""
+    """Passes differed by 0.4 in bfloat16 on an H200, and a constant of 0.25 called that a wrong text."""
     ours, plain = [2], [1]
     assert find_difference(rounded(0.4), [0], ours, plain, WIDTH).near_tie
     assert not find_difference(rounded(0.2), [0], ours, plain, WIDTH).near_tie

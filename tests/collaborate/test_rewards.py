@@ -61,7 +61,7 @@ def test_a_cache_that_takes_nothing_back_is_seen(name):
 
 
 def test_each_token_is_read_once():
-    """Of a search with one node at a time, the reader reads the prompt, each step, and its last token again."""
+    """The reader of a search with one node at a time reads the prompt, each step, and its last token again."""
     result = lib.run("arbitrage", form="reward", tau=-1.0, reward=MODEL, router=None)
     steps = np.asarray(result.log.steps)
     assert (result.passes[:, 2] <= 2 * steps).all()

@@ -53,7 +53,7 @@ def test_the_text_is_that_of_plain_decoding(name, how):
 
 
 def logits_in(model: Target) -> bool:
-    """Whether the compiled step of `token_recycling` has an array of all logits of its widest pass."""
+    """Return True if the compiled step of `token_recycling` has an array of all logits of its widest pass."""
     vocab = model.model.vocab_size
     job = prepare(model, token_recycling(vocab, num_nodes=12), PROMPTS, Settings(), key=0, max_new_tokens=4)
     text = step.lower(job.parts, jax.eval_shape(start, job)).compile().as_text()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.arrays import modes
 from specjax.models.matmul import matmul, take_rows
 
 
@@ -39,3 +40,11 @@ def test_rows_and_their_derivatives(dtype):
     np.testing.assert_array_equal(jax.vmap(take_rows, (None, 0))(table, ids), table[ids])
     moved = jax.jvp(lambda table: take_rows(table, ids), (table,), (table,))[1]
     np.testing.assert_array_equal(moved, table[ids])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
+def test_only_products_of_float32_have_the_highest_precision(dtype, precision):
+    """The CUDA compiler calls no matmul kernel for one row of bfloat16 with the highest precision."""
+    shapes = jax.ShapeDtypeStruct((1, 8), dtype), jax.ShapeDtypeStruct((16, 8), dtype)
+    text = modes.jit(matmul).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"precision = [{precision}, {precision}]" in text

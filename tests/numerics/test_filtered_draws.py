@@ -92,7 +92,7 @@ def test_rows_without_numbers_end():
 
 
 def p_value(few: int = 2_000) -> float:
-    """Of a chi-square test: draws under top-p against the exact distribution."""
+    """Return the p-value of a chi-square test of draws under top-p against the exact distribution."""
     p = np.array([0.35, 0.3, 0.2, 0.1, 0.05])
     keys = jax.random.split(jax.random.key(5), few)
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (few, 5))

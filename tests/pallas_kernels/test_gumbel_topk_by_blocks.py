@@ -25,7 +25,7 @@ def small_blocks(monkeypatch):
 
 
 def best(logits: np.ndarray, k: int):
-    """Of given logits [2, 3, V]: the table holds the ids, and its product is a look-up."""
+    """Return the result for logits [2, 3, V]. The table holds the ids, and its product is a look-up."""
     table = jnp.arange(VOCAB, dtype=jnp.float32)[:, None]
     look_up = lambda part: jnp.take(jnp.asarray(logits), part[:, 0].astype(jnp.int32), axis=-1)
     return jax.jit(lambda: best_by_blocks(look_up, table, ROWS, k))()

@@ -123,7 +123,10 @@ def test_any_lengths_and_trees(lengths, parents, window, int8):
 
 
 def test_many_queries_are_computed_in_several_calls(monkeypatch):
-    """As in a prefill of 512 tokens. Each part has its own positions and rows of the mask, and all new keys."""
+    """Queries of a prefill of 512 tokens are read in parts.
+
+    Each part has its own positions and rows of the mask, and all new keys.
+    """
     clean, options = case(9, [5, 300], TREES["ragged"])
     dirty, _ = case(9, [5, 300], TREES["ragged"], dead=np.nan)
     monkeypatch.setattr(tpu, "MAX_ROWS", 8)
