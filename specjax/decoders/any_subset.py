@@ -174,7 +174,7 @@ def _apply(config: XLNetConfig) -> Callable[..., Array]:
 
 def blank_prompts(
     model: AnySubsetModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Array, Array, Array]:
     """Return tokens int32[B, S], missing bool[B, S] and lengths int32[B] of prompts with mask tokens.
 
     A prompt without mask tokens is continued: `max_new_tokens` missing tokens follow it.
@@ -191,7 +191,8 @@ def blank_prompts(
     tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: len(row)] = row
-    return tokens, (tokens == blank) & (np.arange(tokens.shape[1]) < lengths[:, None]), lengths
+    missing = (tokens == blank) & (np.arange(tokens.shape[1]) < lengths[:, None])
+    return jnp.asarray(tokens), jnp.asarray(missing), jnp.asarray(lengths)
 
 
 def token_order(missing: Array, lengths: Array) -> TokenOrder:

@@ -293,7 +293,7 @@ def test_what_does_not_fit_a_bench_is_one_sentence(arguments, words, prompts, re
 def test_methods_lists_the_kind(cli):
     out = cli("methods").out
     assert "for diffusion models" in out and all(name in out for name in of_kind("diffusion"))
-    assert "specjax.denoise(denoiser, 'sdar'" in cli("methods", "sdar").out
+    assert "specjax generate PROMPT --method sdar --target MODEL" in cli("methods", "sdar").out
 
 
 def test_a_canvas_fills_up():

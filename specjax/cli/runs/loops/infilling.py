@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
@@ -106,7 +105,7 @@ class Infilling(Generation):
         tokens, missing, lengths = blank_prompts(model, [row.ids for row in batch], self.decoding.max_new_tokens)
         start = time.perf_counter()
         result = any_subset(
-            model, jnp.asarray(tokens), jnp.asarray(missing), lengths=jnp.asarray(lengths), key=keys,
+            model, tokens, missing, lengths=lengths, key=keys,
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
             **options,
         )  # fmt: skip
@@ -114,7 +113,7 @@ class Infilling(Generation):
         seconds = time.perf_counter() - start
         hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
         run = report_of.MeasuredRun(result.to_lists(), hit_eos, stats, seconds)
-        return run, [row[:n].tolist() for row, n in zip(jax.device_get(result.filled), lengths, strict=True)]
+        return run, [row[:n].tolist() for row, n in zip(*jax.device_get((result.filled, lengths)), strict=True)]
 
     def verdict(self) -> list[str]:
         """Return the result of the comparison in words."""
