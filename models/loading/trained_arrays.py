@@ -6,6 +6,7 @@ The header of the file has the kind of part and the settings that it was trained
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +29,18 @@ def save_arrays(file: str | Path, kind: str, part: Any, **settings: float) -> No
 
     Raises: UsageError if it cannot be written.
     """
+    arrays = {name: np.array(value, np.float32) for name, value in part._asdict().items()}
+    write_arrays(file, arrays, {"format": "pt", "kind": kind, "settings": json.dumps(settings)})
+
+
+def write_arrays(file: str | Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+    """Write a .safetensors file, and replace an existing one. Raises: UsageError if it cannot be written."""
     path = Path(file).expanduser()
     if path.suffix != hf.SAFETENSORS_SUFFIX:
         raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
-    arrays = {name: np.array(value, np.float32) for name, value in part._asdict().items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, arrays, {"format": "pt", "kind": kind, "settings": json.dumps(settings)})
+        write_tensors(path, arrays, metadata)
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error
 

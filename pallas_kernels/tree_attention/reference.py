@@ -39,7 +39,7 @@ def tree_attention(
     Returns: [B, T, H, h].
     """
     prefix_k, prefix_v = select_layer(prefix_k, layer), select_layer(prefix_v, layer)
-    batch, t = q.shape[:2]
+    t = q.shape[1]
     kv_heads, slots = prefix_k.shape[1:3]
     # Query heads of one kv head are rows of one matrix, for batched matmuls without a transposed copy of the cache.
     q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
@@ -47,12 +47,7 @@ def tree_attention(
     def scores(keys, visible):
         return masked_scores(q, keys, visible, softcap, products or plain_products)
 
-    slot = jnp.arange(slots)
-    in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
-    if window is not None:
-        in_prefix &= slot > positions[:, :, None] - window
-        keys_at = positions if key_positions is None else key_positions
-        mask = mask & (keys_at[:, None, :] > positions[:, :, None] - window)
+    in_prefix, mask = visible_keys(slots, length, positions, mask, key_positions, window)
     new = scores(k, mask)
     if not slots:  # there is no prefix, as in a training pass
         top = jnp.max(new, -1, keepdims=True)
@@ -66,6 +61,17 @@ def tree_attention(
     total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
     out = (weighted_sum(old, prefix_v, q.dtype) + weighted_sum(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
     return finish(out, top, total, t, q.dtype, with_total)
+
+
+def visible_keys(slots: int, length, positions, mask, key_positions, window):
+    """Return which slots of the prefix bool[B, T, S] and which new keys bool[B, T, M] each query attends to."""
+    slot = jnp.arange(slots)
+    in_prefix = jnp.broadcast_to(slot < length[:, None, None], (*positions.shape, slots))
+    if window is None:
+        return in_prefix, mask
+    keys_at = positions if key_positions is None else key_positions
+    first = positions[:, :, None] - window  # the last position that a query does not attend to
+    return in_prefix & (slot > first), mask & (keys_at[:, None, :] > first)
 
 
 def finish(out, top, total, t: int, dtype, with_total: bool):

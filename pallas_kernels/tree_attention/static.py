@@ -19,6 +19,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     masked_scores,
     plain_products,
     select_layer,
+    visible_keys,
     weighted_sum,
 )
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
@@ -52,12 +53,7 @@ def static_tree_attention(
     prefix_k, prefix_v = select_layer(prefix_k, layer), select_layer(prefix_v, layer)
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
-    slot = jnp.arange(slots)
-    in_prefix = jnp.broadcast_to(slot < length[:, None, None], (batch, t, slots))
-    if window is not None:
-        in_prefix &= slot > positions[:, :, None] - window
-        keys_at = positions if key_positions is None else key_positions
-        mask = mask & (keys_at[:, None, :] > positions[:, :, None] - window)
+    in_prefix, mask = visible_keys(slots, length, positions, mask, key_positions, window)
     scores = [
         masked_scores(grouped, keys, visible, softcap, plain_products)
         for keys, visible in ((prefix_k, in_prefix), (k, mask))

@@ -21,10 +21,10 @@ from specjax.adaptive.dynamax import Probes
 from specjax.adaptive.first_routing import Routers
 from specjax.adaptive.lora_drop import Corrections
 from specjax.errors import UsageError
-from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
+from specjax.models.loading.trained_arrays import write_arrays
 from specjax.types import Array
 
 PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
@@ -125,16 +125,9 @@ def _to_vectors(weight: Array, bias: Array, source: str | Path) -> tuple[Array, 
 
 def _save(file: str | Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays [layers, ...] under the names of their layers. Raises: UsageError."""
-    path = Path(file).expanduser()
-    if path.suffix != hf.SAFETENSORS_SUFFIX:
-        raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
     tensors = {
         f"model.layers.{layer}.{name}": np.array(values, np.float32)
         for name, stack in arrays.items()
         for layer, values in enumerate(stack)
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, tensors)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error
+    write_arrays(file, tensors)
