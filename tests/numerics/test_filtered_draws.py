@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from toy_logits import logits_of
 
 from specjax.numerics import filtered_draws
 from specjax.numerics.filtered_draws import draw_warped, expected_races
@@ -19,16 +20,6 @@ FILTERS = {
     "both": {"top_k": 30, "top_p": 0.7}, "min_p": {"top_p": 0.95, "min_p": 0.1},
     "k and min_p": {"top_k": 9, "min_p": 0.1},
 }  # fmt: skip
-
-
-def logits_of(kind: str) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, VOCAB)) * 3
-    changed = {
-        "normal": x, "ties": np.round(x), "flat": x * 1e-2, "sharp": x * 30,
-        "banned": np.where(rng.random(x.shape) < 0.9, -np.inf, x),
-    }  # fmt: skip
-    return changed[kind].astype(np.float32)
 
 
 def kept_by_sorting(x, temperature, top_k=None, top_p=1.0, min_p=0.0):
@@ -60,7 +51,7 @@ def test_a_draw_is_the_winner_among_the_tokens_that_a_sort_keeps(name):
     gumbel = np.asarray(noise(keys, VOCAB), np.float64)
     compared = 0
     for kind in ("normal", "ties", "flat", "sharp", "banned"):
-        x = logits_of(kind)
+        x = logits_of(kind, ROWS, VOCAB)
         drawn = np.asarray(compiled()(keys, x, sampling_of(0.7, **options)))
         for row in range(ROWS):
             keep, distance = kept_by_sorting(x[row], 0.7, **options)
@@ -73,7 +64,7 @@ def test_a_draw_is_the_winner_among_the_tokens_that_a_sort_keeps(name):
 
 
 def test_settings_are_per_row_and_zero_is_greedy():
-    x, keys = logits_of("normal")[:3], jax.random.split(jax.random.key(2), 3)
+    x, keys = logits_of("normal", ROWS, VOCAB)[:3], jax.random.split(jax.random.key(2), 3)
     many = Sampling(jnp.array([0.0, 0.7, 2.0]), None, jnp.array([0.5, 1.0, 0.3]))
     drawn = compiled()(keys, x, many)
     assert drawn[0] == x[0].argmax()
@@ -156,6 +147,6 @@ def test_the_reduction_for_tpus_draws_alike(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(jax.lax, "platform_dependent", for_tpus)
             in_one_pass = jax.jit(lambda *inputs: draw_warped(*inputs))
-            drawn = [in_one_pass(keys, logits_of(kind), sampling) for kind in ("normal", "ties", "banned")]
-        wanted = [compiled()(keys, logits_of(kind), sampling) for kind in ("normal", "ties", "banned")]
+            drawn = [in_one_pass(keys, logits_of(kind, ROWS, VOCAB), sampling) for kind in ("normal", "ties", "banned")]
+        wanted = [compiled()(keys, logits_of(kind, ROWS, VOCAB), sampling) for kind in ("normal", "ties", "banned")]
         np.testing.assert_array_equal(drawn, wanted)

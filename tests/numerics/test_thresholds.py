@@ -6,23 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_logits import logits_of
 
 from specjax.numerics import thresholds
 from specjax.numerics.thresholds import CPU, GPU, TPU
 
 SEARCHES = {"cpu": CPU, "tpu": TPU, "gpu": GPU}
 ROWS, VOCAB = 24, 300
-
-
-def logits_of(kind: str) -> np.ndarray:
-    """Rows of one kind: normal, with many ties, flat, nearly one-hot, or with banned tokens."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, VOCAB)) * 3
-    changed = {
-        "normal": x, "ties": np.round(x), "flat": x * 1e-2, "sharp": x * 30,
-        "banned": np.where(rng.random(x.shape) < 0.9, -np.inf, x),
-    }  # fmt: skip
-    return changed[kind].astype(np.float32)
 
 
 def top_k(x: np.ndarray, k: int) -> np.ndarray:
@@ -55,7 +45,7 @@ def masks(name: str):
 @pytest.mark.parametrize("name", SEARCHES)
 @pytest.mark.parametrize("kind", ["normal", "ties", "flat", "sharp", "banned"])
 def test_every_search_selects_what_a_sort_selects(name, kind):
-    x, (k_mask, p_mask) = logits_of(kind), masks(name)
+    x, (k_mask, p_mask) = logits_of(kind, ROWS, VOCAB), masks(name)
     for k in (1, 2, 7, 60):
         wanted = top_k(x, k)
         np.testing.assert_array_equal(np.asarray(k_mask(x, k)) | (x == -np.inf), wanted | (x == -np.inf))
@@ -68,7 +58,7 @@ def test_every_search_selects_what_a_sort_selects(name, kind):
 
 def test_a_search_that_ends_too_early_is_caught(monkeypatch):
     loose = lambda x, p: thresholds._top_p_mask(TPU, x, jnp.max(x, -1, keepdims=True), p)
-    x = logits_of("normal")
+    x = logits_of("normal", ROWS, VOCAB)
     search = thresholds._largest
     early = lambda *some, **more: search(*some[:-1], lambda threshold: jnp.ones_like(threshold.above, bool), **more)
     monkeypatch.setattr(thresholds, "_largest", early)
