@@ -18,6 +18,7 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
+from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
@@ -99,11 +100,14 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
         )  # fmt: skip
         return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1, run=None):
+    def forward(
+        params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1, depth=None, run=None
+    ):
         module = nnx.merge(graphdef, nnx.State(params))
+        loop = functools.partial(run_layers, group=group) if depth is None else SkippingLayers(depth)
         return module(
             tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout,
-            run_layers=run or functools.partial(run_layers, group=group),
+            run_layers=run or loop,
         )  # fmt: skip
 
     def best(params, hidden, k):
@@ -122,6 +126,7 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
             config.num_layers,
             taps=True,
             layer_skipping=True,
+            depth=True,
             groups=None,
             mixtures=True,
             streams=True,

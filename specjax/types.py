@@ -141,6 +141,7 @@ class Capabilities(NamedTuple):
     num_layers: int = 0  # number of layers that `taps` (0: the embedding) and `layers` can name
     taps: bool = False  # returns residual streams
     layer_skipping: bool = False  # accepts `layers`
+    depth: bool = False  # accepts `depth`
     groups: tuple[int, ...] | None = ()  # values above 1 that `group` accepts; None: any
     trees: bool = True  # accepts trees; otherwise chains only
     mixtures: bool = False  # accepts a `Mixture` in place of tokens
@@ -156,13 +157,15 @@ class Model(NamedTuple):
     `inputs` condition the text in addition to its tokens, such as the input of an encoder: arrays [B, ...], or None.
 
     `forward(params, tokens[B, T], cache, *, positions[B, T], mask[B, T, T], taps=(), earlier=None, layers=None,
-    group=1) -> (Output, pending)` runs the model on new tokens. It reads the cache and does not change it. `pending`
-    contains the cache entries of the new tokens. `mask` covers the new tokens only: it marks each token's ancestors and
-    the token itself. Every new token attends to the complete cache. Callers pass the other arguments only if
-    `capabilities` allows them:
+    depth=None, group=1) -> (Output, pending)` runs the model on new tokens. It reads the cache and does not change it.
+    `pending` contains the cache entries of the new tokens. `mask` covers the new tokens only: it marks each token's
+    ancestors and the token itself. Every new token attends to the complete cache. Callers pass the other arguments only
+    if `capabilities` allows them:
       earlier: pending entries of P earlier tokens, for trees that grow level by level; the mask is then [B, T, P + T].
       taps: layers whose residual streams `Output.taps` returns.
       layers: the `Sublayers` to run; None: all. The pending entries of the other sublayers are zeros.
+      depth: a `DepthPass`, which selects the layers of each token (`specjax.models.skipping.policy`). The pending
+        entries are then a `SkippingPending`.
       group: above 1, the pass is approximate: in the middle layers, `group` consecutive attention sublayers read the
         stream before the first of them and can run in parallel. Only for models of 4 layers or more.
 

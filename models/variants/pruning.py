@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
+from specjax.models.decoder import DecoderConfig
 from specjax.types import Model, PyTree, Target
 
 
@@ -36,9 +37,17 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
-    if config.mlp_widths is not None:
+    if getattr(config, "mlp_widths", None) is not None:
         changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
     return Target(_rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
+
+
+def mlp_widths(target: Target) -> tuple[int, ...]:
+    """Return the number of hidden units of each layer's MLP. Raises: UsageError for a model without a DecoderConfig."""
+    config = target.model.config
+    if not isinstance(config, DecoderConfig) or not isinstance(target.params, dict) or "layers" not in target.params:
+        raise UsageError(f"{target.model.name} has no MLPs to cut; use a model of specjax.models")
+    return config.widths_of_mlps()
 
 
 def narrow_mlps(target: Target, width: int | Sequence[int]) -> Target:
@@ -50,13 +59,11 @@ def narrow_mlps(target: Target, width: int | Sequence[int]) -> Target:
     Raises: UsageError for a larger width, another number of widths than layers, and for a model that is not from
       `specjax.models`.
     """
-    config = target.model.config
-    if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
-        raise UsageError(f"{target.model.name} has no MLPs to cut; use a model of specjax.models")
-    widths = (width,) * config.num_layers if isinstance(width, int) else tuple(width)
-    if len(widths) != config.num_layers:
-        raise UsageError(f"width must be one number or one per layer, {config.num_layers}, not {len(widths)} numbers")
-    for units, largest in zip(widths, config.widths_of_mlps(), strict=True):
+    limits, config = mlp_widths(target), target.model.config
+    widths = (width,) * len(limits) if isinstance(width, int) else tuple(width)
+    if len(widths) != len(limits):
+        raise UsageError(f"width must be one number or one per layer, {len(limits)}, not {len(widths)} numbers")
+    for units, largest in zip(widths, limits, strict=True):
         if not 1 <= units <= largest:
             raise UsageError(f"width must be from 1 to {largest}, the hidden units of the MLPs, not {units}")
     if len(set(widths)) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.models import cache as kv
-from specjax.models.variants.layer_skipping import DepthPolicy, SkippingLayers, SkippingPending, TokenPositions
-from specjax.models.variants.pruning import narrow_mlps, prune_layers, separate_layers
+from specjax.models.decoder import DecoderConfig
+from specjax.models.skipping.policy import DepthPass, DepthPolicy, SkippingPending, TokenPositions
+from specjax.models.variants.pruning import mlp_widths, narrow_mlps, prune_layers, separate_layers
 from specjax.types import Array, Model, PyTree, Target
 
 
@@ -38,7 +39,7 @@ def skip_layers(target: Target, policy: DepthPolicy) -> Target:
     """
     num_layers = check_depth(target, policy)
     if policy.sparse_layers(num_layers):
-        _check_windows(target, policy, num_layers)
+        _check_sparse_layers(target, policy, num_layers)
         target = separate_layers(target)  # their caches have different sizes
     if policy.kept_layers is not None or policy.mlp_units is not None:
         reduced = target if policy.kept_layers is None else prune_layers(target, policy.kept_layers(num_layers))
@@ -47,15 +48,16 @@ def skip_layers(target: Target, policy: DepthPolicy) -> Target:
     return Target(_model(target.model, policy.replace(params=())), {"base": target.params, "depth": policy.params})
 
 
-def _check_windows(target: Target, policy: DepthPolicy, num_layers: int) -> None:
-    """Raise a UsageError for sparse layers with a window, which counts the slots of a cache as positions."""
+def _check_sparse_layers(target: Target, policy: DepthPolicy, num_layers: int) -> None:
+    """Raise a UsageError for sparse layers without slots, or with a window that counts slots as positions."""
     config = target.model.config
-    window, is_global = getattr(config, "window", None), getattr(config, "is_global", None)
-    for layer in () if window is None else policy.sparse_layers(num_layers):
-        if is_global is None or not is_global[layer]:
+    if not isinstance(config, DecoderConfig):
+        raise UsageError(f"{policy.name} needs caches of keys and values, which {target.model.name} does not have")
+    for layer in () if config.window is None else policy.sparse_layers(num_layers):
+        if config.is_global is None or not config.is_global[layer]:
             raise UsageError(
                 f"{policy.name} caches a part of the tokens in layer {layer} of {target.model.name}, whose attention "
-                f"has a window of {window} positions; use a model with full attention"
+                f"has a window of {config.window} positions; use a model with full attention"
             )
 
 
@@ -80,7 +82,7 @@ def count_skippable_layers(target: Target) -> int:
     Raises: UsageError for a model that is not from `specjax.models`.
     """
     model = target.model
-    if model.config is None or not model.capabilities.layer_skipping:
+    if model.config is None or not model.capabilities.depth:
         raise UsageError(f"{model.name} has no layers that can be skipped; use a model of specjax.models")
     return model.capabilities.num_layers
 
@@ -97,7 +99,7 @@ def skip_layers_over_cache(
 
 def _narrowed(target: Target, policy: DepthPolicy) -> Target:
     assert policy.mlp_units is not None
-    return narrow_mlps(target, policy.mlp_units(target.model.config.widths_of_mlps()))
+    return narrow_mlps(target, policy.mlp_units(mlp_widths(target)))
 
 
 def _name(base: Model, policy: DepthPolicy) -> str:
@@ -129,11 +131,12 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         token_positions = TokenPositions(positions, cache.prompt_length, mask[:, :, -positions.shape[1] :])
         assert base.head is not None
         head = functools.partial(base.head, params["base"])
-        run_layers = SkippingLayers(policy, params["depth"], token_positions, cache.state, head, cache.sparse_length)
+        depth = DepthPass(policy, params["depth"], token_positions, cache.state, head, cache.sparse_length)
+        optional: dict[str, Any] = {} if earlier is None else {"earlier": earlier.base}
+        optional |= {} if layers is None else {"layers": layers}
         return base.forward(
-            params["base"], tokens, cache.base, positions=positions, mask=mask, taps=taps,
-            earlier=None if earlier is None else earlier.base, layers=layers, run=run_layers,
-        )  # fmt: skip
+            params["base"], tokens, cache.base, positions=positions, mask=mask, taps=taps, depth=depth, **optional
+        )
 
     def commit(cache: SkippingCache, pending: SkippingPending, path: Array, num_nodes: Array) -> SkippingCache:
         if sparse:
@@ -143,7 +146,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         state = cache.state
         if jax.tree.leaves(state):
             take_path = lambda x: take_along(x, jnp.maximum(path, 0).reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
-            token_positions = TokenPositions(take_path(pending.base.positions), cache.prompt_length)
+            token_positions = TokenPositions(take_path(pending.positions), cache.prompt_length)
             is_committed = jnp.arange(path.shape[1]) < num_nodes[:, None]
             state = policy.update_state(state, jax.tree.map(take_path, pending.records), token_positions, is_committed)
         return SkippingCache(base_cache, cache.prompt_length, state, sparse_length)
@@ -189,7 +192,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         best=None,  # a policy may predict from another layer than the last
         config=None,
         name=_name(base, policy),
-        capabilities=base.capabilities._replace(groups=()),
+        capabilities=base.capabilities._replace(groups=(), depth=False),
     )
 
 

@@ -3,7 +3,7 @@
 A target with adaptive depth is lossy, but it can be the drafter of lossless decoding. `skip_layers(target, calm())`
 returns a target with its own distribution. `drafters.thinned(target, calm())` uses the same model as a drafter, and the
 full model verifies its drafts. Each file implements one method. Shared code is in
-`specjax.models.variants.layer_skipping`.
+`specjax.models.skipping.policy`.
 """
 
 from specjax.adaptive.calm import calibrated, calm
@@ -26,7 +26,7 @@ from specjax.adaptive.measure import Reading, read, share_run
 from specjax.adaptive.s2d import s2d, sorted_loss, train_sorted
 from specjax.adaptive.skip_decode import skip_decode
 from specjax.adaptive.unified import unified
-from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.skipping.policy import DepthPolicy
 from specjax.models.variants.skipping_model import skip_layers
 
 __all__ = [

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from specjax.adaptive.exits import every_so_many, leaving, similarity
 from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array
 
 METHOD = Method(

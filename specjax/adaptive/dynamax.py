@@ -29,7 +29,7 @@ from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Model, Target
 
 METHOD = Method(

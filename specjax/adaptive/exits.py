@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, PyTree, Sublayers
 
 

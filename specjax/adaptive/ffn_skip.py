@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from specjax.adaptive.exits import similarity
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Sublayers
 
 METHOD = Method(

@@ -27,7 +27,7 @@ from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.models.variants.low_rank import LoraWeights, apply_lora, init_lora
 from specjax.models.variants.skipping_model import skip_layers
 from specjax.types import Array, Model, Sublayers, Target

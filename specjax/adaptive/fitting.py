@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
-from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.skipping.policy import DepthPolicy
 from specjax.models.variants.skipping_model import skip_layers
 from specjax.types import Array, Model, PyTree, Target
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.types import Array, Sublayers, Target
 
 METHOD = Method(

@@ -27,7 +27,7 @@ from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models import narrow_mlps
-from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, TokenPositions
 from specjax.types import Array, Model, PyTree, Sublayers, Target
 
 METHOD = Method(

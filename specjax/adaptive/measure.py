@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.prefill import CHUNK, prefill
-from specjax.models.variants.layer_skipping import SkippingPending
+from specjax.models.skipping.policy import SkippingPending
 from specjax.types import Array, Model, Sublayers, Target
 
 
@@ -67,7 +67,7 @@ def share_run(ran: Sublayers, counts: Array, config) -> Array:
     """Return float32[]: the share of the layers' weights used by the tokens `counts` bool[B, L].
 
     config: the full model's. The share excludes the output head, the tests of a method, and propagated keys and values
-    (`specjax.models.variants.layer_skipping.Repair`).
+    (`specjax.models.skipping.policy.Repair`).
     """
     c = config
     attention = c.width * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)

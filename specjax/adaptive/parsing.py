@@ -6,7 +6,7 @@ from specjax.catalog.inputs import missing_inputs
 from specjax.catalog.methods import METHODS, of_kind
 from specjax.catalog.options import read_call
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.skipping.policy import DepthPolicy
 
 
 def parse_depth(spec: str, horizon: int | None = None) -> DepthPolicy:

@@ -27,7 +27,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, LayerStreams
+from specjax.models.skipping.policy import DepthPolicy, LayerStreams
 from specjax.types import Array, Model, PyTree, Target
 
 METHOD = Method(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, TokenPositions
 from specjax.types import Array, Sublayers
 
 METHOD = Method(

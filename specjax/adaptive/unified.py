@@ -19,7 +19,7 @@ import numpy as np
 
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy, TokenPositions
+from specjax.models.skipping.policy import DepthPolicy, TokenPositions
 from specjax.types import Sublayers
 
 METHOD = Method(

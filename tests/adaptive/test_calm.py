@@ -9,7 +9,7 @@ import pytest
 from specjax import Target, UsageError, adaptive
 from specjax.adaptive import exits
 from specjax.adaptive.calm import level, margin, saturation
-from specjax.models.variants.layer_skipping import LayerStreams, TokenPositions
+from specjax.models.skipping.policy import LayerStreams, TokenPositions
 from specjax.types import Sublayers
 
 

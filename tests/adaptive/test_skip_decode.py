@@ -8,7 +8,7 @@ import pytest
 
 from specjax import UsageError, adaptive
 from specjax.adaptive.skip_decode import budgets
-from specjax.models.variants.layer_skipping import TokenPositions
+from specjax.models.skipping.policy import TokenPositions
 
 
 def layers_of(depth, num_layers, at, prompt=5):

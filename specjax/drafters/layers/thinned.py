@@ -20,7 +20,7 @@ from specjax.adaptive.parsing import parse_depth
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
-from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.skipping.policy import DepthPolicy
 from specjax.models.variants.skipping_model import check_depth, skip_layers_over_cache
 from specjax.trees import Builder, Stop
 from specjax.types import Array, Context, Drafter, Hooks, Sublayers, Target, Traits, TreeSize

@@ -30,7 +30,7 @@ from specjax.catalog import Method, Option, shared
 from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
 from specjax.models.heads.acceptance import AcceptanceHead
-from specjax.models.variants.layer_skipping import DepthPolicy
+from specjax.models.skipping.policy import DepthPolicy
 from specjax.models.variants.skipping_model import skip_layers
 from specjax.models.vocabulary import match_vocabulary
 from specjax.trees import Builder, Stop, operations

@@ -1,4 +1,4 @@
-"""Models in which each token runs its own subset of the layers (adaptive depth), and their loop over the layers.
+"""Policies of adaptive depth: each token of a model runs its own subset of the layers.
 
 The methods of `specjax.adaptive` fill three slots. A *plan* chooses before a pass which sublayers a token runs. An
 *exit* changes the plan while the pass goes through the layers. A *repair* fills the cache of a layer that a token
@@ -7,20 +7,23 @@ skipped, for later tokens.
 The sublayers of a token depend on the token, its position and its cached ancestors. They never depend on the batch or
 on other tokens of the pass. So a pass over a tree, or over a whole text, gives each token the result of plain decoding.
 A drafter for such a model is therefore as lossless as for any other model.
+
+A kind of target takes part with its own loop over its layers, because only that loop knows what its layers cache. Its
+`forward` accepts `depth`, a `DepthPass`, and returns `SkippingPending`. The loop calls `start` before the first layer,
+`runs` before each layer, `after_layer` after it, and `pending` at the end. A sublayer that a token skips leaves its
+stream unchanged. `DepthPolicy.repair` names what it leaves in the cache. The loop of attention models is in
+`attention_layers.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.types import STATIC, Array, PyTree, Sublayers
 
@@ -28,7 +31,8 @@ Repair = Literal["absent", "propagate"]
 """The keys and values of a token in a layer whose attention it skips.
 
 `absent`: it has none, and no token that runs the layer may read them. `propagate`: the layer projects the stream with
-which the token exited (Schuster et al. 2022, arXiv 2207.07061).
+which the token exited (Schuster et al. 2022, arXiv 2207.07061). A layer with a recurrent state keeps its state with
+`absent`, and advances it by the stream of the exit with `propagate`.
 """
 
 
@@ -132,127 +136,54 @@ class DepthPolicy:
 class SkippingPending(NamedTuple):
     """Pending tokens of a pass through some of the layers."""
 
-    base: kv.Pending
+    base: PyTree  # pending entries of the base model
     ran: Sublayers  # bool[B, T, layers] each
     records: PyTree  # from `DepthPolicy.record`
+    positions: Array  # int32[B, T]
 
 
-class SkippingLayers(NamedTuple):
-    """The layer loop with a depth policy, in place of `layers.run_layers`."""
+class DepthPass(NamedTuple):
+    """A depth policy within one pass of a target of any kind. It reads streams, and no cache."""
 
     policy: DepthPolicy
     params: PyTree
     tokens: TokenPositions
     state: PyTree  # from `DepthPolicy.init_state`
-    head: Callable[[Array], Array]
+    head: Callable[[Array], Array]  # stream [B, T, D] -> logits float32[B, T, V]
     sparse_length: Array | None = None  # int32[B], tokens in the caches of the sparse layers
 
-    def __call__(
-        self, layers, x: Array, shared: L.PassInputs, cache: kv.KVCache, settings: L.AttentionSettings
-    ) -> tuple[list | Array, SkippingPending]:
-        """Return the streams, in the form of `run_layers`, and the pending tokens."""
-        run = self._unrolled if isinstance(layers, nnx.List) else self._scanned
-        return run(layers, x, shared, cache, settings)
+    def start(self, num_layers: int) -> PyTree:
+        """Return the carry before the first layer."""
+        return self.policy.plan(self.params, self.tokens, self.state, num_layers)
 
-    def _unrolled(self, layers, x, shared, cache, settings):
-        earlier = L.keys_and_values(shared.earlier)
-        carry = self.policy.plan(self.params, self.tokens, self.state, len(layers))
-        observed, sparse = self._observed(len(layers)), self.policy.sparse_layers(len(layers))
-        sparse_inputs = self._sparse_inputs(carry, sparse, shared) if sparse else shared
-        residuals, new, ran = [x], [], []
-        for i, block in enumerate(layers):
-            layer_cache = L.LayerCache.of_layer(cache, i, earlier)
-            inputs = L.LayerInputs(sparse_inputs if i in sparse else shared, layer_cache, settings.at_layer(i))
-            runs = self._runs(carry, i, shared)
-            streams, pending = _layer(
-                L.LayerWeights(*nnx.split(block)), i, x, inputs, runs, self.policy.repair, self.head
-            )
-            x = self._next_stream(carry, streams)
-            if i in observed:
-                carry = self._observe(carry, streams)
-            residuals.append(x)
-            new.append(pending)
-            ran.append(runs)
-        k, v = zip(*new, strict=True)
-        return residuals, self._pending(k, v, shared, x, jax.tree.map(lambda *runs: jnp.stack(runs, -1), *ran), carry)
+    def runs(self, carry: PyTree, layer: Array | int, layers: Sublayers | None) -> Sublayers:
+        """Return the sublayers of a layer that each token runs, bool[B, T], within those that the caller selects.
 
-    def _scanned(self, layers, x, shared, cache, settings):
-        graphdef, state = nnx.split(layers)
-        earlier, count = L.keys_and_values(shared.earlier), len(cache.k)
-        carry = self.policy.plan(self.params, self.tokens, self.state, count)
-        observed = self._observed(count)
+        layers: the argument `layers` of `Model.forward`, or None.
+        """
+        runs = self.policy.runs(carry, layer)
+        if layers is None:
+            return runs
+        rows = L.at_layer(layers, layer, axis=1)
+        return jax.tree.map(lambda runs, of_row: runs & of_row[:, None], runs, rows)
 
-        def body(carried, layer):
-            x, carry = carried
-            layer_cache = L.LayerCache(cache.k, cache.v, layer, L.at_layer(earlier, layer))
-            inputs = L.LayerInputs(shared, layer_cache, settings.at_layer(layer))
-            runs = self._runs(carry, layer, shared)
-            weights = L.LayerWeights(graphdef, state, layer)
-            streams, new = _layer(weights, layer, x, inputs, runs, self.policy.repair, self.head)
-            x = self._next_stream(carry, streams)
-            if len(observed) == count:
-                carry = self._observe(carry, streams)
-            elif observed:
-                is_observed = jnp.any(layer == jnp.asarray(observed))
-                carry = jax.lax.cond(is_observed, lambda: self._observe(carry, streams), lambda: carry)
-            return (x, carry), (x, new, runs)
-
-        embedding = x[None]
-        (x, carry), (residuals, (k, v), ran) = jax.lax.scan(body, (x, carry), jnp.arange(count))
-        ran = jax.tree.map(lambda runs: jnp.moveaxis(runs, 0, -1), ran)
-        return jnp.concatenate([embedding, residuals[:-1], x[None]]), self._pending(k, v, shared, x, ran, carry)
-
-    def _observed(self, num_layers: int) -> tuple[int, ...]:
+    def observed(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers whose streams the policy reads."""
         return () if self.policy.observe is None else self.policy.observed_layers(num_layers)
 
-    def _runs(self, carry: PyTree, layer: Array | int, shared: L.PassInputs) -> Sublayers:
-        runs = self.policy.runs(carry, layer)
-        if shared.layers is None:
-            return runs
-        rows = L.at_layer(shared.layers, layer, axis=1)
-        return jax.tree.map(lambda runs, of_row: runs & of_row[:, None], runs, rows)
+    def after_layer(
+        self, carry: PyTree, streams: LayerStreams, is_observed: Array | bool = True
+    ) -> tuple[Array, PyTree]:
+        """Return the input of the next layer, and the carry. The policy reads the streams if `is_observed`."""
+        stream, observe = streams.after_mlp, self.policy.observe
+        if self.policy.replace_stream is not None:
+            stream = self.policy.replace_stream(self.params, carry, streams)
+        if observe is None or is_observed is False:
+            return stream, carry
+        if is_observed is True:
+            return stream, observe(self.params, carry, streams)
+        return stream, jax.lax.cond(is_observed, lambda: observe(self.params, carry, streams), lambda: carry)
 
-    def _observe(self, carry: PyTree, streams: LayerStreams) -> PyTree:
-        return carry if self.policy.observe is None else self.policy.observe(self.params, carry, streams)
-
-    def _next_stream(self, carry: PyTree, streams: LayerStreams) -> Array:
-        return (
-            streams.after_mlp
-            if self.policy.replace_stream is None
-            else self.policy.replace_stream(self.params, carry, streams)
-        )
-
-    def _sparse_inputs(self, carry: PyTree, sparse: tuple[int, ...], shared: L.PassInputs) -> L.PassInputs:
-        """Return the inputs of the sparse layers, where tokens see only tokens that run these layers."""
-        ran = self._runs(carry, sparse[0], shared).attention
-        itself = jnp.eye(ran.shape[1], dtype=bool)  # a skipped token must see something to avoid NaN
-        return shared.replace(mask=shared.mask & (ran[:, None, :] | itself), length=self.sparse_length)
-
-    def _pending(self, k, v, shared: L.PassInputs, x: Array, ran: Sublayers, carry: PyTree) -> SkippingPending:
-        return SkippingPending(
-            kv.Pending(k, v, shared.positions, kv.write_dependency(x)), ran, self.policy.record(carry)
-        )
-
-
-def _layer(weights: L.LayerWeights, layer, x: Array, inputs: L.LayerInputs, runs: Sublayers, repair: Repair, head):
-    """Run the sublayers of one layer that its tokens need. Return the streams around it, and (k, v).
-
-    A sublayer that no token of the batch runs costs no time, except for propagated keys and values.
-    """
-    after_attention, new = _attend(weights.graphdef, repair, weights.state, weights.layer, x, inputs, runs.attention)
-    after_mlp = _feed(weights.graphdef, weights.state, weights.layer, after_attention, inputs.shared, runs.mlp)
-    return LayerStreams(layer, x, after_attention, after_mlp, runs, head), new
-
-
-# `jit` lets equal layers share one trace, as in `layers.run_layers`.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(graphdef, repair: Repair, state, layer, x: Array, inputs: L.LayerInputs, tokens: Array):
-    block = lambda: L.LayerWeights(graphdef, state, layer).block()
-    otherwise = (lambda x: block().keys(x, inputs)) if repair == "propagate" else None
-    return L.run_where(tokens, lambda x: block().attend(x, inputs), x, otherwise)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _feed(graphdef, state, layer, x: Array, shared: L.PassInputs, tokens: Array) -> Array:
-    return L.run_where(tokens, lambda x: (L.LayerWeights(graphdef, state, layer).block().feed(x, shared), ()), x)[0]
+    def pending(self, base: PyTree, ran: Sublayers, carry: PyTree) -> SkippingPending:
+        """Return the pending tokens, from those of the base model and the sublayers bool[B, T, layers] that ran."""
+        return SkippingPending(base, ran, self.policy.record(carry), self.tokens.positions)
