@@ -3,9 +3,11 @@
 from specjax.models import LlamaConfig
 from specjax.models.loading.families.denoisers import DenoiserSettings
 
+HUB_ID = "Dream-org/Dream-v0-Instruct-7B"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of Dream-org/Dream-v0-Instruct-7B."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=152064,
         width=3584,

@@ -2,9 +2,11 @@
 
 from specjax.models import Gemma3Config
 
+HUB_ID = "google/gemma-3-270m-it"
+
 
 def get_config(dtype: str = "bfloat16") -> Gemma3Config:
-    """Return the shapes of google/gemma-3-270m-it."""
+    """Return the shapes of `HUB_ID`."""
     return Gemma3Config(
         vocab_size=262144,
         width=640,

@@ -3,9 +3,11 @@
 from specjax.models import LlamaConfig
 from specjax.models.loading.families.denoisers import DenoiserSettings
 
+HUB_ID = "GSAI-ML/LLaDA-8B-Instruct"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of GSAI-ML/LLaDA-8B-Instruct."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=126464,
         width=4096,

@@ -3,9 +3,11 @@
 from specjax.models import LlamaConfig
 from specjax.models.layers import RopeScaling
 
+HUB_ID = "meta-llama/Llama-3.1-8B"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of meta-llama/Llama-3.1-8B."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=128256,
         width=4096,

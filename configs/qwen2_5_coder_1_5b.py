@@ -2,9 +2,11 @@
 
 from specjax.models import LlamaConfig
 
+HUB_ID = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of Qwen/Qwen2.5-Coder-1.5B-Instruct."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=151936,
         width=1536,

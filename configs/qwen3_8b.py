@@ -2,9 +2,11 @@
 
 from specjax.models import LlamaConfig
 
+HUB_ID = "Qwen/Qwen3-8B"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of Qwen/Qwen3-8B."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=151936,
         width=4096,

@@ -3,9 +3,11 @@
 from specjax.models import LlamaConfig
 from specjax.models.loading.families.denoisers import DenoiserSettings
 
+HUB_ID = "JetLM/SDAR-4B-Chat"
+
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of JetLM/SDAR-4B-Chat."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=151936,
         width=2560,

@@ -2,9 +2,11 @@
 
 from specjax.models import LlamaConfig
 
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
 
 def get_config(dtype: str = "float32") -> LlamaConfig:
-    """Return the shapes of HuggingFaceTB/SmolLM2-135M-Instruct."""
+    """Return the shapes of `HUB_ID`."""
     return LlamaConfig(
         vocab_size=49152,
         width=576,

@@ -2,22 +2,29 @@
 
 from specjax.costs.chips import CHIPS
 from specjax.planning.inputs.topologies import known_topologies, parse_topology
+from specjax.planning.model_choice import ModelChoice, choose_model
 from specjax.planning.records import PlanReport
 from specjax.planning.reports.decode import compile_report
+from specjax.planning.reports.fits import Fits, ModelFit, what_fits
 from specjax.planning.reports.training import TrainingReport, training_report
 from specjax.planning.tree.plan import Plan, plan
 from specjax.planning.workload import Workload, make_workload
 
 __all__ = [
     "CHIPS",
+    "Fits",
+    "ModelChoice",
+    "ModelFit",
     "Plan",
     "PlanReport",
     "TrainingReport",
     "Workload",
+    "choose_model",
     "compile_report",
     "known_topologies",
     "make_workload",
     "parse_topology",
     "plan",
     "training_report",
+    "what_fits",
 ]

@@ -18,6 +18,15 @@ SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shap
 TargetOption = Annotated[
     str, typer.Option("--target", help=f"Target model: {SHAPES}.", show_default=False, autocompletion=completion.config)
 ]
+OptionalTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help=f"Target model: {SHAPES}. With --fits: one model instead of all built-in configs.",
+        show_default=False,
+        autocompletion=completion.config,
+    ),
+]
 TopologyOption = Annotated[
     str,
     typer.Option("--topology", help="Chips: v5e:2x4, v6e:16x16, v5p:2x2x1, h200:1, h100:8.", show_default=False),
@@ -43,7 +52,10 @@ BlockOption = Annotated[
     ),
 ]
 ContextOption = Annotated[int, typer.Option("--context", help="Prompt tokens in the cache.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="bfloat16 or float32. Default: bfloat16; plan --fits: both.", show_default=False),
+]
 DataOption = Annotated[int, typer.Option("--data", help="Number of devices that share the batch.")]
 ModelOption = Annotated[
     int | None,
@@ -65,7 +77,7 @@ class ProgramOptions:
 
     batch_size: o.BatchOption = 1
     context: ContextOption = 1024
-    dtype: DtypeOption = "bfloat16"
+    dtype: DtypeOption = None
     cache_dtype: o.CacheDtypeOption = None
     data: DataOption = 1
     model: ModelOption = None
@@ -84,7 +96,8 @@ class ProgramOptions:
     def arguments(self) -> dict:
         """Return the arguments of `specjax.planning` functions."""
         renamed = {"batch": self.batch_size, "cache": not self.no_cache}
-        return renamed | {name: value for name, value in vars(self).items() if name not in ("batch_size", "no_cache")}
+        omitted = {"batch_size", "no_cache"} | ({"dtype"} if self.dtype is None else set())
+        return renamed | {name: value for name, value in vars(self).items() if name not in omitted}
 
 
 @contextlib.contextmanager

@@ -35,6 +35,14 @@ def _modules() -> dict[str, Any]:
     return {name: importlib.import_module(f"specjax.configs.{name}") for name in names}
 
 
+def hub_id(name: str) -> str:
+    """Return the Hugging Face hub id of a built-in config. Raises: UsageError for another name."""
+    modules = _modules()
+    if _name(name) not in modules:
+        raise UsageError(f'"{name}" is not a built-in config; choose one of {", ".join(modules)}')
+    return modules[_name(name)].HUB_ID
+
+
 def _name(source: str | Path) -> str:
     """Return the name that a file of configs/ would have."""
     return str(source).replace("-", "_").replace(".", "_").lower()

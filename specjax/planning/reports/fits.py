@@ -1,0 +1,148 @@
+"""The report on what fits: dtype, context and tree of each model on given chips, estimated from shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.costs.accelerators import pass_cost
+from specjax.costs.chips import gib
+from specjax.errors import UsageError
+from specjax.planning import denoising
+from specjax.planning.inputs.model_configs import builtin_configs, load_config, load_denoiser_settings
+from specjax.planning.inputs.topologies import parse_topology
+from specjax.planning.memory import Memory, available_bytes, memory_of, slots_of, target_of
+from specjax.planning.traffic import pass_bytes
+from specjax.planning.workload import Workload, make_workload
+
+DTYPES = ("bfloat16", "float32")
+TREE_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+MAX_PASS_COST = 1.25
+"""Largest cost of a pass over a proposed tree, in passes over one token."""
+
+DRAFTING = {"draft", "head", "method", "tree", "num_draft_tokens", "options"}
+"""Arguments of `make_workload` that a report on what fits does not have."""
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """A model in one dtype on given chips. All figures are estimates per device."""
+
+    target: str  # as in --target
+    dtype: str
+    weights_bytes: int
+    needed_bytes: int  # of plain decoding at the context of the report
+    largest_context: int  # prompt tokens with which plain decoding fits; 0: the model does not fit
+    num_nodes: int | None  # the largest tree at the context of the report; 0: nothing fits; None: a diffusion model
+    step_seconds: float  # roofline of a plain step: bytes that must move / HBM bandwidth
+    reason: str = ""  # why the model does not fit at the context of the report; "": it fits
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The models that fit on given chips."""
+
+    topology: str
+    device_bytes: int
+    batch: int
+    context: int
+    max_new_tokens: int
+    cache_dtype: str | None
+    models: tuple[ModelFit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+
+def what_fits(
+    topology: str,
+    *,
+    target: str | Path | Any | None = None,
+    dtype: str | None = None,
+    context: int = 1024,
+    device_bytes: int | None = None,
+    **options: Any,
+) -> Fits:
+    """Estimate which models fit on chips, with which dtype, context and tree. Nothing is compiled.
+
+    The estimate counts weights, cache, logits, and the activations of a chunk of the prompt, and leaves 3 % of the
+    memory free. The largest tree is the one that fits at `context`, and whose pass costs at most 1.25 passes over one
+    token.
+
+    Args:
+      topology: chips such as "v5e:1x1".
+      target: a built-in config name, a folder, a GGUF file or a config; None: all built-in configs.
+      dtype: "bfloat16" or "float32"; None: both.
+      context: tokens of the prompt.
+      device_bytes: memory of a device; None: that of the chip.
+      options: other arguments of `make_workload`: batch, max_new_tokens, cache_dtype, data, model and others.
+
+    Raises: UsageError for bad options, or for several devices without their compiler.
+    """
+    for name in DRAFTING & set(options):
+        raise UsageError(f"{name} is an option of drafts, and what fits is estimated for plain decoding; leave it out")
+    sources = list(builtin_configs()) if target is None else [target]
+    dtypes = DTYPES if dtype is None else (dtype,)
+    chip = parse_topology(topology).chip
+    room = chip.hbm_bytes if device_bytes is None else device_bytes
+    works = [_workload(source, topology, kind, context, options) for source in sources for kind in dtypes]
+    names = [source if isinstance(source, str | Path) else source.name for source in sources for _ in dtypes]
+    models = tuple(_fit(str(name), work, context, room) for name, work in zip(names, works, strict=True))
+    first = works[0]
+    return Fits(
+        first.topology.name, room, first.batch, context, first.max_new_tokens, first.target.cache_dtype, models
+    )  # fmt: skip
+
+
+def _workload(source: Any, topology: str, dtype: str, context: int, options: dict[str, Any]) -> Workload:
+    """Return the plain workload of a model, with a shorter context if its texts end earlier."""
+    is_name = isinstance(source, str | Path)
+    config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform) if is_name else source
+    reading = load_denoiser_settings(source) if is_name else options.get("reading")
+    new = options.get("max_new_tokens", 128)
+    limit = max(config.max_positions - new, 1)
+    return make_workload(
+        config, topology, context=min(context, limit), **{"dtype": dtype} | options | {"reading": reading}
+    )
+
+
+def _fit(name: str, work: Workload, context: int, device_bytes: int) -> ModelFit:
+    """Return the figures of one model at a context, in `device_bytes` bytes of memory."""
+    target = target_of(work)
+    memory = memory_of(work, target)
+    room = available_bytes(device_bytes)
+    fewest = 1 if work.reading is None else denoising.window(work)
+    needed = memory.total(slots_of(work, work.context, fewest), fewest)
+    largest = _largest_context(work, memory, fewest, room)
+    reason = ""
+    if context > work.context:
+        reason = f"its texts have at most {work.target.max_positions} tokens"
+    elif needed > room:
+        reason = f"it needs {gib(needed)} of {gib(room)}"
+    nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, memory, room)
+    moved = pass_bytes(work.target, target.params, memory.per_slot, work.context)
+    seconds = moved / work.topology.chip.hbm_bandwidth
+    return ModelFit(name, work.target.dtype, memory.weights, int(needed), largest, nodes, seconds, reason)
+
+
+def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) -> int:
+    """Return the tokens of the longest prompt with which a decode fits, by bisection; 0 if none does."""
+    fits = lambda context: memory.total(slots_of(work, context, nodes), nodes) <= room
+    low, high = 0, max(work.target.max_positions - work.max_new_tokens, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _largest_tree(work: Workload, memory: Memory, room: float) -> int:
+    """Return the nodes of the largest tree that fits and whose pass is cheap. A tree of one node is plain decoding."""
+    rows = -(-work.batch // work.data)
+    for nodes in TREE_SIZES:
+        fits = memory.total(slots_of(work, work.context, nodes), nodes) <= room
+        if fits and pass_cost(work.topology.chip.name, rows * nodes) <= MAX_PASS_COST:
+            return nodes
+    return 1

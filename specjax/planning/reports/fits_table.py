@@ -1,0 +1,44 @@
+"""The table of what fits on chips."""
+
+from __future__ import annotations
+
+from specjax.costs.chips import GIB, gib
+from specjax.planning.memory import RESERVED
+from specjax.planning.reports.fits import MAX_PASS_COST, Fits
+from specjax.planning.reports.tables import milliseconds
+
+
+def show_fits(fits: Fits, out) -> None:
+    """Print a row for each model and dtype on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    cache = f", {fits.cache_dtype} cache" if fits.cache_dtype else ""
+    write(
+        f"{fits.topology}, {gib(fits.device_bytes)} per device; batch {fits.batch}, prompts of {fits.context} and "
+        f"texts of {fits.max_new_tokens} tokens{cache}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("model", no_wrap=True)
+    table.add_column("dtype", no_wrap=True)
+    for heading in ("weights\nGiB", "needed\nGiB", "fits", "longest\nprompt", "tree\nnodes", "roof-\nline ms"):
+        table.add_column(heading, justify="right")
+    for model in fits.models:
+        nodes = "--" if model.num_nodes is None else str(model.num_nodes or "--")
+        table.add_row(
+            model.target, model.dtype, f"{model.weights_bytes / GIB:.2f}", f"{model.needed_bytes / GIB:.2f}",
+            "no" if model.reason else "yes", f"{model.largest_context:,}" if model.largest_context else "--", nodes,
+            "--" if model.reason else milliseconds(model.step_seconds), style="yellow" if model.reason else "",
+        )  # fmt: skip
+    out.print(table)
+    if len(fits.models) <= 2:
+        for model in fits.models:
+            if model.reason:
+                write(f"{model.target} in {model.dtype} does not fit: {model.reason}", style="yellow")
+    write(
+        f"estimates from shapes, with {RESERVED:.0%} of the memory left free; to check one with the compiler: specjax "
+        f"compile --target MODEL --topology {fits.topology}\ntree: largest number of nodes at this prompt whose pass "
+        f"costs at most {MAX_PASS_COST} passes over one token; diffusion models draft no tree",
+        style="dim",
+    )

@@ -1,0 +1,139 @@
+"""Estimates from shapes of the models that fit on chips."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from specjax.cli import main
+from specjax.costs.chips import CHIPS, GIB
+from specjax.errors import UsageError
+from specjax.planning import what_fits
+from specjax.planning.inputs.model_configs import builtin_configs, num_params
+from specjax.planning.reports.fits_table import show_fits
+
+
+@pytest.fixture(scope="module")
+def colab():
+    """Return the estimates for one v5e chip, as in Colab."""
+    return what_fits("v5e:1x1")
+
+
+def test_every_built_in_config_has_a_row_for_each_dtype(colab):
+    assert [(fit.target, fit.dtype) for fit in colab.models] == [
+        (name, dtype) for name in builtin_configs() for dtype in ("bfloat16", "float32")
+    ]
+    params = {name: num_params(config("bfloat16")) for name, config in builtin_configs().items()}
+    for fit in colab.models:
+        assert fit.weights_bytes == params[fit.target] * (2 if fit.dtype == "bfloat16" else 4)
+        assert (fit.num_nodes is None) == (fit.target in ("dream_7b", "llada_8b", "sdar_4b"))
+        assert bool(fit.reason) == (fit.largest_context < colab.context)
+        if fit.reason:
+            assert not fit.num_nodes and f"of {0.97 * CHIPS['v5e'].hbm_bytes / GIB:.2f} GiB" in fit.reason
+        else:
+            assert fit.weights_bytes < fit.needed_bytes < CHIPS["v5e"].hbm_bytes
+
+
+def test_a_large_model_fits_in_half_precision_only(colab):
+    fits = {(fit.target, fit.dtype): fit for fit in colab.models}
+    assert not fits["qwen2_5_coder_1_5b", "float32"].reason and not fits["llama3_8b", "bfloat16"].reason
+    assert fits["llama3_8b", "float32"].reason and fits["llama3_70b", "bfloat16"].reason
+    assert fits["llama3_1b", "float32"].largest_context < fits["llama3_1b", "bfloat16"].largest_context
+
+
+def test_the_longest_prompt_is_the_longest():
+    one = what_fits("v5e:1x1", target="llama3_1b", dtype="float32")
+    longest = one.models[0].largest_context
+    assert not what_fits("v5e:1x1", target="llama3_1b", dtype="float32", context=longest).models[0].reason
+    assert what_fits("v5e:1x1", target="llama3_1b", dtype="float32", context=longest + 1).models[0].reason
+    quantised = what_fits("v5e:1x1", target="llama3_1b", dtype="float32", cache_dtype="int8")
+    assert quantised.cache_dtype == "int8" and quantised.models[0].largest_context > longest
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 64), (8, 8), (64, 1)])
+def test_more_rows_leave_room_for_smaller_trees(batch, nodes):
+    (fit,) = what_fits("v5e:1x1", target="smollm2_135m", dtype="bfloat16", batch=batch).models
+    assert fit.num_nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "context", "compiled"),
+    [
+        ("llama3_8b", "bfloat16", 1900, 15.34),
+        ("gemma3_270m", "bfloat16", 30000, 1.06),
+        ("llama3_1b", "float32", 60000, 12.76),
+        ("llama3_1b", "float32", 30000, 8.75),
+        ("smollm2_135m", "float32", 8000, 1.60),
+    ],
+)
+def test_the_estimate_is_close_to_the_compiler(target, dtype, context, compiled):
+    """The reserve covers the difference to the GiB of the complete decode, compiled for v5e by libtpu 0.0.42."""
+    (fit,) = what_fits("v5e:1x1", target=target, dtype=dtype, context=context).models
+    assert -0.02 * GIB < compiled * GIB - fit.needed_bytes < 0.03 * CHIPS["v5e"].hbm_bytes
+
+
+def test_logits_limit_the_tree():
+    options = dict(target="gemma3_270m", dtype="bfloat16", context=64)
+    (fit,) = what_fits("v5e:1x1", **options, device_bytes=int(0.62 * GIB)).models
+    assert not fit.reason and 1 <= fit.num_nodes < 64
+
+
+def test_a_prompt_beyond_the_limit_of_a_model():
+    (fit,) = what_fits("v5e:1x1", target="smollm2_135m", dtype="float32", context=9000).models
+    assert fit.reason == "its texts have at most 8192 tokens" and fit.num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": "nothing"}, ("--target", "llama3_8b")),
+        ({"dtype": "int8"}, ("--dtype",)),
+        ({"batch": 0}, ("--batch-size",)),
+        ({"context": 0}, ("--context",)),
+        ({"draft": "llama3_1b"}, ("draft", "leave it out")),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(UsageError) as refusal:
+        what_fits("v5e:1x1", **{"target": "smollm2_135m"} | options)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_the_command_prints_the_same(colab, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--fits", "--topology", "v5e:1x1", "--target", "llama3_8b", "--json"])
+    assert stop.value.code == 0
+    record = colab.to_json()
+    record["models"] = [model for model in record["models"] if model["target"] == "llama3_8b"]
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(record))
+
+
+def test_the_table_is_narrow(colab):
+    out = io.StringIO()
+    show_fits(colab, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    rows = [line for line in lines if "float" in line]
+    assert len(rows) == len(colab.models) and max(map(len, rows)) <= 80 and "…" not in out.getvalue()
+    row = next(line for line in rows if "llama3_8b" in line and "bfloat16" in line)
+    (fit,) = [fit for fit in colab.models if (fit.target, fit.dtype) == ("llama3_8b", "bfloat16")]
+    assert "yes" in row and f"{fit.largest_context:,}" in row
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--fits", "--acceptance", ".5"], ("--fits", "--acceptance")),
+        (["--fits", "--draft", "llama3_1b"], ("--fits", "--draft")),
+        (["--acceptance", ".5"], ("--target", "--fits")),
+        (["--target", "smollm2_135m"], ("--acceptance", "--fits")),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--topology", "v5e:1x1", *flags])
+    assert stop.value.code == 2
+    line = capsys.readouterr().err
+    assert all(word in line for word in words), line
