@@ -16,8 +16,10 @@ import jax
 from jax.sharding import Mesh
 
 from specjax.arrays import scopes
+from specjax.costs.accelerators import CHIP_OF_KIND
 from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
+from specjax.files import libtpu
 from specjax.numerics.filtered_draws import expected_races
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
@@ -134,11 +136,13 @@ def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any
 def compile_for(mesh: Mesh, lowered: Any) -> Any:
     """Compile a lowered program for the devices of a mesh.
 
-    For GPUs no kernel is timed, because there is no GPU to time it on. XLA then finds no form of its own for some
-    products, which a real GPU would leave to a library. So the program is compiled again with products in libraries.
+    For TPUs the options are those of the chip. For GPUs no kernel is timed, because there is no GPU to time it on. XLA
+    then finds no form of its own for some products, which a real GPU would leave to a library. So the program is
+    compiled again with products in libraries.
     """
-    if mesh.devices.flat[0].platform != "gpu":
-        return lowered.compile()
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return lowered.compile(libtpu.options_of(CHIP_OF_KIND.get(device.device_kind, "")))
     options: dict[str, Any] = {"xla_gpu_autotune_level": 0}
     try:
         return lowered.compile(options)

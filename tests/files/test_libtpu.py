@@ -24,8 +24,28 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_a_real_tpu_is_left_alone(machine):
-    machine("0x0063")  # v5e
+    machine("0x0062")  # v5p
     assert not {*libtpu._QUIET, "LIBTPU_INIT_ARGS"} & os.environ.keys()
+
+
+@pytest.mark.parametrize("device", ["0x0063", "0x006f"])  # v5e and v6e
+def test_large_vmem_is_used_on_chips_that_have_it(machine, monkeypatch, device):
+    machine(device)
+    machine(device)
+    assert os.environ["LIBTPU_INIT_ARGS"] == f"--{libtpu.VMEM_LIMIT}=65536"
+    assert not libtpu._QUIET.keys() & os.environ.keys()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{libtpu.VMEM_LIMIT}=32768")
+    machine(device)
+    assert os.environ["LIBTPU_INIT_ARGS"] == f"--{libtpu.VMEM_LIMIT}=32768"
+
+
+def test_options_of_absent_chips(machine, monkeypatch):
+    machine(None)
+    assert libtpu.VMEM_LIMIT not in os.environ["LIBTPU_INIT_ARGS"]  # chips with less could not be compiled for
+    assert libtpu.options_of("v5e") == {libtpu.VMEM_LIMIT: "65536"}
+    assert libtpu.options_of("v4") == libtpu.options_of("tpu7x") == {}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{libtpu.VMEM_LIMIT}=32768")
+    assert libtpu.options_of("v5e") == {}
 
 
 def test_where_there_is_none_nothing_looks_for_it(machine, monkeypatch):
