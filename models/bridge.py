@@ -19,6 +19,7 @@ from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.models.skipping.attention_layers import SkippingLayers
+from specjax.models.storage import quantize_params, with_formats
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
@@ -36,18 +37,21 @@ def abstract_module(config: Config) -> nnx.Module:
 def _abstract(config: Config):
     """Return (graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""
     graphdef, state = nnx.split(abstract_module(config))
-    return graphdef, nnx.to_pure_dict(state)
+    return graphdef, with_formats(nnx.to_pure_dict(state), config)
 
 
 def abstract_params(config: Config) -> PyTree:
-    """Return shapes and dtypes of the parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
+    """Return shapes and dtypes of the parameters, as a nested dict of `jax.ShapeDtypeStruct`.
+
+    A quantised matrix is a `QuantizedArray` of them.
+    """
     return _abstract(config)[1]
 
 
 def init_params(config: Config, key) -> PyTree:
     """Initialise random parameters, for tests and for training from scratch."""
     module = Decoder(config, rngs=nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.split(module)[1])
+    return quantize_params(nnx.to_pure_dict(nnx.split(module)[1]), config)
 
 
 def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> None:

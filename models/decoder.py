@@ -15,6 +15,7 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.numerics import reproducible_math
+from specjax.numerics.quantized_array import WeightFormat
 from specjax.pallas_kernels.gumbel_topk.by_blocks import best_by_blocks
 from specjax.types import Appended, Array, Best, Mixture, Output, Stream
 
@@ -60,6 +61,7 @@ class DecoderConfig:
     same_bits: bool = False  # bfloat16 only: a token's logits do not depend on its pass, docs/same_bits.md
     stacked: bool = False  # layers are stacked and scanned, not unrolled
     joined: bool = False  # q, k, v and gate, up are one matrix each (models/storage/joined.py)
+    quantized: tuple[tuple[str, WeightFormat | None], ...] = ()  # formats by module path (models/storage/schemes.py)
     name: str = "decoder"
 
     def __post_init__(self):
@@ -102,7 +104,7 @@ class DecoderConfig:
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
         }  # fmt: skip
-        defaults = {"stacked": False, "joined": False, "cache_dtype": None, "same_bits": False}
+        defaults = {"stacked": False, "joined": False, "cache_dtype": None, "same_bits": False, "quantized": ()}
         return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
 
 

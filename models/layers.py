@@ -15,7 +15,7 @@ from flax import nnx
 from specjax.arrays import platforms, scopes
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
-from specjax.models.matmul import matmul, matmul_same_bits, take_rows
+from specjax.models.products import matmul, matmul_same_bits, take_rows
 from specjax.models.storage.joined import split_outputs
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized

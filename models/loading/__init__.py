@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
-from specjax.models.bridge import check_cache_dtype, make_model
+from specjax.models.bridge import Config, check_cache_dtype, make_model
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
@@ -28,11 +28,12 @@ from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf, llama2c
 from specjax.models.loading.reward_models import RewardHead, as_language_model, is_head_tensor, read_reward_head
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
+from specjax.models.loading.tensors.file_formats import with_file_formats
 from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
-from specjax.models.storage import storage_options
+from specjax.models.storage import scheme_format, storage_options
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
@@ -83,6 +84,8 @@ def read_model(
     dtype: Any = "float32",
     stacked: bool | None = None,
     joined: bool | None = None,
+    quantize: str | None = None,
+    keep_quantized: bool | None = None,
     cache_dtype: str | None = None,
     same_bits: bool = False,
     max_positions: int | None = None,
@@ -104,6 +107,11 @@ def read_model(
         layers (faster on CPU and GPU). None: stacked on TPU only.
       joined: True to store queries, keys and values as one matrix, and gate and up of the MLP as one. A pass then has
         three products less per layer. Text may differ by rounding. None: joined on GPU only.
+      quantize: round the matrices to few bits, which makes another model. "int8": weights, and activations per token;
+        products then sum whole numbers and are exact. "int8-weights", "int4-weights" (a scale per 128 inputs) and
+        "fp8": weights only. Methods keep their guarantees relative to that model. None: the weights of the file.
+      keep_quantized: True to keep the matrices of a quantised file in its format, and to expand them in each product.
+        False: expand them to `dtype` once. None: keep them on TPU and GPU.
       cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
         bfloat16. The model's distribution changes slightly; methods keep their guarantees relative to it. None: dtype.
       same_bits: for bfloat16, make the logits of a token the same in every pass, to the bit. Speculative text then
@@ -132,6 +140,8 @@ def read_model(
         check_same_bits(dtype, cache_dtype, mesh, over)
     if over is not None and mesh is None:
         raise UsageError("over needs a mesh; pass mesh, or leave over out")
+    if quantize is not None:
+        scheme_format(quantize, jax.default_backend())
     storage = storage_options(jax.default_backend())
     storage |= {name: value for name, value in (("stacked", stacked), ("joined", joined)) if value is not None}
     path = resolve(source)
@@ -156,6 +166,7 @@ def read_model(
         raise UsageError(f"same_bits is for autoregressive models, and {path} is a diffusion model; leave it out")
     if fields is not None:
         warn_of_unread(fields, stacklevel=4)
+    checkpoint = checkpoint._replace(config=_with_formats(checkpoint, quantize, keep_quantized))
     config = dataclasses.replace(checkpoint.config, same_bits=same_bits)
     if max_positions is not None:
         max_length = config.max_positions
@@ -170,6 +181,20 @@ def read_model(
         )
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _with_formats(checkpoint: Checkpoint, scheme: str | None, keep: bool | None) -> Config:
+    """Return the config with the formats of its matrices, of a scheme or of the file."""
+    platform = jax.default_backend()
+    if scheme is not None:
+        if keep:
+            raise UsageError(
+                f'keep_quantized is for the format of the file, and quantize is "{scheme}"; give one of them'
+            )
+        return dataclasses.replace(checkpoint.config, quantized=(("*", scheme_format(scheme, platform)),))
+    return (
+        with_file_formats(checkpoint, platform) if keep or (keep is None and platform != "cpu") else checkpoint.config
+    )
 
 
 def _check_kind(path: Path, kind: str | None, *, is_denoiser: bool) -> None:

@@ -2,5 +2,27 @@
 
 from specjax.models.storage.backends import storage_options
 from specjax.models.storage.joined import JOINED, join_projections, rows_in_joined, split_projections
+from specjax.models.storage.schemes import (
+    SCHEMES,
+    format_of,
+    num_bytes,
+    quantize_params,
+    scheme_format,
+    stored_format,
+    with_formats,
+)
 
-__all__ = ["JOINED", "join_projections", "rows_in_joined", "split_projections", "storage_options"]
+__all__ = [
+    "JOINED",
+    "SCHEMES",
+    "format_of",
+    "join_projections",
+    "num_bytes",
+    "quantize_params",
+    "rows_in_joined",
+    "scheme_format",
+    "split_projections",
+    "storage_options",
+    "stored_format",
+    "with_formats",
+]

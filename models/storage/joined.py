@@ -33,8 +33,9 @@ def split_projections(params: PyTree, config: Any) -> PyTree:
         return params
 
     def split(name: str, module: dict) -> dict:
-        parts = {part: _split(leaf, part, _group_rows(config, name)) for part, leaf in module.items()}
-        return {member: {part: parts[part][member] for part in module} for member in JOINED[name]}
+        rows = _group_rows(config, name)
+        member_of = lambda member, part, leaf: jax.tree.map(lambda array: _split(array, part, rows)[member], leaf)
+        return {member: {part: member_of(member, part, leaf) for part, leaf in module.items()} for member in rows}
 
     def visit(module: Any) -> Any:
         if not isinstance(module, dict):
@@ -54,7 +55,8 @@ def join_projections(params: PyTree, config: Any) -> PyTree:
 
     def join(name: str, members: list[dict]) -> dict:
         rows = _group_rows(config, name)
-        return {part: _join([member[part] for member in members], part, rows) for part in members[0]}
+        join_arrays = lambda part: lambda *arrays: _join(list(arrays), part, rows)
+        return {part: jax.tree.map(join_arrays(part), *(member[part] for member in members)) for part in members[0]}
 
     def visit(module: Any) -> Any:
         if not isinstance(module, dict):

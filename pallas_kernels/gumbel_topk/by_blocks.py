@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.numerics.quantized_array import QuantizedArray
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Best
 
@@ -21,7 +23,9 @@ ALIGNMENT, MIN_BLOCK = 512, 2048
 """Divisor and minimum of the tokens of a block."""
 
 
-def best_by_blocks(logits_of: Callable[[Array], Array], table: Array, shape: tuple[int, ...], k: int) -> Best:
+def best_by_blocks(
+    logits_of: Callable[[Any], Array], table: Array | QuantizedArray, shape: tuple[int, ...], k: int
+) -> Best:
     """Return the `k` likeliest tokens of each of `shape` states, best first. Of equal logits, lower ids are first.
 
     Args:
@@ -33,7 +37,8 @@ def best_by_blocks(logits_of: Callable[[Array], Array], table: Array, shape: tup
     def body(number: Array, best: Best) -> Best:
         start = jnp.minimum(number * size, vocab - size)
         ids = start + jnp.arange(size, dtype=jnp.int32)
-        logits = logits_of(jax.lax.dynamic_slice_in_dim(table, start, size))
+        rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), table)
+        logits = logits_of(rows)
         logits = jnp.where(ids >= number * size, logits, -jnp.inf)  # the last block overlaps the one before
         return _merge(best, _best_of(logits, start, k))
 

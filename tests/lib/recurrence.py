@@ -13,7 +13,7 @@ LAYERS, WIDTH, VOCAB = 6, 32, 31
 
 
 class Shape(NamedTuple):
-    """What a depth policy reads of a config."""
+    """The fields of a config that a depth policy reads."""
 
     width: int = WIDTH
 

@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -25,8 +26,9 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import has_kv_head_rows, shard_config
-from specjax.models.loading.tensors.tensors import LazyTensor, TensorLocation, read_rows
-from specjax.models.storage import JOINED, rows_in_joined
+from specjax.models.loading.tensors.tensors import StoredArray, read_quantized_rows, read_rows
+from specjax.models.storage import JOINED, format_of, rows_in_joined
+from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import PyTree
 
 ALIGNMENT = 64  # bytes; jax copies numpy memory that is less aligned
@@ -60,7 +62,7 @@ class Checkpoint(NamedTuple):
 
     path: Path
     config: Config
-    tensors: Mapping[str, TensorLocation | LazyTensor]
+    tensors: Mapping[str, StoredArray]
     stored: dict[str, StoredTensor]  # by parameter path, `*` for the layer
     ignored: Callable[[str], bool] = lambda name: False  # tensors that no parameter needs
 
@@ -82,7 +84,8 @@ class Parameter(NamedTuple):
     dtype: np.dtype
     parts: tuple[Part, ...]
     stacked: bool
-    sharding: Any = None  # None: on the default device
+    sharding: Any = None  # of the array, or of the arrays of a quantised parameter; None: on the default device
+    form: WeightFormat | None = None  # None: the parameter is not quantised
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -94,13 +97,23 @@ class Parameter(NamedTuple):
         rows, *columns = self.layer_shape
         return ((rows if part.rows is None else len(part.rows)) // part.copies, *columns)
 
+    def arrays(self) -> PyTree:
+        """Return the shape and dtype of the array, or of the arrays of a quantised parameter."""
+        if self.form is None:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return self.form.shapes(self.shape, np.dtype(self.dtype).name)
+
 
 class DevicePart(NamedTuple):
-    """The part of a parameter on one device, or on several devices with equal parts."""
+    """The part of an array on one device, or on several devices with equal parts."""
 
-    where: tuple[slice, ...]  # its slices of the parameter
+    where: tuple[slice, ...]  # its slices of the array
     values: np.ndarray
     devices: tuple[jax.Device | None, ...]
+
+
+Destination = tuple[tuple[slice, ...], np.ndarray]
+"""The slices of an array that a device has, and its memory."""
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -158,11 +171,10 @@ def list_parameters(
     config = checkpoint.config
     full_config, layout = (config, None) if mesh is None else shard_config(config, mesh, over)
     shapes = abstract_params(full_config)
-    shardings = jax.tree.map(lambda x: None, shapes) if layout is None else layout.params(shapes)
-    flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    for (path, shape_dtype), sharding in zip(
-        flat, jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True
-    ):
+    is_leaf = lambda x: x is None or isinstance(x, QuantizedArray)
+    shardings = jax.tree.map(lambda x: None, shapes, is_leaf=is_leaf) if layout is None else layout.params(shapes)
+    flat = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_leaf)[0]
+    for (path, shape_dtype), sharding in zip(flat, jax.tree.leaves(shardings, is_leaf=is_leaf), strict=True):
         keys = tuple(entry.key for entry in path)
         in_stack = config.stacked and keys[0] == "layers"
         layers = range(shape_dtype.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
@@ -175,7 +187,8 @@ def list_parameters(
             stored = stored._replace(name=stored.name.replace("*", str(layer)))
             copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
             parts.append(Part(stored, place, rows, copies))
-        yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), in_stack, sharding)
+        form = format_of(config, keys, shape[in_stack:]) if isinstance(shape_dtype, QuantizedArray) else None
+        yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), in_stack, sharding, form)
 
 
 def _members(config: Config, keys: tuple, num_rows: int) -> dict[str, np.ndarray | None]:
@@ -195,51 +208,59 @@ def _first_names(names: list[str]) -> str:
 
 def fill(
     parameter: Parameter,
-    tensors: Mapping[str, TensorLocation | LazyTensor],
+    tensors: Mapping[str, StoredArray],
     pool: ThreadPoolExecutor,
     head_dim: int = 1,
-) -> jax.Array:
-    """Read, convert and place all parts of one parameter, with one task per chunk of rows."""
-    device_parts = _device_parts(parameter)
+) -> Any:
+    """Read, convert and place all parts of one parameter, with one task per chunk of rows.
+
+    Returns: an array, or a `QuantizedArray`.
+    """
+    arrays, structure = jax.tree.flatten(parameter.arrays())
+    shardings = [None] * len(arrays) if parameter.sharding is None else jax.tree.leaves(parameter.sharding)
+    device_parts = [_device_parts(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
     tasks = []
     for part in parameter.parts:
         tensor = tensors[part.stored.name]
         source = _source_rows(parameter, part, head_dim)
-        destinations = [
-            (
-                device_part.where[parameter.stacked :],
-                device_part.values[part.layer] if parameter.stacked else device_part.values,
-            )
-            for device_part in device_parts
-        ]
+        destinations = [[_of_layer(piece, parameter, part) for piece in pieces] for pieces in device_parts]
+        read = functools.partial(_read_arrays, tensor, add=part.stored.add, form=parameter.form)
         chunk_rows = max(1, CHUNK_ELEMENTS // math.prod(tensor.shape[1:]))
         for start in range(0, tensor.shape[0], chunk_rows):
             stop = min(start + chunk_rows, tensor.shape[0])
-            tasks.append(pool.submit(_write_rows, destinations, tensor, start, stop, part.stored.add, source))
+            tasks.append(pool.submit(_write_rows, destinations, read, start, stop, source))
     for task in tasks:
         task.result()
-    device_arrays = [
-        jax.device_put(device_part.values, device) for device_part in device_parts for device in device_part.devices
-    ]
-    if parameter.sharding is None:
-        return device_arrays[0]
-    return jax.make_array_from_single_device_arrays(parameter.shape, parameter.sharding, device_arrays)
+    placed = [_place(*parts) for parts in zip(arrays, shardings, device_parts, strict=True)]
+    return jax.tree.unflatten(structure, placed)
 
 
-def _device_parts(parameter: Parameter) -> list[DevicePart]:
-    """Allocate the parts of a parameter on the devices of this process."""
-    full_index = tuple(slice(0, size) for size in parameter.shape)
+def _of_layer(piece: DevicePart, parameter: Parameter, part: Part) -> Destination:
+    """Return the slices and the memory of the layer of `part`."""
+    return piece.where[parameter.stacked :], piece.values[part.layer] if parameter.stacked else piece.values
+
+
+def _place(array: jax.ShapeDtypeStruct, sharding: Any, device_parts: list[DevicePart]) -> jax.Array:
+    """Return the array whose parts on devices are filled."""
+    placed = [jax.device_put(piece.values, device) for piece in device_parts for device in piece.devices]
+    if sharding is None:
+        return placed[0]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, placed)
+
+
+def _device_parts(array: jax.ShapeDtypeStruct, sharding: Any) -> list[DevicePart]:
+    """Allocate the parts of an array on the devices of this process."""
     devices_by_index: dict[tuple, list] = {}
-    if parameter.sharding is None:
-        devices_by_index[tuple((s.start, s.stop) for s in full_index)] = [None]
+    if sharding is None:
+        devices_by_index[tuple((0, size) for size in array.shape)] = [None]
     else:
-        for device, slices in parameter.sharding.addressable_devices_indices_map(parameter.shape).items():
-            bounds = (part.indices(size)[:2] for part, size in zip(slices, parameter.shape, strict=True))
+        for device, slices in sharding.addressable_devices_indices_map(array.shape).items():
+            bounds = (part.indices(size)[:2] for part, size in zip(slices, array.shape, strict=True))
             devices_by_index.setdefault(tuple(bounds), []).append(device)
     return [
         DevicePart(
             tuple(slice(*pair) for pair in index),
-            _aligned_array([b - a for a, b in index], parameter.dtype),
+            _aligned_array([b - a for a, b in index], array.dtype),
             tuple(devices),
         )
         for index, devices in devices_by_index.items()
@@ -266,37 +287,42 @@ def _source_rows(parameter: Parameter, part: Part, head_dim: int) -> np.ndarray 
     return of_joined
 
 
+def _read_arrays(
+    tensor: StoredArray, start: int, stop: int, *, add: float = 0.0, form: WeightFormat | None = None
+) -> list[np.ndarray]:
+    """Read stored rows as the arrays of a parameter. `add` is added in float32, before rounding."""
+    if form is not None:
+        return jax.tree.leaves(read_quantized_rows(tensor, start, stop, form))
+    rows = read_rows(tensor, start, stop)
+    return [rows + np.float32(add) if add else rows]
+
+
 def _write_rows(
-    destinations: list,
-    tensor: TensorLocation | LazyTensor,
+    destinations: list[list[Destination]],
+    read: Callable[[int, int], list[np.ndarray]],
     start: int,
     stop: int,
-    add: float,
     source: np.ndarray | None,
 ) -> None:
-    """Read the stored rows `start:stop` and write them to their destinations.
-
-    `add` is added in float32, before rounding.
-    """
-    copies: list[tuple] = []
-    for (rows, *columns), array in destinations:
-        if source is None:
-            low, high = max(start, rows.start), min(stop, rows.stop)
-            if low < high:
-                copies.append(
-                    (array, slice(low - rows.start, high - rows.start), slice(low - start, high - start), columns)
-                )
-        else:
-            stored_rows = source[rows]
-            target_rows = np.flatnonzero((stored_rows >= start) & (stored_rows < stop))
-            if target_rows.size:
-                copies.append((array, target_rows, stored_rows[target_rows] - start, columns))
-    if not copies:
+    """Read the stored rows `start:stop` and write them to the destinations of each array, if any needs them."""
+    copies = [[_rows_to_copy(rows, start, stop, source) for (rows, *_), _ in pieces] for pieces in destinations]
+    if not any(target_rows is not None for pieces in copies for target_rows in pieces):
         return
-    values = read_rows(tensor, start, stop)
-    values = values + np.float32(add) if add else values
-    for array, target_rows, source_rows, columns in copies:
-        array[target_rows] = values[(source_rows, *columns)]
+    for values, pieces, places in zip(read(start, stop), destinations, copies, strict=True):
+        for ((_, *columns), memory), place in zip(pieces, places, strict=True):
+            if place is not None:
+                target_rows, source_rows = place
+                memory[target_rows] = values[(source_rows, *columns)]
+
+
+def _rows_to_copy(rows: slice, start: int, stop: int, source: np.ndarray | None) -> tuple[Any, Any] | None:
+    """Return the rows of a device's part that `start:stop` contains, and their places in it; None if there are none."""
+    if source is None:
+        low, high = max(start, rows.start), min(stop, rows.stop)
+        return (slice(low - rows.start, high - rows.start), slice(low - start, high - start)) if low < high else None
+    stored_rows = source[rows]
+    target_rows = np.flatnonzero((stored_rows >= start) & (stored_rows < stop))
+    return (target_rows, stored_rows[target_rows] - start) if target_rows.size else None
 
 
 def _aligned_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -6,16 +6,19 @@ pages of a memory-mapped file would stay resident until all of it had been read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import quote
+from specjax.numerics.quantized_array import QuantizedArray, WeightFormat, expand_rows, quantize_rows
 
 COMPARED_ROWS = 4096  # rows that are compared at a time
 MAX_NAMES = 8  # names that an error lists
@@ -48,6 +51,21 @@ class LazyTensor(NamedTuple):
     rows: Callable[[int, int], np.ndarray]
 
 
+class QuantizedTensor(NamedTuple):
+    """A matrix [O, I] that a file stores in few bits, possibly as several tensors.
+
+    `rows(start, stop)` returns rows of it in its format, as arrays of NumPy.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    form: WeightFormat
+    rows: Callable[[int, int], QuantizedArray]
+
+
+StoredArray = TensorLocation | LazyTensor | QuantizedTensor
+
+
 @functools.cache
 def block_size(kind: str) -> tuple[int, int]:
     """Return (elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
@@ -76,11 +94,21 @@ def bytes_of(kind: str, elements: int) -> int:
     return elements // unit * size
 
 
-def read_rows(tensor: TensorLocation | LazyTensor, start: int, stop: int) -> np.ndarray:
+def read_rows(tensor: StoredArray, start: int, stop: int) -> np.ndarray:
     """Read rows of a tensor as float32[stop - start, ...]. `start` must be a multiple of the format's block size."""
+    if isinstance(tensor, QuantizedTensor):
+        return expand_rows(tensor.rows(start, stop))
     if isinstance(tensor, LazyTensor):
         return tensor.rows(start, stop)
     return _to_float32(_read_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
+
+
+def read_quantized_rows(tensor: StoredArray, start: int, stop: int, form: WeightFormat) -> QuantizedArray:
+    """Read rows of a matrix in a format. Rows that are stored in another form are rounded to it."""
+    if not isinstance(tensor, QuantizedTensor) or not tensor.form.has_values_of(form):
+        return quantize_rows(read_rows(tensor, start, stop), form)
+    rows = tensor.rows(start, stop)
+    return dataclasses.replace(rows, values=rows.values.astype(jnp.dtype(form.values)))
 
 
 def equal_values(first: TensorLocation, second: TensorLocation) -> bool:

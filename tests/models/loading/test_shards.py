@@ -1,5 +1,7 @@
 """Weights read directly into their shards equal those that `shard` places."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -48,13 +50,31 @@ def test_only_rows_that_are_needed_are_read(tmp_path, monkeypatch):
     read, read_rows = [], assembly.read_rows
     monkeypatch.setattr(assembly, "read_rows", lambda *args: read.append(args[1:]) or read_rows(*args))
     values = np.zeros((4, 1), np.float32)
+    write = lambda rows, start, source, add=0.0: assembly._write_rows(
+        [[((rows, slice(1, 2)), values)]],
+        functools.partial(assembly._read_arrays, tensor, add=add),
+        start,
+        start + 4,
+        source,
+    )
     for start in range(0, 16, 4):
-        assembly._write_rows([((slice(6, 10), slice(1, 2)), values)], tensor, start, start + 4, 0.0, None)
+        write(slice(6, 10), start, None)
     assert read == [(4, 8), (8, 12)]
     np.testing.assert_array_equal(values, stored[6:10, 1:])
     for start in range(0, 16, 4):  # reversed rows
-        assembly._write_rows(
-            [((slice(0, 4), slice(1, 2)), values)], tensor, start, start + 4, 1.0, np.arange(15, -1, -1)
-        )
+        write(slice(0, 4), start, np.arange(15, -1, -1), 1.0)
     assert read[2:] == [(12, 16)]
     np.testing.assert_array_equal(values, stored[:11:-1, 1:] + 1)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-weights"])
+def test_quantised_matrices_are_split_with_their_scales(scheme, tiny, tmp_path):
+    folder = tiny.save(tiny.model("llama", hidden_size=256, intermediate_size=512), tmp_path)
+    sharded = check(folder, specjax.mesh(1, 4), quantize=scheme)
+    down = sharded.params["layers"][0]["mlp"]["down"]["weight"]
+    assert down.values.addressable_shards[0].data.shape == (256, 128)
+    assert down.scales.addressable_shards[0].data.shape == (256, 1)
+    decode = lambda target: specjax.decode(
+        target, "autoregressive", [[1, 2, 3]], key=jax.random.key(0), max_new_tokens=4
+    )
+    np.testing.assert_array_equal(decode(sharded).tokens, decode(load(folder, quantize=scheme)[0]).tokens)

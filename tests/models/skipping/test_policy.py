@@ -31,7 +31,7 @@ def test_without_exits_it_is_the_whole_model():
 
 @pytest.mark.parametrize("repair", ["propagate", "absent"])
 def test_exits_of_recurrent_layers(repair):
-    """One reading, chains and trees give the text of single steps, whatever a skipped layer does to its state."""
+    """A single reading, chains and trees give the text of single steps, whatever a skipped layer does to its state."""
     model = exits(0.6, repair=repair)
     ours = depths.texts(model)
     assert ours != depths.texts(recurrence.target())

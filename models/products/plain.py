@@ -11,14 +11,18 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.models.products.quantized import quantized_matmul
 from specjax.numerics import reproducible_math
+from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Array
 
 TILE_ROWS = 8
 
 
-def matmul(x: Array, weight: Array, dtype=None) -> Array:
+def matmul(x: Array, weight: Array | QuantizedArray, dtype=None) -> Array:
     """Multiply x [..., I] by the transpose of weight [O, I]. Return [..., O] in `dtype`, by default that of x."""
+    if isinstance(weight, QuantizedArray):
+        return quantized_matmul(x, weight, dtype)
     default, cpu, tpu = (functools.partial(f, dtype=dtype) for f in (_matmul_plain, _matmul_on_cpu, _matmul_on_tpu))
     if x.size == x.shape[-1] and x.dtype == jnp.float32:  # one token: a matrix-vector product
         cpu = default
@@ -29,7 +33,7 @@ def matmul(x: Array, weight: Array, dtype=None) -> Array:
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=default)
 
 
-def take_rows(table: Array, ids: Array) -> Array:
+def take_rows(table: Array | QuantizedArray, ids: Array) -> Array:
     """Return the rows [..., D] of a table [V, D] at ids int32[...].
 
     XLA on CPU converts a bfloat16 table to float32 as a whole before it takes rows. It hoists that conversion out of
@@ -41,6 +45,8 @@ def take_rows(table: Array, ids: Array) -> Array:
     that is split over its rows, every device gathers the complete table. Llama 3 8B on eight GPUs gathered 1 GB per
     step. Two rows stay a lookup, after which a row is summed over the devices.
     """
+    if isinstance(table, QuantizedArray):
+        return jax.tree.map(lambda leaf: take_rows(leaf, ids), table).expand()
     lookup = lambda table, ids: table[ids]
     on_gpu = _take_row_twice if ids.size == 1 else lookup
     if table.dtype != jnp.bfloat16:
@@ -96,12 +102,14 @@ def _may_be_sharded(x: Array) -> bool:
     return x.ndim > 2 and x.shape[0] > 1 and jax.device_count() > 1
 
 
-def matmul_same_bits(x: Array, weight: Array, dtype=None) -> Array:
+def matmul_same_bits(x: Array, weight: Array | QuantizedArray, dtype=None) -> Array:
     """Multiply like `matmul`, so that the bits of a row do not depend on the other rows.
 
     On TPU the product is computed in tiles of rows, so that every pass has the same products. Elsewhere it is computed
-    in parts that every kernel sums in one pass.
+    in parts that every kernel sums in one pass. Quantised weights need products of whole numbers, which are exact.
     """
+    if isinstance(weight, QuantizedArray):
+        return quantized_matmul(x, weight, dtype)
     tiles, pieces = (functools.partial(f, dtype=dtype) for f in (_matmul_tiles, _matmul_in_parts))
     return jax.lax.platform_dependent(x, weight, tpu=tiles, default=pieces)
 

@@ -9,7 +9,8 @@ import pytest
 from tpu import devices
 
 from specjax.errors import UsageError
-from specjax.models import LlamaConfig, make_model, matmul
+from specjax.models import LlamaConfig, make_model
+from specjax.models.products import plain as matmul
 from specjax.numerics import reproducible_math
 
 

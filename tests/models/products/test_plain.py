@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.arrays import modes
-from specjax.models.matmul import matmul, take_rows
+from specjax.models.products import matmul, take_rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 26, 32, 33])

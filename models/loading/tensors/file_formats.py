@@ -1,0 +1,67 @@
+"""Config of a model that keeps the matrices of a quantised file in its formats."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from specjax.models.bridge import Config
+from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
+from specjax.models.loading.tensors.tensors import QuantizedTensor
+from specjax.models.storage import JOINED, stored_format
+from specjax.numerics.quantized_array import WeightFormat
+
+Formats = dict[str, WeightFormat | None]
+
+
+def with_file_formats(checkpoint: Checkpoint, platform: str) -> Config:
+    """Return the config of a checkpoint with the format of each matrix in the file.
+
+    Layers whose formats differ are not stacked. Projections whose formats differ are not joined.
+    """
+    by_layer = _formats_by_module(checkpoint, platform)
+    if not any(by_layer.values()):
+        return checkpoint.config
+    rows, is_uniform = _by_pattern(by_layer)
+    config = dataclasses.replace(checkpoint.config, stacked=checkpoint.config.stacked and is_uniform)
+    if config.joined:
+        joined = _joined(rows)
+        config = dataclasses.replace(config, joined=joined is not None)
+        rows = rows if joined is None else joined
+    return dataclasses.replace(config, quantized=tuple(rows.items()))
+
+
+def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
+    """Return the stored format of each matrix by its module's path; None: it is not quantised."""
+    separate = dataclasses.replace(checkpoint.config, stacked=False, joined=False)
+    formats: Formats = {}
+    for parameter in list_parameters(checkpoint._replace(config=separate)):
+        if parameter.keys[-1] == "weight" and len(parameter.shape) == 2:
+            tensor = checkpoint.tensors[parameter.parts[0].stored.name]
+            form = stored_format(tensor.form, platform) if isinstance(tensor, QuantizedTensor) else None
+            formats[".".join(map(str, parameter.keys[:-1]))] = form
+    return formats
+
+
+def _by_pattern(formats: Formats) -> tuple[Formats, bool]:
+    """Return the formats by patterns of paths, and True if all layers have equal formats."""
+    by_pattern: dict[str, set] = {}
+    for path, form in formats.items():
+        by_pattern.setdefault(_pattern(path), set()).add(form)
+    is_uniform = all(len(forms) == 1 for forms in by_pattern.values())
+    return ({pattern: forms.pop() for pattern, forms in by_pattern.items()} if is_uniform else formats), is_uniform
+
+
+def _pattern(path: str) -> str:
+    parts = path.split(".")
+    return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "layers" else path
+
+
+def _joined(formats: Mapping[str, WeightFormat | None]) -> Formats | None:
+    """Return the formats of a model with joined projections; None if those of some members differ."""
+    result: dict[str, set] = {}
+    for path, form in formats.items():
+        parent, _, name = path.rpartition(".")
+        name = next((joined for joined, members in JOINED.items() if name in members), name)
+        result.setdefault(f"{parent}.{name}" if parent else name, set()).add(form)
+    return {path: forms.pop() for path, forms in result.items()} if all(len(f) == 1 for f in result.values()) else None

@@ -1,0 +1,5 @@
+"""Products of activations and weights, in the form that is fastest with each backend's compiler."""
+
+from specjax.models.products.plain import matmul, matmul_same_bits, take_rows
+
+__all__ = ["matmul", "matmul_same_bits", "take_rows"]

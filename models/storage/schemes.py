@@ -1,0 +1,97 @@
+"""Schemes that quantise the matrices of a model, and the format of each matrix in a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import UsageError
+from specjax.numerics.quantized_array import FLOAT8, QuantizedArray, WeightFormat, quantize_rows
+from specjax.types import PyTree
+
+INT4_GROUP, MIN_GROUP = 128, 16
+"""Number of inputs that share a scale in the scheme int4-weights, and the smallest number in any format."""
+
+SCHEMES: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        "int8": WeightFormat(inputs="int8"),
+        "int8-weights": WeightFormat(),
+        "int4-weights": WeightFormat(bits=4, values="int4", group=INT4_GROUP),
+        "fp8": WeightFormat(values=FLOAT8),
+    }
+)
+"""The formats of `load(quantize=...)`. All are symmetric; the scale is that of the largest magnitude of a group."""
+
+
+def scheme_format(name: str, platform: str) -> WeightFormat:
+    """Return the format of a scheme on "tpu", "gpu" or "cpu".
+
+    Raises: UsageError for another name.
+    """
+    if name not in SCHEMES:
+        raise UsageError(f'quantize must be one of {", ".join(SCHEMES)}, not "{name}"')
+    return stored_format(SCHEMES[name], platform)
+
+
+def stored_format(form: WeightFormat, platform: str) -> WeightFormat:
+    """Return the form in which a format is stored on a platform.
+
+    XLA on CPU unpacks arrays of int4 element by element, so int8 arrays contain the values there.
+    """
+    return dataclasses.replace(form, values="int8") if platform == "cpu" and form.values == "int4" else form
+
+
+def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat | None:
+    """Return the format of the parameter at `keys` of a model, with the shape of one layer; None: it is not quantised.
+
+    The rows of `config.quantized` are patterns of module paths, such as "layers.*.mlp.down", and formats. The first
+    pattern that matches counts. Only matrices are quantised. A group that does not divide the inputs becomes their
+    greatest common divisor. If that is below MIN_GROUP, the matrix is not quantised.
+    """
+    if not config.quantized or keys[-1] != "weight" or len(shape) != 2:
+        return None
+    path = ".".join(map(str, keys[:-1]))
+    form = next((form for pattern, form in config.quantized if fnmatch.fnmatchcase(path, pattern)), None)
+    if form is None or form.group is None:
+        return form
+    group = math.gcd(form.group, shape[-1])
+    return dataclasses.replace(form, group=group) if group >= MIN_GROUP else None
+
+
+def with_formats(shapes: PyTree, config: Any) -> PyTree:
+    """Return the shapes of a model's parameters, with those of quantised matrices as `QuantizedArray`."""
+    return _map_matrices(shapes, config, lambda leaf, form: form.shapes(leaf.shape, jnp.dtype(leaf.dtype).name))
+
+
+def quantize_params(params: PyTree, config: Any) -> PyTree:
+    """Round the matrices of a model with float parameters to the formats of `config.quantized`."""
+
+    def quantize(leaf, form: WeightFormat) -> QuantizedArray:
+        return dataclasses.replace(quantize_rows(leaf.astype(jnp.float32), form), dtype_name=leaf.dtype.name)
+
+    return _map_matrices(params, config, quantize)
+
+
+def _map_matrices(tree: PyTree, config: Any, change: Callable[[Any, WeightFormat], Any]) -> PyTree:
+    """Apply `change` to the parameters that have a format."""
+
+    def visit(path, leaf):
+        keys = tuple(entry.key for entry in path)
+        in_stack = config.stacked and keys[0] == "layers"
+        form = format_of(config, keys, leaf.shape[in_stack:])
+        return leaf if form is None else change(leaf, form)
+
+    return jax.tree_util.tree_map_with_path(visit, tree)
+
+
+def num_bytes(params: PyTree) -> int:
+    """Return the size of parameters or of their shapes in bytes. Two values of int4 take one byte."""
+    bits = lambda leaf: 4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize
+    return sum(math.prod(leaf.shape) * bits(leaf) for leaf in jax.tree.leaves(params)) // 8
