@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.models.products.padding import num_batch_shards, pad_tokens, unpad_tokens
 from specjax.numerics.quantization import quantize
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray
 from specjax.types import Array
@@ -72,7 +73,7 @@ def _matmul_whole_numbers(x: Array, weight: QuantizedArray) -> Array:
     The barrier keeps later additions out of the products with the scales, whose rounding would change with them.
     """
     rows = quantize(x)
-    total = jax.lax.platform_dependent(rows.values, weight.values, cpu=_sums_on_cpu, default=_sums)
+    total = jax.lax.platform_dependent(rows.values, weight.values, cpu=_sums_on_cpu, tpu=_sums_on_tpu, default=_sums)
     y = total.astype(jnp.float32) * rows.scale[..., None] * weight.scales[..., 0]
     if weight.offsets is not None:
         y = y - jnp.sum(rows.values, -1, dtype=jnp.int32)[..., None] * rows.scale[..., None] * weight.offsets[..., 0]
@@ -81,6 +82,18 @@ def _matmul_whole_numbers(x: Array, weight: QuantizedArray) -> Array:
 
 def _sums(x: Array, values: Array) -> Array:
     return jax.lax.dot_general(x, values, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+def _sums_on_tpu(x: Array, values: Array) -> Array:
+    """Sum with at least 8 rows per device.
+
+    A step of Llama 3 8B on a v6e chip takes 26.1 ms by the compiler's schedule without padding, and 7.0 ms with it. In
+    bfloat16 it takes 11.6 ms.
+    """
+    rows = x.reshape(-1, x.shape[-1]) if num_batch_shards() == 1 else x
+    padded = pad_tokens(rows)
+    y = _sums(rows, values) if padded is None else unpad_tokens(_sums(padded, values), rows.shape)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _sums_on_cpu(x: Array, values: Array) -> Array:
