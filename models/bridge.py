@@ -19,7 +19,7 @@ from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.models.skipping.attention_layers import SkippingLayers
-from specjax.models.storage import quantize_params, with_formats
+from specjax.models.storage import check_exact_products, quantize_params, with_formats
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
@@ -81,6 +81,7 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
     """
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
+        check_exact_products(config)
     return _make_model(config, None if mesh is None else with_auto_axes(mesh), over)
 
 

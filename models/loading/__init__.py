@@ -33,7 +33,7 @@ from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
-from specjax.models.storage import scheme_format, storage_options
+from specjax.models.storage import scheme_format, storage_options, with_quantized
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
@@ -191,7 +191,7 @@ def _with_formats(checkpoint: Checkpoint, scheme: str | None, keep: bool | None)
             raise UsageError(
                 f'keep_quantized is for the format of the file, and quantize is "{scheme}"; give one of them'
             )
-        return dataclasses.replace(checkpoint.config, quantized=(("*", scheme_format(scheme, platform)),))
+        return with_quantized(checkpoint.config, (("*", scheme_format(scheme, platform)),), platform)
     return (
         with_file_formats(checkpoint, platform) if keep or (keep is None and platform != "cpu") else checkpoint.config
     )

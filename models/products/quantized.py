@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.models.products.padding import num_batch_shards, pad_tokens, unpad_tokens
 from specjax.numerics.quantization import quantize
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray
+from specjax.pallas_kernels.grouped_matmul import grouped_matmul, unsupported_reason
 from specjax.types import Array
 
 MIN_ROWS_CPU = 8
@@ -106,12 +107,34 @@ def _sums_on_cpu(x: Array, values: Array) -> Array:
 
 def _matmul_expanded(x: Array, weight: QuantizedArray, dtype) -> Array:
     """Multiply by the expanded weight."""
-    cpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_by_blocks, _matmul_fused))
-    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
+    cpu, tpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_by_blocks, _matmul_on_tpu, _matmul_fused))
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=default)
+
+
+def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:
+    """Multiply with at least 8 rows per device, or by a kernel if the inputs have groups.
+
+    The compiler does not split a kernel over a mesh.
+    """
+    groups = weight.scales.shape[-1]
+    is_split = jax.sharding.get_abstract_mesh().size > 1
+    if groups > 1 and not is_split and unsupported_reason(x.shape[-1], groups) is None:
+        y = grouped_matmul(x.reshape(-1, x.shape[-1]), weight.values, weight.scales).reshape(*x.shape[:-1], -1)
+        return (y if weight.offsets is None else y - _matmul_offsets(x, weight.offsets)).astype(dtype)
+    rows = x.reshape(-1, x.shape[-1]) if num_batch_shards() == 1 else x
+    padded = pad_tokens(rows)
+    y = _matmul_fused(rows if padded is None else padded, weight, dtype)
+    return (y if padded is None else unpad_tokens(y, rows.shape)).reshape(*x.shape[:-1], -1)
+
+
+def _matmul_offsets(x: Array, offsets: Array) -> Array:
+    """Multiply the sums of the groups of x [..., I] by offsets [O, G]. Return float32[..., O]."""
+    sums = jnp.sum(x.astype(jnp.float32).reshape(*x.shape[:-1], offsets.shape[-1], -1), -1)
+    return jnp.matmul(sums, offsets.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def _matmul_fused(x: Array, weight: QuantizedArray, dtype) -> Array:
-    """Multiply in one product, into which the compilers for TPU and GPU fuse the expansion of the weight.
+    """Multiply in one product, into which compilers fuse the expansion of the weight.
 
     A scale per row multiplies the result instead.
     """

@@ -4,17 +4,20 @@ from specjax.models.storage.backends import storage_options
 from specjax.models.storage.joined import JOINED, join_projections, rows_in_joined, split_projections
 from specjax.models.storage.schemes import (
     SCHEMES,
+    check_exact_products,
     format_of,
     num_bytes,
     quantize_params,
     scheme_format,
     stored_format,
     with_formats,
+    with_quantized,
 )
 
 __all__ = [
     "JOINED",
     "SCHEMES",
+    "check_exact_products",
     "format_of",
     "join_projections",
     "num_bytes",
@@ -25,4 +28,5 @@ __all__ = [
     "storage_options",
     "stored_format",
     "with_formats",
+    "with_quantized",
 ]

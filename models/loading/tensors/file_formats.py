@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from specjax.models.bridge import Config
 from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
 from specjax.models.loading.tensors.tensors import QuantizedTensor
-from specjax.models.storage import JOINED, stored_format
+from specjax.models.storage import JOINED, stored_format, with_quantized
 from specjax.numerics.quantized_array import WeightFormat
 
 Formats = dict[str, WeightFormat | None]
@@ -28,7 +28,7 @@ def with_file_formats(checkpoint: Checkpoint, platform: str) -> Config:
         joined = _joined(rows)
         config = dataclasses.replace(config, joined=joined is not None)
         rows = rows if joined is None else joined
-    return dataclasses.replace(config, quantized=tuple(rows.items()))
+    return with_quantized(config, tuple(rows.items()), platform)
 
 
 def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
