@@ -3,6 +3,7 @@
 Compilation is nearly all of its time, so the tests share shapes and settings: a row costs ten programs.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,8 @@ from specjax import Target, UsageError, decode, drafters, make_drafter, stream, 
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
+from specjax.models import make_model
+from specjax.models.storage import SCHEMES, quantize_params
 from specjax.numerics.sampling import draw
 from specjax.types import Context
 from specjax.verifiers import sample_and_match, standard
@@ -141,6 +144,26 @@ def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
     ours, result = run(name, eos=(27, 12))
     assert ours == run("autoregressive", eos=(27, 12))[0]
     assert 0 < result.hit_eos.sum() < len(PROMPTS)
+
+
+@functools.cache
+def int8_llama():
+    """Return the tiny Llama with int8 weights and activations."""
+    target = tiny_llama()
+    config = dataclasses.replace(target.model.config, quantized=(("*", SCHEMES["int8"]),))
+    return Target(make_model(config), quantize_params(target.params, config))
+
+
+@functools.cache
+def int8_texts(name):
+    drafter = make(name, int8_llama(), draft_of(name))
+    return decode(int8_llama(), drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=24).to_lists()
+
+
+@pytest.mark.parametrize("name", those({"auto", "early_exit", "eagle3"}, NAMES))
+def test_greedy_output_of_an_int8_target_is_that_of_its_plain_decoding(name):
+    assert int8_texts(name) == int8_texts("autoregressive")
+    assert int8_texts(name) != run("autoregressive")[0]
 
 
 @pytest.mark.parametrize("name", those({"auto", "lookahead"}, NAMES))
