@@ -1,7 +1,7 @@
 """Llama 3.1 8B."""
 
 from specjax.models import LlamaConfig
-from specjax.models.layers import RopeScaling
+from specjax.models.rotary import RopeScaling
 
 HUB_ID = "meta-llama/Llama-3.1-8B"
 

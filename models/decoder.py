@@ -9,11 +9,13 @@ from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.rotary import RopeScaling, Rotation, rope_frequencies
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantized_array import WeightFormat
 from specjax.pallas_kernels.gumbel_topk.by_blocks import best_by_blocks
@@ -37,7 +39,7 @@ class DecoderConfig:
     mlp_width: int
     mlp_widths: tuple[int, ...] | None = None  # per layer, if the layers differ; None: `mlp_width` in all
     rope_base: float = 10000.0
-    rope_scaling: L.RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # number of leading entries of each head that are rotated; None: all
     norm_eps: float = 1e-5
     tied: bool = True  # the output head is the embedding
@@ -72,21 +74,20 @@ class DecoderConfig:
                 "per layer"
             )
 
-    def attention_settings(self) -> L.AttentionSettings:
-        """Return the rotary frequencies, windows and amplitudes of its attention."""
+    def attention_settings(self, positions: Array) -> L.AttentionSettings:
+        """Return the rotation at positions int32[B, T] and the windows, which a pass computes once for all layers."""
         size = self.rotary_dim or self.head_dim
-        full = L.rope_frequencies(size, self.rope_base, self.rope_scaling, self.max_positions)
-        amplitude = 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
+        rotation_at = functools.partial(Rotation.at, positions, same_bits=self.same_bits)
+        amplitude = None if self.rope_scaling is None else self.rope_scaling.amplitude
+        frequencies = rope_frequencies(size, self.rope_base, self.rope_scaling, self.max_positions)
+        full = rotation_at(frequencies, None if amplitude == 1.0 else amplitude)
         if self.is_global is None or self.window is None:
-            return L.AttentionSettings(full, self.window, None if amplitude == 1.0 else amplitude)
-        local, local_amplitude = full, amplitude
-        if self.local_rope_base is not None:
-            local, local_amplitude = L.rope_frequencies(size, self.local_rope_base), 1.0
-        is_global = jnp.array(self.is_global)
+            return L.AttentionSettings(full, self.window)
+        local = full if self.local_rope_base is None else rotation_at(rope_frequencies(size, self.local_rope_base))
         return L.AttentionSettings(
-            jnp.where(is_global[:, None], full, local),
-            jnp.where(is_global, UNLIMITED_WINDOW, self.window),
-            None if amplitude == 1.0 else jnp.where(is_global, amplitude, local_amplitude),
+            jax.tree.map(lambda *parts: jnp.stack(parts), local, full),
+            jnp.array([self.window, UNLIMITED_WINDOW]),
+            np.array(self.is_global, np.int32),
         )
 
     def widths_of_mlps(self) -> tuple[int, ...]:
@@ -176,7 +177,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers)
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings())
+        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 

@@ -1,21 +1,22 @@
-"""Building blocks that the model families share: projections, norms, rotary positions, attention and layer loops."""
+"""Building blocks that the model families share: projections, norms, attention and layer loops."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax.arrays import platforms, scopes
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
-from specjax.models.products import matmul, matmul_same_bits, take_rows
+from specjax.models.products import fill_tile, matmul, matmul_same_bits, pad_tokens, take_rows
+from specjax.models.rotary import Rotation, rotate
 from specjax.models.storage.joined import split_outputs
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
@@ -112,96 +113,6 @@ class GatedMLP(nnx.Module):
         return self.down((self.act(gate) * up).astype(x.dtype))
 
 
-class RopeScaling(NamedTuple):
-    """Scaling of rotary frequencies. `kind` is "linear" (which uses `factor` only), "llama3", "yarn" or "longrope"."""
-
-    kind: str
-    factor: float
-    low: float = 1.0
-    high: float = 4.0
-    original_positions: int = 8192
-    amplitude: float = 1.0  # factor on rotated queries and keys (yarn, longrope)
-    whole: bool = True  # yarn: round the ends of the blended range to whole dimensions
-    short: tuple[float, ...] = ()  # longrope: divisor of each frequency if the model takes short texts only
-    long: tuple[float, ...] = ()  # longrope: divisors if it takes texts longer than `original_positions`
-
-
-def rope_frequencies(
-    dim: int, base: float, scaling: RopeScaling | None = None, max_positions: int | None = None
-) -> Array:
-    """Compute the rotary frequencies float32[dim / 2], in radians per position.
-
-    LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets of divisors. The choice depends on `max_positions`, the
-    longest text that the model takes (None: the long set), and not on the current text. Keys are cached after rotation,
-    so a text that outgrows `original_positions` would need a new prefill. A long text would also change the other texts
-    of its batch. transformers uses the short set for texts or batches up to `original_positions`.
-    """
-    freq = 1.0 / base ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    if scaling is None:
-        return freq
-    if scaling.kind == "longrope":
-        is_short = max_positions is not None and max_positions <= scaling.original_positions
-        return freq / jnp.array(scaling.short if is_short else scaling.long, jnp.float32)
-    if scaling.kind == "linear":
-        return freq / scaling.factor
-    if scaling.kind == "yarn":
-        return freq * _yarn_factor(dim, base, scaling)
-    # Llama 3: long waves are stretched, short waves stay, and those in between are blended.
-    waves = scaling.original_positions * freq / (2 * jnp.pi)  # full turns within the original context
-    original_share = jnp.clip((waves - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
-    return freq * (original_share + (1 - original_share) / scaling.factor)
-
-
-def _yarn_factor(dim: int, base: float, scaling: RopeScaling) -> Array:
-    """Compute the YaRN factor float32[dim / 2] of each frequency.
-
-    The factor is blended by dimension, where Llama 3 blends by full turns. Peng, Quesnelle, Fan, Shippole: YaRN:
-    Efficient Context Window Extension of Large Language Models (2023), arXiv 2309.00071.
-    """
-    turns = lambda count: dim * math.log(scaling.original_positions / (count * 2 * math.pi)) / (2 * math.log(base))
-    first, last = turns(scaling.high), turns(scaling.low)
-    if scaling.whole:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    fraction = jnp.clip((jnp.arange(dim // 2) - first) / (last - first or 0.001), 0.0, 1.0)
-    return 1 - fraction + fraction / scaling.factor
-
-
-def rope(
-    x: Array, positions: Array, frequencies: Array, same_bits: bool = False, amplitude: Array | float | None = None
-) -> Array:
-    """Rotate the halves of x [B, T, H, h] by its positions int32[B, T].
-
-    Args:
-      frequencies: float32[r / 2]. The first r of the h numbers of a head are rotated; the others stay.
-      same_bits: make the products of bfloat16 exact.
-      amplitude: factor on the rotated numbers.
-    """
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, r/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if amplitude is not None:
-        cos, sin = amplitude * cos, amplitude * sin
-    if same_bits:
-        cos, sin = reproducible_math.exact_factor(cos), reproducible_math.exact_factor(sin)
-    half = frequencies.shape[-1]
-    if platforms.of_program() == "gpu" and not same_bits:
-        return _rope_by_halves(x, cos, sin)
-    y = reproducible_math.as_bfloat16(x) if same_bits else x.astype(jnp.float32)
-    a, b, unrotated = jnp.split(y, (half, 2 * half), -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, unrotated], -1).astype(x.dtype)
-
-
-def _rope_by_halves(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate like `rope`, without a concatenation. XLA on GPUs fuses no later operation into a concatenation."""
-    half = cos.shape[-1]
-    rotated, unrotated = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
-    halves = rotated.reshape(*x.shape[:-1], 2, half)
-    sign = jnp.array([[-1.0], [1.0]], jnp.float32)
-    y = halves * cos[..., None, :] + jnp.flip(halves, -2) * (sign * sin[..., None, :])
-    y = y.reshape(rotated.shape).astype(x.dtype)
-    return jnp.concatenate([y, unrotated], -1) if unrotated.shape[-1] else y
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PassInputs:
@@ -261,15 +172,21 @@ class LayerCache(NamedTuple):
 
 
 class AttentionSettings(NamedTuple):
-    """Rotary frequencies and window of attention, for all layers alike or with a leading layer axis."""
+    """Rotation and window of attention in one pass, for all layers alike or with a leading axis of kinds of layers."""
 
-    frequencies: Array  # float32[r / 2], or [layers, r / 2]
-    window: Array | int | None = None  # tokens that attention looks back; int32[layers] if layers differ
-    amplitude: Array | float | None = None  # factor on rotated queries and keys; float32[layers] if layers differ
+    rotation: Rotation
+    window: Array | int | None = None  # tokens that attention looks back; int32[kinds] if layers differ
+    kind: np.ndarray | Array | None = None  # int32[layers], the kind of each layer; None: layers do not differ
 
     def at_layer(self, layer: Array | int) -> AttentionSettings:
         """Return the settings of one layer."""
-        return self if self.frequencies.ndim == 1 else at_layer(self, layer)
+        if self.kind is None:
+            return self
+        if isinstance(layer, int) and isinstance(self.kind, np.ndarray):
+            kind: Array | int = int(self.kind[layer])
+        else:
+            kind = at_layer(jnp.asarray(self.kind), layer)
+        return AttentionSettings(*at_layer((self.rotation, self.window), kind))
 
 
 class LayerInputs(NamedTuple):
@@ -318,9 +235,9 @@ class Attention(nnx.Module):
         self.group = heads // kv_heads  # query heads of each key/value head
 
     def __call__(self, x, inputs: LayerInputs):
-        """Attend from x [B, T, D].
+        """Attend from x [B, T, D], which may have more tokens than the pass (`run_layers`).
 
-        Returns: the output [B, T, D], and (k, v) [B, K, T, h] of the new tokens in the form of the cache.
+        Returns: the output, like x, and (k, v) [B, K, T, h] of the pass's tokens in the form of the cache.
         """
         shared, layer_cache, settings = inputs.shared, inputs.cache, inputs.settings
         q, k, v = self._project(x, shared)
@@ -340,7 +257,7 @@ class Attention(nnx.Module):
             shared.positions, shared.mask,
             key_positions=shared.key_positions, layer=layer_cache.layer, window=settings.window, **optional,
         )  # fmt: skip
-        out = out[..., : self.head_dim].reshape(*x.shape[:2], -1)
+        out = pad_tokens(out[..., : self.head_dim].reshape(*out.shape[:2], -1), x.shape[1])
         return shared.sum(self.o(out), "heads"), new
 
     def keys(self, x, inputs: LayerInputs):
@@ -365,6 +282,8 @@ class Attention(nnx.Module):
         return tuple(self._split_heads(shared, y) for y in _isolated(projected))
 
     def _split_heads(self, shared: PassInputs, y: Array) -> Array:
+        """Split a projection of the pass's tokens, which may be followed by others."""
+        y = y[:, : shared.positions.shape[1]]
         return shared.place(y.reshape(*y.shape[:2], -1, self.head_dim), "data", None, "heads", None)
 
     def _to_cache(self, k: Array, v: Array, inputs: LayerInputs):
@@ -380,8 +299,7 @@ class Attention(nnx.Module):
 
     def _rotate(self, x: Array, inputs: LayerInputs) -> Array:
         """Rotate queries or keys [B, T, H, h] by their positions."""
-        settings = inputs.settings
-        return rope(x, inputs.shared.positions, settings.frequencies, self.same_bits, settings.amplitude)
+        return rotate(x, inputs.settings.rotation, self.same_bits)
 
 
 def _isolated(products: PyTree) -> PyTree:
@@ -439,14 +357,21 @@ def run_layers(
 
     Args:
       layers: from `make_layers`.
-      x: [B, T, D].
+      x: [B, T, D]. On a TPU the layers run with as many tokens of zeros behind these as fill a tile. That pads once per
+        pass, and not once per product.
       group: number of consecutive middle layers whose attention reads the same stream, the input of the group
         (EasySpec). It cannot be combined with `shared.layers`.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
     run = _unrolled if isinstance(layers, nnx.List) else _scanned
-    return run(layers, x, shared, cache, settings, group)
+    tokens = x.shape[1]
+    if platforms.of_program() == "tpu":
+        x = fill_tile(x)
+    stream, pending = run(layers, x, shared, cache, settings, group)
+    if x.shape[1] == tokens:
+        return stream, pending
+    return jax.tree.map(lambda x: x[..., :tokens, :], stream), pending
 
 
 class LayerWeights(NamedTuple):

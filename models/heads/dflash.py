@@ -63,6 +63,7 @@ from specjax.models.heads.convolution import Convolution
 from specjax.models.heads.corrections import Confidence, Markov, Prefix, Selector
 from specjax.models.heads.eagle import Layer
 from specjax.models.llama import LlamaConfig
+from specjax.models.rotary import rotate
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, Context, DraftOutput
 
@@ -225,13 +226,13 @@ class DFlash(nnx.Module):
         """Return the keys and values of the text in each layer, from features [B, T, F]."""
         c = self.config.layer
         context = self.hidden_norm(self.fc(features.astype(c.dtype)))
-        reach = c.attention_settings()
+        rotation = c.attention_settings(step.positions).rotation
         heads = lambda x: step.place(x.reshape(*x.shape[:2], -1, c.head_dim), "data", None, "heads", None)
 
         def project(attention: L.Attention, slots: Array) -> tuple:
             k, v = heads(attention.k(context)), heads(attention.v(context))
             k = k if attention.k_norm is None else attention.k_norm(k)
-            k = L.rope(k, step.positions, reach.frequencies, amplitude=reach.amplitude)
+            k = rotate(k, rotation)
             return kv.to_cache_dtype(k.swapaxes(1, 2), slots), kv.to_cache_dtype(v.swapaxes(1, 2), slots)
 
         k, v = zip(*(project(layer.attention, cache.k[i]) for i, layer in enumerate(self.layers)), strict=True)

@@ -119,7 +119,7 @@ def read_model(
         that was not shown: on GPUs, for diffusion models, and over a mesh that splits rows or slots.
       max_positions: length of the longest text, prompt and answer; None: the model's limit. For longrope models (Phi-3,
         Phi-4-mini) it also selects the set of frequencies: the short set up to the original length of 4,096, else the
-        long one, for all texts (`layers.rope_frequencies`).
+        long one, for all texts (`rotary.rope_frequencies`).
       block, mask_token: the block size of the attention and the mask token of a diffusion model, for files that do not
         state them; None: those of the files, or of the model's release, which is noted.
       mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. Each of

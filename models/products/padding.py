@@ -1,4 +1,4 @@
-"""Padding of the rows of a product to a full tile of a TPU."""
+"""Padding of the rows of a product to a full tile of a TPU, whose compiler uses no matrix unit for fewer rows."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from specjax.types import Array
 TILE_ROWS = 8
 
 
-def pad_tokens(x: Array) -> Array | None:
-    """Pad the tokens of x [..., T, I] or [I], so that a device has at least 8 rows; None if it has them.
+def fill_tile(x: Array) -> Array:
+    """Append tokens of zeros to x [..., T, D], so that every device has a tile of at least 8 rows.
 
-    The compiler for TPUs uses no matrix unit for fewer rows. Batch rows are not padded, because the batch may be
-    sharded over devices. Returns: [..., T', I] or [T', I].
+    The batch may be sharded over devices. Therefore the tokens are padded, and not the rows of the batch.
     """
-    tokens = x.shape[-2] if x.ndim > 1 else 1
-    batch = x.size // (x.shape[-1] * tokens * num_batch_shards())
-    min_tokens = -(-TILE_ROWS // max(batch, 1))
-    if tokens >= min_tokens:
-        return None
-    rows = x.reshape(*x.shape[:-2], tokens, x.shape[-1])
-    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, min_tokens - tokens), (0, 0)])
+    tokens, width = x.shape[-2:]
+    batch = x.size // (width * tokens * num_batch_shards())
+    return pad_tokens(x, max(tokens, -(-TILE_ROWS // max(batch, 1))))
 
 
-def unpad_tokens(y: Array, shape: tuple[int, ...]) -> Array:
-    """Return the outputs [*shape[:-1], O] of the rows of an array of `shape`, from those of its padded rows."""
-    return y[..., : shape[-2] if len(shape) > 1 else 1, :].reshape(*shape[:-1], -1)
+def pad_tokens(x: Array, count: int) -> Array:
+    """Append tokens of zeros to x [..., T, D], up to `count` tokens."""
+    padding = count - x.shape[-2]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)]) if padding else x
 
 
 def num_batch_shards() -> int:

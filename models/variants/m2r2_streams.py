@@ -40,6 +40,8 @@ class TwoStreamLayers(NamedTuple):
         """
         size = x.shape[1]
         run = self._unrolled if isinstance(layers, nnx.List) else self._scanned
+        rotation = jax.tree.map(lambda part: jnp.concatenate([part, part], -3), settings.rotation)
+        settings = settings._replace(rotation=rotation)
         streams, pending = run(layers, jnp.concatenate([x, x], 1), _duplicate_tokens(shared), cache, settings)
         fast = [pair[:, size:] for pair in streams] if isinstance(streams, list) else streams[:, :, size:]
         return fast, kv.truncate_pending(pending, size)

@@ -100,8 +100,7 @@ def _attend(
     pad_rows, pad_keys = -(groups * t) % (32 // q.dtype.itemsize), -k.shape[2] % (32 // itemsize)
     rows = groups * t + pad_rows
     grouped = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h], row g * T + t
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, pad_rows), (0, 0)))
-    new = jax.tree.map(lambda x: jnp.pad(x, [(0, pad_keys if axis == 2 else 0) for axis in range(x.ndim)]), (k, v))
+    new = k, v
     # Rows of padding repeat the first ones, which is one operation; zeros would be a second one in each layer.
     by_row = lambda x: jnp.tile(x, (1, -(-rows // t), 1))[:, :rows]
     words = by_row(pack_bits(mask))  # int32[B, R, W]
@@ -115,6 +114,8 @@ def _attend(
     full_block = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
     full_blocks = lambda tree: jax.tree.map(lambda x: full_block(*x.shape[1:]), tree)
     two_blocks = lambda x: pltpu.VMEM((2, kv_heads, block, *x.shape[4:]), x.dtype)
+    # The kernel pads. Outside of it, each padding is an operation of its own in every layer.
+    tile_of = lambda padding: lambda x: pltpu.VMEM((x.shape[1], x.shape[2] + padding, *x.shape[3:]), x.dtype)
     result_rows = batch, kv_heads, groups * t  # without padding
     results = [jax.ShapeDtypeStruct((*result_rows, dim), jnp.float32 if with_total else q.dtype)]
     if with_total:
@@ -131,6 +132,8 @@ def _attend(
             ],
             out_specs=full_blocks(results),
             scratch_shapes=[
+                tile_of(pad_rows)(grouped) if pad_rows else (),
+                jax.tree.map(tile_of(pad_keys), new) if pad_keys else (),
                 jax.tree.map(two_blocks, prefix),
                 pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
@@ -182,13 +185,15 @@ def _kernel(
 ):  # fmt: skip
     """Process one batch row.
 
-    q [K, R, h]; words [R, W]; new keys and values [K, M, h]; prefix in HBM; buffers of two blocks; out [K, G T, h], the
-    rows without padding. Quantised keys and values include their scales. `places` has the positions of rows [R, 1] and
-    keys [1, M] for a window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they are results.
+    q and out [K, G T, h]; words [R, W] of the rows of full tiles; new keys and values [K, M, h]; prefix in HBM; buffers
+    of two blocks. Quantised keys and values include their scales. `places` has the positions of these rows [R, 1] and
+    of the keys of full tiles [1, n] for a window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they
+    are results.
     """
-    *totals, buffers, acc, top, total, copied, arrived = refs
+    *totals, full_q, full_new, buffers, acc, top, total, copied, arrived = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
     kv_heads = q.shape[0]
+    q, new = _fill_tiles(q, full_q), _fill_tiles(new, full_new)
     layer, window = layer[0], window[0]
     length = per_row[0, row]
 
@@ -300,6 +305,19 @@ def _kernel(
         out[head] = (acc[head] / total[head])[:count].astype(out.dtype)
     for result, value in zip(totals, (top, total), strict=False):  # neither or both
         result[...] = value[:, :count]
+
+
+def _fill_tiles(refs, tiles):
+    """Copy arrays [K, n, ..] to their tiles of more than n rows, and return these. Without tiles, return the arrays."""
+    if isinstance(tiles, tuple) and not tiles:
+        return refs
+
+    def fill(ref, tile):
+        tile[...] = jnp.zeros_like(tile)
+        tile[:, : ref.shape[1]] = ref[...]
+
+    jax.tree.map(fill, refs, tiles)
+    return tiles
 
 
 def unpack_bits(words, count: int):

@@ -217,13 +217,19 @@ def _model(config: Any, mesh: Mesh) -> Model:
         earlier = () if shared.earlier is None else (shared.earlier.k, shared.earlier.v)
         stripped = shared.replace(earlier=None, layout=None)
         shared_specs = jax.tree.map(lambda _: rows, stripped)
+        settings_specs = jax.tree.map(lambda _: P(), settings)
+        # [B, T, 1, r/2], with a leading axis if the layers differ
+        rotation_specs = jax.tree.map(lambda x: P(*[None] * (x.ndim - 4), *rows), settings.rotation)
 
         def local(params, x, shared, cache, earlier, settings):
             return LayerParallelPass(block, parts, shared, cache, earlier, settings).run(params, x, middle, group_size)
 
         return jax.shard_map(
             local, mesh=mesh,
-            in_specs=(parts.layers(params), rows, shared_specs, of_cache, (of_pending.k,) * len(earlier), P()),
+            in_specs=(
+                parts.layers(params), rows, shared_specs, of_cache, (of_pending.k,) * len(earlier),
+                settings_specs._replace(rotation=rotation_specs),
+            ),
             out_specs=(P(None, *rows), of_pending), check_vma=False,
         )(params, x, stripped, cache, earlier, settings)  # fmt: skip
 

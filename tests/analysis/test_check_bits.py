@@ -12,7 +12,7 @@ from specjax.analysis.check_bits import _BitProbe, check_bits
 from specjax.engine.prefill import CHUNK
 from specjax.errors import UsageError
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
-from specjax.models.layers import RopeScaling
+from specjax.models.rotary import RopeScaling
 
 LLAMA = LlamaConfig(
     vocab_size=61, width=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=40, max_positions=512,

@@ -18,7 +18,7 @@ from specjax.arrays import batch_axes
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
 from specjax.models import Gemma3Config, init_params, make_model
-from specjax.models.layers import RopeScaling
+from specjax.models.rotary import RopeScaling
 from specjax.trees import operations
 from specjax.types import Target
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
-from specjax.models.layers import RopeScaling, rope_frequencies
 from specjax.models.loading.families.config_fields import POSITIONS, ConfigFields
+from specjax.models.rotary import RopeScaling, rope_frequencies
 
 GGUF_DIVISORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of GGUF files that are divisors of rotary frequencies, not parameters."""

@@ -25,9 +25,9 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.files.untrusted import check_folder, first_line, import_orbax, quote
 from specjax.models.bridge import Config
-from specjax.models.layers import RopeScaling
 from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.loading.tensors.tensors import LazyTensor
+from specjax.models.rotary import RopeScaling
 
 ITEMS, METADATA = "items", "_METADATA"
 """The checkpoint folder in the folder of a step, and the file that identifies an Orbax folder."""

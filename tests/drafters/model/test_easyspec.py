@@ -18,6 +18,7 @@ from specjax.drafters.model.two_model import functions
 from specjax.models import Gemma3Config, LlamaConfig, init_params, make_model
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.rotary import Rotation
 from specjax.types import Context, Target, Verdict
 
 SHAPE = {
@@ -55,7 +56,8 @@ def test_scalar_toy_of_the_card(group, wanted):
     cache = kv.KVCache((0,) * 4, (0,) * 4, jnp.zeros(1, jnp.int32))
     x = jnp.ones((1, 1, 1))
     step = L.make_pass_inputs(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool), cache, None, None)
-    stream, pending = L.run_layers(layers, x, step, cache, L.AttentionSettings(jnp.zeros(1)), group=group)
+    settings = L.AttentionSettings(Rotation.at(step.positions, jnp.zeros(1)))
+    stream, pending = L.run_layers(layers, x, step, cache, settings, group=group)
     np.testing.assert_allclose(stream[-1], wanted, atol=1e-6)
     assert len(stream) == 5
     np.testing.assert_allclose(pending.k[2], 1.32 if group == 1 else 1.0, atol=1e-6)  # what the second one read

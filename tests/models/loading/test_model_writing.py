@@ -17,8 +17,8 @@ import specjax
 from specjax import Target, UsageError, save_model
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
-from specjax.models.layers import RopeScaling
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
+from specjax.models.rotary import RopeScaling
 
 VOCAB = 96
 SHAPES = dict(

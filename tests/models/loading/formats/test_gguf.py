@@ -124,7 +124,7 @@ def test_logits_equal_transformers(case, tiny, texts, tmp_path):
 
 def test_llama3_divisors(tiny, texts, tmp_path):
     """rope_freqs.weight alone determines the scaling; another pattern is refused."""
-    from specjax.models.layers import RopeScaling, rope_frequencies
+    from specjax.models.rotary import RopeScaling, rope_frequencies
 
     scaling = RopeScaling("llama3", 8.0)
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
