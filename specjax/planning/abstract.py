@@ -148,7 +148,7 @@ def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
 
 def shard_bytes(tree: PyTree) -> int:
     """Return the bytes that one device stores of a tree of shapes with shardings."""
-    return sum(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return sum(math.ceil(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype)) for leaf in jax.tree.leaves(tree))
 
 
 def local_shape(leaf) -> tuple[int, ...]:
@@ -156,5 +156,7 @@ def local_shape(leaf) -> tuple[int, ...]:
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
-def _item_bytes(dtype) -> int:
+def _item_bytes(dtype) -> float:
+    if dtype == jnp.int4:
+        return 0.5
     return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize

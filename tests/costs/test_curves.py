@@ -1,5 +1,6 @@
 """Costs of passes from their three sources."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from toy import tiny_llama
 
-from specjax import controllers, costs, decode, drafters
+from specjax import Target, controllers, costs, decode, drafters
 from specjax.costs import curves
 from specjax.errors import UsageError
+from specjax.models import make_model
+from specjax.models.storage import SCHEMES, quantize_params
 
 
 def test_measured_on_this_device():
@@ -66,3 +69,15 @@ def test_the_rule_of_thumb_is_asked_for_the_rows_there_are(which, monkeypatch):
     run = functools.partial(decode, tiny_llama(), drafter, key=jax.random.key(0), controller=controller)
     jax.eval_shape(lambda tokens: run((tokens, jnp.full(5, 3)), max_new_tokens=3).tokens, jnp.zeros((5, 8), jnp.int32))
     assert batches and set(batches) == {5}
+
+
+def test_an_int8_target_has_costs_of_its_own_and_smaller_weights():
+    target = tiny_llama()
+    config = dataclasses.replace(target.model.config, quantized=(("*", SCHEMES["int8"]),))
+    int8 = Target(make_model(config), quantize_params(target.params, config))
+    assert (costs.dtype_of(target), costs.dtype_of(int8)) == ("float32", "int8")
+    rounded = costs.estimated((1, 8, 16), 1, "int8", "cpu")
+    np.testing.assert_allclose(rounded, [1, 1.119, 1.479], rtol=1e-5)
+    weights = dataclasses.replace(config, quantized=(("*", SCHEMES["int8-weights"]),))
+    assert costs.dtype_of(Target(make_model(weights), quantize_params(target.params, weights))) == "float32"
+    assert costs.logits_of(int8, "v5e") > 3 * costs.logits_of(target, "v5e")
