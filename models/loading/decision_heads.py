@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read, quote, read_json_object
 from specjax.models.heads.acceptance import AcceptanceHead, AcceptanceLayer
 from specjax.models.loading.families.config_fields import LAYERS, WIDTH, ConfigFields
 from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
+from specjax.models.loading.tensors.tensors import TensorLocation
+from specjax.models.loading.trained_arrays import find_file, read_array, write_arrays
 
 
 class JudgeHead(NamedTuple):
@@ -72,8 +72,11 @@ def save_acceptance(folder: str | Path, head: AcceptanceHead) -> None:
     arrays = {f"{name}.{leaf}": np.array(x) for name, block in blocks.items() for leaf, x in block._asdict().items()}
     config = {"hidden_size": int(head.out.weight.shape[1]), "num_layers": len(head.blocks)}
     place = Path(folder).expanduser()
-    _write(place / hf.SAFETENSORS_FILE, arrays)
-    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_arrays(place / hf.SAFETENSORS_FILE, arrays)
+    try:
+        (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written ({error.strerror or error}); choose another folder") from error
 
 
 def read_judge(source: str | Path) -> JudgeHead:
@@ -81,11 +84,7 @@ def read_judge(source: str | Path) -> JudgeHead:
 
     Raises: UsageError for a file without such a head.
     """
-    file = Path(source).expanduser()
-    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
-        raise UsageError(f"{source} is not a .safetensors, .pt or .bin file with a judge's weight and bias")
-    if not file.is_file():
-        raise UsageError(f'there is no file "{source}" with a judge\'s weight and bias')
+    file = find_file(source, "a judge's weight and bias")
     with guarded_read(file):
         tensors = hf.read_tensors(file)
         _check_names(tensors, {"weight", "bias", "mean", "scale", "threshold"}, file)
@@ -155,35 +154,23 @@ def _check_rows(shape: tuple[int, ...], where: str) -> None:
 
 def save_judge(file: str | Path, weight, bias: float = 0.0, threshold: float | None = None) -> None:
     """Write a .safetensors file for `read_judge`. Raises: UsageError if it cannot be written."""
-    arrays = {"weight": np.array(weight, np.float32), "bias": np.array([bias], np.float32)}
-    _write(
-        Path(file).expanduser(),
-        arrays | ({} if threshold is None else {"threshold": np.array([threshold], np.float32)}),
-    )
+    numbers = {"bias": bias} | ({} if threshold is None else {"threshold": threshold})
+    vectors = {name: np.array([number], np.float32) for name, number in numbers.items()}
+    write_arrays(file, {"weight": np.array(weight, np.float32)} | vectors)
 
 
 def read_tensor(tensors: Mapping[str, TensorLocation], name: str, shape: tuple[int, ...], where: Path) -> np.ndarray:
     """Read a float32 tensor of this shape. Raises: UsageError for other shapes or values that are not finite."""
     if name not in tensors:
         raise UsageError(f"{where} has no tensor {name}, which the head needs")
-    tensor = tensors[name]
-    if tensor.shape != shape:
-        raise UsageError(f"{where} has {name} of shape {quote(list(tensor.shape))}, and it must be {list(shape)}")
-    values = read_rows(tensor, 0, shape[0] if shape else 1).reshape(shape)
-    if not np.isfinite(values).all():
-        raise UsageError(f"{where} has values in {name} that are not finite")
-    return values
+    if tensors[name].shape != shape:
+        raise UsageError(
+            f"{where} has {name} of shape {quote(list(tensors[name].shape))}, and it must be {list(shape)}"
+        )
+    return read_array(tensors, name, where)
 
 
 def _check_names(tensors: Mapping[str, TensorLocation], used: set[str], where: Path) -> None:
     unknown = sorted(set(tensors) - used)
     if unknown:
         raise UsageError(f"{where} has {quote(unknown[0])}, which is not a tensor of such a head; give the head's file")
-
-
-def _write(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(file, arrays)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error

@@ -1,6 +1,7 @@
 """Files of small trained parts, such as Learn2PD's filter: the arrays of a NamedTuple under the names of its fields.
 
-The header of the file has the kind of part and the settings that it was trained for.
+The header of the file has the kind of part and the settings that it was trained for. Readers of other small files, such
+as those of a judge or of probes, share the checks here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.tensors import read_rows
+from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
 
 Part = TypeVar("Part", bound=tuple)
 
@@ -34,10 +35,16 @@ def save_arrays(file: str | Path, kind: str, part: Any, **settings: float) -> No
 
 
 def write_arrays(file: str | Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
-    """Write a .safetensors file, and replace an existing one. Raises: UsageError if it cannot be written."""
+    """Write a .safetensors file, and replace an existing one.
+
+    Raises: UsageError if it cannot be written, or values are not finite, as after a training that diverged.
+    """
     path = Path(file).expanduser()
     if path.suffix != hf.SAFETENSORS_SUFFIX:
         raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
+    for name, values in arrays.items():
+        if not np.isfinite(values).all():
+            raise UsageError(f"{name} has values that are not finite; train with a smaller learning rate or penalty")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(path, arrays, metadata)
@@ -52,18 +59,34 @@ def read_arrays(source: str | Path, kind: str, fields: type[Part]) -> Part:
     """
     path = Path(source).expanduser()
     file = path / f"{kind}{hf.SAFETENSORS_SUFFIX}" if path.is_dir() else path
-    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
-        raise UsageError(f"{source} is not a .safetensors, .pt or .bin file of {kind}")
-    if not file.is_file():
-        raise UsageError(f'there is no file "{file}" of {kind}; `specjax train` writes it')
+    find_file(file, kind)
     names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
     with guarded_read(file):
         tensors = hf.read_tensors(file)
         if set(tensors) != set(names):
             raise UsageError(f"{file} has {quote(sorted(tensors)[:8])}, and {kind} are {', '.join(names)}")
-        values = [read_rows(tensors[name], 0, (tensors[name].shape or (1,))[0]) for name in names]
-        shaped = [value.reshape(tensors[name].shape) for name, value in zip(names, values, strict=True)]
-        for name, value in zip(names, shaped, strict=True):
-            if not np.isfinite(value).all():
-                raise UsageError(f"{file} has values in {name} that are not finite")
-    return fields(*map(jnp.asarray, shaped))
+        return fields(*(jnp.asarray(read_array(tensors, name, file)) for name in names))
+
+
+def find_file(source: str | Path, content: str, made_by: str = "`specjax train`") -> Path:
+    """Return the path of an existing file of arrays.
+
+    Args: content: a noun for errors, such as "probes". made_by: the command or function that writes such files.
+
+    Raises: UsageError for another suffix, or if there is no such file.
+    """
+    file = Path(source).expanduser()
+    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
+        raise UsageError(f"{source} is not a .safetensors, .pt or .bin file of {content}")
+    if not file.is_file():
+        raise UsageError(f'there is no file "{source}" of {content}; {made_by} writes it')
+    return file
+
+
+def read_array(tensors: Mapping[str, TensorLocation], name: str, where: Path) -> np.ndarray:
+    """Read a tensor as float32, in its shape. Raises: UsageError for values that are not finite."""
+    shape = tensors[name].shape
+    values = read_rows(tensors[name], 0, shape[0] if shape else 1).reshape(shape)
+    if not np.isfinite(values).all():
+        raise UsageError(f"{where} has values in {name} that are not finite")
+    return values

@@ -23,8 +23,7 @@ from specjax.adaptive.lora_drop import Corrections
 from specjax.errors import UsageError
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
-from specjax.models.loading.trained_arrays import write_arrays
+from specjax.models.loading.trained_arrays import find_file, read_array, write_arrays
 from specjax.types import Array
 
 PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
@@ -78,38 +77,34 @@ def read_layer_arrays(source: str | Path, names: Sequence[str], noun: str) -> li
 
     Raises: UsageError for a file that is missing or damaged, has other arrays, or lacks those of a layer.
     """
-    file = Path(source).expanduser()
-    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
-        raise UsageError(f"{source} is not a .safetensors, .pt or .bin file with {noun} of layers")
-    if not file.is_file():
-        raise UsageError(f'there is no file "{source}" with {noun} of layers')
+    file = find_file(source, f"{noun} of layers")
     with guarded_read(file):
-        tensors: dict[tuple[int, str], TensorLocation] = {}
-        for name, tensor in hf.read_tensors(file).items():
+        tensors = hf.read_tensors(file)
+        places: dict[tuple[int, str], str] = {}
+        for name in tensors:
             match = PLACE.fullmatch(name)
             if match is None or match[2] not in names or int(match[1]) >= LARGEST:
                 raise UsageError(
                     f"{file} has {quote(name)}, and not only {noun} of layers; give a file of {noun} alone"
                 )
-            tensors[int(match[1]), match[2]] = tensor
-        layers = 1 + max((layer for layer, _ in tensors), default=0)
-        return [jnp.stack([_read(tensors, layer, name, file) for layer in range(layers)]) for name in names]
+            places[int(match[1]), match[2]] = name
+        layers = 1 + max((layer for layer, _ in places), default=0)
+        for layer in range(layers):
+            for name in names:
+                shapes = [tensors[places[i, name]].shape if (i, name) in places else () for i in (0, layer)]
+                _check_shapes(*shapes, f"layers.{layer}.{name}", file)
+        read = lambda layer, name: read_array(tensors, places[layer, name], file)
+        return [jnp.stack([read(layer, name) for layer in range(layers)]) for name in names]
 
 
-def _read(tensors: dict[tuple[int, str], TensorLocation], layer: int, name: str, file: Path) -> np.ndarray:
-    """Return an array of a layer, with the shape of that of layer 0. Raises: UsageError."""
-    first, tensor = tensors.get((0, name)), tensors.get((layer, name))
-    if first is None or tensor is None or not tensor.shape:
-        raise UsageError(f"{file} has no array layers.{layer}.{name}; a file has those of every layer")
-    if tensor.shape != first.shape:
+def _check_shapes(first: tuple[int, ...], shape: tuple[int, ...], name: str, file: Path) -> None:
+    """Raise a UsageError for an array that is missing or has another shape than that of layer 0."""
+    if not first or not shape:
+        raise UsageError(f"{file} has no array {name}; a file has those of every layer")
+    if shape != first:
         raise UsageError(
-            f"{file} has layers.{layer}.{name} of shape {quote(list(tensor.shape))}, and that of layer 0 is "
-            f"{quote(list(first.shape))}"
+            f"{file} has {name} of shape {quote(list(shape))}, and that of layer 0 is {quote(list(first))}"
         )
-    values = read_rows(tensor, 0, tensor.shape[0])
-    if not np.isfinite(values).all():
-        raise UsageError(f"{file} has values in layers.{layer}.{name} that are not finite")
-    return values
 
 
 def _to_vectors(weight: Array, bias: Array, source: str | Path) -> tuple[Array, Array]:

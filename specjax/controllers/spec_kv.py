@@ -25,10 +25,9 @@ import numpy as np
 
 from specjax.arrays.modes import jit
 from specjax.errors import UsageError
-from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.tensors import read_rows
+from specjax.models.loading.trained_arrays import find_file, read_array, write_arrays
 from specjax.types import Array, Controller, Info, Signals
 
 HIDDEN = 16
@@ -99,9 +98,7 @@ def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> C
 
 def read_spec_kv(source: str | Path) -> Weights:
     """Read the network of a .safetensors or PyTorch file, as float32. Raises: UsageError for a file of other arrays."""
-    file = Path(source).expanduser()
-    if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES) or not file.is_file():
-        raise UsageError(f'there is no .safetensors, .pt or .bin file "{source}" with the network of SpecKV')
+    file = find_file(source, "SpecKV's network", made_by="`save_spec_kv`")
     with guarded_read(file):
         tensors = hf.read_tensors(file)
         for name, shape in SHAPES.items():
@@ -112,24 +109,12 @@ def read_spec_kv(source: str | Path) -> Weights:
             raise UsageError(
                 f"{file} has {quote(unknown[0])}, which is not part of SpecKV's network; give its own file"
             )
-        weights = Weights(
-            *(read_rows(tensors[name], 0, (*shape, 1)[0]).reshape(shape) for name, shape in SHAPES.items())
-        )
-        if not all(np.isfinite(x).all() for x in weights):
-            raise UsageError(f"{file} has values that are not finite")
-    return weights
+        return Weights(*(read_array(tensors, name, file) for name in SHAPES))
 
 
 def save_spec_kv(file: str | Path, weights: Weights) -> None:
     """Write a .safetensors file for `read_spec_kv`. Raises: UsageError if it cannot be written."""
-    path = Path(file).expanduser()
-    if path.suffix != hf.SAFETENSORS_SUFFIX:
-        raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, {name: np.array(x, np.float32) for name, x in weights._asdict().items()})
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror or error}); choose another path") from error
+    write_arrays(file, {name: np.array(x, np.float32) for name, x in weights._asdict().items()})
 
 
 def predict(weights: Weights, x: Array) -> Array:

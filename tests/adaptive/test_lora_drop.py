@@ -186,7 +186,7 @@ def test_files_of_corrections(tmp_path):
         "has layers.4.lora_adapter.B.weight of shape": names | {
             "model.layers.4.lora_adapter.B.weight": np.ones((4, 4), np.float32)
         },
-        "values in layers.0.lora_adapter.A.weight that are not finite": names | {
+        "values in model.layers.0.lora_adapter.A.weight that are not finite": names | {
             "model.layers.0.lora_adapter.A.weight": np.full((4, depths.WIDTH), np.nan, np.float32)
         },
         "no array layers.0.lora_adapter.A.weight": {},

@@ -252,7 +252,10 @@ def test_several_methods_each_with_its_own(cli, refused, tmp_path):
             '--verifier: rule "lantern" takes arrays; create it with specjax.verifiers.lantern in',
         ),
         (["--verifier", "judge"], '--verifier: "judge" lacks file, file of the judge head\'s weight and bias'),
-        (["--verifier", "judge:no.pt"], '--verifier: file: there is no file "no.pt" with a judge\'s weight and bias'),
+        (
+            ["--verifier", "judge:no.pt"],
+            '--verifier: file: there is no file "no.pt" of a judge\'s weight and bias; `sp',
+        ),
         (["--verifier", "standard:3"], '--verifier: rule "standard" takes no parameters'),
         (["--draft", "draft", "--tree", "9" * 5000 + "x2"], "--tree: "),
         (["--controller", "fixed:" + "9" * 5000], "--controller: "),
