@@ -121,6 +121,7 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
     """Copy the tokenizer of a model folder. Return the token ids of its config.json."""
     for file in sorted({file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}):
-        shutil.copyfile(file, folder / file.name)
+        if file.resolve() != (folder / file.name).resolve():
+            shutil.copyfile(file, folder / file.name)
     config = read_json_object(source / "config.json") or {}
     return {name: config[name] for name in TOKEN_ID_FIELDS if name in config}

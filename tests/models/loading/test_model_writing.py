@@ -129,6 +129,7 @@ def test_the_tokenizer_of_a_folder_is_copied(tmp_path):
     assert {file.name for file in second.iterdir()} == names
     for name in names:
         assert (second / name).read_bytes() == (first / name).read_bytes()
+    save_model(second, target, second)
     assert json.loads((second / "config.json").read_text())["eos_token_id"] == [2]
 
 
