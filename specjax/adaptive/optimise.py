@@ -18,7 +18,8 @@ def descend(
 ) -> tuple[PyTree, Array]:  # fmt: skip
     """Minimise a loss, and return (parameters after `steps`, float32[steps] losses before each step).
 
-    Call it inside `jit`.
+    Call it inside `jit`. Parameters of 16 bits have a float32 copy that the optimizer updates, because most updates are
+    too small for 16 bits. The loss reads them in their own dtype.
 
     Args:
       learning_rate: Adam's learning rate, or another optimizer.
@@ -29,15 +30,19 @@ def descend(
     check_integer("steps", steps, 0)
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
-    def step(carry, number):
-        params, state = carry
-        step_key = () if key is None else (jax.random.fold_in(key, number),)
-        value, gradient = jax.value_and_grad(loss)(params, *step_key)
-        updates, state = optimizer.update(gradient, state)
-        return (optax.apply_updates(params, updates), state), value
+    dtypes = jax.tree.map(lambda x: x.dtype, params)
+    own_dtypes = lambda copy: jax.tree.map(lambda x, dtype: x.astype(dtype), copy, dtypes)
+    copy = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, params)
 
-    (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
-    return params, losses
+    def step(carry, number):
+        copy, state = carry
+        step_key = () if key is None else (jax.random.fold_in(key, number),)
+        value, gradient = jax.value_and_grad(lambda copy: loss(own_dtypes(copy), *step_key))(copy)
+        updates, state = optimizer.update(gradient, state)
+        return (optax.apply_updates(copy, updates), state), value
+
+    (copy, _), losses = jax.lax.scan(step, (copy, optimizer.init(copy)), jnp.arange(steps))
+    return own_dtypes(copy), losses
 
 
 def one_pass(
