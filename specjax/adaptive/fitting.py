@@ -37,8 +37,9 @@ def fit(
     tokens: int32[B, T], texts of `length` int32[B] tokens that begin with prompts of `prompt` int32[B] tokens. One pass
     over the texts runs the same layers for each token as decoding. All texts form one batch.
     """
-    model = skip_layers(target, depth).model
-    params, losses = _fit(model, penalty, steps, learning_rate, target.params, depth.params, tokens, prompt, length)
+    skipping = skip_layers(target, depth)  # its layers may be separate where those of the target are stacked
+    settings = skipping.model, penalty, steps, learning_rate
+    params, losses = _fit(*settings, skipping.params["base"], depth.params, tokens, prompt, length)
     return depth.replace(params=params), losses
 
 
