@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.adaptive.fitting import fit, surprise
 from specjax.adaptive.optimise import descend, one_pass
@@ -30,6 +31,7 @@ from specjax.errors import UsageError
 from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
 from specjax.models.variants.low_rank import LoraWeights, apply_lora, init_lora
 from specjax.models.variants.skipping_model import skip_layers
+from specjax.numerics.validation import check_range
 from specjax.types import Array, Model, Sublayers, Target
 
 METHOD = Method(
@@ -148,6 +150,7 @@ def train_routers(
     All layers run, and layer l returns h_{l+1} = r f_l(h_l) + (1 - r) h_l. The loss is the cross entropy of the answers
     plus `weight` times the mean of r. bias: initial bias of all routers. Their weights start at zero.
     """
+    check_range("weight", weight, lambda x: (x >= 0) & (x < np.inf), "a number of at least 0")
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     blank = Routers(jnp.zeros((layers, width)), jnp.full((layers,), bias))
     soft = _soft(layers).replace(params=blank)

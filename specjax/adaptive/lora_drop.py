@@ -28,6 +28,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
 from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Sublayers, Target
 
 METHOD = Method(
@@ -92,6 +93,7 @@ def lora_drop(
 @with_standard_modes
 def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
     """Return untrained corrections: A is random and B is zero, so dropped layers repeat their last output."""
+    check_integer("rank", rank)
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     down = jax.random.normal(key, (layers, rank, width), jnp.float32) * width**-0.5
     return Corrections(down, jnp.zeros((layers, width, rank), jnp.float32))

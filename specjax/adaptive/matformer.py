@@ -28,6 +28,7 @@ from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models import narrow_mlps
 from specjax.models.skipping.policy import DepthPolicy, TokenPositions
+from specjax.models.variants.pruning import mlp_widths
 from specjax.types import Array, Model, PyTree, Sublayers, Target
 
 METHOD = Method(
@@ -93,10 +94,10 @@ def nested_loss(target: Target, tokens: Array, length: Array, shares: tuple[floa
 
     tokens: int32[B, T], texts of `length` int32[B] tokens.
     """
-    layers, width = (target.model.capabilities.num_layers,), target.model.config.mlp_width
+    layers, widths = (target.model.capabilities.num_layers,), mlp_widths(target)
 
     def of_part(share: float) -> Array:
-        part = narrow_mlps(target, units(share, width))
+        part = narrow_mlps(target, units_of_layers((share,), widths))
         return sorted_loss(part.model, part.params, tokens, length, layers)
 
     return jnp.mean(jnp.stack([of_part(share) for share in shares]))
@@ -107,7 +108,12 @@ def train_nested(
     target: Target, tokens: Array, length: Array, *, shares: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0),
     steps: int = 100, learning_rate: float = 1e-3,
 ) -> tuple[Target, Array]:  # fmt: skip
-    """Train a target at all granularities, in one batch. Returns the target and the loss of each step."""
+    """Train a target at all granularities, in one batch. Returns the target and the loss of each step.
+
+    shares: the granularities, as parts of the MLPs' widths.
+    """
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise UsageError(f"shares must be above 0 and at most 1, one or more, not {list(shares)}")
     params, losses = _train(target.model, shares, steps, learning_rate, target.params, tokens, length)
     return Target(target.model, params), losses
 

@@ -28,6 +28,7 @@ from specjax.arrays.modes import jit, with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.errors import UsageError
 from specjax.models.skipping.policy import DepthPolicy, LayerStreams
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, PyTree, Target
 
 METHOD = Method(
@@ -111,6 +112,7 @@ def train_sorted(
         raise UsageError(
             f"exits need Model.head and taps, which {draft.model.name} lacks; give a model of specjax.models"
         )
+    check_integer("exits", exits, 2)
     layers = exit_layers(exits, able.num_layers)
     params, losses = _train(draft.model, layers, steps, learning_rate, draft.params, tokens, length)
     return Target(draft.model, params), losses

@@ -16,6 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.adaptive import (
+    blank_corrections,
+    fit,
+    lora_drop,
+    save_corrections,
     save_probes,
     save_routers,
     train_lora,
@@ -25,7 +29,7 @@ from specjax.adaptive import (
     train_sorted,
 )
 from specjax.api import denoise
-from specjax.catalog import REQUIRED, Option, shared
+from specjax.catalog import METHODS, REQUIRED, Option, shared
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS
@@ -106,13 +110,28 @@ class PartKind(NamedTuple):
     data: Data = "responses"
     takes_draft: bool = False
     denoises: bool = False  # True: the target is a diffusion model
+    settings: frozenset[str] = frozenset({"learning_rate"})  # fields of `PartJob` that the training reads
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """Return the flags of `specjax train` that the part reads, besides those of all parts."""
+        return _DATA_FLAGS[self.data] | self.settings
+
+
+_OWN_PROMPTS = frozenset({"own_prompts", "answers", "batch_size", "max_new_tokens"})
+_DATA_FLAGS: Mapping[str, frozenset[str]] = {
+    "responses": _OWN_PROMPTS | {"temperature"}, "prompts": _OWN_PROMPTS, "judged": frozenset(),
+}  # fmt: skip
 
 
 STEPS = Option("steps", "int", 200, "optimisation steps over all texts")
 
 
 def _losses(losses: Array) -> dict[str, float]:
+    """Return the first and the last loss. Raises: UsageError for a last one that is not finite."""
     values = np.asarray(losses)
+    if not np.isfinite(values[-1:]).all():
+        raise UsageError(f"the loss became {values[-1]}, and nothing is written; train with a smaller learning rate")
     return {"first_loss": float(values[0]), "last_loss": float(values[-1])} if len(values) else {}
 
 
@@ -128,7 +147,7 @@ def _train_probes(job: PartJob) -> PartResult:
 def _train_routers(job: PartJob) -> PartResult:
     tokens, prompt, length = job.batch()
     options = dict(job.options)
-    lora = {name: options.pop(name) for name in ("rank", "alpha", "lora_steps")}
+    lora = {name: options.pop(name) for name in ("rank", "alpha", "lora_steps", "lora_rate")}
     routers = train_routers(job.target, tokens, prompt, length, **options, **job.rate)
     file = job.folder / "routers.safetensors"
     save_routers(file, routers)
@@ -136,19 +155,37 @@ def _train_routers(job: PartJob) -> PartResult:
     if lora["lora_steps"]:
         changed, losses = train_lora(
             job.target, routers, tokens, prompt, length, rank=lora["rank"], alpha=lora["alpha"],
-            steps=lora["lora_steps"], key=job.seed,
+            steps=lora["lora_steps"], learning_rate=lora["lora_rate"], key=job.seed,
         )  # fmt: skip
-        save_model(job.folder, changed, job.tokenizer)
         flags, numbers = f"--target {job.folder} {flags}", _losses(losses)
+        save_model(job.folder, changed, job.tokenizer)
     return PartResult(flags, numbers)
+
+
+def _train_corrections(job: PartJob) -> PartResult:
+    options, file = job.options, job.folder / "corrections.safetensors"
+    blank = blank_corrections(job.target, jax.random.key(job.seed), options["rank"])
+    settings = {name: options[name] for name in ("every", "alpha")}
+    depth, losses = fit(job.target, lora_drop(blank, **settings), *job.batch(), steps=options["steps"], **job.rate)
+    numbers = _losses(losses)
+    save_corrections(file, depth.params)
+    words = ",".join(f"{name}={value:g}" for name, value in settings.items())
+    return PartResult(f"--adapt lora_drop:corrections={file},{words}", numbers)
 
 
 def _train_model(job: PartJob, trainer: Callable[..., tuple[Target, Array]], flags: str) -> PartResult:
     """Train a whole model on texts, and write it as a model folder."""
     tokens, _, length = job.batch()
     model, losses = trainer(job.draft or job.target, tokens, length, **job.options, **job.rate)
+    numbers = _losses(losses)
     save_model(job.folder, model, job.tokenizer)
-    return PartResult(flags.format(folder=job.folder), _losses(losses))
+    return PartResult(flags.format(folder=job.folder), numbers)
+
+
+def _train_sorted(job: PartJob) -> PartResult:
+    depth = f"s2d:exits={job.options['exits']}"
+    as_draft = f"--draft {{folder}} --method two_model --set depth={depth}"
+    return _train_model(job, train_sorted, f"--target {{folder}} --adapt {depth}" if job.draft is None else as_draft)
 
 
 def _train_lud(job: PartJob) -> PartResult:
@@ -162,8 +199,9 @@ def _train_consistency(job: PartJob) -> PartResult:
     block = options.pop("block")
     data = collect_trajectories(job.target, job.prompts, key=job.seed, max_new_tokens=job.max_new_tokens, block=block)
     model, losses = train_consistency(job.target, data, key=job.seed, **options, **job.rate)
+    numbers = _losses(losses)
     save_model(job.folder, model, job.tokenizer)
-    return PartResult(f"--target {job.folder} --method ceed_vla --set block={block}", _losses(losses))
+    return PartResult(f"--target {job.folder} --method ceed_vla --set block={block}", numbers)
 
 
 def _train_hamburger(job: PartJob) -> PartResult:
@@ -171,11 +209,10 @@ def _train_hamburger(job: PartJob) -> PartResult:
     config = KINDS["hamburger"].of_target(job.target.model.config)
     head = new_head("hamburger", config, job.target, jax.random.key(job.seed))
     model, head, losses = train_hamburger(job.target, head, tokens, prompt, length, **job.options, **job.rate)
+    numbers = _losses(losses)
     save_model(job.folder / "base", model, job.tokenizer)
     save_head(job.folder / "head", head, target=model)
-    return PartResult(
-        f"--target {job.folder}/base --draft {job.folder}/head --method hamburger_decoding", _losses(losses)
-    )
+    return PartResult(f"--target {job.folder}/base --draft {job.folder}/head --method hamburger_decoding", numbers)
 
 
 def _train_filter(job: PartJob) -> PartResult:
@@ -211,19 +248,32 @@ def _train_stopping(job: PartJob) -> PartResult:
 def _train_judge(job: PartJob) -> PartResult:
     """Fit a judge to three of four texts, and choose its threshold on the others."""
     options, file = job.options, job.folder / "judge.safetensors"
-    order = np.random.default_rng(job.seed).permutation(len(job.judged))
-    held_out = [job.judged[i] for i in order[: len(order) // 4]]
-    trained = [job.judged[i] for i in order[len(held_out) :]]
+    trained, held_out = _split_judged(job)
     make = lambda texts: make_examples(job.target, texts, rows=job.rows, length=job.length)
     judge = fit_judge(*make(trained), l2=options["l2"], steps=options["steps"])
     threshold, numbers = None, {}
-    if any(response.wrong is not None for response in held_out):
-        features, labels = make(held_out)
+    features, labels = make(held_out) if held_out else (np.zeros(0), np.ones(0))
+    if not labels.all():
         odds = judge(features)
         threshold = threshold_for(odds, labels, wrong=options["wrong"])
         numbers = {"threshold": threshold, "held_out_accuracy": float(np.mean((odds > 0) == (labels > 0)))}
     save_judge(file, judge.weight, judge.bias, threshold)
     return PartResult(f"--verifier judge:{file}" + ("" if threshold is not None else ",0.5"), numbers)
+
+
+def _split_judged(job: PartJob) -> tuple[list[JudgedResponse], list[JudgedResponse]]:
+    """Return the texts to train on, and a quarter of the right and of the wrong ones that is held out.
+
+    Raises: UsageError if all errors are beyond the first `length` tokens.
+    """
+    order = [job.judged[i] for i in np.random.default_rng(job.seed).permutation(len(job.judged))]
+    is_wrong = lambda response: response.wrong is not None and response.wrong < job.length
+    wrong, right = ([x for x in order if is_wrong(x) == value] for value in (True, False))
+    if not wrong:
+        raise UsageError(f"no response has its error in the first {job.length} tokens; give a larger `length`")
+    counts = [len(group) // 4 for group in (wrong, right)]
+    held_out, trained = wrong[: counts[0]] + right[: counts[1]], wrong[counts[0] :] + right[counts[1] :]
+    return trained, held_out
 
 
 def _train_arbitrage(job: PartJob) -> PartResult:
@@ -258,19 +308,29 @@ PARTS: Mapping[str, PartKind] = {
             Option("lora_steps", "int", 0, "steps of the second stage, which changes the model; 0: none"),
             Option("rank", "int", 8, "rank of the change"),
             Option("alpha", "float", 16.0, "scale of the change; it is divided by the rank"),
+            Option("lora_rate", "float", 1e-3, "learning rate of the second stage"),
+        ),
+    ),
+    "lora_drop": PartKind(
+        "corrections that replace layers between two tokens that run all of them", _train_corrections,
+        (
+            *(option for option in METHODS["lora_drop"].options if option.name in ("every", "alpha")),
+            Option("rank", "int", 8, "rank of the corrections"), Option("steps", "int", 100, STEPS.help),
         ),
     ),
     "matformer": PartKind(
         "a model whose first hidden units are smaller models",
         lambda job: _train_model(job, train_nested, "--target {folder} --adapt matformer"),
-        (Option("steps", "int", 100, "optimisation steps over all texts"),),
+        (
+            Option("shares", "floats_in_call", (0.125, 0.25, 0.5, 1.0), "parts of the hidden units that are trained"),
+            Option("steps", "int", 100, STEPS.help),
+        ),
     ),
     "s2d": PartKind(
-        "a draft model with several exits: that of --draft, or the target",
-        lambda job: _train_model(job, train_sorted, f"--target {{folder}} --adapt s2d:exits={job.options['exits']}"),
+        "a draft model with several exits: that of --draft, or the target", _train_sorted,
         (
             Option("exits", "int", 3, "number of exits, at equal distances in depth"),
-            Option("steps", "int", 100, "optimisation steps over all texts"),
+            Option("steps", "int", 100, STEPS.help),
         ),
         takes_draft=True,
     ),
@@ -296,15 +356,17 @@ PARTS: Mapping[str, PartKind] = {
             Option("block", "int", 32, "columns per block"),
             Option("steps", "int", 2000, "optimisation steps over all passes"),
         ),
-        data="prompts", denoises=True,
+        data="prompts", denoises=True, settings=frozenset({"learning_rate", "rows"}),
     ),
     "specdec++": PartKind(
         "a head that ends the draft of the model of --draft", _train_stopping,
         (Option("blocks", "int", 3, "residual blocks of the head"),), takes_draft=True,
+        settings=frozenset({"learning_rate", "rows", "epochs"}),
     ),
     "judge": PartKind(
         "the head of the rule judge, from responses with their first error", _train_judge,
         (STEPS, _L2, Option("wrong", "float", 0.02, "share of wrong tokens that the threshold accepts")), data="judged",
+        settings=frozenset({"rows"}),
     ),
     "arbitrage": PartKind(
         "the head of a router, from steps of both models that a reward model compares", _train_arbitrage,
@@ -316,7 +378,7 @@ PARTS: Mapping[str, PartKind] = {
             shared.steps("an empty line"),
             Option("fit_steps", "int", 200, "optimisation steps of the head"), _L2,
         ),
-        data="prompts", takes_draft=True,
+        data="prompts", takes_draft=True, settings=frozenset({"temperature"}),
     ),
 }  # fmt: skip
 """The parts by the name of their method or rule."""

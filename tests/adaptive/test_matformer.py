@@ -132,6 +132,15 @@ def test_units_may_change_places_within_a_band():
         np.testing.assert_allclose(loss(other, share), loss(target, share), rtol=1e-5)
 
 
+def test_the_parts_of_layers_of_different_widths():
+    """A share is one of each layer's own width."""
+    target = depths.target()
+    width = target.model.config.mlp_width
+    uneven = narrow_mlps(target, [width if layer % 2 else width // 2 for layer in range(depths.LAYERS)])
+    half = narrow_mlps(target, [width // 2 if layer % 2 else width // 4 for layer in range(depths.LAYERS)])
+    np.testing.assert_allclose(loss(uneven, 0.5), loss(half, 1.0), rtol=1e-6)
+
+
 def test_granularities_learn_together():
     trained, losses = adaptive.train_nested(small(), *depths.lesson(), shares=SHARES, steps=50, learning_rate=3e-3)
     assert losses[-1] < 0.5 * losses[0]

@@ -32,6 +32,8 @@ def test_exits_lie_at_equal_parts():
         adaptive.skip_layers(tiny_llama(layers=2), adaptive.s2d())
     with pytest.raises(UsageError, match="exits must be at least 2, not 1"):
         adaptive.s2d(exits=1)
+    with pytest.raises(UsageError, match="exits must be a whole number of at least 2, not 1"):
+        adaptive.train_sorted(draft(), *depths.lesson(), exits=1)
 
 
 @pytest.mark.parametrize(("threshold", "layers"), [(0.0, 2), (1.01, LAYERS)])

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from specjax.training.objectives.recipes import Recipe
 
 PART_FLAGS = frozenset((
-    "method", "draft", "prompts", "own_prompts", "texts", "answers", "system", "template_args", "temperature",
-    "max_new_tokens", "batch_size", "learning_rate", "rows", "length", "epochs", "seed", "settings",
+    "method", "draft", "prompts", "texts", "system", "template_args", "length", "seed", "settings",
 ))  # fmt: skip
-"""Flags that the training of a part of a method reads."""
+"""Flags that the training of every part of a method reads or refuses itself. `PartKind.flags` has the others."""
 MODEL, PRETRAINING = "two_model", "fastdraft_pretraining"
 RECIPES = ("distillspec", "direct_alignment", "fastdraft", PRETRAINING)
 
@@ -59,8 +58,8 @@ class StartOptions:
         typer.Option(
             "--method",
             help="A kind of head, see `specjax methods`; two_model for a draft model; or a method with trained parts: "
-            "dynamax, first, matformer, s2d, lud, ceed_vla, hamburger_decoding, learn2pd, specdec++, judge or "
-            "arbitrage. "
+            "dynamax, first, lora_drop, matformer, s2d, lud, ceed_vla, hamburger_decoding, learn2pd, specdec++, judge "
+            "or arbitrage. "
             "Default: the kind of --draft, or eagle3.",
             show_default=False,
             autocompletion=completion.words("heads", more=["two_model"]),
@@ -371,12 +370,12 @@ def _is_part(method: str | None) -> bool:
 def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) -> None:
     """Train the parts of a method. Raises: UsageError for flags that do not fit."""
     from specjax.cli.runs.part_training import PartFlags, parse_options, run_part
-    from specjax.cli.runs.training import check_folder, read_files
-    from specjax.training.methods.judged_files import read_judged
+    from specjax.cli.runs.training import check_folder, check_sources, read_files
+    from specjax.training.methods.judged_files import check_judged, read_judged
     from specjax.training.parts import PARTS
 
     part, reason = PARTS[method], f"does not fit --method {method}"
-    refuse_flags(groups, PART_FLAGS, reason)
+    refuse_flags(groups, PART_FLAGS | part.flags, reason)
     for name in ("target_name", "report"):
         require(getattr(flags, name) is None, f"{flag_of(name)} {reason}; remove it")
     options = parse_options(method, flags.settings)
@@ -386,6 +385,8 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
         f"--method {method} needs a draft model; add --draft MODEL",
     )
     require(flags.out is not None, "--out FOLDER is missing; name the folder of the result")
+    models = {f"--set {name}": options.get(name) for name in ("reward", "router")}
+    check_sources(flags.out, {"--target": flags.target, "--draft": flags.draft} | models, ("base", "head"))
     require(not part.denoises or not flags.own_prompts, "--own-prompts needs an autoregressive target; give --prompts")
     for flag in ("reward",) if method == "arbitrage" else ():
         require(options[flag] is not None, f"--method {method} needs a process reward model; add --set {flag}=FOLDER")
@@ -393,6 +394,7 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
     if part.data == "judged":
         require(bool(flags.texts) and not flags.prompts, "--method judge reads judged responses; give --texts FILE")
         judged = [entry for path in flags.texts for entry in parse_judged(path, read_judged)]
+        check_judged(judged)
     else:
         has_texts = bool(flags.texts) and part.data == "responses"
         require(
@@ -409,11 +411,11 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
         o.check_minimum(f"--{name.replace('_', '-')}", getattr(flags, name), minimum)
     rate = flags.learning_rate
     require(rate is None or 0 < rate < float("inf"), f"--learning-rate must be a number above 0, not {rate}")
-    models = ModelOptions(
+    loaded = ModelOptions(
         flags.target, flags.draft, flags.dtype, flags.no_cache, max_positions=flags.max_positions,
         template_args=flags.template_args,
     )  # fmt: skip
-    run_part(PartFlags(method, options, prompts, texts, judged, flags), models, as_json=flags.as_json)
+    run_part(PartFlags(method, options, prompts, texts, judged, flags), loaded, as_json=flags.as_json)
 
 
 def parse_judged(path: Path, read: Any) -> list[dict[str, Any]]:
@@ -433,6 +435,7 @@ def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, An
     from specjax.cli.runs.training import (
         TrainingFlags,
         check_folder,
+        check_sources,
         has_conversation,
         in_flags,
         read_files,
@@ -445,9 +448,7 @@ def _read_training(flags: SimpleNamespace, kind: str, head_options: dict[str, An
         flags.recipe != PRETRAINING or bool(flags.texts),
         f"--recipe {PRETRAINING} trains on raw text; give it by --texts FILE",
     )
-    for flag, source in (("--draft", flags.draft), ("--start", flags.start)):
-        is_same = source is not None and Path(source).expanduser().resolve() == flags.out.resolve()
-        require(not is_same, f"--out {flags.out} is the folder of {flag}, which must not change; give another folder")
+    check_sources(flags.out, {"--target": flags.target, "--draft": flags.draft, "--start": flags.start})
     prompts, texts = read_files(flags.prompts or [], "--prompts"), read_files(flags.texts or [], "--texts")
     require(
         bool(prompts) or flags.own_prompts > 0 or has_conversation(texts),

@@ -163,6 +163,17 @@ def check_folder(folder: Path | None, flag: str) -> None:
     )
 
 
+def check_sources(out: Path, sources: Mapping[str, str | None], parts: Sequence[str] = ()) -> None:
+    """Raise a UsageError if a run would overwrite a model that it reads.
+
+    Args: sources: the model of each flag. parts: names of folders in `out` that the run writes too.
+    """
+    written = [folder.resolve() for folder in (out, *(out / part for part in parts))]
+    for flag, source in sources.items():
+        is_same = source is not None and Path(source).expanduser().resolve() in written
+        require(not is_same, f"--out {out} is the folder of {flag}, which must not change; give another folder")
+
+
 def list_sources(files: Sequence[SourceFile], log: Console) -> list[TextSource]:
     """Return the prompts or texts of all files, and print the entries that cannot be used."""
     for path, content in files:

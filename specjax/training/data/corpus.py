@@ -198,6 +198,10 @@ class CorpusBuilder:
                 "(`length`)"
             )
         different = [dialogue for dialogue, _ in {tuple(entry[1]): entry for entry in trainable}.values()]
+        if not different and not settings.held_out and not has_texts:
+            raise UsageError(
+                f"no prompt fits a row of {settings.length} tokens; give more prompts, or a larger `length`"
+            )
         if len(different) < settings.held_out + (not has_texts):
             raise UsageError(
                 f"there are {len(different)} prompts that fit rows of {settings.length} tokens, and "

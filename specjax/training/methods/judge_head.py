@@ -33,7 +33,7 @@ import numpy as np
 
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
-from specjax.numerics.validation import check_range
+from specjax.numerics.validation import check_integer, check_range
 from specjax.training.data.packing import PackedBatch, TrainingText, pack
 from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Array, Target
@@ -116,8 +116,10 @@ def compute_loss(params: tuple[Array, Array], features: Array, labels: Array, we
 def fit_judge(features: np.ndarray, labels: np.ndarray, *, l2: float = 1e-3, steps: int = 200) -> JudgeClassifier:
     """Fit a head to features float32[N, D] and labels int8[N].
 
-    Raises: UsageError for labels other than 0 and 1, or of only one class.
+    Raises: UsageError for settings out of range, and labels other than 0 and 1, or of only one class.
     """
+    check_integer("steps", steps, 0)
+    check_range("l2", l2, lambda x: (x >= 0) & (x < np.inf), "a number of at least 0")
     labels = np.asarray(labels)
     if not np.isin(labels, (0, 1)).all():
         raise UsageError("labels must be 1 for correct tokens and 0 for wrong ones; leave other tokens out")

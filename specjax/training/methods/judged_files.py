@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,13 @@ def read_judged(path: str | Path) -> list[dict[str, Any]]:
                 f"{len(texts[1]) - 1}, or null"
             )
         entries.append({"prompt": texts[0], "response": texts[1], "wrong": wrong})
-    if not any(entry["wrong"] is not None for entry in entries):
-        raise UsageError(f"{path} has no response with an error, and a judge needs right and wrong ones; {FORM}")
     return entries
+
+
+def check_judged(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a UsageError if all responses of all files are right."""
+    if all(entry["wrong"] is None for entry in entries):
+        raise UsageError(f"--texts has no response with an error, and a judge needs right and wrong ones; {FORM}")
 
 
 def to_judged(entry: dict[str, Any], tokenizer: Any, system: str | None = None) -> JudgedResponse:
@@ -53,6 +58,8 @@ def to_judged(entry: dict[str, Any], tokenizer: Any, system: str | None = None) 
     response = list(tokenizer.encode(entry["response"], special=False))
     wrong = entry["wrong"]
     if wrong is not None:
-        ends = (len(tokenizer.decode(response[: i + 1])) for i in range(len(response)))
-        wrong = len(prompt) + next((i for i, end in enumerate(ends) if end > wrong), len(response) - 1)
+        right = tokenizer.decode(response)[:wrong]
+        # A part of a character decodes to other characters, perhaps to several, and is no beginning of the text.
+        prefixes = [i for i in range(len(response)) if right.startswith(tokenizer.decode(response[:i]))]
+        wrong = len(prompt) + max(prefixes)
     return JudgedResponse(TrainingText((*prompt, *response), len(prompt)), wrong)

@@ -36,6 +36,7 @@ from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.methods.learn2pd import Filter
 from specjax.diffusion.types import Denoiser
 from specjax.numerics.sampling import threefry
+from specjax.numerics.validation import check_integer
 from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.masked import forward_views
 from specjax.types import Array
@@ -99,6 +100,8 @@ def replay(denoiser: Denoiser, packed: PackedBatch, block: int) -> FilterExample
 def fit_filter(examples: FilterExamples, key: Array, *, steps: int = 2000, learning_rate: float = 3e-3) -> Filter:
     """Fit a filter with AdamW. Every step uses all examples."""
     import optax
+
+    check_integer("steps", steps, 0)
 
     width = examples.confidence.shape[-1]
     first_key, second_key = jax.random.split(key)

@@ -28,6 +28,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.models.heads.acceptance import AcceptanceHead, init_acceptance
 from specjax.models.vocabulary import match_vocabulary
+from specjax.numerics.validation import check_integer
 from specjax.training.data.packing import PackedBatch
 from specjax.training.objectives.draft_models import LOGIT_POSITIONS, shared_logits
 from specjax.training.objectives.head_objective import StepReport
@@ -55,6 +56,7 @@ class StoppingTrainable:
 @with_standard_modes
 def init_stopping(draft: Target, num_blocks: int = 3, **settings: float) -> StoppingTrainable:
     """Return an untrained head for a draft model. Args: settings: fields of `StoppingTrainable`."""
+    check_integer("num_blocks", num_blocks, 0)
     zero = np.zeros((1, 1), np.int32)
     packed = PackedBatch(jnp.asarray(zero), jnp.asarray(zero), jnp.asarray(zero > 0))
     output = jax.eval_shape(lambda params: forward_packed(draft.model, params, packed)[0], draft.params)

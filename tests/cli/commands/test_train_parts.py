@@ -8,9 +8,10 @@ from toy import tiny_llama
 
 import specjax
 from specjax.models import loading
-from specjax.training.parts import PARTS
+from specjax.training.data.packing import TrainingText
+from specjax.training.parts import PARTS, PartJob
 
-SMALL = ("--max-new-tokens", 8, "--length", 32, "--rows", 2)
+SMALL = ("--max-new-tokens", 8, "--length", 32)
 SHORT = ("--max-new-tokens", 6, "--json")
 
 
@@ -40,6 +41,7 @@ def files(monkeypatch, reward_folder):
 RUNS = {
     "dynamax": (("steps=3", "every=1"), ()),
     "first": (("steps=2", "lora_steps=2"), ()),
+    "lora_drop": (("steps=2", "every=2"), ()),
     "matformer": (("steps=2",), ()),
     "s2d": (("steps=2", "exits=2"), ()),
     "specdec++": (("blocks=1",), ("--draft", "draft")),
@@ -63,11 +65,18 @@ def test_what_is_written_is_used_by_the_command_that_is_printed(cli, prompts, tm
     assert card["flags"] in " ".join(again.out.split())
 
 
+def test_a_draft_model_with_exits_is_used_as_a_draft(tmp_path):
+    trained = tiny_llama(layers=4, vocab=259, stacked=True)
+    job = PartJob(trained, tmp_path, {"exits": 2, "steps": 0}, [TrainingText((5, 6, 7, 8), 2)], draft=trained)
+    expected = f"--draft {tmp_path} --method two_model --set depth=s2d:exits=2"
+    assert PARTS["s2d"].train(job).flags == expected
+
+
 def test_a_judge(cli, refused, tmp_path):
     file = tmp_path / "judged.jsonl"
     lines = [{"prompt": "2 + 2?", "response": f"It is {n}.", "wrong": None if n == 4 else 6} for n in range(9)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ("train", "--method", "judge", "--texts", file, "--out", tmp_path / "out", *SMALL)
+    command = ("train", "--method", "judge", "--texts", file, "--out", tmp_path / "out", "--rows", 2, "--length", 32)
     card = json.loads(cli(*command, "--set", "steps=20", "--json").out)
     assert card["texts"] == 9 and 0 <= card["threshold"] < 1
     served = cli("generate", "ab", "--draft", "draft", *card["flags"].split(), *SHORT)
@@ -76,8 +85,32 @@ def test_a_judge(cli, refused, tmp_path):
     assert "line 1 has wrong 1, which must be the place of a character of the response, from 0 to 0" in refused(
         *command
     )
-    file.write_text('{"prompt": "a", "response": "b"}\n')
-    assert "has no response with an error" in refused(*command)
+    right = tmp_path / "right.jsonl"
+    right.write_text('{"prompt": "a", "response": "b"}\n')
+    assert "--texts has no response with an error" in refused(*(right if x == file else x for x in command))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert json.loads(cli(*command, "--texts", right, "--set", "steps=1", "--json").out)["texts"] == 10
+    words = "no response has its error in the first 8 tokens; give a larger --length"
+    assert words in refused(*command, "--length", 8)
+    assert "l2 must be a number of at least 0, not inf" in refused(*command, "--set", "l2=inf")
+    assert "--epochs does not fit --method judge; remove it" in refused(*command, "--epochs", 2)
+
+
+def test_a_model_that_is_read_is_not_overwritten(refused, prompts, tmp_path):
+    """The folder of the result is none of the models, also none below a part of the result."""
+    for method, flag in (("matformer", "--target"), ("specdec++", "--draft"), ("medusa", "--target")):
+        command = ("train", "--method", method, "--prompts", prompts, "--out", tmp_path, "--draft", "draft")
+        command = command if flag == "--draft" else command[:-2]
+        assert f"is the folder of {flag}, which must not change" in refused(*command, flag, tmp_path)
+    command = ("train", "--method", "hamburger_decoding", "--prompts", prompts, "--out", tmp_path)
+    assert "is the folder of --target" in refused(*command, "--target", tmp_path / "base")
+
+
+def test_a_training_that_diverges_writes_nothing(refused, prompts, tmp_path):
+    command = ("train", "--method", "lora_drop", "--prompts", prompts, "--out", tmp_path / "out", *SMALL)
+    words = refused(*command, "--set", "steps=3", "--learning-rate", 1e38)
+    assert "the loss became" in words and "train with a smaller learning rate" in words
+    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
@@ -104,6 +137,8 @@ def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
         (("--method", "lud"), "add --set pad_token=N: id of a token that no text contains"),
         (("--method", "judge"), "--method judge reads judged responses; give --texts FILE"),
         (("--method", "medusa", "--set", "steps=3"), "--set is for methods with trained parts"),
+        (("--method", "dynamax", "--epochs", 2), "--epochs does not fit --method dynamax; remove it"),
+        (("--method", "ceed_vla", "--temperature", 1), "--temperature does not fit --method ceed_vla; remove it"),
         (("--method", "dynamax", "--learning-rate", -1), "--learning-rate must be a number above 0, not -1"),
     ],
 )
