@@ -35,6 +35,7 @@ from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.decision_heads import read_judge, to_log_odds
 from specjax.models.loading.reward_models import RewardHead, is_reward_folder
+from specjax.numerics.validation import check_range
 from specjax.types import STATIC, Array, Target
 
 Reward = Callable[[Array, Array, Array, Array], Array]
@@ -64,7 +65,12 @@ class RewardModel:
         """Return the scores float32[R] of texts `tokens` int32[R, L] of `length` int32[R] tokens, in one pass.
 
         A text with a token outside of the model's vocabulary has the score NaN. `start` and `ended` change nothing.
+
+        Raises: UsageError for a text that the model has no room for, or an empty one without a suffix.
         """
+        first, last = int(not len(self.suffix)), self.target.model.max_positions - len(self.suffix)
+        words = f"from {first} to {last} tokens, those that {self.target.model.name} can read"
+        check_range("length", length, lambda x: (x >= first) & (x <= last), words)
         return _score_in_one_pass(self, jnp.asarray(tokens, jnp.int32), jnp.asarray(length, jnp.int32))
 
     def of_hidden(self, hidden: Array) -> Array:
@@ -97,6 +103,8 @@ def reward_of(model: Target, head: Any, *, link: Link = "sigmoid", suffix: Seque
         raise UsageError(f'link must be one of {", ".join(get_args(Link))}, not "{link}"')
     weight, bias = to_log_odds(np.asarray(head[0], np.float32), np.asarray(head[1], np.float32), "the head")
     layers = head.layers if isinstance(head, RewardHead) else ()
+    if not np.isfinite([*weight, bias]).all():
+        raise UsageError("the head has values that are not finite; train it again")
     width = _width(model)
     for first in [layer for layer, _ in layers] + [weight[None]]:
         if first.shape[1] != width:

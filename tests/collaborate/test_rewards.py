@@ -101,5 +101,12 @@ def test_what_is_wrong_is_one_sentence():
         reward_of(JUDGE, (lib.HEAD, 0.0), link="tanh")
     with pytest.raises(UsageError, match="suffix has 16, which is not one of the model's 16 tokens"):
         reward_of(JUDGE, (lib.HEAD, 0.0), suffix=(16,))
+    with pytest.raises(UsageError, match="the head has values that are not finite"):
+        reward_of(JUDGE, (lib.HEAD, np.nan))
+    size, zero = JUDGE.model.max_positions, jnp.zeros(1, jnp.int32)
+    tokens = jnp.zeros((1, size), jnp.int32)
+    for reward, length, words in ((WITH_SUFFIX, size - 1, f"from 0 to {size - 2} tokens"), (MODEL, 0, "from 1 to")):
+        with pytest.raises(UsageError, match=f"length must be {words}"):
+            reward(tokens, zero, zero + length, zero == 0)
     with pytest.raises(UsageError, match="a reward must return one number per row"):
         lib.run("a_star", reward=lambda tokens, start, length, ended: jnp.float32(0.5))

@@ -369,6 +369,7 @@ def _is_part(method: str | None) -> bool:
 
 def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) -> None:
     """Train the parts of a method. Raises: UsageError for flags that do not fit."""
+    from specjax.cli.runs.collaboration.checks import check_reward_options
     from specjax.cli.runs.part_training import PartFlags, parse_options, run_part
     from specjax.cli.runs.training import check_folder, check_sources, read_files
     from specjax.training.methods.judged_files import check_judged, read_judged
@@ -388,8 +389,10 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
     models = {f"--set {name}": options.get(name) for name in ("reward", "router")}
     check_sources(flags.out, {"--target": flags.target, "--draft": flags.draft} | models, ("base", "head"))
     require(not part.denoises or not flags.own_prompts, "--own-prompts needs an autoregressive target; give --prompts")
-    for flag in ("reward",) if method == "arbitrage" else ():
-        require(options[flag] is not None, f"--method {method} needs a process reward model; add --set {flag}=FOLDER")
+    if method == "arbitrage":
+        words = f"--method {method} needs a process reward model; add --set reward=FOLDER"
+        require(options["reward"] is not None, words)
+        check_reward_options("reward", {name: value for name, value in options.items() if value is not None})
     judged: list[dict[str, Any]] = []
     if part.data == "judged":
         require(bool(flags.texts) and not flags.prompts, "--method judge reads judged responses; give --texts FILE")

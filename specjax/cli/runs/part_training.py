@@ -107,6 +107,7 @@ def make_job(flags: PartFlags, session: Session, log: Console) -> PartJob:
         0, values.max_new_tokens, values.temperature, values.own_prompts, values.batch_size, values.length,
         values.seed, session.target.model.max_positions, values.system,
     )  # fmt: skip
+    inputs = _make_inputs(flags, session)
     prompts, texts = list_sources(flags.prompts, log), list_sources(flags.texts, log)
     observer = ConsoleObserver(log)
     builder = CorpusBuilder(
@@ -124,7 +125,7 @@ def make_job(flags: PartFlags, session: Session, log: Console) -> PartJob:
     names = ("max_new_tokens", "temperature", "rows", "length", "epochs", "seed", "learning_rate")
     return PartJob(
         session.target, values.out, flags.options, **data, draft=session.draft, tokenizer=_tokenizer_of(values),
-        inputs=_make_inputs(flags, session), **{name: getattr(values, name) for name in names},
+        inputs=inputs, **{name: getattr(values, name) for name in names},
     )  # fmt: skip
 
 

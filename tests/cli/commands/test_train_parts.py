@@ -113,6 +113,13 @@ def test_a_training_that_diverges_writes_nothing(refused, prompts, tmp_path):
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+def test_a_folder_without_a_reward_is_refused_before_a_model_loads(refused, prompts, tmp_path, monkeypatch):
+    monkeypatch.delattr(specjax, "load")
+    command = ("train", "--method", "arbitrage", "--prompts", prompts, "--out", tmp_path / "out", "--draft", "draft")
+    words = refused(*command, "--set", f"reward={prompts}")
+    assert words.startswith("specjax: --set reward: ") and "is not the folder of a reward model" in words
+
+
 def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
     command = ("train", "--method", "arbitrage", "--prompts", prompts, "--out", tmp_path / "out", *SMALL)
     pair = ("--draft", "draft", "--set", "steps=e|t|a|\\n", "--set", f"router={reward_folder}", "--temperature", 1)

@@ -87,11 +87,11 @@ def check_options(
     except UsageError as error:
         raise UsageError(_name_flags(str(error), options, processing)) from None
     for option in of_models:
-        _check_reward(option.name, options)
+        check_reward_options(option.name, options)
     return settings
 
 
-def _check_reward(name: str, options: Mapping[str, Any]) -> None:
+def check_reward_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise a UsageError for options of a reward model that is missing, or a local folder without a head."""
     source, extras = options.get(name), [f"{name}_{key}" for key in ("head", "link", "suffix")]
     for extra in extras:
