@@ -377,6 +377,9 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
 
     part, reason = PARTS[method], f"does not fit --method {method}"
     refuse_flags(groups, PART_FLAGS | part.flags, reason)
+    if flags.texts and part.data == "responses":
+        read = (PART_FLAGS | part.settings) - {"prompts"}
+        refuse_flags(groups, read, "does not fit --texts, which has the texts to train on")
     for name in ("target_name", "report"):
         require(getattr(flags, name) is None, f"{flag_of(name)} {reason}; remove it")
     options = parse_options(method, flags.settings)

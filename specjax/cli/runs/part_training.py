@@ -120,7 +120,7 @@ def make_job(flags: PartFlags, session: Session, log: Console) -> PartJob:
         dialogues = builder.select_prompts(prompts, has_texts=False)
         data["prompts"] = [dialogue.next_prompt(tokenizer) for dialogue in dialogues]
     else:
-        data["texts"] = builder.read_texts(texts) if texts else builder.build(prompts, ()).texts
+        data["texts"] = builder.read_texts(texts) if flags.texts else builder.build(prompts, ()).texts
     observer.close()
     names = ("max_new_tokens", "temperature", "rows", "length", "epochs", "seed", "learning_rate")
     return PartJob(

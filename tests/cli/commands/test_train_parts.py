@@ -144,6 +144,7 @@ def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
         (("--method", "lud"), "add --set pad_token=N: id of a token that no text contains"),
         (("--method", "judge"), "--method judge reads judged responses; give --texts FILE"),
         (("--method", "medusa", "--set", "steps=3"), "--set is for methods with trained parts"),
+        (("--method", "dynamax", "--texts", "texts.jsonl"), "--prompts does not fit --texts, which has the texts to"),
         (("--method", "dynamax", "--epochs", 2), "--epochs does not fit --method dynamax; remove it"),
         (("--method", "ceed_vla", "--temperature", 1), "--temperature does not fit --method ceed_vla; remove it"),
         (("--method", "dynamax", "--learning-rate", -1), "--learning-rate must be a number above 0, not -1"),
