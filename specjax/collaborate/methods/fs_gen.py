@@ -59,7 +59,10 @@ METHOD = Method(
         Option("strength", "float", None, "beta of contrastive (0.5) and proxy (1.0)"),
         Option("threshold", "float", None, "t of the gates threshold (0.5) and margin (0.25)"),
         Option(
-            "alpha", "float", 0.1, "for contrastive: minimum probability of a token relative to the most likely one"
+            "alpha",
+            "float",
+            None,
+            "for contrastive (0.1): minimum probability of a token relative to the most likely one",
         ),
     ),
 )
@@ -69,6 +72,8 @@ Form = Literal["contrastive", "proxy", "large"]
 Gate = Literal["always", "threshold", "margin", "oracle"]
 STRENGTHS = {"contrastive": 0.5, "proxy": 1.0}
 """Default `strength` of each form that has one: the authors' beta and a."""
+ALPHAS = {"contrastive": 0.1}
+"""Default `alpha` of the form that has one."""
 THRESHOLDS = {"threshold": 0.5, "margin": 0.25}
 """Default `threshold` of each gate that has one, our choice of t."""
 SMALL, LARGE, TUNED = range(3)
@@ -85,7 +90,7 @@ def fs_gen(
     gate: Gate = "always",
     strength: float | None = None,
     threshold: float | None = None,
-    alpha: float = 0.1,
+    alpha: float | None = None,
     tuned: Target | None = None,
     **settings: Any,
 ) -> TextResult:
@@ -94,7 +99,7 @@ def fs_gen(
     Args:
       form: logits of a token with a call of the large model. strength: beta of contrastive (0.5) and of proxy (1.0).
       gate: choice of the tokens with a call. threshold: t of `threshold` (0.5) and of `margin` (0.25).
-      alpha: for contrastive, the minimum probability of a token relative to the most likely one.
+      alpha: for contrastive (0.1), the minimum probability of a token relative to the most likely one.
       tuned: for proxy, the tuned small model. It writes the tokens without a call.
       settings: settings of `decode`; temperature, top-k and top-p apply to the fused logits.
 
@@ -108,6 +113,7 @@ def fs_gen(
     )
     strength = STRENGTHS.get(form, 0.0) if strength is None else strength
     threshold = THRESHOLDS.get(gate, 0.0) if threshold is None else threshold
+    alpha = ALPHAS.get(form, 0.0) if alpha is None else alpha
     models = (draft, target) if tuned is None else (draft, target, tuned)
     job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
     numbers = Numbers(*(jnp.float32(number) for number in (strength, threshold, alpha)))
@@ -116,7 +122,7 @@ def fs_gen(
 
 def check_options(
     *, form: Form, gate: Gate = "always", strength: float | None = None, threshold: float | None = None,
-    alpha: float = 0.1, tuned: Target | None = None, **settings: Any,
+    alpha: float | None = None, tuned: Target | None = None, **settings: Any,
 ) -> Settings:  # fmt: skip
     """Check the options, and return the settings of the fused logits. Raises: UsageError."""
     for name, value, words in (("form", form, get_args(Form)), ("gate", gate, get_args(Gate))):
@@ -132,7 +138,9 @@ def check_options(
     if threshold is not None:
         _check_used("threshold", f'gate="{gate}"', gate, THRESHOLDS)
         number("threshold", threshold, True, "a number")
-    number("alpha", alpha, 0 <= alpha <= 1, "from 0 to 1")
+    if alpha is not None:
+        _check_used("alpha", f'form="{form}"', form, ALPHAS)
+        number("alpha", alpha, 0 <= alpha <= 1, "from 0 to 1")
     return Settings(**settings)
 
 

@@ -149,5 +149,7 @@ def test_what_is_wrong_is_one_sentence():
         lib.run("fs_gen", gate="svm")
     with pytest.raises(UsageError, match='strength is for contrastive and proxy, and form="large" does not read it'):
         lib.run("fs_gen", form="large", strength=0.5)
+    with pytest.raises(UsageError, match='alpha is for contrastive, and form="large" does not read it'):
+        lib.run("fs_gen", form="large", alpha=0.1)
     with pytest.raises(UsageError, match='threshold is for threshold and margin, and gate="oracle" does not'):
         lib.run("fs_gen", gate="oracle", threshold=0.5)
