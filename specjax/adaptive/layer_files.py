@@ -91,8 +91,8 @@ def read_layer_arrays(source: str | Path, names: Sequence[str], noun: str) -> li
         layers = 1 + max((layer for layer, _ in places), default=0)
         for layer in range(layers):
             for name in names:
-                shapes = [tensors[places[i, name]].shape if (i, name) in places else () for i in (0, layer)]
-                _check_shapes(*shapes, f"layers.{layer}.{name}", file)
+                first, shape = (tensors[places[i, name]].shape if (i, name) in places else () for i in (0, layer))
+                _check_shapes(first, shape, f"layers.{layer}.{name}", file)
         read = lambda layer, name: read_array(tensors, places[layer, name], file)
         return [jnp.stack([read(layer, name) for layer in range(layers)]) for name in names]
 
