@@ -43,7 +43,7 @@ prints the finished prompts ("left" counts the others).
 --compare also runs plain decoding (method autoregressive) with the same
 random keys. At temperature 0, and at any temperature for drafts without
 randomness, the texts must be equal. If they differ, the report has the
-position and the gap of the two largest logits there. Sampled drafts keep the
+position and the gap of the two best tokens there. Sampled drafts keep the
 target's distribution, not its text for a given seed.
 
 With a method of kind collaboration (`specjax methods`), several models or

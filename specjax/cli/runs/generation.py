@@ -175,10 +175,9 @@ class Generation(PromptRun):
         """Return the form of the method's drafts."""
         return self.drafter.traits.draws
 
-    @property
-    def width(self) -> int:
-        """Return the tokens of the widest target pass."""
-        return self.drafter.num_nodes
+    def widths(self, batch: int) -> Sequence[int]:
+        """Return the tokens per row of the target passes over `batch` rows."""
+        return self.drafter.pass_widths(batch, self.session.target)
 
     @property
     def identical(self) -> bool | None:
@@ -193,9 +192,9 @@ class Generation(PromptRun):
             return
         tokens, plain_tokens = report_of.merge(self.runs).tokens, report_of.merge(self.plain_runs).tokens
         for number, (row, text, plain) in enumerate(zip(self.rows, tokens, plain_tokens, strict=True)):
-            difference = near_ties.find_difference(
-                self.session.target, row.ids, text, plain, self.width, self.more.processors
-            )
+            batch = len(self.batches[number // self.batch_size])
+            origin = self.origin_of(row, self.settings, self.widths(batch), batch)
+            difference = near_ties.find_difference(self.session.target, row.ids, text, plain, origin)
             if difference is not None:
                 position = {"prompt": number, "line": row.prompt.line}
                 self.differences.append(near_ties.difference_record(difference, self.session.tokenizer, **position))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from specjax.bench.measure import DecodeTask, row_keys
+from specjax.bench.near_ties import TextOrigin
 from specjax.cli.options.prompts import BadLine, Encoded, describe
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.output.progress import ProgressLines
@@ -86,6 +87,11 @@ class PromptRun:
         """Return a batch with its keys and settings."""
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
         return DecodeTask(target, drafter, [row.ids for row in batch], keys, settings, self.decoding.max_new_tokens)
+
+    def origin_of(self, row: Encoded, settings: Settings, widths: Sequence[int], batch: int) -> TextOrigin:
+        """Return the decoding of a prompt's text in a batch, with passes of some widths."""
+        key = None if settings.is_greedy else row_keys(self.decoding.seed, [row.ordinal])[0]
+        return TextOrigin(widths, batch, tuple(settings.processors), settings.to_sampling(), key)
 
     def run(self, report: Report) -> None:
         """Decode all batches."""

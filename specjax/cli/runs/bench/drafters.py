@@ -60,9 +60,11 @@ class DrafterComparison(BenchRun):
         """Yield the differences from plain decoding, if a comparison is meaningful."""
         if self.must_equal(method) is None:
             return
+        target, batch = self.session.target, len(group.rows)
+        widths = (LOOP_WIDTH,) if method in self.loops else self.drafters[method].pass_widths(batch, target)
         for row, text, plain in zip(group.rows, group.runs[method].tokens, group.runs[PLAIN].tokens, strict=True):
-            width = LOOP_WIDTH if method in self.loops else self.drafters[method].num_nodes
-            difference = near_ties.find_difference(self.session.target, row.ids, text, plain, width)
+            origin = self.origin_of(row, self.settings[PLAIN], widths, batch)
+            difference = near_ties.find_difference(target, row.ids, text, plain, origin)
             if difference is not None:
                 position = {"method": method, "task": group.task, "line": row.prompt.line}
                 yield near_ties.difference_record(

@@ -46,10 +46,9 @@ class LoopGeneration(Generation):
         """Return the form of a loop's drafts."""
         return LOOP_DRAWS
 
-    @property
-    def width(self) -> int:
-        """Return the tokens of a wide pass."""
-        return LOOP_WIDTH
+    def widths(self, batch: int) -> Sequence[int]:
+        """Return the tokens of a pass that measures rounding."""
+        return (LOOP_WIDTH,)
 
     def compile(self, log: Console) -> None:
         """Run each program once; a loop has no shorter run."""
