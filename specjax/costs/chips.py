@@ -2,8 +2,9 @@
 
 All figures are per JAX device. A v4, v5e, v5p or v6e chip or a GPU is one device, and a tpu7x chip is two.
 
-Products count at the bfloat16 peak, because no int8 products are modelled. The int8 peak is twice as high on v5e and
-v6e (their pages) and v5p (How to Scale Your Model). It is equal on v4, and not published for tpu7x.
+Products count at the bfloat16 peak, and those of float32 numbers at `Chip.float32_flops`. No int8 products are
+modelled. Their peak is twice as high on v5e and v6e (their pages) and v5p (How to Scale Your Model). It is equal on v4,
+and not published for tpu7x.
 
 Megacore: v4 and v5p chips have two cores that JAX presents as one device. XLA splits its own operations over both
 cores, so peak and bandwidth count in full. A Pallas kernel with a sequential grid, such as tree attention, runs on one
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 
 GIB = 1 << 30
 MIB = 1 << 20
+FLOAT32_PASSES = 6
+"""Passes of a TPU's matrix units over bfloat16 parts of float32 numbers, for a product of the precision "highest"."""
 HOP_SECONDS = 1e-6
 """Latency of one hop between neighbours, "typically around 1us" (jax-ml.github.io/scaling-book/sharding)."""
 
@@ -55,6 +58,12 @@ class Chip:
     start_seconds: float = 0.0  # latency of a collective without its hops
     hop_seconds: float = HOP_SECONDS  # latency of a hop
     launches: Launches | None = None  # None: the compiler estimates times
+    float32_units: float | None = None  # float32 FLOPs/s beside the matrix units, which have no float32 on a GPU
+
+    @property
+    def float32_flops(self) -> float:
+        """FLOPs per second of products of float32 numbers with the precision "highest"."""
+        return self.float32_units or self.peak_flops / FLOAT32_PASSES
 
     @property
     def clock(self) -> float:
@@ -84,11 +93,13 @@ def _gpu(name: str, hbm_bytes: int, hbm_bandwidth: float, sources: dict[str, str
         flops_per_cycle=_XLA + f"{name}: 132 cores of 4 units with 512 products per clock of 1.83 GHz",
         vmem_bytes=_XLA + f"{name}: shared_memory_per_block_optin 232448",
         cores="a kernel uses all 132 cores",
+        float32_units=NVIDIA + f"{name}: 67 TFLOPS (FP32, SXM)",
         latency="NCCL's own model, src/graph/tuning.cc: 6.6 us and 0.6 us per step of a ring (LL, NVLink)",
     )
     return Chip(
         name, hbm_bytes, hbm_bandwidth, 1979e12 / 2, 132 * 4 * 512 * 2, 25e9, 232_448, 1, (1,), sources | common,
         platform="gpu", ring_links=18, start_seconds=6.6e-6, hop_seconds=0.6e-6, launches=_LAUNCHES,
+        float32_units=67e12,
     )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ def estimated(
     with AVX-512 (1.12 for 8, 1.22 for 16, 1.8 for 32) and cores with AMX (1.33, 1.7, 2.6). With int8 weights and
     activations (`dtype_of`), products of one token are padded to 8 rows. Measured costs are 1.12 to 1.15 for 8 tokens,
     1.39 to 1.54 for 16 and 2.2 to 2.4 for 32 (two cores with AMX, float32 and bfloat16). Accelerators read the
-    weights once for a few hundred tokens, and `accelerators.pass_cost` has the costs by chip. Each token adds
+    weights once for a few hundred tokens, and `accelerators.pass_cost` has the costs by chip and dtype. Each token
+    adds
     LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of 4
     and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
 
@@ -107,7 +108,7 @@ def estimated(
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return pass_cost(platform, n) + LOGITS_PASSES * logits * n
+            return pass_cost(platform, n, dtype) + LOGITS_PASSES * logits * n
         if jnp.dtype(dtype) == jnp.int8:
             return 1 + 0.017 * (min(n, 8) - 1) + 0.045 * max(n - 8, 0)
         if jnp.dtype(dtype) == jnp.bfloat16:

@@ -2,7 +2,8 @@
 
 There are two estimates, and reports show both. Neither is a measurement.
 
-- *Roofline*: max(bytes that must move / HBM bandwidth, FLOPs / peak) + collectives. It is a lower bound. Every weight
+- *Roofline*: max(bytes that must move / HBM bandwidth, FLOPs / peak) + collectives. It is a lower bound. The peak is
+  that of bfloat16, or for products of float32 numbers that of the precision "highest". Every weight
   is read once per pass and the cached tokens once, at the published figures, without waiting. If the compiled program
   moves fewer bytes, because a small model's weights stay on the chip between passes, the smaller number counts.
 - *Schedule*: the compiler's own cycles (`specjax.planning.hlo`) divided by the clock, plus Pallas kernels by their
@@ -76,6 +77,7 @@ class Totals:
     instructions: float  # scheduled instructions that are not free
     kernels: Kernel
     collectives: tuple[Collective, ...]
+    float32_flops: float = 0.0  # those of `flops` in products of float32 numbers with the precision "highest"
     condition_reads: float = 0.0  # conditions of loops of unknown length and of branches, which a GPU's host reads
 
 
@@ -97,10 +99,15 @@ def estimate(chip: Chip, totals: Totals, must_bytes: float) -> Seconds:
       must_bytes: minimum of the bytes that a device has to move, from `specjax.planning.traffic`.
     """
     memory = min(must_bytes, totals.hbm_bytes) / chip.hbm_bandwidth
-    compute = totals.flops / chip.peak_flops
+    compute = _arithmetic_seconds(chip, totals)
     collectives = sum(collective_seconds(chip, entry) for entry in totals.collectives)
     schedule = _compiled_seconds(chip, totals) + collectives
     return Seconds(memory, compute, collectives, max(memory, compute) + collectives, schedule)
+
+
+def _arithmetic_seconds(chip: Chip, totals: Totals) -> float:
+    """Return the seconds of all operations at the peak of their dtype."""
+    return (totals.flops - totals.float32_flops) / chip.peak_flops + totals.float32_flops / chip.float32_flops
 
 
 def _compiled_seconds(chip: Chip, totals: Totals) -> float:
@@ -109,7 +116,7 @@ def _compiled_seconds(chip: Chip, totals: Totals) -> float:
     if launches is not None:
         moved = totals.hbm_bytes / (launches.bandwidth_share * chip.hbm_bandwidth)
         waiting = totals.instructions * launches.kernel_seconds + totals.condition_reads * launches.read_seconds
-        return max(moved, totals.flops / chip.peak_flops) + waiting
+        return max(moved, _arithmetic_seconds(chip, totals)) + waiting
     kernels = chip.cores * max(totals.kernels.flops / chip.peak_flops, totals.kernels.bytes / chip.hbm_bandwidth)
     return totals.cycles / chip.clock + kernels
 

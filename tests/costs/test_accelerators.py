@@ -27,6 +27,27 @@ def test_wide_passes_cost_their_arithmetic(chip, tokens):
 
 
 @pytest.mark.parametrize(
+    ("chip", "factor"), [("v5e", 3), ("tpu", 3), ("h200", 989.5 / 67 / 2), ("gpu", 989.5 / 67 / 2)]
+)
+def test_float32_takes_longer_than_it_reads(chip, factor):
+    """It has twice the bytes, and 6 bfloat16 passes on a TPU or the units beside the matrix units of a GPU."""
+    tokens = 2000
+    assert accelerators.pass_cost(chip, tokens, "float32") == pytest.approx(
+        factor * accelerators.pass_cost(chip, tokens), rel=1e-3
+    )
+    few, many = (costs.estimated((1, 64), 1, dtype, chip)[1] for dtype in ("bfloat16", "float32"))
+    assert few < 1.15 and many > 1.35
+    with jax.default_matmul_precision("default"):
+        assert accelerators.pass_cost(chip, tokens, "float32") == pytest.approx(tokens / few_tokens(chip) / 2, rel=1e-3)
+
+
+def few_tokens(chip: str) -> float:
+    """The tokens whose arithmetic takes as long as the weights in bfloat16."""
+    figures = CHIPS[{"tpu": "v5e", "gpu": "h200"}.get(chip, chip)]
+    return figures.peak_flops / figures.hbm_bandwidth
+
+
+@pytest.mark.parametrize(
     ("kind", "chip"),
     [("NVIDIA H200", "h200"), ("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("NVIDIA A100-SXM4-40GB", "gpu")],
 )

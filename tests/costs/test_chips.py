@@ -33,6 +33,7 @@ def test_every_figure_of_a_gpu_is_what_its_source_says(chip):
     )
     figure = lambda name, pattern: float(re.search(pattern, chip.sources[name])[1].replace(",", ""))
     assert chip.peak_flops == figure("peak_flops", r"([\d,]+) TFLOPS") * 1e12 / 2
+    assert chip.float32_flops == figure("float32_units", r"(\d+) TFLOPS \(FP32") * 1e12
     assert 2 * 18 * chip.link_bandwidth == figure("link_bandwidth", r"(\d+) GB/s both ways") * 1e9
     assert (chip.start_seconds, chip.hop_seconds) == pytest.approx(
         (figure("latency", r"([\d.]+) us") * 1e-6, figure("latency", r"and ([\d.]+) us per step") * 1e-6)

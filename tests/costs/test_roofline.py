@@ -25,6 +25,14 @@ def test_seconds_of_a_program():
     assert roofline.estimate(CHIP, totals, must_bytes=9e6).memory == pytest.approx(4e-3)
 
 
+@pytest.mark.parametrize(("chip", "peak"), [("v5e", 197e12 / 6), ("h200", 67e12)])
+def test_float32_products_have_a_peak_of_their_own(chip, peak):
+    totals = roofline.Totals(0, 5e12, 0, 0, roofline.Kernel(0), (), float32_flops=4e12)
+    seconds = roofline.estimate(CHIPS[chip], totals, must_bytes=0)
+    assert seconds.compute == pytest.approx(1e12 / CHIPS[chip].peak_flops + 4e12 / peak)
+    assert seconds.roofline == seconds.compute and (chip == "v5e" or seconds.schedule == seconds.compute)
+
+
 def test_a_kernel_runs_on_one_core_of_a_megacore():
     """It has half of the peak and of the bandwidth; what XLA makes has both cores."""
     totals = roofline.Totals(2e6, 5e9, 4e6, 100, roofline.Kernel(3, 1e9, 1e6), ())

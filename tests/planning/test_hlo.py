@@ -228,6 +228,40 @@ def test_flops_of_dots(line, products):
     assert hlo.totals(module).flops == 2 * products
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "share"),
+    [
+        ("f32", "operand_precision={highest,highest}", 1),
+        ("f32", "operand_precision={high,high}", 0),
+        ("f32", "", 0),
+        ("bf16", "operand_precision={highest,highest}", 0),
+    ],
+)
+@pytest.mark.parametrize("form", ["dot", "library"])
+def test_products_of_float32_numbers_are_counted_apart(dtype, precision, share, form):
+    """The TPU compiler writes them in fusions, and the CUDA compiler also as library calls."""
+    arrays = f"  %x = {dtype}[16,64]{{1,0}} parameter(0)\n  %w = {dtype}[32,64]{{1,0}} parameter(1)\n"
+    if form == "dot":
+        dims = "lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+        inner = (
+            f"%inner () -> f32[16,32] {{\n{arrays}  ROOT %d = f32[16,32]{{1,0}} dot(%x, %w), {dims}, {precision}\n}}\n"
+        )
+        module = one(
+            f"{arrays}  ROOT %f = f32[16,32]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%inner", computations=inner
+        )
+    else:
+        names = [f'"{name.upper()}"' for name in precision[precision.find("{") + 1 : -1].split(",") if precision]
+        config = (
+            f'{{"lhs_contracting_dimensions":["1"],"precision_config":{{"operand_precision":[{",".join(names)}]}}}}'
+        )
+        module = one(
+            f"{arrays}  ROOT %c = (f32[16,32]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w), "
+            f'custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_config":{config}}}'
+        )
+    totals = hlo.totals(module)
+    assert (totals.flops, totals.float32_flops) == (2 * 16 * 32 * 64, share * 2 * 16 * 32 * 64)
+
+
 def test_flops_of_a_batched_dot_written_as_a_dilated_window():
     """The form that the compiler gives attention: the batch is a spatial dimension whose window meets itself only."""
     module = one(

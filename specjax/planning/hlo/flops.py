@@ -43,6 +43,20 @@ def flops_of(module: Module, computation: dict[str, Instruction], instruction: I
     return out if any(a.dtype in ("f32", "bf16", "f16", "f64") for a in instruction.arrays) else 0.0
 
 
+def float32_flops_of(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> float:
+    """Count those of `flops_of` in products of float32 numbers with the precision "highest"."""
+    if instruction.opcode == "fusion":
+        inner = module.computations.get((instruction.called("calls") or [""])[0], {})
+        return sum(float32_flops_of(module, inner, part) for part in inner.values())
+    if instruction.opcode not in ("dot", "convolution") and not is_library_product(instruction):
+        return 0.0
+    operands = [computation[name].arrays for name in instruction.operands[:2] if name in computation]
+    is_full = re.search(r"operand_precision[^}\]]*highest", instruction.attributes, re.IGNORECASE)
+    if not is_full or not all(arrays and arrays[0].dtype == "f32" for arrays in operands):
+        return 0.0
+    return flops_of(module, computation, instruction)
+
+
 def is_library_product(instruction: Instruction) -> bool:
     """Return True for a matrix product that a GPU library computes. Its second result is the library's workspace."""
     return bool(re.search(r'custom_call_target="__cu(blas|tlass)', instruction.attributes))

@@ -7,7 +7,7 @@ import re
 
 from specjax.costs.roofline import Collective, Kernel, Totals
 from specjax.planning.hlo.control_flow import Taken, Trips, always, walk
-from specjax.planning.hlo.flops import flops_of
+from specjax.planning.hlo.flops import float32_flops_of, flops_of
 from specjax.planning.hlo.hbm import kernel_of, traffic
 from specjax.planning.hlo.launches import condition_reads, is_launch
 from specjax.planning.hlo.parsing import COLLECTIVES, Instruction, Module
@@ -15,13 +15,14 @@ from specjax.planning.hlo.parsing import COLLECTIVES, Instruction, Module
 
 def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Totals:
     """Sum cycles, FLOPs, bytes to and from HBM, and collectives."""
-    cycles = flops = moved = instructions = 0.0
+    cycles = flops = of_float32 = moved = instructions = 0.0
     kernels = Kernel(0)
     collectives: dict[tuple[str, int], list[float]] = {}
     for name, instruction, times in walk(module, trips, taken):
         computation = module.computations[name]
         cycles += times * instruction.cycles
         flops += times * flops_of(module, computation, instruction)
+        of_float32 += times * float32_flops_of(module, computation, instruction)
         moved += times * traffic(module, computation, instruction)
         instructions += times * is_launch(instruction)
         kernel = kernel_of(instruction)
@@ -40,7 +41,7 @@ def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = alway
         Collective(kind, count, size, wire, group) for (kind, group), (count, size, wire) in sorted(collectives.items())
     )
     reads = condition_reads(module, trips, taken)
-    return Totals(cycles, flops, moved, instructions, kernels, collective_sums, reads)
+    return Totals(cycles, flops, moved, instructions, kernels, collective_sums, of_float32, reads)
 
 
 def _sent(computation, instruction: Instruction, kind: str) -> tuple[float, float, int]:

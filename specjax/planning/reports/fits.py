@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax.costs.accelerators import pass_cost
+from specjax import costs
 from specjax.costs.chips import gib
 from specjax.errors import UsageError
 from specjax.planning import denoising
@@ -16,11 +16,12 @@ from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.memory import Memory, available_bytes, memory_of, slots_of, target_of
 from specjax.planning.traffic import pass_bytes
 from specjax.planning.workload import Workload, make_workload
+from specjax.types import Target
 
 DTYPES = ("bfloat16", "float32")
 TREE_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 MAX_PASS_COST = 1.25
-"""Largest cost of a pass over a proposed tree, in passes over one token."""
+"""Largest cost of a pass over a proposed tree in each row, in passes over one token per row (`costs.estimated`)."""
 
 DRAFTING = {"draft", "head", "method", "tree", "num_draft_tokens", "options"}
 """Arguments of `make_workload` that a report on what fits does not have."""
@@ -122,7 +123,7 @@ def _fit(name: str, work: Workload, context: int, device_bytes: int) -> ModelFit
         reason = f"its texts have at most {work.target.max_positions} tokens"
     elif needed > room:
         reason = f"it needs {gib(needed)} of {gib(room)}"
-    nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, memory, room)
+    nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
     moved = pass_bytes(work.target, target.params, memory.per_slot, work.context)
     seconds = moved / work.topology.chip.hbm_bandwidth
     return ModelFit(name, work.target.dtype, memory.weights, int(needed), largest, nodes, seconds, reason)
@@ -138,11 +139,11 @@ def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) ->
     return low
 
 
-def _largest_tree(work: Workload, memory: Memory, room: float) -> int:
+def _largest_tree(work: Workload, target: Target, memory: Memory, room: float) -> int:
     """Return the nodes of the largest tree that fits and whose pass is cheap. A tree of one node is plain decoding."""
-    rows = -(-work.batch // work.data)
-    for nodes in TREE_SIZES:
-        fits = memory.total(slots_of(work, work.context, nodes), nodes) <= room
-        if fits and pass_cost(work.topology.chip.name, rows * nodes) <= MAX_PASS_COST:
+    rows, chip = -(-work.batch // work.data), work.topology.chip.name
+    pass_costs = costs.estimated((1, *TREE_SIZES), rows, work.target.dtype, chip, costs.logits_of(target, chip))[1:]
+    for nodes, cost in zip(TREE_SIZES, pass_costs, strict=True):
+        if cost <= MAX_PASS_COST and memory.total(slots_of(work, work.context, nodes), nodes) <= room:
             return nodes
     return 1

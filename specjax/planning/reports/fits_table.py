@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from specjax.costs.chips import GIB, gib
+from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.memory import RESERVED
 from specjax.planning.reports.fits import MAX_PASS_COST, Fits
-from specjax.planning.reports.tables import milliseconds
+from specjax.planning.reports.tables import LARGEST, describe_fraction, milliseconds
 
 
 def show_fits(fits: Fits, out) -> None:
@@ -36,6 +37,8 @@ def show_fits(fits: Fits, out) -> None:
         for model in fits.models:
             if model.reason:
                 write(f"{model.target} in {model.dtype} does not fit: {model.reason}", style="yellow")
+    if parse_topology(fits.topology).chip.platform == "gpu":
+        write(f"{describe_fraction(LARGEST)}, for the memory of this table", style="dim")
     write(
         f"estimates from shapes, with {RESERVED:.0%} of the memory left free; to check one with the compiler: specjax "
         f"compile --target MODEL --topology {fits.topology}\ntree: largest number of nodes at this prompt whose pass "

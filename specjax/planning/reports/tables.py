@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SHOWN = 3  # copies named per program
 RESERVED = 0.75
 """The part of a GPU's memory that JAX reserves (docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
+LARGEST = 0.98
+"""The largest part that a report proposes to reserve."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -63,8 +65,13 @@ def _memory_fraction(report: PlanReport) -> list[str]:
     needed = max((p.memory.total / p.memory.available for p in report.programs if p.memory), default=0.0)
     if report.chip["platform"] != "gpu" or needed <= RESERVED:
         return []
-    fraction = min(needed + 0.05, 0.98)
-    return [f"JAX reserves {RESERVED:.0%} of a GPU by default; set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"]
+    fraction = min(needed + 0.05, LARGEST)
+    return [describe_fraction(fraction)]
+
+
+def describe_fraction(fraction: float) -> str:
+    """Return the setting with which JAX reserves a share of a GPU's memory."""
+    return f"JAX reserves {RESERVED:.0%} of a GPU by default; set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
 
 def show_report(report: PlanReport, out) -> None:

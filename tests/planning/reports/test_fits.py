@@ -53,7 +53,7 @@ def test_the_longest_prompt_is_the_longest():
     assert quantised.cache_dtype == "int8" and quantised.models[0].largest_context > longest
 
 
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 64), (8, 8), (64, 1)])
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 32), (8, 4), (64, 2)])
 def test_more_rows_leave_room_for_smaller_trees(batch, nodes):
     (fit,) = what_fits("v5e:1x1", target="smollm2_135m", dtype="bfloat16", batch=batch).models
     assert fit.num_nodes == nodes
@@ -119,6 +119,9 @@ def test_the_table_is_narrow(colab):
     assert len(rows) == len(colab.models) and max(map(len, rows)) <= 80 and "…" not in out.getvalue()
     row = next(line for line in rows if "llama3_8b" in line and "bfloat16" in line)
     (fit,) = [fit for fit in colab.models if (fit.target, fit.dtype) == ("llama3_8b", "bfloat16")]
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in out.getvalue()
+    show_fits(what_fits("h200:1", target="llama3_8b"), Console(file=out, width=80))
+    assert "JAX reserves 75% of a GPU by default; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.98" in out.getvalue()
     assert "yes" in row and f"{fit.largest_context:,}" in row
 
 
@@ -127,6 +130,7 @@ def test_the_table_is_narrow(colab):
     [
         (["--fits", "--acceptance", ".5"], ("--fits", "--acceptance")),
         (["--fits", "--draft", "llama3_1b"], ("--fits", "--draft")),
+        (["--fits", "--widths", "1,2"], ("--fits", "--widths")),
         (["--acceptance", ".5"], ("--target", "--fits")),
         (["--target", "smollm2_135m"], ("--acceptance", "--fits")),
     ],

@@ -31,6 +31,8 @@ all built-in configs or for --target: the dtypes, the longest prompt, and the
 largest tree whose pass costs at most 1.25 passes over one token.
 """
 
+WIDTHS = "1,2,4,8,16,32,64"
+
 
 @with_groups
 def plan(
@@ -49,13 +51,12 @@ def plan(
     fits: Annotated[
         bool, typer.Option("--fits", help="Estimate which models fit on the chips, and propose no tree.")
     ] = False,
-    widths: Annotated[
-        str, typer.Option("--widths", help="Sizes of the target passes to compile, in nodes.")
-    ] = "1,2,4,8,16,32,64",
+    widths: Annotated[str, typer.Option("--widths", help="Sizes of the target passes to compile, in nodes.")] = WIDTHS,
     as_json: o.JsonOption = False,
 ) -> None:
     if fits:
-        _show_fits(topology, programs, target, {"--acceptance": acceptance, "--draft": draft}, as_json)
+        unused = {"--acceptance": acceptance, "--draft": draft, "--widths": None if widths == WIDTHS else widths}
+        _show_fits(topology, programs, target, unused, as_json)
         return
     for flag, value in (("--target", target), ("--acceptance", acceptance)):
         require(value is not None, f"plan needs {flag}; give it, or --fits to see which models fit on the chips")
