@@ -20,7 +20,8 @@ def check_same_bits(
     Raises: UsageError with the reason, where that was not shown.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    axes = {} if mesh is None else {axis: mesh.shape.get(axis, 1) for axis in over or mesh.axis_names}
+    names = () if mesh is None else mesh.axis_names if over is None else ("data", *over)
+    axes = {} if mesh is None else {axis: mesh.shape.get(axis, 1) for axis in names}
     reason = unsupported_reason(dtype, cache_dtype, platform, axes)
     if reason is not None:
         raise UsageError(f"same_bits {reason}, or leave same_bits out")

@@ -6,7 +6,7 @@ closer than this difference may change places. The dtype and the device decide h
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,12 @@ def text_identity(target: Target) -> TextIdentity:
 
 def explain_rounding(target: Target) -> str | None:
     """Return the numbers that are rounded to fewer bits than float32, in words; None: all are float32."""
-    for leaf in jax.tree.leaves(target):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
-            return f"{leaf.dtype.name} numbers"
-    cache_dtype = getattr(target.model.config, "cache_dtype", None)
+    config = target.model.config
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(target)]
+    for dtype in [*dtypes, *_dtype_of(config)]:
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+            return f"{dtype.name} numbers"
+    cache_dtype = getattr(config, "cache_dtype", None)
     if cache_dtype is not None:
         return f"the {cache_dtype} cache"
     precision = matmul_precision()
@@ -49,11 +51,20 @@ def explain_rounding(target: Target) -> str | None:
     return None
 
 
+def _dtype_of(config: Any) -> list[Any]:
+    """Return the dtype of a config, of the cache or of activations, which parameters of float32 do not show."""
+    dtype = getattr(config, "dtype", None)
+    try:
+        return [] if dtype is None else [jnp.dtype(dtype)]
+    except TypeError:  # a custom model's config may have another meaning of the name
+        return []
+
+
 def describe_identity(target: Target) -> str:
     """Return the promise in words, for the lines of a session."""
     identity = text_identity(target)
     if identity == SAME_BITS:
-        return "same bits: texts equal those of plain decoding"
+        return "same bits: rounding changes no text"
     if identity == EXACT:
-        return "exact: texts equal those of plain decoding, up to ties within float32 rounding"
+        return "exact: rounding changes no text, except at ties within float32 rounding"
     return f"near-ties possible: the rounding of {explain_rounding(target)} depends on the width of a pass"

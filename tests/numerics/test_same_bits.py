@@ -7,7 +7,7 @@ import specjax
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig, make_model
 from specjax.models.loading import read_model
-from specjax.numerics.same_bits import unsupported_reason
+from specjax.numerics.same_bits import check_same_bits, unsupported_reason
 
 CONFIG = LlamaConfig(61, 32, 1, 2, 2, 16, 40, dtype="bfloat16", same_bits=True)
 
@@ -37,6 +37,14 @@ def test_reasons(arguments, words):
 )
 def test_no_reason_where_it_was_shown(arguments):
     assert unsupported_reason(*arguments) is None
+
+
+@pytest.mark.parametrize("over", [None, (), ("model",)])
+def test_rows_are_split_whatever_splits_the_model(over):
+    mesh = specjax.mesh(data=2, model=2)
+    with pytest.raises(UsageError, match='set its axis "data" to 1'):
+        check_same_bits("bfloat16", None, mesh, over)
+    check_same_bits("bfloat16", None, specjax.mesh(sequence=2, model=2), ("model",))
 
 
 def test_models_are_refused_on_a_gpu_before_weights_are_read(monkeypatch):
