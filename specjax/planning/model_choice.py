@@ -33,20 +33,28 @@ def choose_model(
     """Return the first of some built-in configs that fits on one device of this process, and its dtype.
 
     A config is taken in the first of `dtypes` in which it fits. On a CPU, the last config is taken, because larger
-    models are slow there.
+    models are slow there. It is also taken on a device of unknown memory.
 
     Args:
       targets: names of built-in configs, the preferred one first and the smallest last.
+      dtypes: "float32" or "bfloat16", the preferred one first.
       context: tokens of the prompt that must fit.
 
-    Raises: UsageError for an unknown name, or if none fits.
+    Raises: UsageError for an unknown name, without a name or dtype, or if none fits.
     """
+    targets, dtypes = ([names] if isinstance(names, str) else list(names) for names in (targets, dtypes))
+    if not targets or not dtypes:
+        raise UsageError(f"a choice needs a target and a dtype, not targets {targets} and dtypes {dtypes}; name one")
     device = jax.devices()[0]
-    if device.platform == "cpu":
+    limit, chip_name = (device.memory_stats() or {}).get("bytes_limit"), CHIP_OF_KIND.get(device.device_kind)
+    is_cpu = device.platform == "cpu"
+    if is_cpu or (limit is None and chip_name is None):
         source = _source(targets[-1])
-        return ModelChoice(source, dtypes[0], f"{source} in {dtypes[0]}: a CPU is slow for a larger model.")
-    chip = CHIPS[CHIP_OF_KIND.get(device.device_kind) or GENERIC.get(device.platform, "v5e")]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+        reason = "a CPU is slow for a larger model"
+        if not is_cpu:
+            reason = f"the memory of this {device.device_kind} is unknown"
+        return ModelChoice(source, dtypes[0], f"{source} in {dtypes[0]}: {reason}.")
+    chip = CHIPS[chip_name or GENERIC.get(device.platform, "v5e")]
     for target in targets:
         for dtype in dtypes:
             fits = what_fits(

@@ -53,6 +53,23 @@ def test_a_cpu_gets_the_smallest_model():
     assert (choice.source, choice.dtype, choice.fit) == ("smollm2-135m", "float32", None)
 
 
+def test_a_device_of_unknown_memory_gets_the_smallest_model(on_device):
+    """The figures of another chip would be a guess."""
+    on_device("Some GPU", "gpu")
+    choice = choose_model(CANDIDATES, dtypes="bfloat16")
+    assert (choice.source, choice.dtype, choice.fit) == ("smollm2-135m", "bfloat16", None)
+    assert "the memory of this Some GPU is unknown" in choice.sentence
+
+
+@pytest.mark.parametrize("kind", [("cpu", "cpu"), ("TPU v5 lite", "tpu")])
+def test_a_choice_needs_names(on_device, kind):
+    on_device(*kind)
+    for targets, dtypes in (((), ("float32",)), (("smollm2_135m",), ())):
+        with pytest.raises(UsageError, match="a choice needs a target and a dtype, not targets"):
+            choose_model(targets, dtypes=dtypes)
+    assert choose_model("smollm2_135m").source == "smollm2-135m"
+
+
 def test_nothing_fits(on_device):
     on_device("TPU v5 lite", "tpu", 1 << 27)
     with pytest.raises(UsageError, match=r"none of smollm2_135m fits on a TPU v5 lite with 0\.12 GiB"):
