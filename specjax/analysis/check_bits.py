@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.modes import jit, with_standard_modes
-from specjax.engine.prefill import CHUNK, prefill
+from specjax.engine.prefill import CHUNK, count_chunks, prefill, wide_chunk
 from specjax.errors import UsageError
 from specjax.trees import operations
 from specjax.types import Array, Target
@@ -23,6 +23,8 @@ from specjax.types import Array, Target
 WIDTHS = 2, 3, 5, 8, 16
 CAPACITIES = 1024, 8192
 BATCHES = 3, 16
+COMPARED = 64
+"""Tokens whose logits are compared, or half of a shorter text. Some differences occur in few of them."""
 
 
 class BitPromise(NamedTuple):
@@ -52,7 +54,9 @@ def check_bits(
     capacities: Sequence[int] = CAPACITIES,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[BitPromise]:
-    """Compare the logits of the last max(widths) tokens of a text with those of plain decoding.
+    """Compare the logits of the last tokens of a text with those of plain decoding.
+
+    The number of tokens is COMPARED, or half of the text if it is shorter. It is at least max(widths).
 
     Args:
       tokens: a text of at least 2 max(widths) tokens. Its length determines the cache slots of the passes.
@@ -62,12 +66,12 @@ def check_bits(
     """
     if not widths or min(widths) < 2:
         raise UsageError(f"widths must be numbers of tokens of at least 2, not {list(widths)}")
-    new = max(widths)
-    if len(tokens) < 2 * new:
-        raise UsageError(f"the text has {len(tokens)} tokens; a width of {new} needs at least {2 * new}")
+    widest = max(widths)
+    if len(tokens) < 2 * widest:
+        raise UsageError(f"the text has {len(tokens)} tokens; a width of {widest} needs at least {2 * widest}")
     if len(tokens) > target.model.max_positions:
         raise UsageError(f"the text has {len(tokens)} tokens, but the model reads at most {target.model.max_positions}")
-    probe = _BitProbe(target, np.asarray(tokens, np.int32), len(tokens) - new)
+    probe = _BitProbe(target, np.asarray(tokens, np.int32), len(tokens) - max(widest, min(len(tokens) // 2, COMPARED)))
     progress("plain decoding")
     plain = probe.one_by_one()
     promises = []
@@ -90,8 +94,9 @@ class _BitProbe:
         for width in widths:
             yield f"{width} tokens in a pass", functools.partial(self.chains, width)
         if self.target.model.capabilities.trees:
-            yield f"a tree around {max_width // 2} tokens", functools.partial(self.tree, max_width // 2)
-            yield "a tree that grows by levels", functools.partial(self.by_levels, max_width // 2)
+            depth = max_width // 2
+            yield f"a tree around {depth} tokens", functools.partial(self.at_places, self.tree, depth)
+            yield "a tree that grows by levels", functools.partial(self.at_places, self.by_levels, depth)
         for rows in batches:
             yield f"in a batch of {rows}", functools.partial(self.chains, min(4, max_width), rows=rows)
         for capacity in capacities:
@@ -102,10 +107,18 @@ class _BitProbe:
                 )
         yield "read as a prompt", self.as_prompt
 
-    def filled_cache(self, rows: int = 1, capacity: int | None = None):
+    def filled_cache(self, rows: int = 1, capacity: int | None = None, start: int | None = None):
         """Return a cache of the first `start` tokens. Further rows contain other texts of other lengths."""
-        texts, lengths = jnp.asarray(self.texts(rows)), jnp.asarray(self.lengths(rows), jnp.int32)
-        return _begin(self.target, texts, lengths, capacity or self.smallest)
+        lengths = self.lengths(rows) if start is None else np.array([start])
+        texts = jnp.asarray(self.texts(rows))
+        return _begin(self.target, texts, jnp.asarray(lengths, jnp.int32), capacity or self.smallest)
+
+    def at_places(self, run: Callable[[int, int], dict[int, PassOutput]], depth: int) -> dict[int, PassOutput]:
+        """Run `run(start, depth)` at every place of the compared tokens from which `depth` tokens follow."""
+        outputs: dict[int, PassOutput] = {}
+        for start in range(self.start, len(self.text) - depth + 1, depth):
+            outputs |= run(start, depth)
+        return outputs
 
     def texts(self, rows: int) -> np.ndarray:
         return np.stack([np.roll(self.text, 7 * row) for row in range(rows)])
@@ -141,10 +154,10 @@ class _BitProbe:
             cache = _commit(self.target, cache, pending, rows, width)
         return outputs
 
-    def tree(self, depth: int) -> dict[int, PassOutput]:
+    def tree(self, start: int, depth: int) -> dict[int, PassOutput]:
         """Run one pass over a tree. The text is a path; each node has two siblings, one of them with a child."""
-        path, parents, tokens = [0], [-1], [int(self.text[self.start])]
-        for at in range(self.start + 1, self.start + depth):
+        path, parents, tokens = [0], [-1], [int(self.text[start])]
+        for at in range(start + 1, start + depth):
             above = path[-1]
             for token in (self._other(at), int(self.text[at]), self._other(at + 1)):
                 parents.append(above)
@@ -153,19 +166,19 @@ class _BitProbe:
             parents.append(len(parents) - 1)  # a child of the last sibling
             tokens.append(self._other(at + 2))
         tree = np.array([parents])
-        positions, mask = self.start + operations.depths(tree), operations.ancestor_mask(tree)
-        result, _ = self.run_pass(self.filled_cache(), np.array([tokens]), positions, mask)
-        return _split(PassOutput(result.logits[path], result.stream[:, path]), range(self.start, self.start + depth))
+        positions, mask = start + operations.depths(tree), operations.ancestor_mask(tree)
+        result, _ = self.run_pass(self.filled_cache(start=start), np.array([tokens]), positions, mask)
+        return _split(PassOutput(result.logits[path], result.stream[:, path]), range(start, start + depth))
 
-    def by_levels(self, depth: int) -> dict[int, PassOutput]:
+    def by_levels(self, start: int, depth: int) -> dict[int, PassOutput]:
         """Run a pass per level over a token of the text and a sibling, beside pending keys of earlier levels."""
-        cache, model = self.filled_cache(), self.target.model
+        cache, model = self.filled_cache(start=start), self.target.model
         outputs: dict[int, PassOutput] = {}
         parents = [-1, -1, *(2 * (i // 2) - 2 for i in range(2, 2 * depth))]
         mask = operations.ancestor_mask(np.array([parents]))[0]
         earlier = None
         for level in range(depth):
-            at, nodes = self.start + level, slice(2 * level, 2 * level + 2)
+            at, nodes = start + level, slice(2 * level, 2 * level + 2)
             tokens, positions = np.array([[self.text[at], self._other(at)]]), np.array([[at, at]])
             above: list[np.ndarray] = (
                 [] if earlier is None else [mask[nodes, : 2 * level], np.zeros((2, 2 * (depth - level)), bool)]
@@ -181,13 +194,16 @@ class _BitProbe:
         size = len(self.text)
         cache = _begin(self.target, jnp.asarray(self.text[None]), jnp.zeros((1,), jnp.int32), self.smallest)
         outputs: dict[int, PassOutput] = {}
-        mask = np.tril(np.ones((1, CHUNK, CHUNK), bool))
-        for first in range(0, size, CHUNK):
-            places = first + np.arange(CHUNK)
+        wide = wide_chunk(1, slots=self.smallest)
+        num_wide, num_narrow = count_chunks(size, wide)
+        first = 0
+        for chunk in [wide] * num_wide + [CHUNK] * num_narrow:
+            places, mask = first + np.arange(chunk), np.tril(np.ones((1, chunk, chunk), bool))
             result, pending = self.run_pass(cache, self.text[np.minimum(places, size - 1)][None], places[None], mask)
             outputs |= {at: one for at, one in _split(result, places.tolist()).items() if self.start <= at < size}
-            if first + CHUNK < size:
-                cache = _commit(self.target, cache, pending, 1, CHUNK)
+            first += chunk
+            if first < size:
+                cache = _commit(self.target, cache, pending, 1, chunk)
         return outputs
 
     def _other(self, at: int) -> int:
