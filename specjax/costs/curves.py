@@ -96,9 +96,8 @@ def estimated(
     activations (`dtype_of`), products of one token are padded to 8 rows. Measured costs are 1.12 to 1.15 for 8 tokens,
     1.39 to 1.54 for 16 and 2.2 to 2.4 for 32 (two cores with AMX, float32 and bfloat16). Accelerators read the
     weights once for a few hundred tokens, and `accelerators.pass_cost` has the costs by chip and dtype. Each token
-    adds
-    LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of 4
-    and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
+    adds LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of
+    4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
 
     Args:
       platform: a JAX backend, or a chip such as "h200" or "v5e"; the default is the current device.

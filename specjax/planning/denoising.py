@@ -31,9 +31,9 @@ from specjax.numerics.sampling import row_keys
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
 from specjax.planning.programs import (
-    BLOCK,
     Program,
     Programs,
+    cache_blocks,
     compiler_of,
     device_kind,
     in_loop_of,
@@ -144,7 +144,7 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
     state = _placed(work, args, state)
     causal = parts.denoiser.is_causal
     chunks = count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))
-    blocks = math.ceil(work.context / BLOCK[work.platform]) if causal else 1
+    blocks = cache_blocks(work) if causal else 1
     rounds = math.ceil(work.max_new_tokens / COLUMNS_AT)
     share = min(1.0, COLUMNS_AT / parts.width)
     assumed = {

@@ -21,15 +21,13 @@ from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.files import libtpu
 from specjax.numerics.filtered_draws import expected_races
+from specjax.pallas_kernels.tree_attention.xla import BLOCK
 from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.drafting import share_of_layers
 from specjax.planning.hlo.parsing import Instruction
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
-
-BLOCK = {"tpu": 256, "gpu": 2048}
-"""Cache slots that attention in plain XLA reads at a time (pallas_kernels.tree_attention.xla)."""
 
 VISITED = 3.0
 """Assumed nodes that a verifier reads in a step with drafts, as in chains with an acceptance rate of 0.7."""
@@ -73,7 +71,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
         state = jax.eval_shape(start, args.job)
     state = place_state(work, args, state)
     chunks = count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))
-    blocks = math.ceil(work.context / BLOCK[work.platform])
+    blocks = cache_blocks(work)
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)
     races = expected_races(work.warping.top_p or KEPT_SHARE, work.batch)
@@ -110,6 +108,11 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
         program("loop", run, (args.job,), in_loop),
     ]
     return Programs(program_list, args, state)
+
+
+def cache_blocks(work: Workload) -> int:
+    """Return the iterations of attention's loop of unknown length over the cache. On a GPU it has no such loop."""
+    return 1 if work.platform == "gpu" else math.ceil(work.context / BLOCK)
 
 
 def compiler_of(function: Any, arguments: tuple, mesh: Mesh) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from specjax.arrays.modes import matmul_precision
 from specjax.files.atomic import cache_folder, write_atomic
 from specjax.files.libtpu import prepare_environment
 from specjax.files.private import create_private, read_private
@@ -35,7 +36,7 @@ def versions() -> dict[str, str]:
 def _file(work: Workload, name: str, nodes: int | None) -> Path:
     prepare_environment()  # sets the flags of a compilation, which are part of the key
     flags = os.environ.get("XLA_FLAGS" if work.platform == "gpu" else "LIBTPU_INIT_ARGS")
-    key = json.dumps([repr(work), name, nodes, versions(), flags, program_key.digest_package()])
+    key = json.dumps([repr(work), name, nodes, versions(), flags, matmul_precision(), program_key.digest_package()])
     return cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

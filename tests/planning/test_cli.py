@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 
+import specjax
 from specjax.cli import main
+from specjax.errors import UsageError
 from specjax.planning.workload import describe, make_workload
 
 GOOD = {"--target": "smollm2_135m", "--topology": "v5e:2x2"}
@@ -126,6 +129,13 @@ def test_bad_options_of_plan(refused, changes, words):
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize("name", ["head", "method", "tree", "num_draft_tokens"])
+def test_a_plan_has_no_other_drafts(name):
+    """It would propose a tree as if drafting with a head cost nothing."""
+    with pytest.raises(UsageError, match=f"a plan chooses the tree of a draft model, and has no {name}"):
+        specjax.plan("smollm2_135m", "v5e:1x1", acceptance=".5", **{name: "eagle3"})
+
+
 def test_missing_compiler(refused, monkeypatch):
     import importlib.util
 
@@ -163,6 +173,8 @@ def test_results_are_kept_and_read_back(tmp_path, monkeypatch):
     assert report_cache.load(work, "loop", None) is None
     assert report_cache.load(dataclasses.replace(work, batch=2), "step", None) is None
     assert report_cache.load(work, "step", 8) is None
+    with jax.default_matmul_precision("default"):  # float32 products have other FLOPs
+        assert report_cache.load(work, "step", None) is None
     for file in tmp_path.rglob("*.json"):
         file.write_text("{damaged")
     assert report_cache.load(work, "step", None) is None

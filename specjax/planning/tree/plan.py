@@ -23,6 +23,8 @@ from specjax.planning.tree.rank_acceptance import read_acceptance
 from specjax.planning.workload import describe, make_workload
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+DRAFTING = {"head", "method", "tree", "num_draft_tokens", "options"}
+"""Arguments of `make_workload` that a plan does not have."""
 SIDES = ("schedule", "roofline")  # keys of CLOCKS, in the order of the report
 
 
@@ -62,8 +64,8 @@ def plan(
         child of an accepted node is accepted. It can also be a JSON file of `specjax compare-verifiers` or
         `specjax bench`.
       widths: numbers of nodes for which a target pass is compiled. Costs are interpolated between them.
-      cache, on_step, options: arguments of `compile_report`, without method, tree and num_draft_tokens. Without a draft
-        model, drafting has no cost, as with prompt lookup. Without `model`, the plan chooses its size
+      cache, on_step, options: arguments of `compile_report`, without those of DRAFTING. Without a draft model, drafting
+        has no cost, as with prompt lookup. Without `model`, the plan chooses its size
         (`specjax.planning.tree.mesh`).
 
     Raises: UsageError for bad options, a missing compiler, or a plain step that does not compile.
@@ -72,6 +74,10 @@ def plan(
     sizes = sorted({1, *widths})
     if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > 512:
         raise UsageError(f"--widths must be numbers from 1 to 512, at least one above 1, not {list(widths)}")
+    for name in DRAFTING & set(options):
+        raise UsageError(
+            f"a plan chooses the tree of a draft model, and has no {name}; leave it out, or compile_report"
+        )
     notify = on_step or (lambda name: None)
     draft = options.pop("draft", None)
     pair = make_workload(target, topology, draft=draft, **options)
