@@ -158,7 +158,7 @@ def warm_stream(task: DecodeTask, programs: ProgramCache | None = None, *, measu
 def _run_widths(job: Job, programs: ProgramCache | None) -> None:
     """Run steps with room for more and more tokens, so that each width of the target pass runs once."""
     compiled, drafter = programs_of(job, programs), job.parts.drafter
-    for width in (*drafter.traits.widths, drafter.num_nodes):
+    for width in drafter.pass_widths(len(job.starts), job.parts.target):
         state = compiled.start(job)
         jax.block_until_ready(compiled.step(job.parts, state._replace(stop=state.length + width)))
 
