@@ -57,9 +57,9 @@ def test_hindsight_counts_what_would_have_been_accepted():
     assert int(updated.pending.start[0]) == 0
     assert updated.counts.trials[0, [3, 4, 9]].tolist() == [2, 1, 0]
     assert updated.counts.hits[0, [3, 4, 9]].tolist() == [1, 0, 0]
-    np.testing.assert_allclose(updated.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-6)
+    np.testing.assert_allclose(updated.recent[0, :, 0], [1, 2 * PRIOR[3] + PRIOR[4]], rtol=1e-5)
     again = learn(shape, updated._replace(pending=shadow), Context(text, jnp.array([4])))
-    np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-6)
+    np.testing.assert_allclose(again.counts.trials[0, 4], MEMORY + 1, rtol=1e-5)
 
 
 def test_what_several_texts_taught_is_joined():
@@ -71,7 +71,7 @@ def test_what_several_texts_taught_is_joined():
     of_all = node_statistics.merge_counts(counts([0.0], [0.0]), counts([[6.0], [4.0]], [[10.0], [20.0]]))
     assert (float(of_all.hits[0]), float(of_all.trials[0])) == (10, 30)
     late = node_statistics.merge_counts(of_all, counts([[50.0]], [[50.0]]))
-    np.testing.assert_allclose((late.hits[0], late.trials[0]), (60 * 50 / 80, 50), rtol=1e-6)
+    np.testing.assert_allclose((late.hits[0], late.trials[0]), (60 * 50 / 80, 50), rtol=1e-5)
 
 
 def test_a_text_that_disappoints_lowers_all_chances():
@@ -79,7 +79,7 @@ def test_a_text_that_disappoints_lowers_all_chances():
     believed = rank(shape, draft, past())[1]
     doubted = rank(shape, draft, past(recent=(0.0, DOUBT)))[1]
     np.testing.assert_allclose(doubted, believed / 2, rtol=1e-5)
-    np.testing.assert_allclose(rank(shape, draft, past(recent=(9.0, 1.0)))[1], believed, rtol=1e-6)
+    np.testing.assert_allclose(rank(shape, draft, past(recent=(9.0, 1.0)))[1], believed, rtol=1e-5)
 
 
 @pytest.mark.parametrize("copied", [1, 2, 5])
