@@ -15,14 +15,15 @@ import numpy as np
 
 from specjax.arrays.modes import FULL_PRECISION, matmul_precision
 from specjax.costs.chips import CHIPS, Chip
+from specjax.errors import UsageError
 
 CHIP_OF_KIND = {
     "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e",
     "TPU v6e": "v6e", "TPU7x": "tpu7x", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
 }  # fmt: skip
 """The chips of `specjax.costs.chips` by `jax.Device.device_kind`."""
-GENERIC = {"gpu": "h200"}
-"""The chip whose costs stand for an unknown chip of a backend; v5e for other backends."""
+GENERIC = {"gpu": "h200", "cuda": "h200", "rocm": "h200", "tpu": "v5e"}
+"""The chip whose costs stand for an unknown chip of a backend."""
 LAYER_SECONDS = 25e-6
 """Seconds of the small kernels of a layer on a GPU.
 
@@ -51,7 +52,8 @@ WIDE_PASSES = {"h100": HOPPER, "h200": HOPPER}
 def current_chip() -> str:
     """Return the chip of JAX's default device, or its backend for a chip that is not in the table."""
     device = jax.devices()[0]
-    return CHIP_OF_KIND.get(device.device_kind, device.platform)
+    backend = device.platform if device.platform in ("cpu", *GENERIC) else "tpu"  # the plugin of another accelerator
+    return CHIP_OF_KIND.get(device.device_kind, backend)
 
 
 def pass_cost(platform: str, tokens: float, dtype: Any = jnp.bfloat16) -> float:
@@ -86,5 +88,8 @@ def equivalent_bytes(platform: str, weights: float, layers: float) -> float:
 
 
 def _chip(platform: str) -> Chip:
-    """Return the chip of a name, or the one that stands for a backend."""
-    return CHIPS.get(platform) or CHIPS[GENERIC.get(platform, "v5e")]
+    """Return the chip of a name, or the one that stands for a backend. Raises: UsageError for another name."""
+    name = GENERIC.get(platform, platform)
+    if name not in CHIPS:
+        raise UsageError(f'platform must be cpu, {", ".join(GENERIC)} or a chip ({", ".join(CHIPS)}), not "{platform}"')
+    return CHIPS[name]

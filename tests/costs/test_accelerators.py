@@ -10,6 +10,7 @@ from toy import tiny_llama
 from specjax import costs
 from specjax.costs import accelerators
 from specjax.costs.chips import CHIPS
+from specjax.errors import UsageError
 
 
 def test_an_h200_has_its_measured_costs():
@@ -49,12 +50,24 @@ def few_tokens(chip: str) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "chip"),
-    [("NVIDIA H200", "h200"), ("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("NVIDIA A100-SXM4-40GB", "gpu")],
+    [
+        ("NVIDIA H200", "h200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6 lite", "v6e"),
+        ("NVIDIA A100-SXM4-40GB", "gpu"),
+    ],
 )
 def test_chips_by_the_name_of_a_device(monkeypatch, kind, chip):
     device = type("Device", (), {"device_kind": kind, "platform": "gpu"})
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert accelerators.current_chip() == chip
+
+
+def test_names_of_platforms():
+    """A name that is misspelled must not have the costs of another chip."""
+    assert accelerators.pass_cost("cuda", 64) == accelerators.pass_cost("h200", 64) != accelerators.pass_cost("tpu", 64)
+    with pytest.raises(UsageError, match=r'platform must be cpu, gpu, .* or a chip \(v4, .*h100\), not "h20"'):
+        costs.estimated((1, 8), 1, platform="h20")
 
 
 def test_small_models_wait_for_launches_on_a_gpu():
