@@ -10,6 +10,7 @@ text that is a gap of two logits. A sampled text has the noise of its key in eve
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,12 +76,15 @@ def find_difference(
             rounding = max(rounding, _largest_gap_change(logits, process(wide[-1])))
     scores = _scores(logits, origin, len(prompt) + position)
     second, best = np.sort(scores)[-2:]
-    pair = [tokens[position] if position < len(tokens) else None for tokens in (text, plain)]
-    behind = float("inf") if None in pair else float(best - min(scores[token] for token in pair))
-    choose = lambda logits: _choose(logits, origin, len(prompt) + position)
-    near_tie = None not in pair and text_identity(target) != SAME_BITS
-    near_tie = near_tie and all(_may_choose(choose, logits, *order, rounding) for order in (pair, pair[::-1]))
-    return Difference(position, pair[0], pair[1], float(best - second), behind, rounding, near_tie)
+    token, plain_token = (tokens[position] if position < len(tokens) else None for tokens in (text, plain))
+    behind, near_tie = float("inf"), False
+    if token is not None and plain_token is not None:
+        behind = float(best - min(scores[token], scores[plain_token]))
+        choose = lambda logits: _choose(logits, origin, len(prompt) + position)
+        may_choose = functools.partial(_may_choose, choose, logits, rounding)
+        may_differ = may_choose(token, plain_token) and may_choose(plain_token, token)
+        near_tie = may_differ and text_identity(target) != SAME_BITS
+    return Difference(position, token, plain_token, float(best - second), behind, rounding, near_tie)
 
 
 def _scores(logits: np.ndarray, origin: TextOrigin, length: int) -> np.ndarray:
@@ -105,7 +109,7 @@ def _draw_keys(origin: TextOrigin, length: int) -> Array:
 
 
 def _may_choose(
-    choose: Callable[[np.ndarray], int], logits: np.ndarray, token: int, other: int, rounding: float
+    choose: Callable[[np.ndarray], int], logits: np.ndarray, rounding: float, token: int, other: int
 ) -> bool:
     """Return True if `token` is chosen from logits float32[V] after some change of gaps by at most `rounding`."""
     change = 1.001 * rounding  # the gap may be as large as the largest change
