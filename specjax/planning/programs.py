@@ -84,7 +84,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
-    large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
+    large = frozenset(keys_of((state.cache, state.draft, parts.target.params, parts.drafter.params)))
     # A chunk attends to half of the blocks on average.
     named_trips = trips_of_scopes(passes, visited, chunks, races)
     in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))

@@ -20,8 +20,9 @@ from specjax import compile_report, plan
 from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.planning import hlo, training_report
-from specjax.planning.compiler import compile_programs, needed_bytes
+from specjax.planning.compiler import build, compile_programs, needed_bytes
 from specjax.planning.inputs.topologies import parse_topology
+from specjax.planning.programs import keys_of
 from specjax.planning.reports.tables import show_plan, show_report, show_training
 from specjax.planning.workload import make_workload
 from specjax.training.objectives.recipes import recipe_of
@@ -166,6 +167,14 @@ def test_a_learned_head_by_its_kind_alone():
     (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
     assert step.compiles and step.kernel_calls == 6 + 2 + 2  # a choice of tokens on each level
     assert not [finding for finding in step.findings if finding["kind"] == "copy"]
+
+
+def test_copies_of_a_draft_model_are_listed_too():
+    """A stacked draft model on a GPU would slice all its weights out of the stack in every pass of a step."""
+    work = make_workload(TINY, "v5e:2x2", model=1, draft=dataclasses.replace(TINY, mlp_width=8192))
+    built, _ = build(work)
+    draft = keys_of(built.arguments.draft.params) - keys_of(built.arguments.job.parts.target.params)
+    assert draft and all(draft <= program.large for program in built.programs)
 
 
 @pytest.mark.exhaustive
