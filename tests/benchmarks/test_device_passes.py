@@ -24,6 +24,15 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path, capsys):
     assert report.failed == ["bad"] and {"device", "jax", "python", "date"} <= written.keys()
 
 
+@pytest.mark.parametrize("name", ["smollm2_135m", "nothing"])
+def test_the_large_model_is_another_one(name, monkeypatch, capsys):
+    """Equal rows would replace each other."""
+    monkeypatch.setattr("sys.argv", ["device_passes", "--config", name, "--tiny"])
+    with pytest.raises(SystemExit):
+        device_passes.main()
+    assert f"not {name}" in capsys.readouterr().err
+
+
 def test_after_the_time_the_missing_rows_are_named(tmp_path, capsys, monkeypatch):
     report = device_passes.Report(tmp_path / "device.json", ["done", "slow", "slower"])
     report.measure("done", lambda: [device_passes.Row("done", "1")])
