@@ -400,8 +400,8 @@ def main() -> int:
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     large, small = args.config or ("llama3_8b" if memory > 40 * GIB or args.tiny else "llama3_1b"), "smollm2_135m"
     if large not in builtin_configs() or large == small:
-        names = ", ".join(name for name in builtin_configs() if name != small)
-        parser.error(f"--config must be a larger model than {small}, which is measured anyway: {names}; not {large}")
+        models = ", ".join(name for name in builtin_configs() if name != small)
+        parser.error(f"--config must be a larger model than {small}, which is measured anyway: {models}; not {large}")
     groups = cases_for(large, small, 300 if args.tiny else LONG)
     cases = [case for group in groups.values() for case in group]
     modes = [(name, mode) for name in (large, small) for mode in ("compiled", "eager")]
