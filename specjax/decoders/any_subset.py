@@ -33,7 +33,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import check_rows
-from specjax.engine.packing import check_prompts
+from specjax.engine.packing import check_new_tokens, check_prompts, pad_rows, to_rows
 from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.value_checks import are_sound
@@ -108,6 +108,7 @@ class TokenOrder(NamedTuple):
     stop: Array  # int32[B], number of tokens of the complete sequence; later ranks are padding
 
 
+@with_standard_modes
 def any_subset(
     model: AnySubsetModel,
     tokens: Array,
@@ -132,13 +133,17 @@ def any_subset(
     Raises: UsageError for a setting out of range, shapes that do not match, given ids outside of the vocabulary, or a
       model that returns NaN or Inf.
     """
-    tokens, missing = jnp.asarray(tokens), jnp.asarray(missing, bool)
+    # Ids are checked before JAX converts them to 32 bits.
+    module = jnp if any(isinstance(x, jax.core.Tracer) for x in (tokens, missing)) else np
+    tokens, missing = module.asarray(tokens), module.asarray(missing, bool)
     if tokens.ndim != 2 or missing.shape != tokens.shape:
         raise UsageError(f"tokens and missing must both be [B, S], not {tokens.shape} and {missing.shape}")
     batch, size = tokens.shape
     settings = check_options(window=window, temperature=temperature, top_k=top_k, top_p=top_p)
     settings.check_batch(batch)
-    prompts = jnp.where(missing, 0, tokens), jnp.full((batch,), size) if lengths is None else jnp.asarray(lengths)
+    prompts = module.where(missing, 0, tokens), jnp.full((batch,), size) if lengths is None else jnp.asarray(lengths)
+    if prompts[1].shape != (batch,):
+        raise UsageError(f"lengths must have one number per row, {batch}, not the shape {prompts[1].shape}")
     check_prompts(*prompts, 0, size, model.vocab_size)
     usable = find_usable(settings, prompts, batch, 0, size, model.vocab_size)
     usable = jnp.ones((batch,), bool) if usable is None else usable
@@ -179,18 +184,18 @@ def blank_prompts(
 
     A prompt without mask tokens is continued: `max_new_tokens` missing tokens follow it.
 
-    Raises: UsageError for a model without a mask token, or an empty prompt.
+    Raises: UsageError for a model without a mask token, prompts that are no lists of ids, or an empty one.
     """
-    blank = model.mask_token
+    blank, rows = model.mask_token, to_rows(prompts)
     if blank is None:
         raise UsageError("the model has no mask_token, which stands for a missing token in a prompt; set it")
-    if not all(len(prompt) for prompt in prompts):
-        raise UsageError("a prompt is empty; give it at least one token")
-    rows = [prompt if blank in prompt else [*prompt, *[blank] * max_new_tokens] for prompt in prompts]
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise UsageError(f"prompt {number} is empty; give it at least one token")
+    blanks = np.full(check_new_tokens(max_new_tokens), blank, np.int32)
+    rows = [row if blank in row else np.append(row, blanks) for row in rows]
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
-    for place, row in zip(tokens, rows, strict=True):
-        place[: len(row)] = row
+    tokens = pad_rows(rows, int(lengths.max()))
     missing = (tokens == blank) & (np.arange(tokens.shape[1]) < lengths[:, None])
     return jnp.asarray(tokens), jnp.asarray(missing), jnp.asarray(lengths)
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.modes import with_standard_modes
 from specjax.engine.packing import Prompts, check_new_tokens, pack
-from specjax.engine.prepare import Settings, find_usable
+from specjax.engine.prepare import Settings, check_inputs, find_usable
 from specjax.engine.results import DecodeResult, zero_stats
 from specjax.engine.value_checks import find_bad_parameter, raise_failure
 from specjax.numerics.sampling import row_keys
@@ -31,20 +32,27 @@ class LoopInputs(NamedTuple):
     usable: Array  # bool[B], False for rows with an invalid traced prompt or setting, which decode no token
 
 
+@with_standard_modes
 def init_loop(
-    target: Target, prompts: Prompts, settings: Settings, *, key, max_new_tokens: int, room: int, inputs: PyTree = None
-) -> LoopInputs:
+    target: Target, prompts: Prompts, settings: Settings, *, key, max_new_tokens: int, room: int,
+    inputs: PyTree = None, longest: int | None = None,
+) -> LoopInputs:  # fmt: skip
     """Pack the prompts and check the settings.
 
     Args:
       room: maximum number of tokens per pass.
+      longest: maximum length of a text for another model of the loop; None: any.
 
     Raises: UsageError for the same settings as `specjax.decode`.
     """
-    count, capacity = check_new_tokens(max_new_tokens), settings.capacity or target.model.max_positions
-    tokens, lengths = pack(prompts, count, room, capacity, target.model.vocab_size)
+    model, count = target.model, check_new_tokens(max_new_tokens)
+    settings.check_eos(model.vocab_size)
+    capacity = settings.capacity or model.max_positions
+    capacity = capacity if longest is None else min(capacity, longest)
+    tokens, lengths = pack(prompts, count, room, capacity, model.vocab_size)
     settings.check_batch(len(tokens))
-    usable = find_usable(settings, prompts, len(tokens), count, capacity, target.model.vocab_size)
+    check_inputs(target, inputs, len(tokens))
+    usable = find_usable(settings, prompts, len(tokens), count, capacity, model.vocab_size)
     usable = jnp.ones((len(tokens),), bool) if usable is None else usable
     stop, keys = lengths + jnp.where(usable, count, 0), row_keys(key, len(tokens))
     return LoopInputs(tokens, lengths, stop, keys, settings.to_sampling(), settings.eos_ids(), inputs, usable)

@@ -39,8 +39,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
-from specjax.decoders.loop_setup import check_rows
-from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.decoders.loop_setup import LoopInputs, check_rows, init_loop
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult, add_round, zero_stats
@@ -48,7 +48,7 @@ from specjax.engine.step import on_mesh
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.models.vocabulary import match_vocabulary
-from specjax.numerics.sampling import draw, node_keys, row_keys, warp
+from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Sampling, Target
 
@@ -122,22 +122,25 @@ def pearl(
     Raises: UsageError for models that share a device or cannot rewind, or a setting out of range. It is also raised for
       a text that is too long for one of the models, and for a target that returns NaN or Inf.
     """
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((target, draft, prompts, key))):
+    values = target, draft, prompts, key, temperature, top_k, top_p, eos, inputs
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
         raise UsageError("pearl runs two programs and cannot be part of your own jit; use pearl_in_one_program")
-    capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
     settings = check_options(num_tokens=num_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    settings = dataclasses.replace(settings, eos=eos)
-    max_new_tokens = check_new_tokens(max_new_tokens)
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
+    settings = dataclasses.replace(settings, eos=eos, capacity=capacity)
+    loop_inputs = init_loop(
+        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=1, inputs=inputs,
+        longest=draft.model.max_positions,
+    )  # fmt: skip
     check_pair(target, draft)
     if num_tokens is None and jax.process_count() > 1:
         raise UsageError("num_tokens is measured on one host only; give it on several hosts")
     _check_apart(devices_of(target), devices_of(draft))
-    start = Text.of(np.asarray(tokens), np.asarray(lengths), max_new_tokens, num_tokens or LONGEST)
-    roles = [_place(role) for role in make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)]
+    tokens, prompt_lengths, eos_ids = map(np.asarray, (loop_inputs.tokens, loop_inputs.prompts, loop_inputs.eos))
+    start = Text.of(tokens, prompt_lengths, int(max_new_tokens), num_tokens or LONGEST)
+    roles = [_place(role) for role in make_roles(target, draft, loop_inputs)]
     caches = [_read(role, start.tokens, start.length - 1) for role in roles]  # the prompts are read in parallel too
     gamma, caches = (num_tokens, caches) if num_tokens else _measure(roles, caches, start)
-    return check_rows(_run(roles, caches, start, np.asarray(settings.eos_ids()), gamma, max_new_tokens), target)
+    return check_rows(_run(roles, caches, start, eos_ids, gamma, int(max_new_tokens)), target)
 
 
 def check_options(
@@ -190,10 +193,12 @@ class Role:
 
 
 @with_standard_modes
-def make_roles(target: Target, draft: Target, settings: Settings, keys: Array, inputs: PyTree) -> tuple[Role, Role]:
-    """Return the roles of the draft model and of the target."""
-    make_role = lambda side: Role(side, settings.to_sampling(), keys, side.model.select_inputs(inputs))
-    return make_role(Target(match_vocabulary(draft.model, target), draft.params)), make_role(target)
+def make_roles(target: Target, draft: Target, loop_inputs: LoopInputs) -> tuple[Role, Role]:
+    """Return the roles of the draft model, which may read no inputs, and of the target."""
+    inputs = loop_inputs.inputs
+    make_role = lambda side, inputs: Role(side, loop_inputs.sampling, loop_inputs.keys, inputs)
+    drafting = Target(match_vocabulary(draft.model, target), draft.params)
+    return make_role(drafting, draft.model.select_inputs(inputs)), make_role(target, inputs)
 
 
 class Text(NamedTuple):

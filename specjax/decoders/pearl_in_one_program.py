@@ -22,14 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
-from specjax.decoders.loop_setup import check_rows
+from specjax.decoders.loop_setup import check_rows, init_loop
 from specjax.decoders.pearl import Role, Text, check_options, check_pair, commit_all, draws, join, make_roles, triangle
-from specjax.engine.packing import Prompts, check_new_tokens, pack
+from specjax.engine.packing import Prompts
 from specjax.engine.prefill import prefill
-from specjax.engine.prepare import find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.errors import UsageError
-from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Stats, Target
 
 METHOD = Method(
@@ -82,18 +80,17 @@ def pearl_in_one_program(
     for model in (target.model, draft.model):
         if model.mesh is not None:
             raise UsageError(f"{model.name} is sharded, but each role has one device; use pearl for meshes")
-    settings = dataclasses.replace(settings, eos=eos)
-    capacity = min(capacity or target.model.max_positions, draft.model.max_positions)
-    max_new_tokens = check_new_tokens(max_new_tokens)
-    tokens, lengths = pack(prompts, max_new_tokens, 1, capacity, target.model.vocab_size)
-    usable = find_usable(settings, prompts, len(tokens), max_new_tokens, capacity, target.model.vocab_size)
-    usable = jnp.ones((len(tokens),), bool) if usable is None else usable
+    settings = dataclasses.replace(settings, eos=eos, capacity=capacity)
+    loop_inputs = init_loop(
+        target, prompts, settings, key=key, max_new_tokens=max_new_tokens, room=1, inputs=inputs,
+        longest=draft.model.max_positions,
+    )  # fmt: skip
     mesh = Mesh(np.array(devices), ("role",))
-    roles = make_roles(target, draft, settings, row_keys(key, len(lengths)), inputs)
-    arguments = roles, tokens, lengths, usable, settings.eos_ids()
+    roles = make_roles(target, draft, loop_inputs)
+    arguments = roles, loop_inputs.tokens, loop_inputs.prompts, loop_inputs.usable, loop_inputs.eos
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
-    return check_rows(_run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=max_new_tokens), target)
+    return check_rows(_run(*arguments, mesh=mesh, gamma=num_tokens, max_new_tokens=int(max_new_tokens)), target)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "gamma", "max_new_tokens"))

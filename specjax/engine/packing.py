@@ -40,12 +40,10 @@ def pack(
             tokens = tokens if vocab_size is None else jnp.clip(tokens, 0, vocab_size - 1)
         size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
         return jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size - tokens.shape[1]))), lengths.astype(jnp.int32)
-    rows = _to_rows(prompts)
+    rows = to_rows(prompts)
     lengths = np.asarray([len(row) for row in rows], np.int32)
     _check_lengths(lengths, max_new_tokens, capacity)
-    padded = np.zeros((len(rows), buffer_size(int(lengths.max()), max_new_tokens, num_nodes, capacity)), np.int32)
-    for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
+    padded = pad_rows(rows, buffer_size(int(lengths.max()), max_new_tokens, num_nodes, capacity))
     _check_ids(padded, lengths, vocab_size)
     return jnp.asarray(padded), jnp.asarray(lengths)
 
@@ -85,7 +83,15 @@ def check_new_tokens(count) -> int:
     return number
 
 
-def _to_rows(prompts: Prompts) -> list[np.ndarray]:
+def pad_rows(rows: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Return rows of integers as int32[B, size], padded on the right. Ids beyond 32 bits become invalid ones."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
+    return padded
+
+
+def to_rows(prompts: Prompts) -> list[np.ndarray]:
     """Return each prompt as integers [P]. Raises: UsageError for an empty list, text, or a prompt outside of a list."""
     if not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
         raise UsageError(f"prompts must be a list of token lists, not {type(prompts).__name__}")

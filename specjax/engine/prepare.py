@@ -203,7 +203,7 @@ def prepare(
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
         processors=tuple(settings.processors),
     )
-    _check_inputs(target, inputs, len(tokens))
+    check_inputs(target, inputs, len(tokens))
     keys = sample_keys(key, tokens.shape[0], samples)
     stop = repeat_per_sample(lengths, samples) + count
     return Job(parts, tokens, lengths, keys, stop, inputs, samples, usable)
@@ -266,7 +266,7 @@ def check_pair(target: Target, drafter: Drafter) -> None:
         )
 
 
-def _check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
+def check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
     """Check that the inputs of the model are present, with one entry per prompt. Raises: UsageError."""
     name = target.model.name
     if target.model.capabilities.inputs and inputs is None:

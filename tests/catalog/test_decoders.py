@@ -12,6 +12,7 @@ from scipy.stats import kstest, norm
 from tiers import those
 from toy import TARGET_ROWS, joint_distribution, tiny_llama, tiny_llama_alike
 from toy_decoders import exact, linear
+from unusual_modes import unusual_modes
 
 import specjax
 from specjax import decoders
@@ -220,12 +221,48 @@ def spoiled(models):
     return jax.tree.map(lambda x: x * np.nan, models[0]), *models[1:]
 
 
+@pytest.mark.parametrize("name", those({"any_subset", "ceed_vla"}, sorted(DECODERS.keys() - {"pearl"})))
+def test_traced_prompts_in_unusual_modes(name, monkeypatch):
+    """The checks of traced prompts and settings run in the modes that research code sets."""
+    monkeypatch.setitem(globals(), "MISSING", np.array([[False, True, False]] * 4))
+    models, (prompts, _) = models_of(name), padded(name)
+    with unusual_modes():
+        keys = jax.random.split(jax.random.key(0), 4)
+        decode = jax.jit(lambda models, tokens, lengths: call(name, models, tokens, keys, lengths=lengths))
+        assert decode(models, *prompts).finite.all()
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS.keys() - {"any_subset", "continuous"}))
+def test_settings_are_those_of_decode(name):
+    """Settings that `decode` refuses are refused before any program is compiled."""
+    wrong = [
+        ({"eos": [64]}, "eos must be one token id or several, from 0 to 63"),
+        ({"capacity": 0}, "capacity must be a whole number of at least 1, not 0"),
+        ({"capacity": 10}, "more than the capacity of 10 positions"),
+        ({"inputs": np.zeros((3, 2))}, "takes tokens only; leave inputs out"),
+    ]
+    if "temperature" in SETTINGS[name]:
+        wrong.append(({"temperature": np.ones(2)}, "temperature must be one number or one per prompt, 3"))
+    for options, words in wrong:
+        with pytest.raises(specjax.UsageError, match=words):
+            run(name, **options)
+
+
+def test_pearl_cannot_be_traced():
+    models = models_of("pearl")
+    for name, value in (("temperature", 0.5), ("top_p", 0.5), ("eos", np.array([1]))):
+        with pytest.raises(specjax.UsageError, match="cannot be part of your own jit; use pearl_in_one_program"):
+            jax.jit(lambda value, name=name: call("pearl", models, PROMPTS, KEYS, **{name: value}))(value)
+
+
 def test_invalid_prompts_are_refused_outside_of_jit():
     (model,) = models_of("any_subset")
     for tokens, lengths, words in (
         ([[0, 9, 0]], [3], "has the token 9 at place 1"),
         ([[0, 1, 0]], [4], "has the length 4"),
         ([[0, 1, 0]], [0], "prompt 0 is empty"),
+        ([[0, 1, 0]], [3, 3], "lengths must have one number per row, 1, not the shape"),
+        ([[0, (1 << 32) + 1, 0]], [3], "has the token 4294967297 at place 1"),
     ):
         with pytest.raises(specjax.UsageError, match=words):
             decoders.any_subset(

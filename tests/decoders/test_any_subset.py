@@ -14,7 +14,7 @@ from toy import DATA, TARGET_ROWS, joint_distribution
 from toy_decoders import exact
 
 from specjax import UsageError
-from specjax.decoders import AnySubsetModel, any_subset
+from specjax.decoders import AnySubsetModel, any_subset, blank_prompts
 from specjax.decoders.any_subset import content_mask, token_order
 
 GOLDEN = json.loads((DATA / "verification_any_subset.json").read_text())
@@ -213,6 +213,23 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
     )
     jax.block_until_ready(any_subset(model, tokens, missing, key=other, window=2))
     assert compiled == []
+
+
+def test_prompts_that_cannot_be_filled():
+    model = dataclasses.replace(exact(JOINT), mask_token=1)
+    for prompts, count, words in (
+        ([], 3, "prompts is empty"),
+        ([[0], []], 3, "prompt 1 is empty"),
+        ("ab", 3, "not text"),
+        ([[0.5]], 3, "must be integers"),
+        ([[0]], 0, "max_new_tokens must be at least 1, not 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            blank_prompts(model, prompts, count)
+    tokens, missing, _ = blank_prompts(model, [np.array([0, 1]), [1 << 40]], 1)
+    assert missing.tolist() == [[False, True], [False, True]]
+    with pytest.raises(UsageError, match="outside of the model's vocabulary"):
+        any_subset(model, tokens, missing, key=0)
 
 
 def test_usage_errors():

@@ -16,8 +16,8 @@ from toy_models import alike, encoding, inputs_of, recurrent
 import specjax
 from specjax import UsageError
 from specjax.decoders import pearl, pearl_in_one_program
+from specjax.decoders.loop_setup import init_loop
 from specjax.decoders.pearl import Role, Text, _draft, _place, _read, _verify, join, make_roles
-from specjax.engine.packing import pack
 from specjax.types import Sampling, Target
 
 in_one = importlib.import_module("specjax.decoders.pearl_in_one_program")  # the function has its name
@@ -244,11 +244,11 @@ def test_one_program_gives_the_same_steps(temperature):
 
 def test_one_program_has_no_collective_in_its_branches_and_copies_no_cache():
     target, draft = tiny_llama(), tiny_llama_alike()
-    tokens, lengths = pack(PROMPTS, 20, 1, target.model.max_positions)
-    settings = specjax.Settings()
-    roles = make_roles(target, draft, settings, jax.random.split(OPTIONS["key"], len(PROMPTS)), None)
+    loop_inputs = init_loop(target, PROMPTS, specjax.Settings(), key=OPTIONS["key"], max_new_tokens=20, room=1)
+    tokens, lengths = loop_inputs.tokens, loop_inputs.prompts
+    roles = make_roles(target, draft, loop_inputs)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("role",))
-    arguments = roles, tokens, lengths, lengths > 0, settings.eos_ids()
+    arguments = roles, tokens, lengths, loop_inputs.usable, loop_inputs.eos
     lowered = in_one._run.lower(*arguments, mesh=mesh, gamma=3, max_new_tokens=20)
     text = lowered.compile().as_text()
     assert "conditional(" in text
