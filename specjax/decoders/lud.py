@@ -5,8 +5,8 @@ Parallel Decoding of Lexical Units for LLMs (LREC-COLING 2024), arXiv 2405.15208
 
 Rule: k tokens [PAD] follow the text in every pass, so it has k + 1 predictions. The first prediction is accepted. The
 others are accepted in turn while two conditions are true: the most likely token has a probability of `threshold` or
-more, and a token repeats at most `repeats` times in a row. Keys and values of [PAD] are dropped. The next pass reads
-the accepted tokens.
+more, and a token repeats at most `repeats` times in a row of one pass. Keys and values of [PAD] are dropped. The next
+pass reads the accepted tokens.
 Guarantee: lossy. With k = 0, or a threshold above 1, the text equals plain decoding, at any temperature. The lossless
 version is `drafters.ppd` with `specjax.models.heads.ppd.prompts_of_token(target, pad_token, k)`.
 
@@ -48,7 +48,7 @@ METHOD = Method(
         Option("pad_token", "int", REQUIRED, "id of the padding token that the model was trained with"),
         Option("slots", "int", 3, "padding tokens per pass"),
         Option("threshold", "float", 0.9, "minimum probability of the most likely token; above 1: never reached"),
-        Option("repeats", "int", 2, "maximum number of repetitions of one token in a row"),
+        Option("repeats", "int", 2, "maximum number of repetitions of one token in a row, per pass"),
     ),
     arguments=("target",),
     settings=("key", "temperature", "top_k", "top_p"),
@@ -77,7 +77,7 @@ def lud(
     Args:
       pad_token: id of the padding token that the model was trained with. slots: k.
       threshold: minimum probability of the most likely token; above 1 only the first prediction is accepted.
-      repeats: maximum number of repetitions of one token in a row.
+      repeats: maximum number of repetitions of one token in a row, per pass.
       The other arguments are those of `decode`.
 
     Returns: DecodeResult, in which `stats.target_passes` counts the passes.

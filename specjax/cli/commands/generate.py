@@ -222,11 +222,10 @@ def _loop(flags: GenerateFlags, method: str) -> None:
     from specjax.cli.runs.loops.run import LoopGeneration
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.selection import select
+    from specjax.cli.runs.session import note_training
 
     run, sampling = flags.run, flags.sampling
-    checks.refuse_other_flags(
-        flags.draft, flags.processing, run, flags.hosts, flags.checkpoint, flags.speculative
-    )  # fmt: skip
+    checks.refuse_other_flags(flags.draft, flags.processing, run, flags.hosts, flags.checkpoint, flags.speculative)
     selection = select(
         [method], flags.models, flags.draft, sampling, batch_size=run.batch_size, kinds=("drafter", "decoder")
     )
@@ -247,6 +246,7 @@ def _loop(flags: GenerateFlags, method: str) -> None:
         execute(filling, report._replace(bad=bad))
         return
     session, _ = selection.open(log)
+    note_training(flags.models.draft, "system", flags.prompts.system, log)
     rows, bad = source.encode(lines, session, sampling.max_new_tokens)
     more = GenerationOptions(run.compare, stop=tuple(run.stop_string or ()))
     generation = LoopGeneration(

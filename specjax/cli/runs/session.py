@@ -127,7 +127,9 @@ class Session(NamedTuple):
     def loop(self, method: str, flags: MethodOptions, settings: Mapping[str, Any]) -> Callable[..., DecodeResult]:
         """Return the loop of a method, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`.
 
-        settings: values of `Method.settings` that flags set. The function raises UsageErrors that name the flags.
+        A draft length that the first call measures holds for all calls: times vary, and another length needs another
+        program. settings: values of `Method.settings` that flags set. The function raises UsageErrors that name the
+        flags.
         """
         row, options = METHODS[method], flags.values(method) | dict(settings)
         draft = self.draft if self.head is None else self.head.head
@@ -143,6 +145,8 @@ class Session(NamedTuple):
             except UsageError as error:
                 message = f"--target: {error}" if str(error).startswith("the model ") else str(error)
                 raise UsageError(flags.name_flags(method, message)) from None
+            if row.size is not None and hasattr(result, row.size):
+                options[row.size] = getattr(result, row.size)
             return result
 
         return decode

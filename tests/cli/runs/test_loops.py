@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import jax
 import pytest
@@ -65,7 +66,10 @@ def test_a_trained_head_is_needed(cli, refused, tmp_path):
     for kind, head in heads.items():
         specjax.save_head(tmp_path / kind, head)
     run = ("generate", "hello", "--method", "hamburger_decoding", "--set", "confidence=0.2", *SHORT)
-    document = json.loads(cli(*run, "--draft", tmp_path / "hamburger", "--json").out)
+    (tmp_path / "hamburger" / "card.json").write_text('{"system": "Be brief."}')
+    result = cli(*run, "--draft", tmp_path / "hamburger", "--json")
+    assert "the drafter was trained with --system" in " ".join(result.err.split())
+    document = json.loads(result.out)
     prompts = [specjax.load()[1].chat("hello")]
     wanted = decoders.hamburger(
         target, heads["hamburger"], prompts, key=measure.row_keys(0, [0]), max_new_tokens=8, confidence=0.2, eos=(2,)
@@ -120,6 +124,17 @@ def test_pearl_needs_two_devices(refused, monkeypatch):
     assert "method pearl runs each model on its own device, and this machine has 1; use --method two_model" in words
 
 
+def test_a_measured_draft_length_holds_for_the_run(cli, monkeypatch, tmp_path):
+    """Times vary, so each call measures another length here. Only the first one counts."""
+    module, lengths = sys.modules["specjax.decoders.pearl"], iter((3, 2, 5))
+    monkeypatch.setattr(module, "_measure", lambda roles, caches, start: (next(lengths), caches))
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcabc\nhello\n")
+    result = cli("generate", "--batch-file", file, "--method", "pearl", "--draft", "draft", *SHORT, "--json")
+    assert result.code == 0 and "drafts have 3 tokens, by the times of both models" in result.err
+    assert len(json.loads(result.out)["acceptance_by_depth"]) == 3 and next(lengths) == 2
+
+
 def test_weights_that_are_no_numbers_are_named(refused, monkeypatch):
     load = specjax.load
 
@@ -141,5 +156,7 @@ def test_bench_compares_them_with_plain_decoding(cli, refused, tmp_path):
     overall = json.loads(result.out)["overall"]
     assert overall["pearl"]["identical"] and overall["prompt_lookup"]["identical"]
     assert overall["ceed_vla"]["guarantee"] == "lossy" and overall["pearl"]["speedup"] > 0
+    document = json.loads(cli(*run, "--method", "superposed_decoding", "--temperature", 0.5).out)
+    assert document["overall"]["superposed_decoding"]["identical"] is None and not document["differences"]
     words = refused(*run, *methods, "--controller", "goodput")
     assert "--controller does not apply to a method with a loop of its own" in words

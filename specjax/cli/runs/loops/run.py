@@ -38,6 +38,7 @@ class LoopGeneration(Generation):
         super().__init__(session, decoding, "autoregressive", NO_FLAGS, rows, batch_size, more)
         self.method, self.guarantee = METHODS[method], decoding.guarantee(method)
         self.loop = session.loop(method, options, loop_settings(self.method, explicit))
+        self.is_measured = self.method.size is not None and self.method.size not in options.values(method)
         if "temperature" not in self.method.settings or "key" not in self.method.settings:  # the loop is greedy
             self.settings = dataclasses.replace(self.settings, temperature=0.0)
 
@@ -56,10 +57,16 @@ class LoopGeneration(Generation):
         names = f"{self.method.name}{' and plain decoding' if self.plain else ''}"
         with stage(log, "compiling", f"compiled {names}"):
             for batch in shapes.values():
-                self.compile_seconds += self._measure(batch).seconds
+                run = self._measure(batch)
+                self.compile_seconds += run.seconds
                 if self.plain is not None:
                     plain = self._plain_task(batch, self.plain)
                     self.plain_compile_seconds += measure.warm_stream(plain)
+        if self.is_measured:
+            count = run.stats.drafted_by_depth.shape[1]
+            log.print(
+                f"drafts have {count} tokens, by the times of both models; --num-draft-tokens N sets it", style="dim"
+            )
 
     def run_batch(self, number: int, report: Report) -> None:
         """Decode a batch, and print its texts."""
