@@ -15,6 +15,7 @@ The paper's objective assumes equal costs for all lengths, so it nearly always c
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -62,14 +63,17 @@ def spec_kv(
       round_costs: cost of a step with each of `gammas`, draft and target together, in any unit. None selects the
         paper's objective.
 
-    Raises: UsageError for weights of other shapes, gammas below 1, or costs that are not one positive number for each.
+    Raises: UsageError for weights of other shapes, gammas below 1, another code, or costs that are not one positive
+      number for each.
     """
     shapes = [np.shape(x) for x in weights]
     if shapes != list(SHAPES.values()):
         raise UsageError(f"weights must have the shapes (6, {HIDDEN}), ({HIDDEN},), ({HIDDEN},) and (), not {shapes}")
     if not gammas or min(*gammas, start) < 1:
         raise UsageError(f"gammas and start must be at least 1, not {gammas} and {start}")
-    if round_costs is not None and (len(round_costs) != len(gammas) or min(round_costs) <= 0):
+    if code not in (0, 1, 2):
+        raise UsageError(f"code must be 0, 1 or 2, not {code}")
+    if round_costs is not None and not (len(round_costs) == len(gammas) and all(0 < c < math.inf for c in round_costs)):
         raise UsageError(f"round_costs must contain one positive number for each of {gammas}, not {round_costs}")
     packed = tuple(np.asarray(x, np.float32).tobytes() for x in weights)
     return _functions(packed, gammas, start, code, round_costs)

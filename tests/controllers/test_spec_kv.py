@@ -122,8 +122,11 @@ def test_bad_settings():
         controllers.spec_kv(ZEROS._replace(b1=np.zeros(3)))
     with pytest.raises(UsageError, match="gammas and start must be at least 1"):
         controllers.spec_kv(ZEROS, gammas=(0, 2))
-    with pytest.raises(UsageError, match="round_costs must contain one positive number for each"):
-        controllers.spec_kv(ZEROS, round_costs=(1.0, 2.0))
+    for costs in ((1.0, 2.0), (1.0, 2.0, 3.0, float("nan")), (1.0, 2.0, 3.0, 0.0)):
+        with pytest.raises(UsageError, match="round_costs must contain one positive number for each"):
+            controllers.spec_kv(ZEROS, round_costs=costs)
+    with pytest.raises(UsageError, match="code must be 0, 1 or 2, not 9"):
+        controllers.spec_kv(ZEROS, code=9)
     with pytest.raises(UsageError, match="fit needs as many"):
         fit(np.zeros((0, 5)), np.zeros(0), np.zeros(0), key=jax.random.key(0))
     assert controllers.spec_kv(ZEROS) is controllers.spec_kv(jax.tree.map(jnp.asarray, ZEROS))

@@ -115,6 +115,22 @@ def read_method_options(
     return MethodOptions(options, None if flags.source is None else _read_source(flags.source, rows, batch_size))
 
 
+def with_distributions(options: MethodOptions, methods: Sequence[str], controller: str | None) -> MethodOptions:
+    """Return the options, with the draft's distributions kept for a controller that reads them.
+
+    A value of --set stays, and so do methods without the option.
+    """
+    from specjax import controllers
+    from specjax.catalog import METHODS
+
+    if controller is None or not controllers.parse(controller).reads_signals:
+        return options
+    keep = {"keep_logits": FlagValue("--controller", True)}
+    able = [name for name in methods if METHODS[name].option("keep_logits") is not None]
+    values = {name: {**keep, **options.options[name]} for name in able}
+    return options._replace(options={**options.options, **values})
+
+
 def _check_files(rows: Mapping[str, Method], files: DraftFiles) -> None:
     """Raise a UsageError for an input that none of the methods uses."""
     names = " and ".join(rows)

@@ -18,6 +18,7 @@ from specjax.cli.options.drafter_flags import (
     read_depth,
     read_method_options,
     resolve_defaults,
+    with_distributions,
 )
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions
 from specjax.cli.output.console import Console
@@ -99,6 +100,7 @@ def select(
     names = names or [resolved.method]
     options = read_method_options(names, files, flags, resolved.named, batch_size=batch_size, kinds=kinds)
     controller = resolved.controller
+    options = with_distributions(options, names, controller)
     decoding = build_decoding(sampling, flags, controller) if controller != flags.controller else checked
     return Selection(
         names, models, files, options, decoding, read_costs(flags.costs, names, controller),
