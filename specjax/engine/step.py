@@ -37,15 +37,15 @@ def buffer_size(longest: int, max_new_tokens: int, num_nodes: int, capacity: int
     needed = longest + max(max_new_tokens + num_nodes, CHUNK) + 1
     if capacity is not None:
         limit = max(needed, capacity + max(num_nodes, CHUNK) + 1)
-        return min(_bucket(needed), -(-limit // BUCKET) * BUCKET)
-    return _bucket(needed)
+        return min(round_up(needed), -(-limit // BUCKET) * BUCKET)
+    return round_up(needed)
 
 
-def _bucket(count: int) -> int:
-    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... times BUCKET that is at least `count`."""
-    units = max(-(-count // BUCKET), 1)
+def round_up(count: int, unit: int = BUCKET) -> int:
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... times `unit` that is at least `count`."""
+    units = max(-(-count // unit), 1)
     power = 1 << (units - 1).bit_length()  # the smallest power of two that is at least `units`
-    return BUCKET * (power * 3 // 4 if units <= power * 3 // 4 else power)
+    return unit * (power * 3 // 4 if units <= power * 3 // 4 else power)
 
 
 def on_mesh(function):
@@ -200,7 +200,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
     if tree.logits is None:
         raise UsageError(
             "the controller reads the drafter's distributions, which this drafter does not return; "
-            "use two_model(..., keep_logits=True) or another controller"
+            "use two_model with keep_logits, or another controller"
         )
     node = jnp.arange(tree.tokens.shape[1])
     log_q = jax.nn.log_softmax(tree.logits, -1)

@@ -41,8 +41,8 @@ bonus token included; mean_accepted excludes it.
 
 If texts that must equal plain decoding differ, no speedup of the method is
 reported, and the exit code is 1. Near-ties are an exception, because rounding
-may decide them: both tokens are within 1e-3 of the largest logit (0.25 in
-bfloat16, 1 with an int8 cache). They are listed, and the speedup is reported.
+may decide them: the rounding of both widths of a pass, which is measured,
+exceeds the gap of the logits. They are listed, and the speedup is reported.
 
 The JSON file is written after every prompt, so an interrupted run leaves the
 finished prompts ("left" counts the others).

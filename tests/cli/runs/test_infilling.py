@@ -11,6 +11,7 @@ from toy_decoders import exact
 from specjax import UsageError, decoders
 from specjax.bench import measure
 from specjax.cli.runs.loops import infilling
+from specjax.engine.results import zero_stats
 
 LETTERS = "ab_"  # the last one stands for a missing token
 
@@ -67,6 +68,26 @@ def test_missing_tokens_are_those_of_python(cli, model, tmp_path, temperature):
     assert [row["text"] for row in document["results"]] == texts and texts[0][0] + texts[0][3] == "ab"
     assert document["settings"]["temperature"] == (0.0 if temperature else 1.0) and document["target"] == "toy"
     assert document["identical"] is (True if temperature else None) and document["speedup"] > 0
+
+
+def test_prompts_of_many_lengths_share_few_programs(cli, monkeypatch, tmp_path):
+    """Run each program before it is timed. Sizes are 1 or 1.5 times a power of two."""
+    shapes, model = [], decoders.AnySubsetModel(None, 3, 2, name="toy")
+
+    def fill(model, tokens, missing, *, lengths, **options):
+        shapes.append(tokens.shape)
+        new = jnp.zeros(tokens.shape, jnp.int32)
+        return decoders.AnySubsetResult(
+            new, missing.sum(1), lengths < 0, zero_stats(len(tokens), 1), finite=lengths > 0, filled=new
+        )
+
+    monkeypatch.setattr(infilling, "load_any_order", lambda source: (model, LetterTokenizer()))
+    monkeypatch.setattr(infilling, "any_subset", fill)
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join("a" * length + "_\n" for length in (4, 5, 6, 7, 8, 11)))
+    document = json.loads(cli(*RUN, "--batch-file", file, "--json").out)
+    assert [row["text"] for row in document["results"]][::5] == ["aaaaa", "a" * 12]
+    assert [size for _, size in shapes] == [6, 8, 12, 6, 6, 8, 8, 12, 12]
 
 
 def test_the_text_is_printed(cli, model):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
@@ -22,7 +23,9 @@ from specjax.cli.runs.generation import Generation, GenerationOptions
 from specjax.cli.runs.run import PromptRun, Report, print_heading
 from specjax.cli.runs.session import Session
 from specjax.decoders import any_subset, blank_prompts, load_any_order
+from specjax.engine.step import round_up
 from specjax.errors import require
+from specjax.types import Array
 
 WHAT = "an any-order model, the folder of an XLNet language model"
 """The models of the method, in words."""
@@ -73,7 +76,7 @@ class Infilling(Generation):
 
     def compile(self, log: Console) -> None:
         """Run each program once."""
-        shapes = {measure.bucket([row.ids for row in batch]): batch for batch in self.batches}
+        shapes = {self._blank(batch)[0].shape: batch for batch in self.batches}
         with stage(log, "compiling", f"compiled {self.method.name}"):
             for batch in shapes.values():
                 self.compile_seconds += self._fill(batch, **self.options)[0].seconds
@@ -102,18 +105,24 @@ class Infilling(Generation):
         """Return the run with the tokens that were missing, and the complete texts."""
         model: Any = self.session.target
         settings, keys = self.decoding.settings, measure.row_keys(self.decoding.seed, [row.ordinal for row in batch])
-        tokens, missing, lengths = blank_prompts(model, [row.ids for row in batch], self.decoding.max_new_tokens)
+        tokens, missing, lengths = self._blank(batch)
         start = time.perf_counter()
-        result = any_subset(
-            model, tokens, missing, lengths=lengths, key=keys,
-            temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
-            **options,
-        )  # fmt: skip
+        names = "temperature", "top_k", "top_p"
+        warping: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        result = any_subset(model, tokens, missing, lengths=lengths, key=keys, **warping, **options)
         jax.block_until_ready(result)
         seconds = time.perf_counter() - start
         hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
         run = report_of.MeasuredRun(result.to_lists(), hit_eos, stats, seconds)
         return run, [row[:n].tolist() for row, n in zip(*jax.device_get((result.filled, lengths)), strict=True)]
+
+    def _blank(self, batch: Sequence[Encoded]) -> tuple[Array, Array, Array]:
+        """Return the arrays of `blank_prompts`, padded so that prompts of many lengths share few programs."""
+        model: Any = self.session.target
+        rows = [row.ids for row in batch]
+        tokens, missing, lengths = blank_prompts(model, rows, self.decoding.max_new_tokens)
+        padding = (0, 0), (0, round_up(tokens.shape[1], 1) - tokens.shape[1])
+        return jnp.pad(tokens, padding), jnp.pad(missing, padding), lengths
 
     def verdict(self) -> list[str]:
         """Return the result of the comparison in words."""
