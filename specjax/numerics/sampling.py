@@ -59,20 +59,17 @@ def _warp_rows(logits: Array, sampling: Sampling) -> Array:
     assert sampling.temperature is not None
     scale, is_sampled = temperature_of(sampling.temperature)
     greedy, largest = _only(first_largest(logits), logits.shape[-1]), jnp.max(logits, -1, keepdims=True)
-    # The first filter divides inside of its branch, so that the scaled logits are not stored for it.
+    # Filters compare logits that are not scaled. Scaled ones of a tiny temperature are too coarse for a difference from
+    # the largest, and a compiler may round the two quotients differently.
     if (k := sampling.top_k) is not None:
-        is_active = is_sampled & (k < logits.shape[-1])
-        logits = _filtered(is_active, scale, lambda x: top_k_mask(x, k), logits)
-        largest, scale = largest / scale, jnp.ones_like(scale)
+        logits = _filtered(is_sampled & (k < logits.shape[-1]), lambda x: top_k_mask(x, k), logits)
     if (mass := sampling.top_p) is not None:
-        is_active = is_sampled & (mass < 1)
-        logits = _filtered(is_active, scale, lambda x: top_p_mask(x, largest / scale, mass), logits)
-        largest, scale = largest / scale, jnp.ones_like(scale)
-    logits, largest = logits / scale, largest / scale
+        logits = _filtered(is_sampled & (mass < 1), lambda x: top_p_mask((x - largest) / scale, mass), logits)
     if sampling.min_p is not None:
         share = sampling.min_p.astype(jnp.float32)
-        threshold = largest + jnp.log(share)  # 0 drops no token; the likeliest always stays
+        threshold = largest + scale * jnp.log(share)  # 0 drops no token; the likeliest always stays
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+    logits = logits / scale
     return jnp.where(is_sampled, logits, greedy)
 
 
@@ -95,10 +92,9 @@ def is_greedy(sampling: Sampling, batch: int) -> Array:
     return jnp.broadcast_to(sampling.temperature == 0, (batch,))
 
 
-def _filtered(is_active: Array, scale: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
-    """Divide the logits by `scale`, and mask them. The mask is not computed if no row needs it."""
-    masked = lambda x: jnp.where(mask(x / scale), x / scale, -jnp.inf)
-    return jax.lax.cond(jnp.any(is_active), masked, lambda x: x / scale, logits)
+def _filtered(is_active: Array, mask: Callable[[Array], Array], logits: Array) -> Array:
+    """Mask the logits. The mask is not computed if no row needs it."""
+    return jax.lax.cond(jnp.any(is_active), lambda x: jnp.where(mask(x), x, -jnp.inf), lambda x: x, logits)
 
 
 def draw(keys: Array, logits: Array) -> Array:

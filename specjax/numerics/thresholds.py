@@ -57,15 +57,15 @@ def top_k_mask(logits: Array, k: Array) -> Array:
     return _by_platform(_top_k_mask, logits, k)
 
 
-def top_p_mask(logits: Array, largest: Array, top_p: Array) -> Array:
+def top_p_mask(logits: Array, top_p: Array) -> Array:
     """Return bool[R, V], true for the likeliest tokens up to the one that crosses the mass `top_p`.
 
     Equal tokens are taken by id. A mass of 1 keeps all tokens.
 
     Args:
-      logits: float32[R, V]. largest: float32[R, 1], their maximum. top_p: float32[] or float32[R, 1].
+      logits: float32[R, V], at most 0, which is the logit of the likeliest token. top_p: float32[] or float32[R, 1].
     """
-    return _by_platform(_top_p_mask, logits, largest, top_p)
+    return _by_platform(_top_p_mask, logits, top_p)
 
 
 def _by_platform(mask: Callable[..., Array], *arguments: Array) -> Array:
@@ -81,10 +81,10 @@ def _top_k_mask(search: DigitSearch, logits: Array, k: Array) -> Array:
     return _select(x, threshold.value, threshold.measure <= k, lambda count: count <= number)
 
 
-def _top_p_mask(search: DigitSearch, logits: Array, largest: Array, top_p: Array) -> Array:
+def _top_p_mask(search: DigitSearch, logits: Array, top_p: Array) -> Array:
     # A probability without its normalisation, from 0 to 1: the highest 2 bits are 0.
     # The barrier gives every comparison the same bits. A compiler may compute a fused copy of `exp` differently.
-    p = jax.lax.optimization_barrier(jnp.exp(logits - largest))
+    p = jax.lax.optimization_barrier(jnp.exp(logits))
     mass = lambda t: jnp.sum(jnp.where(p >= _to_float(t), p, 0.0), -1, keepdims=True)
     total = mass(jnp.zeros((len(p), 1), jnp.uint32))
     goal = top_p * total
@@ -177,7 +177,8 @@ def _select(x: Array, threshold: Array, all_fit: Array, fits: Callable[[Array], 
 
 def _ordered(x: Array) -> Array:
     """Map float32 to uint32 with the same order."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 equal to 0.0
+    x = jnp.where(x == 0, 0.0, x)  # -0.0 is equal to 0.0; a compiler would remove an addition of 0.0
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -10,7 +10,8 @@ from scipy.stats import binomtest, chisquare
 from toy import ONE_STEP
 
 from specjax.numerics import sampling
-from specjax.numerics.sampling import draw, warp
+from specjax.numerics.filtered_draws import draw_warped
+from specjax.numerics.sampling import draw, row_keys, warp
 from specjax.types import Sampling
 
 WARP = jax.jit(warp)
@@ -98,6 +99,24 @@ def test_a_tiny_temperature_leaves_the_likeliest_tokens(temperature):
         assert jnp.isfinite(warped[0, 1]) and not jnp.isnan(warped).any()
     plain = logits[1] / jnp.float32(0.7)
     np.testing.assert_array_equal(WARP(logits, Sampling(jnp.array([1e-37, 0.7])))[1], plain)
+
+
+@pytest.mark.parametrize("filters", [{"min_p": 1.0}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.5}])
+def test_a_filter_at_a_tiny_temperature_keeps_the_likeliest_token(filters):
+    """A scaled logit of 5e5 has steps of 0.03, and one of 5e9 has steps of 512. A filter must not drop all tokens."""
+    logits = 5 * jax.random.normal(jax.random.key(0), (64, 50))
+    temperature = jnp.geomspace(1e-4, 1e-12, 64)
+    sampling = Sampling(temperature, **{name: jnp.asarray(value) for name, value in filters.items()})
+    warped, drawn = jax.jit(lambda x, s: (warp(x, s), draw_warped(row_keys(0, 64), x, s)))(logits, sampling)
+    np.testing.assert_array_equal(np.isfinite(warped).sum(-1), 1)
+    np.testing.assert_array_equal(np.argmax(warped, -1), np.argmax(logits, -1))
+    np.testing.assert_array_equal(drawn, np.argmax(logits, -1))
+
+
+def test_top_k_takes_equal_zeros_of_both_signs_by_id():
+    logits = jnp.array([[-0.0, 0.0, -1.0, 0.0]])
+    kept = jax.jit(lambda x, k: warp(x, Sampling(jnp.float32(1), k)) > -jnp.inf)
+    assert kept(logits, jnp.int32(2)).tolist() == [[True, True, False, False]]
 
 
 def test_draws_have_the_law_of_the_logits():

@@ -38,7 +38,7 @@ def masks(name: str):
     search = SEARCHES[name]
     return (
         jax.jit(lambda x, k: thresholds._top_k_mask(search, x, k)),
-        jax.jit(lambda x, p: thresholds._top_p_mask(search, x, jnp.max(x, -1, keepdims=True), p)),
+        jax.jit(lambda x, p: thresholds._top_p_mask(search, x - jnp.max(x, -1, keepdims=True), p)),
     )
 
 
@@ -57,7 +57,7 @@ def test_every_search_selects_what_a_sort_selects(name, kind):
 
 
 def test_a_search_that_ends_too_early_is_caught(monkeypatch):
-    loose = lambda x, p: thresholds._top_p_mask(TPU, x, jnp.max(x, -1, keepdims=True), p)
+    loose = lambda x, p: thresholds._top_p_mask(TPU, x - jnp.max(x, -1, keepdims=True), p)
     x = logits_of("normal", ROWS, VOCAB)
     search = thresholds._largest
     early = lambda *some, **more: search(*some[:-1], lambda threshold: jnp.ones_like(threshold.above, bool), **more)
