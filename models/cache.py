@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from specjax.arrays import batch_axes, platforms
 from specjax.arrays.indexing import take_along
-from specjax.errors import UsageError
 from specjax.numerics.quantization import BITS, Quantized, quantize
 from specjax.types import Array, PyTree
 
@@ -119,12 +118,21 @@ def commit(cache: KVCache, pending: Pending, path: Array, num_nodes: Array, firs
 
     Args:
       first_slot: int32[], position of the first of these slots if they are one device's part of a cache that is split
-        over its slots. Such a part has SLOTS extra slots at its end for entries of other devices.
-
-    Raises: UsageError if a split cache gets a draft of more than SLOTS nodes.
+        over its slots. Such a part has SLOTS extra slots at its end for entries of other devices, so longer windows are
+        written in pieces.
     """
-    if first_slot is not None and path.shape[1] > SLOTS:
-        raise UsageError(f"a cache split over its slots takes drafts of at most {SLOTS} nodes, not {path.shape[1]}")
+    if first_slot is None:
+        return _commit_window(cache, pending, path, num_nodes, None)
+    for start in range(0, path.shape[1], SLOTS):
+        piece = path[:, start : start + SLOTS]
+        cache = _commit_window(cache, pending, piece, jnp.clip(num_nodes - start, 0, piece.shape[1]), first_slot)
+    return cache
+
+
+def _commit_window(
+    cache: KVCache, pending: Pending, path: Array, num_nodes: Array, first_slot: Array | None
+) -> KVCache:
+    """Append nodes in one window, as `commit` does."""
 
     def write(axis, slots, new):  # [..., B, K, S, h], [..., B, K, T, h]; of scales [..., B, K, S], [..., B, K, T]
         rows = axis - ROWS_BEFORE_TOKENS

@@ -115,8 +115,8 @@ def test_a_filter_at_a_tiny_temperature_keeps_the_likeliest_token(filters):
 
 def test_top_k_takes_equal_zeros_of_both_signs_by_id():
     logits = jnp.array([[-0.0, 0.0, -1.0, 0.0]])
-    kept = jax.jit(lambda x, k: warp(x, Sampling(jnp.float32(1), k)) > -jnp.inf)
-    assert kept(logits, jnp.int32(2)).tolist() == [[True, True, False, False]]
+    mask_of = jax.jit(lambda x, k: warp(x, Sampling(jnp.float32(1), k)) > -jnp.inf)
+    assert mask_of(logits, jnp.int32(2)).tolist() == [[True, True, False, False]]
 
 
 def test_draws_have_the_law_of_the_logits():
