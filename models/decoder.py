@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class DecoderConfig:
     cache_bits: bool = False  # the cache stores bfloat16 as uint16, which XLA on CPU writes in place
     same_bits: bool = False  # bfloat16 only: a token's logits do not depend on its pass, docs/same_bits.md
     stacked: bool = False  # layers are stacked and scanned, not unrolled
-    joined: bool = False  # q, k, v and gate, up are one matrix each (models/storage/joined.py)
+    joined: tuple[str, ...] = ()  # keys of `storage.JOINED`: "qkv", "gate_up" are one matrix each
     quantized: tuple[tuple[str, WeightFormat | None], ...] = ()  # formats by module path (models/storage/schemes.py)
     name: str = "decoder"
 
@@ -101,11 +101,17 @@ class DecoderConfig:
         cannot express are off.
         """
         mixed = self.is_global is not None
-        uniform = {
+        uniform: dict[str, Any] = {
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
         }  # fmt: skip
-        defaults = {"stacked": False, "joined": False, "cache_dtype": None, "same_bits": False, "quantized": ()}
+        defaults: dict[str, Any] = {
+            "stacked": False,
+            "joined": (),
+            "quantized": (),
+            "cache_dtype": None,
+            "same_bits": False,
+        }
         return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
 
 
@@ -114,7 +120,7 @@ def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rng
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
-        softcap=c.attention_softcap, same_bits=c.same_bits, joined=c.joined, dtype=c.dtype, rngs=rngs,
+        softcap=c.attention_softcap, same_bits=c.same_bits, joined="qkv" in c.joined, dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 
@@ -136,8 +142,8 @@ class DecoderBlock(nnx.Module):
         self.attention = make_attention(c, rngs=rngs)
         self.mlp_norm, self.mlp_post_norm = pre_norm(), post_norm()
         self.mlp = L.GatedMLP(
-            c.width, c.mlp_width, activation_function(c), joined=c.joined, same_bits=c.same_bits, dtype=c.dtype,
-            rngs=rngs,
+            c.width, c.mlp_width, activation_function(c), joined="gate_up" in c.joined, same_bits=c.same_bits,
+            dtype=c.dtype, rngs=rngs,
         )  # fmt: skip
 
     def attend(self, x, inputs: L.LayerInputs):

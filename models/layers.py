@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,8 @@ class AttentionSettings(NamedTuple):
             kind: Array | int = int(self.kind[layer])
         else:
             kind = at_layer(jnp.asarray(self.kind), layer)
-        return AttentionSettings(*at_layer((self.rotation, self.window), kind))
+        rotation, window = at_layer((self.rotation, self.window), kind)
+        return AttentionSettings(rotation, window)
 
 
 class LayerInputs(NamedTuple):
@@ -273,9 +274,9 @@ class Attention(nnx.Module):
         if not self.joined:
             return self._by_heads(shared, self.q(x), self.k(x), self.v(x))
         size = self.head_dim
-        y = shared.place(_isolated(self.qkv(x)), "data", None, "heads")
+        y = shared.place(_isolated(self.qkv(x)), "data", None, "heads")[:, : shared.positions.shape[1]]
         parts = split_outputs(y, (self.group * size, size, size))
-        return tuple(self._split_heads(shared, y.reshape(*x.shape[:2], -1)) for y in parts)
+        return tuple(self._split_heads(shared, y.reshape(*y.shape[:2], -1)) for y in parts)
 
     def _by_heads(self, shared: PassInputs, *projected: Array) -> tuple[Array, ...]:
         """Split projections [B, T, H h] into heads [B, T, H, h]."""
@@ -357,21 +358,26 @@ def run_layers(
 
     Args:
       layers: from `make_layers`.
-      x: [B, T, D]. On a TPU the layers run with as many tokens of zeros behind these as fill a tile. That pads once per
-        pass, and not once per product.
+      x: [B, T, D].
       group: number of consecutive middle layers whose attention reads the same stream, the input of the group
         (EasySpec). It cannot be combined with `shared.layers`.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
     """
     run = _unrolled if isinstance(layers, nnx.List) else _scanned
-    tokens = x.shape[1]
-    if platforms.of_program() == "tpu":
-        x = fill_tile(x)
-    stream, pending = run(layers, x, shared, cache, settings, group)
-    if x.shape[1] == tokens:
-        return stream, pending
-    return jax.tree.map(lambda x: x[..., :tokens, :], stream), pending
+    return with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
+
+
+def with_full_tile(run: Callable[[Array], tuple[Any, kv.Pending]], x: Array) -> tuple[Any, kv.Pending]:
+    """Return `run(x)`: the residual stream [B, T, D] around each layer of a pass, and the pending keys and values.
+
+    On a TPU the layers run with as many tokens of zeros behind those of x [B, T, D] as fill a tile. The pass then pads
+    once, and not in each product.
+    """
+    if platforms.of_program() != "tpu":
+        return run(x)
+    stream, pending = run(fill_tile(x))
+    return jax.tree.map(lambda padded: padded[..., : x.shape[1], :], stream), pending
 
 
 class LayerWeights(NamedTuple):
@@ -437,8 +443,9 @@ def _scanned(
         layer_cache = LayerCache(cache.k, cache.v, layer, at_layer(earlier, layer))
         return LayerInputs(shared, layer_cache, settings.at_layer(layer), at_layer(shared.layers, layer, axis=1))
 
-    def body(size: int, x: Array, xs):
-        first, group_weights = xs
+    # The number of the first layer is carried. As an input of the scan it would be sliced out of an array.
+    def body(size: int, carried: tuple[Array, Array], group_weights):
+        x, first = carried
         if group_weights is not None:
             members = [LayerWeights(graphdef, group_weights)]
         else:
@@ -446,17 +453,17 @@ def _scanned(
         inputs = [inputs_of(first + i) for i in range(size)]
         if size == 1:
             x, new = apply_layer(members[0], x, inputs[0])
-            return x, (x[None], jax.tree.map(lambda leaf: leaf[None], new))
+            return (x, first + size), (x[None], jax.tree.map(lambda leaf: leaf[None], new))
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
-        return outputs[-1], (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
+        return (outputs[-1], first + size), (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
     # The scan slices the weights, except those of layers that may be skipped, and of groups.
     sliced_state = state if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
     for start, size, count in layer_segments(len(cache.k), group):
-        numbers = start + size * jnp.arange(count)
-        x, (outputs, pending) = jax.lax.scan(functools.partial(body, size), x, (numbers, sliced_state))
+        carried = x, jnp.int32(start)
+        (x, _), (outputs, pending) = jax.lax.scan(functools.partial(body, size), carried, sliced_state, length=count)
         stream.append(flat(outputs))
         new.append(jax.tree.map(flat, pending))
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.

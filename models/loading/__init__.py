@@ -33,7 +33,7 @@ from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
-from specjax.models.storage import scheme_format, storage_options, with_quantized
+from specjax.models.storage import JOINED, scheme_format, storage_options, with_quantized
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
@@ -106,7 +106,7 @@ def read_model(
       stacked: True for layers stacked in one array each and scanned (small programs), False for separate, unrolled
         layers (faster on CPU and GPU). None: stacked on TPU only.
       joined: True to store queries, keys and values as one matrix, and gate and up of the MLP as one. A pass then has
-        three products less per layer. Text may differ by rounding. None: joined on GPU only.
+        three products less per layer. Text may differ by rounding. None: both on GPU, and the first on TPU.
       quantize: round the matrices to few bits, which makes another model. "int8": weights, and activations per token;
         products then sum whole numbers and are exact. "int8-weights", "int4-weights" (a scale per 128 inputs) and
         "fp8": weights only. Methods keep their guarantees relative to that model. None: the weights of the file.
@@ -143,7 +143,8 @@ def read_model(
     if quantize is not None:
         scheme_format(quantize, jax.default_backend())
     storage = storage_options(jax.default_backend())
-    storage |= {name: value for name, value in (("stacked", stacked), ("joined", joined)) if value is not None}
+    storage |= {} if stacked is None else {"stacked": stacked}
+    storage |= {} if joined is None else {"joined": tuple(JOINED) if joined else ()}
     path = resolve(source)
     with guarded_read(path):
         fields = hf.read_config(path) if path.is_dir() else None

@@ -29,7 +29,7 @@ def split_projections(params: PyTree, config: Any) -> PyTree:
 
     Leaves may have leading axes that count layers. Parameters that are already separate are returned unchanged.
     """
-    if not getattr(config, "joined", False):
+    if not getattr(config, "joined", ()):
         return params
 
     def split(name: str, module: dict) -> dict:
@@ -50,7 +50,7 @@ def split_projections(params: PyTree, config: Any) -> PyTree:
 
 def join_projections(params: PyTree, config: Any) -> PyTree:
     """Reverse `split_projections`: return the parameters in the form of the config, from separate projections."""
-    if not getattr(config, "joined", False):
+    if not getattr(config, "joined", ()):
         return params
 
     def join(name: str, members: list[dict]) -> dict:
@@ -62,7 +62,8 @@ def join_projections(params: PyTree, config: Any) -> PyTree:
         if not isinstance(module, dict):
             return module
         result = {name: visit(child) for name, child in module.items()}
-        for name, members in JOINED.items():
+        for name in config.joined:
+            members = JOINED[name]
             if members[0] in module and members[-1] in module:
                 result[name] = join(name, [result.pop(member) for member in members])
         return result

@@ -38,7 +38,7 @@ from specjax.models.bridge import (
     embedding_and_head_fields,
     kv_cache_fields,
 )
-from specjax.models.layers import AttentionSettings, PassInputs, layer_segments
+from specjax.models.layers import AttentionSettings, PassInputs, layer_segments, with_full_tile
 from specjax.models.layout import Layout, check_axes, check_heads, kv_head_copies, repeat_kv_heads
 from specjax.models.storage import split_projections
 from specjax.numerics.global_arrays import place_one, with_shardings
@@ -62,7 +62,7 @@ def place_layer_parallel(draft: Target, mesh: Mesh, group: int | None = None) ->
       group and model do not fit each other.
     """
     stored_config = shardable_config(draft)
-    config = dataclasses.replace(stored_config, joined=False)  # the parts of attention have a sharding each
+    config = dataclasses.replace(stored_config, joined=())  # the parts of attention have a sharding each
     check_layer_parallel(config, mesh, group)
     with _in_host_memory():
         params = _arrange_jit(config, mesh, split_projections(jax.device_get(draft.params), stored_config))
@@ -74,7 +74,7 @@ def abstract_draft(config: Any, mesh: Mesh) -> Target:
 
     The shapes are `jax.ShapeDtypeStruct`s with shardings.
     """
-    config = dataclasses.replace(config, joined=False)
+    config = dataclasses.replace(config, joined=())
     check_layer_parallel(config, mesh)
     params = jax.eval_shape(lambda params: _arrange_layers(config, mesh, params), abstract_params(config))
     return Target(_model(config, mesh), with_shardings(params, _shardings(config, mesh, params)))
@@ -222,7 +222,8 @@ def _model(config: Any, mesh: Mesh) -> Model:
         rotation_specs = jax.tree.map(lambda x: P(*[None] * (x.ndim - 4), *rows), settings.rotation)
 
         def local(params, x, shared, cache, earlier, settings):
-            return LayerParallelPass(block, parts, shared, cache, earlier, settings).run(params, x, middle, group_size)
+            layers = LayerParallelPass(block, parts, shared, cache, earlier, settings)
+            return with_full_tile(lambda x: layers.run(params, x, middle, group_size), x)
 
         return jax.shard_map(
             local, mesh=mesh,

@@ -24,16 +24,14 @@ def with_file_formats(checkpoint: Checkpoint, platform: str) -> Config:
         return checkpoint.config
     rows, is_uniform = _by_pattern(by_layer)
     config = dataclasses.replace(checkpoint.config, stacked=checkpoint.config.stacked and is_uniform)
-    if config.joined:
-        joined = _joined(rows)
-        config = dataclasses.replace(config, joined=joined is not None)
-        rows = rows if joined is None else joined
+    rows, joined = _joined(rows, config.joined)
+    config = dataclasses.replace(config, joined=joined)
     return with_quantized(config, tuple(rows.items()), platform)
 
 
 def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
     """Return the stored format of each matrix by its module's path; None: it is not quantised."""
-    separate = dataclasses.replace(checkpoint.config, stacked=False, joined=False)
+    separate = dataclasses.replace(checkpoint.config, stacked=False, joined=())
     formats: Formats = {}
     for parameter in list_parameters(checkpoint._replace(config=separate)):
         if parameter.keys[-1] == "weight" and len(parameter.shape) == 2:
@@ -57,11 +55,17 @@ def _pattern(path: str) -> str:
     return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "layers" else path
 
 
-def _joined(formats: Mapping[str, WeightFormat | None]) -> Formats | None:
-    """Return the formats of a model with joined projections; None if those of some members differ."""
-    result: dict[str, set] = {}
-    for path, form in formats.items():
-        parent, _, name = path.rpartition(".")
-        name = next((joined for joined, members in JOINED.items() if name in members), name)
-        result.setdefault(f"{parent}.{name}" if parent else name, set()).add(form)
-    return {path: forms.pop() for path, forms in result.items()} if all(len(f) == 1 for f in result.values()) else None
+def _joined(formats: Mapping[str, WeightFormat | None], names: tuple[str, ...]) -> tuple[Formats, tuple[str, ...]]:
+    """Return the formats of a model with joined projections, and those of `names` whose members have equal formats."""
+    owner = {member: name for name in names for member in JOINED[name]}
+    split = {path: path.rpartition(".") for path in formats}
+    groups: dict[tuple[str, str], set] = {}
+    for path, (parent, _, member) in split.items():
+        if member in owner:
+            groups.setdefault((owner[member], parent), set()).add(formats[path])
+    uneven = {name for (name, _), forms in groups.items() if len(forms) > 1}
+    joined = tuple(name for name in names if name not in uneven)
+    module = lambda parent, member: f"{parent}.{owner[member]}" if owner.get(member) in joined else f"{parent}.{member}"
+    return {
+        module(parent, member) if parent else path: formats[path] for path, (parent, _, member) in split.items()
+    }, joined

@@ -11,7 +11,7 @@ from toy import tiny_llama
 import specjax
 from specjax.models import Gemma3Config, LlamaConfig, abstract_params, init_params, load, make_model, narrow_mlps
 from specjax.models.heads.kinds import KINDS
-from specjax.models.storage import join_projections, rows_in_joined, split_projections
+from specjax.models.storage import JOINED, join_projections, rows_in_joined, split_projections
 from specjax.models.variants.low_rank import LoraMatrices, apply_lora, init_lora
 from specjax.training.loop.head_init import new_head
 from specjax.types import Sublayers, Target
@@ -27,8 +27,8 @@ CONFIGS = {
 }
 
 
-def joined(target: Target) -> Target:
-    config = dataclasses.replace(target.model.config, joined=True)
+def joined(target: Target, names: tuple[str, ...] = tuple(JOINED)) -> Target:
+    config = dataclasses.replace(target.model.config, joined=names)
     return Target(make_model(config), join_projections(target.params, config))
 
 
