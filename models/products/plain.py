@@ -112,7 +112,7 @@ def matmul_same_bits(x: Array, weight: Array | QuantizedArray, dtype=None) -> Ar
     in parts that every kernel sums in one pass. Quantised weights need products of whole numbers, which are exact.
     """
     if isinstance(weight, QuantizedArray):
-        return quantized_matmul(x, weight, dtype)
+        return quantized_matmul(x, weight, dtype, same_bits=True)
     tiles, pieces = (functools.partial(f, dtype=dtype) for f in (_matmul_tiles, _matmul_in_parts))
     return jax.lax.platform_dependent(x, weight, tpu=tiles, default=pieces)
 
