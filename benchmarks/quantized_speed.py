@@ -2,8 +2,8 @@
 
     python benchmarks/quantized_speed.py [--repeats 5]
 
-One process, all sides in turn, medians of runs of 96 tokens. The prompt asks for a text that repeats parts of itself, so
-`auto` has drafts. "same_bits" is int8 in bfloat16 with `same_bits`, whose cost the last ratio states.
+One process, all sides in turn, medians of runs of 96 tokens. The prompt asks for a text that repeats parts of itself,
+so `auto` has drafts. "same_bits" is int8 in bfloat16 with `same_bits`, whose cost the last ratio states.
 """
 
 from __future__ import annotations
