@@ -15,6 +15,7 @@ from specjax.models.loading import resolve
 from specjax.models.loading.families.config_fields import LAYERS, ROWS, WIDTH, ConfigFields
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import hf
+from specjax.models.loading.quantized import refuse_quantized
 from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ def load_xlnet(source: str | Path) -> LoadedXLNet:
                 f"{path} is no any-order model ({'a file' if kind is None else f'model_type {quote(kind)}'}); give the "
                 "folder of an XLNet language model"
             )
+        refuse_quantized(fields)
         config = read_config(fields)
         tensors = {name: tensor for file in hf.weight_files(path) for name, tensor in hf.read_tensors(file).items()}
         params = _read_params(config, tensors, path)

@@ -70,7 +70,9 @@ def as_language_model(fields: ConfigFields) -> ConfigFields:
 def read_reward_head(folder: Path) -> RewardHead:
     """Read the head of a folder. Raises: UsageError for a folder without one, or with more than two labels."""
     tensors = {
-        hf.text_name(name): tensor for file in hf.weight_files(folder) for name, tensor in hf.read_tensors(file).items()
+        hf.text_name(name): tensor
+        for file in hf.weight_files(folder)
+        for name, tensor in hf.read_tensors(file, hf.PARTS).items()
     }
     name = next((name for name in HEADS if f"{name}.weight" in tensors), None)
     if name is None:

@@ -47,7 +47,7 @@ def quantized_matmul(x: Array, weight: QuantizedArray, dtype=None, same_bits: bo
 def _product(dtype, same_bits: bool, x: Array, weight: QuantizedArray) -> Array:
     if weight.inputs == "int8" and weight.values.dtype == jnp.int8 and weight.scales.shape[-1] == 1:
         return _matmul_whole_numbers(x, weight, same_bits).astype(dtype)
-    return _matmul_expanded(_rounded(x, weight.inputs), weight, dtype)
+    return _matmul_expanded(_rounded(x, weight), weight, dtype)
 
 
 @_product.defjvp
@@ -57,17 +57,17 @@ def _product_jvp(dtype, same_bits, primals, tangents):
     return _product(dtype, same_bits, x, weight), tangent
 
 
-def _rounded(x: Array, inputs: str | None) -> Array:
-    """Round the rows of x [..., I] to a dtype with a scale per row, and return them in their own dtype."""
-    if inputs is None:
+def _rounded(x: Array, weight: QuantizedArray) -> Array:
+    """Round the rows of x [..., I] as a weight demands (`WeightFormat.inputs`), and return them in their own dtype."""
+    if weight.inputs is None:
         return x
-    if inputs == "int8":
+    if weight.inputs == "int8":
         rounded = quantize(x)
         return (rounded.values.astype(jnp.float32) * rounded.scale[..., None]).astype(x.dtype)
-    y = x.astype(jnp.float32)
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.scales.shape[-1], -1)
     scale = jnp.max(jnp.abs(y), -1, keepdims=True) / float(jnp.finfo(FLOAT8).max)
     step = jnp.where(scale > 0, scale, 1.0)
-    return ((y / step).astype(jnp.dtype(inputs)).astype(jnp.float32) * scale).astype(x.dtype)
+    return ((y / step).astype(jnp.dtype(weight.inputs)).astype(jnp.float32) * scale).astype(x.dtype).reshape(x.shape)
 
 
 def _matmul_whole_numbers(x: Array, weight: QuantizedArray, same_bits: bool) -> Array:

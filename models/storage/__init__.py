@@ -3,6 +3,7 @@
 from specjax.models.storage.backends import storage_options
 from specjax.models.storage.joined import JOINED, join_projections, rows_in_joined, split_projections
 from specjax.models.storage.schemes import (
+    MIN_GROUP,
     SCHEMES,
     check_exact_products,
     format_of,
@@ -16,6 +17,7 @@ from specjax.models.storage.schemes import (
 
 __all__ = [
     "JOINED",
+    "MIN_GROUP",
     "SCHEMES",
     "check_exact_products",
     "format_of",

@@ -84,7 +84,8 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
     """
     if not config.quantized or keys[-1] != "weight" or len(shape) != 2:
         return None
-    path = ".".join(map(str, keys[:-1]))
+    in_stack = config.stacked and keys[0] == "layers"
+    path = ".".join(map(str, [*keys[:1], *(["*"] if in_stack else []), *keys[1:-1]]))
     form = next((form for pattern, form in config.quantized if fnmatch.fnmatchcase(path, pattern)), None)
     if form is None or form.group is None:
         return form

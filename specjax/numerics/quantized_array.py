@@ -25,11 +25,11 @@ class WeightFormat:
 
     Attributes:
       bits: bits per value that the format has; `values` may use a wider dtype.
-      values: dtype of the stored values: "int8", "int4" or "float8_e4m3fn".
+      values: dtype of the stored values: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
       group: number of inputs that share a scale; None: all inputs of a row.
       has_offsets: each group has an offset besides its scale.
-      inputs: dtype to which rows of the other factor are rounded before a product, "int8" or "float8_e4m3fn"; None:
-        they are not rounded.
+      inputs: dtype to which rows of the other factor are rounded before a product, "int8" with a scale per row or
+        "float8_e4m3fn" with a scale per row and group; None: they are not rounded.
     """
 
     bits: int = 8

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,17 @@ from specjax.models.bridge import Config
 from specjax.models.loading.families import denoisers, registry
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import maxtext
+from specjax.models.loading.quantized import as_matrices, method_of, zero_biases
 from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
-from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, equal_values
+from specjax.models.loading.tensors.tensors import (
+    CODES,
+    INTEGERS,
+    StoredArray,
+    TensorLocation,
+    check_sizes,
+    equal_values,
+)
 
 DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files that are downloaded from a hub repository: no pickles, no code, no files of other frameworks."""
@@ -31,6 +39,9 @@ SAFETENSORS_FILE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 INDEX = f"{SAFETENSORS_FILE}.index.json"
 ADAPTER = "adapter_"  # the beginning of the names of PEFT's files
 SHARD_NAME = r"[^/\\\0]+"  # a file name in the same folder, without its suffix
+
+PARTS = frozenset({*INTEGERS, *CODES})
+"""Storage formats of parts of quantised matrices."""
 
 _NON_TEXT_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -52,14 +63,12 @@ def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
 
 
 def read_config(folder: Path) -> ConfigFields:
-    """Read the fields of config.json. Raises: UsageError for a folder without it, or for quantised weights."""
+    """Read the fields of config.json. Raises: UsageError for a folder without it."""
     where = str(folder / "config.json")
     config = read_json_object(folder / "config.json")
     if config is None:
         message = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
         raise UsageError(_explain_other_files(folder) or maxtext.explain_missing_config(folder) or message)
-    if config.get("quantization_config"):
-        raise UsageError(f"{where} describes quantised weights; use the original checkpoint or a GGUF of it")
     return ConfigFields(config, where)
 
 
@@ -75,8 +84,11 @@ def read(
     """
     fields = fields or read_config(folder)
     parsed, stored = parse_config(fields, **options)
+    method = method_of(fields, folder)
     items = maxtext.find_orbax_folder(folder)
     if items is not None:
+        if method is not None:
+            raise UsageError(f"{folder} has quantised weights in a MaxText checkpoint; use the original checkpoint")
         if any(folder.glob(f"*{SAFETENSORS_SUFFIX}")):
             raise UsageError(f"{folder} has both safetensors and a MaxText checkpoint; remove one of them")
         arrays, stored = maxtext.read(items, parsed, fields.text("model_type", "unnamed"))
@@ -88,22 +100,34 @@ def read(
         warnings.warn(
             f"{folder} has an adapter beside the model, which is not applied", CheckpointWarning, stacklevel=5
         )
+    ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
+    located = _locate_tensors(folder, files, lambda name: without(name) or ignored(name), method is not None)
+    tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)
+    if parsed.tied:
+        parsed = _resolve_tied_head(folder, parsed, tensors, stored)
+    spare = frozenset() if method is None else zero_biases(tensors)
+    return Checkpoint(folder, parsed, tensors, stored, spare.__contains__)
+
+
+def _locate_tensors(
+    folder: Path, files: list[Path], without: Callable[[str], bool], is_quantized: bool
+) -> dict[str, TensorLocation]:
+    """Read the tables of all weight files of a folder. `without`: names of tensors that are left out."""
     tensors: dict[str, TensorLocation] = {}
     for file in files:
-        for name, tensor in read_tensors(file).items():
+        if is_quantized and file.suffix in TORCH_SUFFIXES:
+            raise UsageError(f"{file} has quantised weights in PyTorch's format; save the model as safetensors")
+        for name, tensor in read_tensors(file, PARTS if is_quantized else ()).items():
             if without(text_name(name)):
                 continue
             previous = tensors.setdefault(text_name(name), tensor)
             if previous is not tensor:
                 raise UsageError(f"{folder} has {quote(name)} in {previous.file.name} and in {file.name}; remove one")
-    if parsed.tied:
-        parsed = _resolve_tied_head(folder, parsed, tensors, stored)
-    ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
-    return Checkpoint(folder, parsed, tensors, stored, ignored)
+    return tensors
 
 
 def _resolve_tied_head(
-    folder: Path, config: Config, tensors: dict[str, TensorLocation], stored: dict[str, StoredTensor]
+    folder: Path, config: Config, tensors: dict[str, StoredArray], stored: dict[str, StoredTensor]
 ) -> Config:
     """Return the config of a model whose config.json ties the output layer to the embedding.
 
@@ -197,13 +221,16 @@ def _shards(folder: Path, name: str, index: dict, kind: str) -> list[Path]:
     return files
 
 
-def read_tensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
-    """Read the table of one weight file, in the format of its suffix. `integers` allows ids in it."""
-    return torch_file.read(file, integers) if file.suffix in TORCH_SUFFIXES else read_safetensors(file, integers)
+def read_tensors(file: Path, extra_kinds: Collection[str] = ()) -> dict[str, TensorLocation]:
+    """Read the table of one weight file, in the format of its suffix.
+
+    extra_kinds: storage formats that are allowed besides floats, of INTEGERS and CODES.
+    """
+    return torch_file.read(file, extra_kinds) if file.suffix in TORCH_SUFFIXES else read_safetensors(file, extra_kinds)
 
 
-def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
-    """Read the table of one file.
+def read_safetensors(file: Path, extra_kinds: Collection[str] = ()) -> dict[str, TensorLocation]:
+    """Read the table of one file. `extra_kinds`: see `read_tensors`.
 
     The library checks types, shapes and offsets against each other and the size of the file.
     """
@@ -226,7 +253,7 @@ def read_safetensors(file: Path, integers: bool = False) -> dict[str, TensorLoca
         for name, entry in header.items()
         if name != "__metadata__"
     }
-    check_sizes(tensors, file, integers)
+    check_sizes(tensors, file, extra_kinds)
     return tensors
 
 

@@ -16,7 +16,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import hf
 from specjax.models.loading.tensors import torch_file
-from specjax.models.loading.tensors.tensors import TensorLocation, bytes_of
+from specjax.models.loading.tensors.tensors import INTEGERS, TensorLocation, bytes_of
 from specjax.types import Array
 
 Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
@@ -82,7 +82,7 @@ def read_contents(folder: Path) -> Contents:
         raise UsageError(f"the weights of {where} are quantised; use the original checkpoint")
     tensors: dict[str, TensorLocation] = {}
     for file in _files(folder):
-        for name, tensor in hf.read_tensors(file, integers=True).items():
+        for name, tensor in hf.read_tensors(file, INTEGERS).items():
             _add(tensors, name, tensor, folder)
     if (folder / MASK_FILE).exists():
         _add(tensors, MASK, torch_file.read_vector(folder / MASK_FILE), folder)

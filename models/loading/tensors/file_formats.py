@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 
+from specjax.errors import CheckpointWarning
 from specjax.models.bridge import Config
 from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
-from specjax.models.loading.tensors.tensors import QuantizedTensor
-from specjax.models.storage import JOINED, stored_format, with_quantized
+from specjax.models.loading.tensors.tensors import LazyTensor, QuantizedTensor
+from specjax.models.storage import JOINED, MIN_GROUP, stored_format, with_quantized
 from specjax.numerics.quantized_array import WeightFormat
 
 Formats = dict[str, WeightFormat | None]
@@ -18,7 +21,10 @@ def with_file_formats(checkpoint: Checkpoint, platform: str) -> Config:
     """Return the config of a checkpoint with the format of each matrix in the file.
 
     Layers whose formats differ are not stacked. Projections whose formats differ are not joined.
+
+    Warns: CheckpointWarning for quantised matrices that products cannot use as they are stored, and that are expanded.
     """
+    _note_expanded(checkpoint)
     by_layer = _formats_by_module(checkpoint, platform)
     if not any(by_layer.values()):
         return checkpoint.config
@@ -27,6 +33,26 @@ def with_file_formats(checkpoint: Checkpoint, platform: str) -> Config:
     rows, joined = _joined(rows, config.joined)
     config = dataclasses.replace(config, joined=joined)
     return with_quantized(config, tuple(rows.items()), platform)
+
+
+def _note_expanded(checkpoint: Checkpoint) -> None:
+    """Give a CheckpointWarning with the number of quantised matrices that have no format, and the reasons."""
+    obstacles = Counter(
+        tensor.obstacle for tensor in checkpoint.tensors.values() if isinstance(tensor, LazyTensor) and tensor.obstacle
+    )
+    obstacles += Counter(
+        f"scales for fewer than {MIN_GROUP} inputs"
+        for tensor in checkpoint.tensors.values()
+        if isinstance(tensor, QuantizedTensor) and (tensor.form.group or MIN_GROUP) < MIN_GROUP
+    )
+    if obstacles:
+        reasons = "; ".join(f"{count} with {obstacle}" for obstacle, count in obstacles.items())
+        warnings.warn(
+            f"{checkpoint.path} has quantised matrices that products cannot use as they are stored, so these are "
+            f"expanded in memory: {reasons}",
+            CheckpointWarning,
+            stacklevel=5,
+        )
 
 
 def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +22,21 @@ from specjax.numerics.quantized_array import QuantizedArray, WeightFormat, expan
 
 COMPARED_ROWS = 4096  # rows that are compared at a time
 MAX_NAMES = 8  # names that an error lists
-PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 INTEGERS = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
 """Storage formats of ids and flags, which are not weights."""
+CODES = {
+    "I8": "int8", "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Storage formats with a byte per number, which occur in quantised matrices only."""
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "bfloat16", **INTEGERS, **CODES}
+"""NumPy's names of the formats without blocks."""
 
 
 class TensorLocation(NamedTuple):
     """The location of one stored tensor.
 
-    `kind` is a key of PLAIN_BYTES or INTEGERS, or a GGML block format such as "Q4_K".
+    `kind` is a key of DTYPES, or a GGML block format such as "Q4_K".
     """
 
     file: Path
@@ -49,6 +55,7 @@ class LazyTensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]  # as in `TensorLocation`
     rows: Callable[[int, int], np.ndarray]
+    obstacle: str = ""  # why a quantised matrix cannot be a `QuantizedTensor`: what it has, as "codes of nf4"
 
 
 class QuantizedTensor(NamedTuple):
@@ -69,10 +76,8 @@ StoredArray = TensorLocation | LazyTensor | QuantizedTensor
 @functools.cache
 def block_size(kind: str) -> tuple[int, int]:
     """Return (elements, bytes) of the smallest unit of a storage format; (0, 0) if it cannot be read."""
-    if kind in PLAIN_BYTES:
-        return 1, PLAIN_BYTES[kind]
-    if kind in INTEGERS:
-        return 1, np.dtype(INTEGERS[kind]).itemsize
+    if kind in DTYPES:
+        return 1, jnp.dtype(DTYPES[kind]).itemsize
     with optional_import("gguf", "a GGUF file needs"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
@@ -125,6 +130,25 @@ def read_integers(tensor: TensorLocation) -> np.ndarray:
     return _read_bytes(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
 
 
+def read_stored(tensor: TensorLocation, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Read rows of a tensor whose kind is in DTYPES, in that dtype. The default is the whole tensor."""
+    stop = math.prod(tensor.shape[:1]) if stop is None else stop
+    shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+    return _read_bytes(tensor, start, stop).view(jnp.dtype(DTYPES[tensor.kind])).reshape(shape)
+
+
+def read_columns(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
+    """Read columns of a matrix whose kind is in DTYPES, in that dtype.
+
+    The file is mapped for the time of the call, so its pages do not stay resident.
+    """
+    dtype = jnp.dtype(DTYPES[tensor.kind])
+    size = dtype.itemsize
+    shape = tensor.shape[0], tensor.shape[1] * size
+    mapped = np.memmap(tensor.file, np.uint8, "r", tensor.offset, shape)
+    return np.array(mapped[:, start * size : stop * size]).view(dtype)
+
+
 def _read_bytes(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
     """Read the bytes uint8[n] of some rows."""
     row = math.prod(tensor.shape[1:])
@@ -151,14 +175,14 @@ def _to_float32(raw: np.ndarray, kind: str) -> np.ndarray:
     return dequantize(raw.reshape(1, -1), GGMLQuantizationType[kind]).reshape(-1)
 
 
-def check_sizes(tensors: dict[str, TensorLocation], file: Path, integers: bool = False) -> None:
+def check_sizes(tensors: dict[str, TensorLocation], file: Path, extra_kinds: Collection[str] = ()) -> None:
     """Check that the storage formats can be read, and that the file is as long as its table of tensors.
 
-    integers: allow formats of whole numbers.
+    extra_kinds: the formats of INTEGERS and CODES that are allowed.
 
     Raises: UsageError if one of them cannot be read, or the file is too short.
     """
-    unreadable = lambda kind: block_size(kind)[0] == 0 or (kind in INTEGERS and not integers)
+    unreadable = lambda kind: block_size(kind)[0] == 0 or (kind in {*INTEGERS, *CODES} and kind not in extra_kinds)
     unsupported = sorted({t.kind for t in tensors.values() if unreadable(t.kind)})
     if unsupported:
         names = ", ".join(unsupported[:MAX_NAMES])

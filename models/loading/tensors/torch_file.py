@@ -12,6 +12,7 @@ import math
 import pickle
 import struct
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -83,10 +84,10 @@ class _View(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
+def read(file: Path, extra_kinds: Collection[str] = ()) -> dict[str, TensorLocation]:
     """Read the table of tensors of one file. Other entries (numbers, texts) are left out.
 
-    integers: allow tensors of whole numbers.
+    extra_kinds: storage formats that are allowed besides floats, of INTEGERS.
 
     Raises: UsageError for a file of another kind, one with other contents than weights, or one that names code.
     """
@@ -99,7 +100,7 @@ def read(file: Path, integers: bool = False) -> dict[str, TensorLocation]:
             for name, view in contents.items()
             if isinstance(name, str) and isinstance(view, _View)
         }
-    check_sizes(tensors, file, integers)
+    check_sizes(tensors, file, extra_kinds)
     return tensors
 
 
@@ -125,7 +126,7 @@ def read_numbers(file: Path) -> list[int]:
         entry = entries.get(f"{folder}data/{contents.storage.key}")
         with guarded_read(file):
             tensor = _locate_tensor(file, "the list", contents, entry)
-        check_sizes({"the list": tensor}, file, integers=True)
+        check_sizes({"the list": tensor}, file, INTEGERS)
         contents = read_integers(tensor).reshape(-1).tolist() if tensor.kind in INTEGERS else None
     if not isinstance(contents, list) or not all(type(number) is int for number in contents):
         raise UsageError(f"{file} contains no list of whole numbers")

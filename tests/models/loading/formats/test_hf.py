@@ -281,7 +281,7 @@ UNSUPPORTED = {
     "bias": ("llama", dict(attention_bias=True), "attention_bias"),
     "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),
     "missing field": ("llama", dict(hidden_size=None), "lacks the field hidden_size"),
-    "quantised": ("llama", dict(quantization_config={"quant_method": "gptq"}), "quantised"),
+    "quantised": ("llama", dict(quantization_config={"quant_method": "quark"}), 'quantised by the method "quark"'),
 }
 
 

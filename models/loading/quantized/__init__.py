@@ -1,0 +1,11 @@
+"""Readers of quantised matrices in safetensors folders, one file per method."""
+
+from specjax.models.loading.quantized.registry import (
+    Quantization,
+    as_matrices,
+    method_of,
+    refuse_quantized,
+    zero_biases,
+)
+
+__all__ = ["Quantization", "as_matrices", "method_of", "refuse_quantized", "zero_biases"]

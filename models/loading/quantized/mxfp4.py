@@ -1,0 +1,52 @@
+"""MXFP4: floats of four bits, 32 of which share a power of two.
+
+blocks uint8[O, I / 32, 16] or [O, I / 2]: the lower four bits of a byte are the earlier number. scales
+uint8[O, I / 32]: exponents with a bias of 127. Twice the values are whole numbers, so the matrix is kept as int8 with
+half the scale.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.quantized.stored_matrix import Reader, StoredMatrix
+from specjax.models.loading.tensors.tensors import StoredArray, read_stored
+from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
+
+PARTS = "weight_blocks", "weight_scales", "_blocks", "_scales"
+"""The last parts belong to names without `.weight`, as `gate_up_proj_blocks`."""
+GROUP, BIAS, NAN = 32, 127, 255
+TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the value of each code."""
+
+
+def reader(fields: ConfigFields) -> Reader:
+    """Return the reader of matrices."""
+    return _read
+
+
+def _read(matrix: StoredMatrix) -> StoredArray:
+    prefix = "weight" if any(part.startswith("weight") for part in matrix.parts) else ""
+    return read_codes(matrix, f"{prefix}_blocks", f"{prefix}_scales")
+
+
+def read_codes(matrix: StoredMatrix, blocks: str, scales: str) -> StoredArray:
+    """Return the matrix of these parts. Raises: UsageError for other shapes or an exponent that is NaN."""
+    tensor = matrix.part(blocks, ("U8",))
+    outputs, inputs = tensor.shape[0] if tensor.shape else 0, 2 * math.prod(tensor.shape[1:])
+    groups = matrix.num_groups(inputs, GROUP)
+    tensor = matrix.part(blocks, ("U8",), [(outputs, inputs // 2), (outputs, groups, GROUP // 2)])
+    exponents = matrix.part(scales, ("U8", "F8_E8M0"), [(outputs, groups)])._replace(kind="U8")
+    if (read_stored(exponents) == NAN).any():
+        raise matrix.error(f"has NaN in {scales}; download it again or quantise the model again")
+
+    def rows(start: int, stop: int) -> QuantizedArray:
+        pairs = read_stored(tensor, start, stop).reshape(stop - start, -1)
+        values = TWICE[np.stack([pairs & 15, pairs >> 4], -1)].reshape(stop - start, inputs)
+        exponent = read_stored(exponents, start, stop).astype(np.int32) - BIAS - 1
+        return QuantizedArray(values, np.ldexp(np.float32(1), exponent))
+
+    return matrix.grouped((outputs, inputs), WeightFormat(4, "int8", None if groups == 1 else GROUP), rows)
