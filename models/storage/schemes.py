@@ -21,6 +21,9 @@ C = TypeVar("C", bound=Any)
 INT4_GROUP, MIN_GROUP = 128, 16
 """Number of inputs that share a scale in the scheme int4-weights, and the smallest number in any format."""
 
+HALF_BYTES = ("int4", "uint4")
+"""Dtypes of values of which two take one byte."""
+
 SCHEMES: Mapping[str, WeightFormat] = MappingProxyType(
     {
         "int8": WeightFormat(inputs="int8"),
@@ -45,9 +48,9 @@ def scheme_format(name: str, platform: str) -> WeightFormat:
 def stored_format(form: WeightFormat, platform: str) -> WeightFormat:
     """Return the form in which a format is stored on a platform.
 
-    XLA on CPU unpacks arrays of int4 element by element, so int8 arrays contain the values there.
+    XLA on CPU unpacks arrays of four bits element by element, so int8 arrays contain the values there.
     """
-    return dataclasses.replace(form, values="int8") if platform == "cpu" and form.values == "int4" else form
+    return dataclasses.replace(form, values="int8") if platform == "cpu" and form.values in HALF_BYTES else form
 
 
 def with_quantized(config: C, formats: tuple[tuple[str, WeightFormat | None], ...], platform: str) -> C:
@@ -120,6 +123,6 @@ def _map_matrices(tree: PyTree, config: Any, change: Callable[[Any, WeightFormat
 
 
 def num_bytes(params: PyTree) -> int:
-    """Return the size of parameters or of their shapes in bytes. Two values of int4 take one byte."""
-    bits = lambda leaf: 4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize
+    """Return the size of parameters or of their shapes in bytes. Two values of four bits take one byte."""
+    bits = lambda leaf: 4 if leaf.dtype.name in HALF_BYTES else 8 * leaf.dtype.itemsize
     return sum(math.prod(leaf.shape) * bits(leaf) for leaf in jax.tree.leaves(params)) // 8

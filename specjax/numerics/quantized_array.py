@@ -25,7 +25,7 @@ class WeightFormat:
 
     Attributes:
       bits: bits per value that the format has; `values` may use a wider dtype.
-      values: dtype of the stored values: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
+      values: dtype of the stored values: "int8", "int4", "uint4", "float8_e4m3fn" or "float8_e5m2".
       group: number of inputs that share a scale; None: all inputs of a row.
       has_offsets: each group has an offset besides its scale.
       inputs: dtype to which rows of the other factor are rounded before a product, "int8" with a scale per row or
@@ -61,7 +61,7 @@ class QuantizedArray:
     Its shape, length and dtype are those of the matrix that it stands for. Indices select leading axes.
     """
 
-    values: Any  # int8, int4 or float8[..., O, I]
+    values: Any  # int8, int4, uint4 or float8[..., O, I]
     scales: Any  # float32[..., O, G], of G groups of I / G inputs
     offsets: Any = None  # float32[..., O, G]
     inputs: str | None = field(default=None, metadata={"static": True})  # see `WeightFormat.inputs`

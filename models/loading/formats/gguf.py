@@ -19,6 +19,7 @@ from specjax.files.untrusted import check_file, quote
 from specjax.models.loading.families import registry, rope
 from specjax.models.loading.families.config_fields import ROWS, ConfigFields
 from specjax.models.loading.families.unread_fields import warn_of_unread
+from specjax.models.loading.formats.ggml_blocks import quantized_tensor
 from specjax.models.loading.tensors.assembly import Checkpoint
 from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, read_rows
 
@@ -46,7 +47,8 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     fields, ignored = ConfigFields(meta, where, f"{arch}."), rope.GGUF_DIVISORS.__contains__
     config = family.config_from_gguf(fields, shapes, factors, **options)
     warn_of_unread(fields)
-    return Checkpoint(file, config, tensors, family.stored_gguf(config, arch), ignored), meta
+    stored = {name: quantized_tensor(name, tensor) for name, tensor in tensors.items()}
+    return Checkpoint(file, config, stored, family.stored_gguf(config, arch), ignored), meta
 
 
 def _check_whole_model(meta: dict[str, Any], where: str) -> None:

@@ -105,7 +105,7 @@ def read_rows(tensor: StoredArray, start: int, stop: int) -> np.ndarray:
         return expand_rows(tensor.rows(start, stop))
     if isinstance(tensor, LazyTensor):
         return tensor.rows(start, stop)
-    return _to_float32(_read_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
+    return _to_float32(read_stored_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
 
 
 def read_quantized_rows(tensor: StoredArray, start: int, stop: int, form: WeightFormat) -> QuantizedArray:
@@ -127,14 +127,16 @@ def equal_values(first: TensorLocation, second: TensorLocation) -> bool:
 
 def read_integers(tensor: TensorLocation) -> np.ndarray:
     """Read a tensor whose kind is in INTEGERS as int64."""
-    return _read_bytes(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
+    return (
+        read_stored_bytes(tensor, 0, tensor.shape[0]).view(INTEGERS[tensor.kind]).astype(np.int64).reshape(tensor.shape)
+    )
 
 
 def read_stored(tensor: TensorLocation, start: int = 0, stop: int | None = None) -> np.ndarray:
     """Read rows of a tensor whose kind is in DTYPES, in that dtype. The default is the whole tensor."""
     stop = math.prod(tensor.shape[:1]) if stop is None else stop
     shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-    return _read_bytes(tensor, start, stop).view(jnp.dtype(DTYPES[tensor.kind])).reshape(shape)
+    return read_stored_bytes(tensor, start, stop).view(jnp.dtype(DTYPES[tensor.kind])).reshape(shape)
 
 
 def read_columns(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
@@ -149,7 +151,7 @@ def read_columns(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
     return np.array(mapped[:, start * size : stop * size]).view(dtype)
 
 
-def _read_bytes(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
+def read_stored_bytes(tensor: TensorLocation, start: int, stop: int) -> np.ndarray:
     """Read the bytes uint8[n] of some rows."""
     row = math.prod(tensor.shape[1:])
     size = bytes_of(tensor.kind, (stop - start) * row)
