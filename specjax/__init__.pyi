@@ -10,6 +10,8 @@ from specjax import verifiers as verifiers
 from specjax.analysis.check_bits import check_bits as check_bits
 from specjax.analysis.check_model import check_model as check_model
 from specjax.analysis.explain import explain as explain
+from specjax.analysis.perplexity import evaluate_quantization as evaluate_quantization
+from specjax.analysis.perplexity import perplexity as perplexity
 from specjax.api import decode as decode
 from specjax.api import denoise as denoise
 from specjax.api import load as load

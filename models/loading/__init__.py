@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specjax.catalog.schemes import check_scheme
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
 from specjax.models.bridge import Config, check_cache_dtype, make_model
+from specjax.models.loading.device_memory import check_room
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
@@ -33,7 +35,7 @@ from specjax.models.loading.tokenizers import gguf as gguf_tokenizer
 from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
-from specjax.models.storage import JOINED, scheme_format, storage_options, with_quantized
+from specjax.models.storage import JOINED, quantized_config, storage_options
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Target
 
@@ -109,7 +111,8 @@ def read_model(
         three products less per layer. Text may differ by rounding. None: both on GPU, and the first on TPU.
       quantize: round the matrices to few bits, which makes another model. "int8": weights, and activations per token;
         products then sum whole numbers and are exact. "int8-weights", "int4-weights" (a scale per 128 inputs) and
-        "fp8": weights only. Methods keep their guarantees relative to that model. None: the weights of the file.
+        "fp8": weights only. Methods keep their guarantees relative to that model, and its name ends with the scheme.
+        None: the weights of the file.
       keep_quantized: True to keep the matrices of a quantised file in its format, and to expand them in each product.
         False: expand them to `dtype` once. None: keep them on TPU and GPU.
       cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
@@ -129,7 +132,8 @@ def read_model(
     Warns: CheckpointWarning that names the fields of its config that are not read and can change its results, or a
       value of the release that its files do not state.
 
-    Raises: UsageError, in one sentence, for a `source` that cannot be loaded, and for a model of another kind.
+    Raises: UsageError, in one sentence, for a `source` that cannot be loaded, and for a model of another kind. If the
+      weights do not fit on the device, it names the dtype or scheme that does.
     """
     with contextlib.suppress(TypeError):  # jnp.bfloat16 is accepted too
         dtype = dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
@@ -140,8 +144,7 @@ def read_model(
         check_same_bits(dtype, cache_dtype, mesh, over)
     if over is not None and mesh is None:
         raise UsageError("over needs a mesh; pass mesh, or leave over out")
-    if quantize is not None:
-        scheme_format(quantize, jax.default_backend())
+    check_scheme(quantize)
     storage = storage_options(jax.default_backend())
     storage |= {} if stacked is None else {"stacked": stacked}
     storage |= {} if joined is None else {"joined": tuple(JOINED) if joined else ()}
@@ -176,6 +179,7 @@ def read_model(
                 f"max_positions must be from 1 to {max_length}, the limit of {path}, not {quote(max_positions)}"
             )
         config = dataclasses.replace(config, max_positions=max_positions)
+    check_room(config, mesh, over)
     try:
         return LoadedModel(
             Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, denoiser_settings, head
@@ -192,7 +196,7 @@ def _with_formats(checkpoint: Checkpoint, scheme: str | None, keep: bool | None)
             raise UsageError(
                 f'keep_quantized is for the format of the file, and quantize is "{scheme}"; give one of them'
             )
-        return with_quantized(checkpoint.config, (("*", scheme_format(scheme, platform)),), platform)
+        return quantized_config(checkpoint.config, scheme, platform)
     return (
         with_file_formats(checkpoint, platform) if keep or (keep is None and platform != "cpu") else checkpoint.config
     )

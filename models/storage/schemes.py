@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog.schemes import check_scheme, with_scheme
 from specjax.errors import UsageError
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray, WeightFormat, quantize_rows
 from specjax.types import PyTree
@@ -40,8 +41,7 @@ def scheme_format(name: str, platform: str) -> WeightFormat:
 
     Raises: UsageError for another name.
     """
-    if name not in SCHEMES:
-        raise UsageError(f'quantize must be one of {", ".join(SCHEMES)}, not "{name}"')
+    check_scheme(name)
     return stored_format(SCHEMES[name], platform)
 
 
@@ -62,6 +62,15 @@ def with_quantized(config: C, formats: tuple[tuple[str, WeightFormat | None], ..
     """
     has_kernel = platform == "tpu" and any(form is not None and form.group is not None for _, form in formats)
     return dataclasses.replace(config, quantized=formats, stacked=config.stacked and not has_kernel)
+
+
+def quantized_config(config: C, scheme: str, platform: str) -> C:
+    """Return the config of a model after quantisation by a scheme, with its name, on "tpu", "gpu" or "cpu".
+
+    Raises: UsageError for an unknown scheme.
+    """
+    form = scheme_format(scheme, platform)
+    return with_quantized(dataclasses.replace(config, name=with_scheme(config.name, scheme)), (("*", form),), platform)
 
 
 def check_exact_products(config: Any) -> None:
@@ -122,7 +131,11 @@ def _map_matrices(tree: PyTree, config: Any, change: Callable[[Any, WeightFormat
     return jax.tree_util.tree_map_with_path(visit, tree)
 
 
+def bits_of(dtype: Any) -> int:
+    """Return the bits that a number of a dtype takes. Two values of four bits take one byte."""
+    return 4 if jnp.dtype(dtype).name in HALF_BYTES else 8 * jnp.dtype(dtype).itemsize
+
+
 def num_bytes(params: PyTree) -> int:
-    """Return the size of parameters or of their shapes in bytes. Two values of four bits take one byte."""
-    bits = lambda leaf: 4 if leaf.dtype.name in HALF_BYTES else 8 * leaf.dtype.itemsize
-    return sum(math.prod(leaf.shape) * bits(leaf) for leaf in jax.tree.leaves(params)) // 8
+    """Return the size of parameters or of their shapes in bytes."""
+    return sum(math.prod(leaf.shape) * bits_of(leaf.dtype) for leaf in jax.tree.leaves(params)) // 8

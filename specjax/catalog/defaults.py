@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from specjax.catalog.method import Method
 from specjax.catalog.methods import METHODS, find_drafter
+from specjax.catalog.schemes import without_scheme
 
 
 class Defaults(NamedTuple):
@@ -67,7 +68,7 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
         return Defaults(name, options, tree=tree)
     if name == "two_model":
         return DRAFT_MODEL
-    shipped = SHIPPED_HEADS.get(target.model.name)
+    shipped = SHIPPED_HEADS.get(without_scheme(target.model.name))
     is_shipped = draft is None and shipped is not None and shipped.fits(target.model)
     return Defaults(name, options, tree=tree, head=shipped.name if shipped is not None and is_shipped else None)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import platforms
 from specjax.arrays.modes import FULL_PRECISION, matmul_precision
+from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Target
 
 TextIdentity = Literal["exact", "same bits", "near-ties possible"]
@@ -38,10 +39,15 @@ def text_identity(target: Target) -> TextIdentity:
 def explain_rounding(target: Target) -> str | None:
     """Return the numbers that are rounded to fewer bits than float32, in words; None: all are float32."""
     config = target.model.config
-    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(target)]
+    is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
+    leaves = jax.tree.leaves(target, is_leaf=is_matrix)
+    dtypes = [leaf.dtype if is_matrix(leaf) else jnp.result_type(leaf) for leaf in leaves]
     for dtype in [*dtypes, *_dtype_of(config)]:
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             return f"{dtype.name} numbers"
+    for _, form in getattr(config, "quantized", ()):
+        if form is not None and form.inputs is not None:  # a number may be rounded to another one after a last bit
+            return f"activations to {form.inputs}"
     cache_dtype = getattr(config, "cache_dtype", None)
     if cache_dtype is not None:
         return f"the {cache_dtype} cache"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import parallel
@@ -22,6 +21,7 @@ from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
+from specjax.models.storage import bits_of
 from specjax.numerics.global_arrays import with_shardings
 from specjax.numerics.sampling import row_keys
 from specjax.parallel import layer_parallel
@@ -148,7 +148,7 @@ def cache_shapes(target: Target, batch: int, capacity: int) -> PyTree:
 
 def shard_bytes(tree: PyTree) -> int:
     """Return the bytes that one device stores of a tree of shapes with shardings."""
-    return sum(math.ceil(math.prod(local_shape(leaf)) * _item_bytes(leaf.dtype)) for leaf in jax.tree.leaves(tree))
+    return sum(math.prod(local_shape(leaf)) * _item_bits(leaf.dtype) for leaf in jax.tree.leaves(tree)) // 8
 
 
 def local_shape(leaf) -> tuple[int, ...]:
@@ -156,7 +156,5 @@ def local_shape(leaf) -> tuple[int, ...]:
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
-def _item_bytes(dtype) -> float:
-    if dtype == jnp.int4:
-        return 0.5
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+def _item_bits(dtype) -> int:
+    return 64 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else bits_of(dtype)

@@ -14,12 +14,14 @@ from jax.sharding import Mesh
 
 from specjax import parallel, trees
 from specjax.catalog import METHODS, Method, find_drafter, of_kind
+from specjax.catalog.schemes import check_scheme
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.models.storage import quantized_config
 from specjax.numerics.same_bits import unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
@@ -93,6 +95,7 @@ def make_workload(
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
     same_bits: bool = False,
+    quantize: str | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -117,7 +120,7 @@ def make_workload(
       options: other options of the method as texts, by name.
       data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
-      same_bits: as in `specjax.load`, for the target.
+      same_bits, quantize: as in `specjax.load`, for the target.
       temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
         the options that are given; their values do not matter, except that temperature 0 is the greedy program.
       cache_dtype: "int8" for both models' caches. None: the dtype of their configs.
@@ -125,6 +128,7 @@ def make_workload(
     Raises: UsageError that names the option at fault.
     """
     check_cache_dtype(cache_dtype, "--cache-dtype")
+    check_scheme(quantize, "--quantize")
     slice_ = parse_topology(topology)
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
@@ -136,6 +140,8 @@ def make_workload(
         return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
 
     target_config = load(target, "--target")
+    if quantize is not None:
+        target_config = quantized_config(target_config, quantize, slice_.chip.platform)
     reading = load_denoiser_settings(target) if isinstance(target, str | Path) else reading
     if reading is None:
         check_autoregressive(target_config, method, block)

@@ -14,6 +14,7 @@ import pytest
 import specjax
 from specjax.cli import main
 from specjax.models import LlamaConfig, init_params, loading, make_model
+from specjax.models.storage import quantize_params, quantized_config
 
 
 class ByteTokenizer:
@@ -65,7 +66,7 @@ def tiny(monkeypatch):
 
     def load(
         source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
-        over=None,
+        over=None, quantize=None, keep_quantized=None,
     ):  # fmt: skip
         assert dtype in ("float32", "bfloat16") and (over is None or mesh is not None)
         if not 1 <= (max_positions or 1) <= CONFIG.max_positions:
@@ -76,6 +77,9 @@ def tiny(monkeypatch):
         )  # fmt: skip
         if source in (None, "target", "draft", "odd"):
             target = make_target(config, seed=int(source == "draft"))
+            if quantize is not None:
+                config = quantized_config(config, quantize, "cpu")
+                target = specjax.Target(make_model(config), quantize_params(target.params, config))
             spread = target if mesh is None else specjax.shard(target, mesh, over)
             return spread, ByteTokenizer(odd=7) if source == "odd" else ByteTokenizer()
         raise specjax.UsageError(f'there is no file or folder "{source}"')

@@ -10,6 +10,7 @@ from toy import markov, tiny_llama
 
 import specjax
 from specjax.models import init_params, make_model
+from specjax.models.storage import SCHEMES
 from specjax.numerics.text_identity import describe_identity, text_identity
 
 
@@ -25,6 +26,10 @@ def changed(**fields):
         ({"dtype": "bfloat16", "same_bits": True}, "same bits", "rounding changes no text"),
         ({"dtype": "bfloat16"}, "near-ties possible", "bfloat16 numbers"),
         ({"cache_dtype": "int8"}, "near-ties possible", "the int8 cache"),
+        ({"quantized": (("*", SCHEMES["int8"]),)}, "near-ties possible", "activations to int8"),
+        ({"quantized": (("*", SCHEMES["int8-weights"]),)}, "exact", "up to ties"),
+        ({"quantized": (("*", SCHEMES["fp8"]),)}, "exact", "up to ties"),
+        ({"quantized": (("*", SCHEMES["fp8"]),), "dtype": "bfloat16"}, "near-ties possible", "bfloat16 numbers"),
     ],
 )
 def test_the_promise_of_a_model(fields, identity, words):

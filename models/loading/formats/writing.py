@@ -17,10 +17,11 @@ from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
 from specjax.models.loading.families.config_fields import ConfigFields
-from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
+from specjax.models.loading.formats import compressed_writing, hf
+from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor, list_parameters
 from specjax.models.loading.tokenizers import writing
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
+from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import Target
 
 TOKENIZER_FILES = (
@@ -30,30 +31,35 @@ TOKENIZER_FILES = (
 """Files of a folder that belong to its tokenizer, or define its end tokens."""
 
 TOKEN_ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"
-RUNTIME_FIELDS = "stacked", "joined", "cache_dtype", "cache_lanes", "cache_bits", "same_bits", "name"
-"""Fields of a config that depend on the process that runs the model, and are not stored."""
+RUNTIME_FIELDS = "stacked", "joined", "cache_dtype", "cache_lanes", "cache_bits", "same_bits", "quantized", "name"
+"""Fields of a config that depend on the process that runs the model, or that the tensors show; they are not stored."""
 
 
 def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | Path | None = None) -> None:
     """Write config.json, model.safetensors and a tokenizer for `load` and other libraries, overwriting existing files.
 
     Weights are written to the bit, except Gemma's norms: its files store w - 1, so for w below 0.5 the last bits may
-    change.
+    change. Quantised matrices are written in the format compressed-tensors, which `load` reads back to the bit
+    (`compressed_writing`).
 
     Args:
-      target: a model of `specjax.models`, which is written in its dtype.
+      target: a model of `specjax.models`, which is written in its dtype and its quantised formats.
       tokenizer: the tokenizer that `load` returned, or a model folder with files to copy; None: write none.
 
     Raises: UsageError for a model that is not from `specjax.models`, or that is sharded with other shapes. It is also
-      raised if no config.json can describe the model, or the folder cannot be written.
+      raised if no config.json can describe the model or its quantised formats, or the folder cannot be written.
     """
     from safetensors import SafetensorError
 
     fields = check_model_writable(target)
     path = Path(folder).expanduser()
+    config: Any = target.model.config
+    tensors, forms = _named_tensors(target)
+    tensors, more_fields = compressed_writing.compress(tensors, forms, _embedding_name(config), config.name)
+    fields |= more_fields
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_tensors(path / hf.SAFETENSORS_FILE, _named_tensors(target))
+        write_tensors(path / hf.SAFETENSORS_FILE, tensors)
         if isinstance(tokenizer, Tokenizer):
             fields |= writing.write_tokenizer(path, tokenizer)
         elif tokenizer is not None:
@@ -93,16 +99,29 @@ def _stored_fields(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if name not in RUNTIME_FIELDS}
 
 
-def _named_tensors(target: Target) -> dict[str, jax.Array]:
-    """Return the tensors under the names of the family's own files, one per layer and projection."""
-    config: Any = target.model.config
+def _table(config: Config) -> dict[str, StoredTensor]:
+    """Return the tensors of the family's own files, by parameter path."""
     family = registry.by_config(config)
-    kind = family.config_to_hf(config)["model_type"]
-    checkpoint = Checkpoint(Path(), config, {}, family.stored_hf(config, kind))
-    values = dict(jax.tree_util.tree_flatten_with_path(target.params)[0])
+    return family.stored_hf(config, family.config_to_hf(config)["model_type"])
+
+
+def _embedding_name(config: Config) -> str:
+    return _table(config)["embed.weight"].name
+
+
+def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightFormat]]:
+    """Return the tensors under the names of the family's own files, one per layer and projection.
+
+    The formats are those of the tensors that are quantised, by name.
+    """
+    config: Any = target.model.config
+    checkpoint = Checkpoint(Path(), config, {}, _table(config))
+    is_matrix = lambda value: isinstance(value, QuantizedArray)
+    values = dict(jax.tree_util.tree_flatten_with_path(target.params, is_leaf=is_matrix)[0])
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
-    tensors: dict[str, jax.Array] = {}
-    joined_parts: dict[str, dict[int, jax.Array]] = {}  # parts of a joined tensor by their first row
+    tensors: dict[str, Any] = {}
+    forms: dict[str, WeightFormat] = {}
+    joined_parts: dict[str, dict[int, Any]] = {}  # parts of a joined tensor by their first row
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for part in leaf.parts:
@@ -114,8 +133,14 @@ def _named_tensors(target: Target) -> dict[str, jax.Array]:
                 joined_parts.setdefault(stored.name, {})[stored.first] = tensor
             else:
                 tensors[stored.name] = tensor
-    concatenate = lambda parts: np.concatenate([parts[first] for first in sorted(parts)])
-    return tensors | {name: jax.numpy.asarray(concatenate(parts)) for name, parts in joined_parts.items()}
+            if leaf.form is not None:
+                forms[stored.name] = leaf.form
+    return tensors | {name: _concatenated(parts) for name, parts in joined_parts.items()}, forms
+
+
+def _concatenated(parts: dict[int, Any]) -> Any:
+    concatenate = lambda *arrays: jax.numpy.asarray(np.concatenate(arrays))
+    return jax.tree.map(concatenate, *[parts[first] for first in sorted(parts)])
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:

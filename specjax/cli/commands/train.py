@@ -313,13 +313,16 @@ def train(
     ] = None,
     dtype: o.DtypeOption = "auto",
     max_positions: o.PositionsOption = None,
+    quantize: o.QuantizeOption = None,
+    keep_quantized: o.KeepQuantizedOption = None,
     host: hosts.HostOptions,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
     values = {
         "target": target, "out": out, "target_name": target_name, "report": report, "dtype": dtype,
-        "max_positions": max_positions, "as_json": as_json, "no_cache": no_cache,
+        "max_positions": max_positions, "quantize": quantize, "keep_quantized": keep_quantized,
+        "as_json": as_json, "no_cache": no_cache,
         **flag_values(begin, text, loop, host),
     }  # fmt: skip
     flags = SimpleNamespace(**{name: _in_home(value) for name, value in values.items()})
@@ -345,7 +348,7 @@ def train(
         return
     models = ModelOptions(
         target, flags.draft, dtype, no_cache, max_positions=max_positions, head_set=flags.head_set,
-        template_args=text.template_args,
+        template_args=text.template_args, quantize=quantize, keep_quantized=keep_quantized,
     )  # fmt: skip
     models.check_head(head_kind is not None)
     training = _read_training(flags, kind, head_options, recipe)
@@ -419,7 +422,7 @@ def _train_part(flags: SimpleNamespace, method: str, groups: tuple[Any, ...]) ->
     require(rate is None or 0 < rate < float("inf"), f"--learning-rate must be a number above 0, not {rate}")
     loaded = ModelOptions(
         flags.target, flags.draft, flags.dtype, flags.no_cache, max_positions=flags.max_positions,
-        template_args=flags.template_args,
+        template_args=flags.template_args, quantize=flags.quantize, keep_quantized=flags.keep_quantized,
     )  # fmt: skip
     run_part(PartFlags(method, options, prompts, texts, judged, flags), loaded, as_json=flags.as_json)
 
@@ -622,6 +625,8 @@ def _check_report(flags: SimpleNamespace, kind: str, head_kind: str | None) -> N
     """Raise a UsageError for flags that a report cannot use."""
     require(not flags.distributed, "--report runs on this host alone; leave --distributed out")
     require(flags.max_positions is None, "--report is about steps of --length tokens; leave --max-positions out")
+    unloaded = flags.quantize is None and flags.keep_quantized is None
+    require(unloaded, "--report loads no weights; leave --quantize and --keep-quantized out")
     require(kind != MODEL, f"--report is about heads, not --method {MODEL}; leave one out")
     require(head_kind is None, "--report needs no parameters, and --draft is a head with parameters; leave one out")
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from specjax.catalog.schemes import SCHEME_NAMES, check_scheme
 from specjax.cli.options import completion
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError, require
@@ -233,6 +234,25 @@ SameBitsOption = Annotated[
         "plain decoding. Passes are slower. `specjax check-bits` checks this device.",
     ),
 ]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="Round the target's matrices to few bits, which makes another model: int8 (weights, and activations per "
+        "token; exact sums), int8-weights, int4-weights or fp8. Comparisons use the same model. Default: no rounding.",
+        show_default=False,
+        autocompletion=completion.one_of(*SCHEME_NAMES),
+    ),
+]
+KeepQuantizedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-quantized/--no-keep-quantized",
+        help="Keep the matrices of quantised files in their formats, and expand them in each product; or expand them "
+        "once. Default: keep them on TPU and GPU.",
+        show_default=False,
+    ),
+]
 AdaptOption = Annotated[
     str | None,
     typer.Option(
@@ -277,6 +297,15 @@ def check_system(raw: bool, system: str | None) -> None:
     require(
         not (raw and system is not None),
         "--system needs the chat template, and --raw leaves the template out; remove one of them",
+    )
+
+
+def check_quantize(scheme: str | None, keep: bool | None) -> None:
+    """Raise a UsageError for an unknown scheme, or one for matrices that keep their file's formats."""
+    check_scheme(scheme, "--quantize")
+    require(
+        scheme is None or not keep,
+        f"--keep-quantized keeps the formats of the file, and --quantize {scheme} rounds to others; leave one out",
     )
 
 

@@ -74,6 +74,8 @@ class ModelOptions:
     cache_dtype: o.CacheDtypeOption = None
     max_positions: o.PositionsOption = None
     same_bits: o.SameBitsOption = False
+    quantize: o.QuantizeOption = None
+    keep_quantized: o.KeepQuantizedOption = None
     block: o.BlockOption = None
     mask_token: o.MaskTokenOption = None
     head_set: o.HeadSetOption = None
@@ -89,6 +91,7 @@ class ModelOptions:
             not self.same_bits or self.dtype != "float32",
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
         )
+        o.check_quantize(self.quantize, self.keep_quantized)
         self.head_settings()
         o.parse_template_args(self.template_args)
 

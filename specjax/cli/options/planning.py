@@ -79,6 +79,7 @@ class ProgramOptions:
     context: ContextOption = 1024
     dtype: DtypeOption = None
     cache_dtype: o.CacheDtypeOption = None
+    quantize: o.QuantizeOption = None
     data: DataOption = 1
     model: ModelOption = None
     layer: LayerOption = 1

@@ -280,7 +280,7 @@ class Generation(PromptRun):
                 if self.guarantee == "distribution"
                 else "outputs: not compared; this method promises equal text at temperature 0 only"
             ]
-        plain = "plain decoding" + ("" if self.more.adapt is None else f" of the target with {self.more.adapt}")
+        plain = self.session.baseline + ("" if self.more.adapt is None else f" of the target with {self.more.adapt}")
         if self.identical:
             return [f"outputs: identical to {plain}"]
         lines = [] if self.is_comparable else [f"outputs: differ from {plain}; this method is lossy"]

@@ -44,6 +44,7 @@ from specjax.models.loading import ModelKindError, first_difference
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.vocabulary import read_token_map
+from specjax.models.storage import num_bytes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.numerics.text_identity import describe_identity, text_identity
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
@@ -73,6 +74,7 @@ class Session(NamedTuple):
     head: LoadedHead | None = None  # a draft head, in place of a draft model
     check: SelfCheck | None = None  # the comparison of the head with the target
     same_bits: bool = False  # the target's logits do not depend on the pass
+    quantize: str | None = None  # the scheme to which the target was rounded
     denoiser: Denoiser | None = None  # a diffusion model that drafts, in place of a draft model
 
     @property
@@ -93,6 +95,19 @@ class Session(NamedTuple):
         if self.denoiser is not None:
             limits["the diffusion model that drafts"] = self.denoiser.model.max_positions
         return limits
+
+    @property
+    def formats(self) -> str | None:
+        """Return the scheme or the origin of the target's quantised formats, in words; None: it is not quantised."""
+        if self.quantize is not None:
+            return self.quantize
+        return "the formats of its file" if getattr(self.target.model.config, "quantized", ()) else None
+
+    @property
+    def baseline(self) -> str:
+        """Return the name of plain decoding in a comparison."""
+        same = "" if self.formats is None else f" of the same quantised model ({self.formats})"
+        return f"plain decoding{same}"
 
     def show_token(self, token: int) -> str:
         """Return the text of a token in quotes, without control characters; its id if it has no text."""
@@ -215,7 +230,7 @@ def open_session(
     with stage(log, loading, "loaded") as clock:
         target, tokenizer = _load(
             "--target", models.target, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, same_bits=same_bits,
-            max_positions=models.max_positions,
+            max_positions=models.max_positions, quantize=models.quantize, keep_quantized=models.keep_quantized,
         )  # fmt: skip
         tokenizer = _with_template_args(tokenizer, models)
         if store is not None:
@@ -226,7 +241,10 @@ def open_session(
             head = _load_head(flag, models, target, tokenizer, token_map)
         elif models.draft is not None:
             over = None if mesh is None else ()  # a copy on every device
-            options: dict[str, Any] = {"dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over}
+            options: dict[str, Any] = {
+                "dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over,
+                "keep_quantized": models.keep_quantized,
+            }  # fmt: skip
             if has_denoiser:
                 options |= {"block": models.block, "mask_token": models.mask_token}
                 advice = "drafts with a diffusion model; use --method two_model"
@@ -242,7 +260,7 @@ def open_session(
         note_training(models.draft, "template_args", template_args_of(tokenizer), log)
     return Session(
         target, tokenizer, draft, dtype, clock.seconds, store, models.cache_dtype, head=head, check=check,
-        same_bits=same_bits, denoiser=denoiser,
+        same_bits=same_bits, quantize=models.quantize, denoiser=denoiser,
     )  # fmt: skip
 
 
@@ -255,11 +273,14 @@ def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser
             "--target", models.target,
             "is for diffusion models; choose a drafter of `specjax methods`, or remove --method",
             dtype=dtype, cache_dtype=models.cache_dtype, max_positions=models.max_positions, block=models.block,
-            mask_token=models.mask_token,
+            mask_token=models.mask_token, quantize=models.quantize, keep_quantized=models.keep_quantized,
         )  # fmt: skip
     _print_identity(denoiser.target, dtype, models, log)
     tokenizer = _with_template_args(tokenizer, models)
-    return Session(denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype), denoiser
+    session = Session(
+        denoiser.target, tokenizer, None, dtype, clock.seconds, None, models.cache_dtype, quantize=models.quantize
+    )
+    return session, denoiser
 
 
 def _check_same_bits(models: ModelOptions, mesh: Mesh | None) -> None:
@@ -277,6 +298,8 @@ _SETTINGS = re.compile(r"\b(same_bits|cache_dtype|dtype)\b")
 def _print_identity(target: Target, dtype: str, models: ModelOptions, log: Console) -> None:
     """Print the dtype, and what rounding can do to the texts."""
     source = " (chosen by --dtype auto)" if models.dtype == "auto" and not models.same_bits else ""
+    if getattr(target.model.config, "quantized", ()):
+        source += f"; {target.model.name}, quantised, takes {num_bytes(target.params) / 2**20:,.0f} MiB"
     log.print(f"dtype {dtype}{source}; {describe_identity(target)}", style="dim", soft_wrap=True)
 
 
@@ -476,6 +499,9 @@ def provenance(session: Session) -> dict[str, Any]:
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
         "same_bits": session.same_bits,
+        "quantize": session.quantize,
+        "quantized": session.formats is not None,
+        "weights_bytes": num_bytes(session.target.params),
         "text_identity": text_identity(session.target),
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "draft_pass": session.draft_pass,

@@ -23,6 +23,7 @@ from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf
+from specjax.numerics.quantized_array import QuantizedArray
 
 
 def builtin_configs() -> dict[str, Callable[..., Any]]:
@@ -121,4 +122,5 @@ def num_params_of_head(kind: str, config: Any) -> int:
 
 
 def _count(params: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_matrix))

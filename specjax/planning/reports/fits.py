@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import costs
+from specjax.catalog.schemes import SCHEME_NAMES
 from specjax.costs.chips import gib
 from specjax.errors import UsageError
 from specjax.planning import denoising
@@ -19,6 +20,9 @@ from specjax.planning.workload import Workload, make_workload
 from specjax.types import Target
 
 DTYPES = ("bfloat16", "float32")
+PROPOSED = ("int8", "int4-weights")
+"""Schemes that the table of all models proposes for those that do not fit in bfloat16."""
+
 TREE_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 MAX_PASS_COST = 1.25
 """Largest cost of a pass over a proposed tree in each row, in passes over one token per row (`costs.estimated`)."""
@@ -33,6 +37,7 @@ class ModelFit:
 
     target: str  # as in --target
     dtype: str
+    scheme: str | None  # of quantisation; None: none
     weights_bytes: int
     needed_bytes: int  # of plain decoding at the context of the report
     largest_context: int  # prompt tokens with which plain decoding fits; 0: the model does not fit
@@ -63,11 +68,12 @@ def what_fits(
     *,
     target: str | Path | Any | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     context: int = 1024,
     device_bytes: int | None = None,
     **options: Any,
 ) -> Fits:
-    """Estimate which models fit on chips, with which dtype, context and tree. Nothing is compiled.
+    """Estimate which models fit on chips, with which dtype or scheme, context and tree. Nothing is compiled.
 
     The estimate counts weights, cache, logits, and the activations of a chunk of the prompt, and leaves 3 % of the
     memory free. The largest tree is the one that fits at `context`, and whose pass costs at most 1.25 passes over one
@@ -77,6 +83,8 @@ def what_fits(
       topology: chips such as "v5e:1x1".
       target: a built-in config name, a folder, a GGUF file or a config; None: all built-in configs.
       dtype: "bfloat16" or "float32"; None: both.
+      quantize: a scheme of `specjax.load`; None: none and, without `dtype`, also the schemes for bfloat16: all for a
+        target, and int8 and int4-weights for the built-in configs that do not fit without one.
       context: tokens of the prompt.
       device_bytes: memory of a device; None: that of the chip.
       options: other arguments of `make_workload`: batch, max_new_tokens, cache_dtype, data, model and others.
@@ -86,19 +94,29 @@ def what_fits(
     for name in DRAFTING & set(options):
         raise UsageError(f"{name} is an option of drafts, and what fits is estimated for plain decoding; leave it out")
     sources = list(builtin_configs()) if target is None else [target]
-    dtypes = DTYPES if dtype is None else (dtype,)
+    dtypes = (dtype,) if dtype is not None else DTYPES if quantize is None else DTYPES[:1]
     chip = parse_topology(topology).chip
     room = chip.hbm_bytes if device_bytes is None else device_bytes
-    works = [_workload(source, topology, kind, context, options) for source in sources for kind in dtypes]
-    names = [source if isinstance(source, str | Path) else source.name for source in sources for _ in dtypes]
-    models = tuple(_fit(str(name), work, context, room) for name, work in zip(names, works, strict=True))
-    first = works[0]
+    first = _workload(sources[0], topology, dtypes[0], quantize, context, options)
+    models: list[ModelFit] = []
+    for source in sources:
+        name = str(source if isinstance(source, str | Path) else source.name)
+        fit = lambda kind, scheme, source=source, name=name: _fit(
+            name, scheme, _workload(source, topology, kind, scheme, context, options), context, room
+        )
+        rows = [fit(kind, quantize) for kind in dtypes]
+        if dtype is None and quantize is None:
+            schemes = SCHEME_NAMES if target is not None else PROPOSED if rows[0].reason else ()
+            rows += [fit(DTYPES[0], scheme) for scheme in schemes]
+        models += rows
     return Fits(
-        first.topology.name, room, first.batch, context, first.max_new_tokens, first.target.cache_dtype, models
+        first.topology.name, room, first.batch, context, first.max_new_tokens, first.target.cache_dtype, tuple(models)
     )  # fmt: skip
 
 
-def _workload(source: Any, topology: str, dtype: str, context: int, options: dict[str, Any]) -> Workload:
+def _workload(
+    source: Any, topology: str, dtype: str, scheme: str | None, context: int, options: dict[str, Any]
+) -> Workload:
     """Return the plain workload of a model, with a shorter context if its texts end earlier."""
     is_name = isinstance(source, str | Path)
     config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform) if is_name else source
@@ -106,11 +124,15 @@ def _workload(source: Any, topology: str, dtype: str, context: int, options: dic
     new = options.get("max_new_tokens", 128)
     limit = max(config.max_positions - new, 1)
     return make_workload(
-        config, topology, context=min(context, limit), **{"dtype": dtype} | options | {"reading": reading}
+        config,
+        topology,
+        context=min(context, limit),
+        quantize=scheme,
+        **{"dtype": dtype} | options | {"reading": reading},
     )
 
 
-def _fit(name: str, work: Workload, context: int, device_bytes: int) -> ModelFit:
+def _fit(name: str, scheme: str | None, work: Workload, context: int, device_bytes: int) -> ModelFit:
     """Return the figures of one model at a context, in `device_bytes` bytes of memory."""
     target = target_of(work)
     memory = memory_of(work, target)
@@ -126,7 +148,7 @@ def _fit(name: str, work: Workload, context: int, device_bytes: int) -> ModelFit
     nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
     moved = pass_bytes(work.target, target.params, memory.per_slot, work.context)
     seconds = moved / work.topology.chip.hbm_bandwidth
-    return ModelFit(name, work.target.dtype, memory.weights, int(needed), largest, nodes, seconds, reason)
+    return ModelFit(name, work.target.dtype, scheme, memory.weights, int(needed), largest, nodes, seconds, reason)
 
 
 def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) -> int:

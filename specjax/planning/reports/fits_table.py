@@ -10,7 +10,7 @@ from specjax.planning.reports.tables import LARGEST, describe_fraction, millisec
 
 
 def show_fits(fits: Fits, out) -> None:
-    """Print a row for each model and dtype on a rich console."""
+    """Print a row for each model and dtype or scheme on a rich console."""
     from rich import box
     from rich.table import Table
 
@@ -23,20 +23,23 @@ def show_fits(fits: Fits, out) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)
     table.add_column("dtype", no_wrap=True)
-    for heading in ("weights\nGiB", "needed\nGiB", "fits", "longest\nprompt", "tree\nnodes", "roof-\nline ms"):
+    for heading in ("size\nGiB", "needed\nGiB", "fits", "longest\nprompt", "tree\nnodes", "roof-\nline\nms"):
         table.add_column(heading, justify="right")
     for model in fits.models:
         nodes = "--" if model.num_nodes is None else str(model.num_nodes or "--")
         table.add_row(
-            model.target, model.dtype, f"{model.weights_bytes / GIB:.2f}", f"{model.needed_bytes / GIB:.2f}",
+            model.target, model.scheme or model.dtype, f"{model.weights_bytes / GIB:.2f}",
+            f"{model.needed_bytes / GIB:.2f}",
             "no" if model.reason else "yes", f"{model.largest_context:,}" if model.largest_context else "--", nodes,
             "--" if model.reason else milliseconds(model.step_seconds), style="yellow" if model.reason else "",
         )  # fmt: skip
     out.print(table)
-    if len(fits.models) <= 2:
+    if len({model.target for model in fits.models}) == 1:
         for model in fits.models:
             if model.reason:
-                write(f"{model.target} in {model.dtype} does not fit: {model.reason}", style="yellow")
+                write(f"{model.target} in {model.scheme or model.dtype} does not fit: {model.reason}", style="yellow")
+    if any(model.scheme for model in fits.models):
+        write("int8, int8-weights, int4-weights, fp8: schemes of --quantize, other parts in bfloat16", style="dim")
     if parse_topology(fits.topology).chip.platform == "gpu":
         write(f"{describe_fraction(LARGEST)}, for the memory of this table", style="dim")
     write(

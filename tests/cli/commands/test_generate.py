@@ -449,3 +449,20 @@ def test_bad_processors(refused, tmp_path, flags, words):
     schema = tmp_path / "schema.json"
     schema.write_text("{}")
     assert words in refused("generate", "abc", *SHORT, *(schema if flag == "FILE" else flag for flag in flags))
+
+
+def test_a_quantised_target_is_compared_with_itself(cli, refused):
+    command = ("generate", "abcabcabc", *SHORT, "--quantize", "int8", "--method", "prompt_lookup", "--compare")
+    result = cli(*command)
+    assert result.code == 0, result.err
+    assert "outputs: identical to plain decoding of the same quantised model (int8)" in result.out
+    assert "tiny (int8), quantised, takes" in result.err
+    record = json.loads(cli(*command, "--json").out)
+    assert (record["target"], record["quantize"], record["quantized"]) == ("tiny (int8)", "int8", True)
+    plain = json.loads(cli(*command[:4], "--json", "--no-keep-quantized").out)
+    assert plain["quantize"] is None and not plain["quantized"]
+    assert record["weights_bytes"] < 0.5 * plain["weights_bytes"]
+    words = refused("generate", "abc", "--quantize", "int3")
+    assert '--quantize must be one of int8, int8-weights, int4-weights, fp8, not "int3"' in words
+    words = refused("generate", "abc", "--quantize", "fp8", "--keep-quantized")
+    assert "--keep-quantized keeps the formats of the file" in words

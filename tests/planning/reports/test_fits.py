@@ -23,12 +23,13 @@ def colab():
 
 
 def test_every_built_in_config_has_a_row_for_each_dtype(colab):
-    assert [(fit.target, fit.dtype) for fit in colab.models] == [
+    plain = [fit for fit in colab.models if fit.scheme is None]
+    assert [(fit.target, fit.dtype) for fit in plain] == [
         (name, dtype) for name in builtin_configs() for dtype in ("bfloat16", "float32")
     ]
     params = {name: num_params(config("bfloat16")) for name, config in builtin_configs().items()}
     for fit in colab.models:
-        assert fit.weights_bytes == params[fit.target] * (2 if fit.dtype == "bfloat16" else 4)
+        assert fit.scheme or fit.weights_bytes == params[fit.target] * (2 if fit.dtype == "bfloat16" else 4)
         assert (fit.num_nodes is None) == (fit.target in ("dream_7b", "llada_8b", "sdar_4b"))
         assert bool(fit.reason) == (fit.largest_context < colab.context)
         if fit.reason:
@@ -38,7 +39,7 @@ def test_every_built_in_config_has_a_row_for_each_dtype(colab):
 
 
 def test_a_large_model_fits_in_half_precision_only(colab):
-    fits = {(fit.target, fit.dtype): fit for fit in colab.models}
+    fits = {(fit.target, fit.dtype): fit for fit in colab.models if fit.scheme is None}
     assert not fits["qwen2_5_coder_1_5b", "float32"].reason and not fits["llama3_8b", "bfloat16"].reason
     assert fits["llama3_8b", "float32"].reason and fits["llama3_70b", "bfloat16"].reason
     assert fits["llama3_1b", "float32"].largest_context < fits["llama3_1b", "bfloat16"].largest_context
@@ -106,8 +107,7 @@ def test_the_command_prints_the_same(colab, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--fits", "--topology", "v5e:1x1", "--target", "llama3_8b", "--json"])
     assert stop.value.code == 0
-    record = colab.to_json()
-    record["models"] = [model for model in record["models"] if model["target"] == "llama3_8b"]
+    record = what_fits("v5e:1x1", target="llama3_8b").to_json()
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(record))
 
 
@@ -115,10 +115,11 @@ def test_the_table_is_narrow(colab):
     out = io.StringIO()
     show_fits(colab, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
-    rows = [line for line in lines if "float" in line]
+    forms = {fit.scheme or fit.dtype for fit in colab.models}
+    rows = [line for line in lines if forms & set(line.split()[1:2])]
     assert len(rows) == len(colab.models) and max(map(len, rows)) <= 80 and "…" not in out.getvalue()
     row = next(line for line in rows if "llama3_8b" in line and "bfloat16" in line)
-    (fit,) = [fit for fit in colab.models if (fit.target, fit.dtype) == ("llama3_8b", "bfloat16")]
+    (fit,) = [fit for fit in colab.models if (fit.target, fit.dtype) == ("llama3_8b", "bfloat16") and not fit.scheme]
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in out.getvalue()
     show_fits(what_fits("h200:1", target="llama3_8b"), Console(file=out, width=80))
     assert "JAX reserves 75% of a GPU by default; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.98" in out.getvalue()
@@ -141,3 +142,24 @@ def test_flags_that_do_not_go_together(flags, words, capsys):
     assert stop.value.code == 2
     line = capsys.readouterr().err
     assert all(word in line for word in words), line
+
+
+def test_schemes_are_proposed_where_bfloat16_does_not_fit(colab):
+    fits = {(fit.target, fit.scheme): fit for fit in colab.models if fit.dtype == "bfloat16"}
+    for (name, scheme), fit in fits.items():
+        assert scheme is None or fits[name, None].reason, f"{name} fits in bfloat16, and {scheme} was proposed"
+        assert bool(fits[name, None].reason) == ((name, "int8") in fits)
+        assert fit.weights_bytes <= fits[name, None].weights_bytes
+    small = fits["llama3_70b", "int4-weights"]
+    assert small.reason and 0.26 < small.weights_bytes / fits["llama3_70b", None].weights_bytes < 0.28
+
+
+def test_a_target_has_a_row_for_every_scheme():
+    fits = {fit.scheme or fit.dtype: fit for fit in what_fits("v5e:1x1", target="llama3_8b", context=8000).models}
+    assert list(fits) == ["bfloat16", "float32", "int8", "int8-weights", "int4-weights", "fp8"]
+    assert fits["bfloat16"].reason and not fits["int8"].reason and not fits["int4-weights"].reason
+    assert fits["int4-weights"].largest_context > fits["int8"].largest_context > fits["bfloat16"].largest_context
+    [eight] = what_fits("v5e:1x1", target="llama3_8b", quantize="int8", context=8000).models
+    assert eight == fits["int8"] and 0.5 < eight.weights_bytes / fits["bfloat16"].weights_bytes < 0.51
+    with pytest.raises(UsageError, match="--quantize must be one of"):
+        what_fits("v5e:1x1", target="llama3_8b", quantize="int3")

@@ -33,6 +33,8 @@ def check_bits(
     plain: Annotated[bool, typer.Option("--without", help="Check the model without --same-bits.")] = False,
     dtype: o.DtypeOption = "bfloat16",
     cache_dtype: o.CacheDtypeOption = None,
+    quantize: o.QuantizeOption = None,
+    keep_quantized: o.KeepQuantizedOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -45,7 +47,11 @@ def check_bits(
     o.check_minimum("--length", length, 2 * max(check_bits.WIDTHS))
     require(plain or dtype != "float32", "--dtype float32 has no --same-bits; add --without to check it without")
     log = Console(stderr=True)
-    session = open_session(log, ModelOptions(target, None, dtype, no_cache, cache_dtype, same_bits=not plain))
+    models = ModelOptions(
+        target, None, dtype, no_cache, cache_dtype, same_bits=not plain, quantize=quantize,
+        keep_quantized=keep_quantized,
+    )  # fmt: skip
+    session = open_session(log, models)
     limit = session.target.model.max_positions
     require(length <= limit, f"--length must be at most {limit}, the model's limit, not {length}")
     tokens = list(session.tokenizer.encode(TEXT * (1 + length // 20)))[:length]
@@ -57,7 +63,8 @@ def check_bits(
     if as_json:
         print_json({
             "target": session.target.model.name, "dtype": session.dtype, "same_bits": session.same_bits,
-            "cache_dtype": session.cache_dtype, "holds": holds, "promises": [p._asdict() for p in promises],
+            "cache_dtype": session.cache_dtype, "quantize": session.quantize,
+            "holds": holds, "promises": [p._asdict() for p in promises],
         })  # fmt: skip
     else:
         _show(promises, holds)

@@ -29,6 +29,8 @@ def inspect(
     token_map: s.MapOption = None,
     head_set: o.HeadSetOption = None,
     dtype: o.DtypeOption = "auto",
+    quantize: o.QuantizeOption = None,
+    keep_quantized: o.KeepQuantizedOption = None,
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
@@ -41,7 +43,10 @@ def inspect(
         find_head_kind(head, "HEAD") is not None,
         f"HEAD {head} is not a draft head of a known kind, or there is no such folder",
     )
-    quiet, models = Console(stderr=True, quiet=True), ModelOptions(target, head, dtype, no_cache, head_set=head_set)
+    models = ModelOptions(
+        target, head, dtype, no_cache, head_set=head_set, quantize=quantize, keep_quantized=keep_quantized
+    )
+    quiet = Console(stderr=True, quiet=True)
     session = open_session(quiet, models, has_head=True, token_map=token_map, flag="HEAD")
     loaded, check = session.head, session.check
     assert loaded is not None and check is not None

@@ -27,8 +27,9 @@ of `specjax compare-verifiers` (ranks from its --drafts), or of `specjax
 bench` (the first rank only, so a chain is proposed).
 
 --fits compiles nothing. It estimates from shapes what fits on the chips, for
-all built-in configs or for --target: the dtypes, the longest prompt, and the
-largest tree whose pass costs at most 1.25 passes over one token.
+all built-in configs or for --target: the dtypes and the schemes of --quantize,
+the longest prompt, and the largest tree whose pass costs at most 1.25 passes
+over one token.
 """
 
 WIDTHS = "1,2,4,8,16,32,64"

@@ -163,6 +163,8 @@ class BenchRun(PromptRun):
             print_json(document)
         else:
             output.show(document, report.out)
+            if self.session.formats is not None:
+                report.out.print(f"plain: {self.session.baseline}", soft_wrap=True)
         log.print(f"wrote {out} and {out.with_suffix('.png')}", style="dim", soft_wrap=True)
         for entry in self.options.skipped:
             log.print(f"skipped: {describe([entry], report.path)}", soft_wrap=True)
