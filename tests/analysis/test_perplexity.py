@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from written_models import VARIANTS, drawn, words
 
 from specjax import save_model
 from specjax.analysis import perplexity as module
 from specjax.analysis.perplexity import evaluate_quantization, perplexity
 from specjax.errors import UsageError
 from specjax.models import load
-from tests.models.loading.test_model_writing import VARIANTS, drawn, words
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def changed(**fields):
         ({"dtype": "bfloat16"}, "near-ties possible", "bfloat16 numbers"),
         ({"cache_dtype": "int8"}, "near-ties possible", "the int8 cache"),
         ({"quantized": (("*", SCHEMES["int8"]),)}, "near-ties possible", "activations to int8"),
-        ({"quantized": (("*", SCHEMES["int8-weights"]),)}, "exact", "up to ties"),
-        ({"quantized": (("*", SCHEMES["fp8"]),)}, "exact", "up to ties"),
+        ({"quantized": (("*", SCHEMES["int8-weights"]),)}, "exact", "ties within float32"),
+        ({"quantized": (("*", SCHEMES["fp8"]),)}, "exact", "ties within float32"),
         ({"quantized": (("*", SCHEMES["fp8"]),), "dtype": "bfloat16"}, "near-ties possible", "bfloat16 numbers"),
     ],
 )

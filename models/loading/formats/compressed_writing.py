@@ -1,4 +1,4 @@
-"""Writer of quantised matrices in the format compressed-tensors, which vLLM and `transformers` read.
+"""Writer of quantised matrices in the format compressed-tensors.
 
 int-quantized and float-quantized store weight int8 or float8[O, I]. pack-quantized stores weight_packed
 int32[O, words], whose words contain q + 2^(bits - 1) of consecutive inputs, lowest bits first. All have weight_scale

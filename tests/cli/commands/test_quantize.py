@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from written_models import VARIANTS, drawn, words
 
 import specjax
-from tests.models.loading.test_model_writing import VARIANTS, drawn, words
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from written_models import VOCAB, words
 
 import specjax
 from specjax.errors import UsageError
@@ -11,7 +12,6 @@ from specjax.models import LlamaConfig, abstract_params, init_params, make_model
 from specjax.models.loading import device_memory
 from specjax.models.loading.device_memory import check_room
 from specjax.models.storage import num_bytes
-from tests.models.loading.test_model_writing import VOCAB, words
 
 CONFIG = LlamaConfig(
     vocab_size=VOCAB, width=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_width=256,

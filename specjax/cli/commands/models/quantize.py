@@ -19,8 +19,9 @@ HELP = """Write a quantised model as a folder, and measure what quantisation cha
 
 specjax quantize MODEL OUT rounds the matrices of MODEL to few bits. OUT is a
 Hugging Face folder in the format compressed-tensors: config.json, weights and
-tokenizer. specjax loads it with the same values, and vLLM reads the format.
-The schemes are those of --quantize: int8, int8-weights, int4-weights and fp8.
+tokenizer. specjax loads it with the same values. Embedding and output layer
+are quantised too, which other libraries may not read. The schemes are those
+of --quantize: int8, int8-weights, int4-weights and fp8.
 
 specjax quantize --evaluate TEXTFILE MODEL prints perplexity and bytes of the
 model and of each --scheme. The text is cut into windows that are read alone.
@@ -201,6 +202,7 @@ def _show(document: dict[str, Any], out: Any) -> None:
             f"{written['file_bytes'] / 2**20:,.1f} MiB in its file",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
+        out.print(f"specjax generate --target {written['folder']} --keep-quantized ...", soft_wrap=True, markup=False)
     if "evaluation" not in document:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from written_models import words
 
 import specjax
 from specjax import Target, UsageError, save_model
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.loading.formats.compressed_writing import common_format, pack
 from specjax.models.storage import SCHEMES, quantized_config, with_quantized
-from specjax.numerics.quantized_array import FLOAT8, QuantizedArray, WeightFormat
+from specjax.numerics.quantized_array import FLOAT8, QuantizedArray, WeightFormat, as_float_weights
 
 SHAPES = dict(
     vocab_size=96, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=160, max_positions=64,
@@ -22,7 +23,7 @@ SHAPES = dict(
 CONFIGS = {
     "tied": LlamaConfig(**SHAPES),
     "stacked": LlamaConfig(**SHAPES, tied=False, stacked=True, qkv_bias=True),
-    "joined": LlamaConfig(**SHAPES, joined=True),
+    "joined": LlamaConfig(**SHAPES, joined=("qkv", "gate_up")),
     "phi3": LlamaConfig(**SHAPES | {"head_dim": 16}, rotary_dim=12, window=7),
 }
 
@@ -115,12 +116,12 @@ def test_mixed_formats_get_one_that_has_all_values():
     assert common_format([four, four], [64, 96], "m")[1:3] == (4, 32)
     assert common_format([four, eight], [64, 96], "m")[1:3] == (8, 16)
     assert common_format([four, WeightFormat()], [64, 48], "m")[1:3] == (8, 16)
-    for forms, words in (
+    for forms, reason in (
         ([WeightFormat(4, "uint4", 32, True)], "an offset per group"),
         ([four, WeightFormat(8, FLOAT8)], "kinds of numbers or products differ"),
         ([WeightFormat(), WeightFormat(inputs="int8")], "kinds of numbers or products differ"),
     ):
-        with pytest.raises(UsageError, match=rf"m has matrices .*{words}"):
+        with pytest.raises(UsageError, match=rf"m has matrices .*{reason}"):
             common_format(forms, [64], "m")
 
 
@@ -139,3 +140,24 @@ def test_modules_that_stay_floats_are_ignored(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert written["ignore"] == ["model.embed_tokens"]
     assert written["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_load_keeps_the_same_matrices(name, scheme, tmp_path):
+    target = quantised(CONFIGS[name], scheme)
+    save_model(tmp_path, target, words())
+    options = {"stacked": CONFIGS[name].stacked, "joined": bool(CONFIGS[name].joined)}
+    actual = specjax.load(tmp_path, keep_quantized=True, **options)[0]
+    is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
+    matrices = [
+        [leaf for leaf in jax.tree.leaves(params, is_leaf=is_matrix) if is_matrix(leaf)]
+        for params in (actual.params, target.params)
+    ]
+    assert len(matrices[0]) == len(matrices[1]) > 0
+    for ours, wanted in zip(*matrices, strict=True):
+        np.testing.assert_array_equal(ours.values, wanted.values)
+        np.testing.assert_array_equal(ours.expand(), wanted.expand())
+        assert ours.inputs == wanted.inputs
+    floats = specjax.load(tmp_path, keep_quantized=False, **options)[0]
+    jax.tree.map(np.testing.assert_array_equal, floats.params, as_float_weights(target.params))

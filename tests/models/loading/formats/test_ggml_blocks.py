@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from gguf_files import write
 
 from specjax.errors import UsageError
 from specjax.models import load
@@ -13,7 +14,6 @@ from specjax.models.loading.formats.ggml_blocks import LAYOUTS, quantized_tensor
 from specjax.models.loading.tensors.tensors import TensorLocation, block_size, read_quantized_rows, read_rows
 from specjax.models.storage import num_bytes, stored_format
 from specjax.numerics.quantized_array import QuantizedArray, expand_rows
-from tests.models.loading.formats.test_gguf import write
 
 gguf = pytest.importorskip("gguf")
 
