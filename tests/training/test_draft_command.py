@@ -13,7 +13,7 @@ import tokenizers
 
 import specjax
 from specjax.cli import main
-from specjax.cli.runs.training import _name_target
+from specjax.cli.training.drafter_run import _name_target
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.loading.tokenizers.tokenizer import LibraryCodec, Tokenizer
 from specjax.persistence.checkpoint import restore

@@ -79,7 +79,7 @@ def test_the_command_line_with_equal_flags_writes_the_same_head(tmp_path, monkey
 
 def test_flags_have_the_defaults_of_settings():
     from specjax.cli.commands.train import train
-    from specjax.cli.runs.training import to_flag
+    from specjax.cli.training.setting_flags import to_flag
 
     parameters = inspect.signature(train).parameters
     for field in dataclasses.fields(TrainingSettings):

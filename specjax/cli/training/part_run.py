@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.catalog.options import Option
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.collaboration.words import STEP_ENDS, load_rewards
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.session import CARD, Session, check_vocabularies, open_denoiser, open_session, provenance
-from specjax.cli.runs.training import ConsoleObserver, SourceFile, in_flags, list_sources
+from specjax.cli.training.files import SourceFile, list_sources
+from specjax.cli.training.observer import ConsoleObserver
+from specjax.cli.training.setting_flags import in_flags
 from specjax.collaborate import after_strings
-from specjax.errors import UsageError, require
+from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.reward_models import is_reward_folder
 from specjax.training.data.corpus import CorpusBuilder, CorpusSettings
@@ -36,29 +37,6 @@ class PartFlags:
     texts: Sequence[SourceFile]
     judged: Sequence[Mapping[str, Any]]
     values: Any  # the other flags by name
-
-
-def parse_options(kind: str, settings: Sequence[str] | None) -> dict[str, Any]:
-    """Return all options of a part, from the flags --set. Raises: UsageError for an unknown or missing option."""
-    rows = {option.name: option for option in PARTS[kind].options}
-    values: dict[str, Any] = {}
-    for text in settings or ():
-        name, equals, value = text.partition("=")
-        require(bool(equals), f'--set must be NAME=VALUE, such as steps=300, not "{text}"')
-        require(
-            name in rows, f'--set {text}: training of {kind} has no option "{name}"; its options are {", ".join(rows)}'
-        )
-        require(name not in values, f"--set {text}: --set sets {name} already; remove one of them")
-        values[name] = rows[name].parse(value, f"--set {name}")
-    return {name: _value(option, values) for name, option in rows.items()}
-
-
-def _value(option: Option, values: Mapping[str, Any]) -> Any:
-    from specjax.catalog import REQUIRED
-
-    value = values.get(option.name, option.default)
-    require(value is not REQUIRED, f"add --set {option.name}={option.form}: {option.help}")
-    return value
 
 
 def run_part(flags: PartFlags, models: ModelOptions, *, as_json: bool) -> None:

@@ -1,55 +1,34 @@
-"""The run of `specjax train`: prompts from files, progress on the terminal, and the report."""
+"""The run of `specjax train` for draft heads and draft models, and its report."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
-import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import Mesh
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.cli.options import hosts
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions
-from specjax.cli.options.prompts import LISTED
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.session import CARD, Session, open_session, provenance
-from specjax.errors import UsageError, require
+from specjax.cli.training.files import SourceFile, list_sources
+from specjax.cli.training.observer import ConsoleObserver
+from specjax.cli.training.setting_flags import in_flags
+from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.heads import read_head
-from specjax.training.data.conversation_files import TextFile, read_text_file
-from specjax.training.data.conversations import TextSource, is_conversation
-from specjax.training.loop.trainer import TrainingProgress
 from specjax.training.measure.plot import plot
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.observer import TrainingObserver
 from specjax.training.pipeline import DRAFT_MODEL, TrainedDrafter, TrainingSettings, prepare_folder, train_drafter
 
 PLOT = "training.png"
-
-FLAGS = {
-    "generated_prompts": "--own-prompts", "evaluate_every": "--every", "cache_gib": "--keep-states",
-    "draft_vocab_size": "--draft-vocab", "num_tokens": "--num-draft-tokens",
-}  # fmt: skip
-"""Flags whose names differ from those of settings."""
-
-NAMES = {field.name for field in dataclasses.fields(TrainingSettings)} | {*FLAGS, "layers", "start", "draft", "depths"}
-
-
-class SourceFile(NamedTuple):
-    """A file of prompts or texts, which is read before the models are loaded."""
-
-    path: Path
-    content: TextFile
 
 
 @dataclass(frozen=True)
@@ -72,35 +51,6 @@ class TrainingFlags:
     draft: str | None
     system: str | None
     target_name: str | None
-
-
-def to_flag(name: str) -> str:
-    """Return the flag of a setting."""
-    return FLAGS.get(name, f"--{name.replace('_', '-')}")
-
-
-def read_settings(arguments: Mapping[str, Any], **changes: Any) -> TrainingSettings:
-    """Return the settings of the flags. Raises: UsageError for numbers out of range."""
-    names = [field.name for field in dataclasses.fields(TrainingSettings) if field.name not in changes]
-    values = {name: arguments[to_flag(name).removeprefix("--").replace("-", "_")] for name in names}
-    settings = TrainingSettings(**values, **changes)
-    settings.check()
-    return settings
-
-
-def name_flags(message: str) -> str:
-    """Replace names of settings in a message by flags."""
-    message = re.sub(r"`(\w+)`", lambda match: to_flag(match[1]) if match[1] in NAMES else match[0], message)
-    return re.sub(r"\b(\w+)=(?=\S)", lambda match: f"{to_flag(match[1])} " if match[1] in NAMES else match[0], message)
-
-
-@contextlib.contextmanager
-def in_flags() -> Iterator[None]:
-    """Raise UsageErrors with the names of flags."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(name_flags(str(error))) from None
 
 
 def run_training(
@@ -141,49 +91,6 @@ def run_training(
         print_json(card)
 
 
-def read_files(paths: Sequence[Path], flag: str) -> list[SourceFile]:
-    """Read files of prompts or texts. Raises: UsageError that names the flag."""
-    return [SourceFile(path, parse_flag(flag, read_text_file, path)) for path in paths]
-
-
-def has_conversation(files: Sequence[SourceFile]) -> bool:
-    """Return True if one of the texts is a conversation."""
-    return any(is_conversation(source) for _, content in files for source in content.sources)
-
-
-def check_folder(folder: Path | None, flag: str) -> None:
-    """Raise a UsageError for a folder that cannot be written, without creating it."""
-    if folder is None:
-        return
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    require(existing.is_dir(), f"{flag}: {folder} cannot be written ({existing} is no folder); give another folder")
-    require(
-        os.access(existing, os.W_OK | os.X_OK),
-        f"{flag}: {folder} cannot be written (no permission in {existing}); give another folder",
-    )
-
-
-def check_sources(out: Path, sources: Mapping[str, str | None], parts: Sequence[str] = ()) -> None:
-    """Raise a UsageError if a run would overwrite a model that it reads.
-
-    Args: sources: the model of each flag. parts: names of folders in `out` that the run writes too.
-    """
-    written = [folder.resolve() for folder in (out, *(out / part for part in parts))]
-    for flag, source in sources.items():
-        is_same = source is not None and Path(source).expanduser().resolve() in written
-        require(not is_same, f"--out {out} is the folder of {flag}, which must not change; give another folder")
-
-
-def list_sources(files: Sequence[SourceFile], log: Console) -> list[TextSource]:
-    """Return the prompts or texts of all files, and print the entries that cannot be used."""
-    for path, content in files:
-        if content.bad:
-            shown = "; ".join(f"{path}, {entry.number}: {entry.error}" for entry in content.bad[:LISTED])
-            more = f"; and {len(content.bad) - LISTED} more" if len(content.bad) > LISTED else ""
-            log.print(f"left out: {shown}{more}", soft_wrap=True)
-    return [source for _, content in files for source in content.sources]
-
-
 def _name_target(flags: TrainingFlags) -> str | None:
     """Return the name by which other engines load the target; None: the name of the model, a hub id."""
     if flags.target_name is not None or flags.target is None:
@@ -202,66 +109,6 @@ def _find_tokenizer(flags: TrainingFlags) -> Any:
     name = flags.target if flags.layers else flags.draft
     source = loading.resolve(name)
     return source if source.is_dir() else loading.load_tokenizer(name)
-
-
-class ConsoleObserver(TrainingObserver):
-    """An observer that shows progress bars and prints measurements."""
-
-    def __init__(self, log: Console):
-        self.log = log
-        self._bar: Progress | None = None
-        self._title, self._started, self._loss = "", 0.0, ""
-
-    def on_note(self, note: str) -> None:
-        self.close()
-        self.log.print(name_flags(note), style="dim", soft_wrap=True)
-
-    def on_responses(self, stage: str, done: int, total: int, tokens: int) -> None:
-        seconds = time.perf_counter() - self._started
-        self._update(stage, done, total, f"{tokens / seconds:.0f} tokens/s" if done else "")
-        if done == total:
-            self.close()
-            self.log.print(f"{stage}: {total} prompts, {tokens} tokens, {seconds:.0f} s", style="dim")
-
-    def on_run(self, name: str) -> None:
-        self.close()
-
-    def on_activations(self, done: int, total: int) -> None:
-        self._update("target", done, total, "tokens read by the target")
-        if done == total:
-            self.close()
-
-    def on_step(self, progress: TrainingProgress) -> None:
-        loss = "" if progress.loss is None else f"loss {progress.loss:.3f}"
-        rate = ""
-        if loss:
-            speed = progress.tokens / max(progress.seconds, 1e-9)
-            rate = f"{loss}  first draft {progress.accuracy[0]:.0%}  {speed:.0f} tokens/s"
-        self._update("training", progress.step, progress.steps, rate)
-        measured = progress.measured
-        if measured is not None:
-            where = f"step {progress.step}: {loss}" if loss else "at the start"
-            best = ", the best so far" if progress.best else ""
-            line = f"{where}, {measured.per_pass:.3f} tokens per pass, first draft {measured.first:.1%}{best}"
-            self.log.print(line, style="dim")
-        if progress.step == progress.steps:
-            self.close()
-
-    def _update(self, title: str, done: int, total: int, rate: str) -> None:
-        if self._bar is None or self._title != title:
-            self.close()
-            columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self.log, transient=True)
-            self._bar.start()
-            self._bar.add_task("", total=total, rate=rate)
-            self._title, self._started = title, time.perf_counter()
-        self._bar.update(self._bar.task_ids[0], total=total, completed=done, rate=rate)
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
 
 
 def _make_card(session: Session, trained: TrainedDrafter, settings: TrainingSettings) -> dict[str, Any]:
