@@ -11,6 +11,7 @@ from specjax import UsageError
 from specjax.training.data.target_responses import ResponseStore
 from specjax.training.loop.checkpoints import RUN_FILE, RunFolder, TrainingCheckpoints, read_position
 from specjax.training.loop.history import TrainingHistory, read_history
+from specjax.training.loop.trainer import TrainingProgress
 
 NESTED = "[" * 100_000
 REACHED = {"step": 2, "tokens": 7, "seconds": 1.5, "best": 1, "served": 2.0, "since_best": 0}
@@ -80,11 +81,40 @@ def test_a_history_of_another_program_stays(tmp_path):
     assert path.read_text() == '{"step": 1, "reward": 2}\n'
 
 
+@pytest.mark.parametrize("left", [0, 1, 20, -1])
+def test_a_torn_last_line_is_replaced(tmp_path, left):
+    """A run that was killed in the middle of a write goes on, and its later steps can be read."""
+    path = tmp_path / "history.jsonl"
+    report = lambda step: TrainingProgress(step, 9, 0, step, 0.5, 1.0, (0.5,))
+    history = TrainingHistory(path)
+    for step in (1, 2, 3):
+        history.add(report(step))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:left])
+    resumed = TrainingHistory(path)
+    assert [entry["step"] for entry in resumed.entries] == ([1, 2, 3] if left == -1 else [1, 2])
+    for step in (3, 4):
+        resumed.add(report(step))
+    assert [entry["step"] for entry in TrainingHistory(path).entries] == [1, 2, 3, 4]
+    for text in (lines[0][:9], "\0\0\0"):
+        path.write_text(text)
+        TrainingHistory(path).add(report(1))
+        assert path.read_text() == lines[0]
+
+
+@pytest.mark.parametrize("text", ["hello\n", "[1, 2]\n", '{"step": 1, "reward": 2}\n', '"text"\n'])
+def test_histories_of_other_programs_are_refused(tmp_path, text):
+    path = tmp_path / "history.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="is not the history of a training run"):
+        TrainingHistory(path)
+
+
 def test_histories_and_responses_that_are_nested_too_deeply(tmp_path):
     entry = {"step": 1, "loss": 1.0, "served": None, "best": False}
     path = tmp_path / "history.jsonl"
     path.write_text(f"{json.dumps(entry)}\n{NESTED}\n")
-    assert read_history(path) == [entry]
+    assert read_history(path).entries == [entry]
     answers = tmp_path / "answers"
     ResponseStore(answers, {"target": "a"})
     (answers / "answers-00000.jsonl").write_text(NESTED + "\n")
