@@ -8,6 +8,7 @@ hosts with different inputs, and messages about a failed host.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import hashlib
 import os
@@ -30,12 +31,14 @@ EXIT_OTHER_HOST_FAILED = 3
 _HEARTBEAT_KEYS = "specjax/hosts/alive"
 _FAILURE_KEYS = "specjax/hosts/failed"
 _FINISHED = "finished"
+_EXIT = "exit-"
+"""Prefix of the key for the code of a host's `sys.exit`, which is no failure yet: the host may continue."""
 _COORDINATOR = "coordinator"
 _COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
 _connection_failed = threading.Event()
 _exit_code: int | None = None
-"""Code of the last `sys.exit` of the main thread, if it was not 0."""
+"""Code of the last `sys.exit` of the main thread, if it was not 0 and the program has not continued since."""
 
 
 def initialize(
@@ -256,7 +259,8 @@ def _coordination_client():
 class _FailureMonitor:
     """A thread that watches the other processes.
 
-    Every process reads the reported failures every `period` seconds, and ends if there is one. Heartbeats are written
+    Every process reads the reported failures every `period` seconds, and ends if there is one. It also ends if another
+    host has called `sys.exit` and neither ended nor continued for the time of a heartbeat. Heartbeats are written
     every `interval` seconds, and only host 0 reads them. So the work of all n hosts grows with n and not with n^2. Host
     0 warns about a silent process, but JAX's own heartbeats decide if that process is dead.
     """
@@ -270,6 +274,8 @@ class _FailureMonitor:
         self.last: dict[str, tuple[str, float]] = {}
         self.warned: set[str] = set()
         self.count = 0  # heartbeats of this process
+        self.exits: dict[str, float] = {}  # the time at which the exit of another host was read
+        self.reported_exit: int | None = None  # the exit of this process that the other hosts can read
         self.last_beat = self.last_answer = time.monotonic()
 
     def run(self) -> None:
@@ -285,6 +291,7 @@ class _FailureMonitor:
                 self.client.key_value_set(f"{_HEARTBEAT_KEYS}/{self.me}", str(self.count + 1), allow_overwrite=True)
                 self.count, self.last_beat = self.count + 1, time_now
                 heartbeats = self.client.key_value_dir_get(_HEARTBEAT_KEYS) if self.me == "0" else []
+            self.report_exit()
             failures = self.client.key_value_dir_get(_FAILURE_KEYS)
         except Exception:
             self.warn_about_coordinator(time_now)
@@ -293,6 +300,22 @@ class _FailureMonitor:
         self.warned.discard(_COORDINATOR)
         by_host = lambda entries: {key.rsplit("/", 1)[1]: value for key, value in entries}
         self.check_hosts(by_host(heartbeats), by_host(failures))
+
+    def report_exit(self) -> None:
+        """Write the code of a `sys.exit` of this process for the other hosts, or remove it if the process continues."""
+        code, key = _exit_code, f"{_FAILURE_KEYS}/{_EXIT}{self.me}"
+        if code == self.reported_exit or _ended.is_set():
+            return
+        if code is None:
+            self.client.key_value_delete(key)
+        else:
+            self.client.key_value_set(key, str(code), allow_overwrite=True)
+        self.reported_exit = code
+
+    def is_stuck(self, key: str) -> bool:
+        """Return True if a host called `sys.exit` a heartbeat ago and is still there, and this host did not call it."""
+        since = self.exits.setdefault(key, time.monotonic())
+        return _exit_code is None and time.monotonic() - since > self.heartbeat
 
     def warn_about_coordinator(self, time_now: float) -> None:
         """Print one warning if the coordinator has not answered for half a heartbeat."""
@@ -304,9 +327,15 @@ class _FailureMonitor:
     def check_hosts(self, heartbeats: dict[str, str], failures: dict[str, str]) -> None:
         """End this process if another one has failed. Warn about hosts that are silent."""
         time_now = time.monotonic()
-        for host, sentence in failures.items():
+        self.exits = {key: since for key, since in self.exits.items() if key in failures}
+        for key, sentence in failures.items():
+            host = key.removeprefix(_EXIT)
             if host == self.me:
                 continue
+            if key != host:
+                if not self.is_stuck(key):
+                    continue
+                sentence = f"its program called sys.exit({sentence}), and has neither ended nor continued since"
             if not _ended.wait(self.grace):
                 _ended.set()
                 _print_warning(f"host {host} failed: {sentence}")
@@ -344,6 +373,9 @@ def _start_monitor(heartbeat: float) -> None:
     atexit.register(end)  # runs before JAX leaves the cluster
     sys.excepthook = _wrap_excepthook(sys.excepthook)
     sys.exit = _record_exit
+    for name in ("exit", "quit"):  # which the module site defines, except in frozen programs
+        if hasattr(builtins, name):
+            setattr(builtins, name, _record_exit)
 
 
 def _record_exit(status: Any = None, /) -> NoReturn:

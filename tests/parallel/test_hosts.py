@@ -176,6 +176,14 @@ def test_sys_exit_on_one_host_ends_the_other():
 
 
 @pytest.mark.exhaustive
+def test_an_exit_that_one_host_catches_ends_the_other():
+    with Hosts(2, "rounds", *ADDRESS, "caught 1") as running:
+        first, second = running.wait(timeout=120)
+    assert first.code == hosts.EXIT_OTHER_HOST_FAILED and second.code not in (0, None)
+    assert "host 1 failed: its program called sys.exit(5), and has neither ended nor continued since" in first.err
+
+
+@pytest.mark.exhaustive
 def test_library_calls_compare_hosts_and_serve_waits_for_the_slowest():
     with Hosts(2, "library", *ADDRESS) as running:
         ended = running.wait(timeout=240)
@@ -205,6 +213,10 @@ class Coordinator:
             raise RuntimeError("DEADLINE_EXCEEDED")
         self.values[key] = value
 
+    def key_value_delete(self, key):
+        self.calls.append(key)
+        del self.values[key]
+
     def key_value_dir_get(self, folder):
         self.calls.append(folder)
         return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
@@ -231,6 +243,39 @@ def test_a_call_that_fails_once_does_not_end_the_watch(monkeypatch):
     clock[0] = 8
     watch.poll()
     assert codes == [hosts.EXIT_OTHER_HOST_FAILED] and outputs[1:] == ["host 0 failed: no room"]
+
+
+def test_an_exit_that_is_caught_on_one_host_ends_the_others(monkeypatch):
+    """The others wait for a heartbeat, because the host may continue, or all hosts may have caught the same exit."""
+    outputs, clock, codes = [], [0.0], []
+    monkeypatch.setattr(hosts, "_print_warning", outputs.append)
+    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hosts.os, "_exit", codes.append)
+    monkeypatch.setattr(hosts, "_ended", threading.Event())
+    client = Coordinator()
+    watches = [hosts._FailureMonitor(client, number, heartbeat=6) for number in (1, 2)]
+    exits = {1: None, 2: None}
+
+    def poll(until):
+        while clock[0] < until:
+            clock[0] += 1
+            for number, watch in zip(exits, watches, strict=True):
+                watch.grace = 0
+                monkeypatch.setattr(hosts, "_exit_code", exits[number])
+                watch.poll()
+
+    exits[1] = 3
+    poll(5)
+    exits[1] = None  # it goes on
+    poll(20)
+    assert not codes and "specjax/hosts/failed/exit-1" not in client.values
+    exits = {1: 3, 2: 3}
+    poll(40)
+    assert not codes, "both have caught it"
+    exits = {1: 3, 2: None}
+    poll(50)
+    assert codes == [hosts.EXIT_OTHER_HOST_FAILED]
+    assert outputs == ["host 1 failed: its program called sys.exit(3), and has neither ended nor continued since"]
 
 
 def test_the_calls_of_many_hosts_grow_with_their_number(monkeypatch):
