@@ -30,15 +30,17 @@ from specjax.persistence.fingerprint import digest_model
 from specjax.training.data.conversations import TextSource
 from specjax.training.data.corpus import Corpus, CorpusBuilder, CorpusSettings
 from specjax.training.data.packing import TrainingText
+from specjax.training.drafter_card import make_card, write_report
 from specjax.training.loop.checkpoints import read_position
 from specjax.training.loop.history import TrainingHistory, read_history
 from specjax.training.loop.target_activations import ActivationCache
 from specjax.training.loop.trainer import LoopSettings, TrainingProgress, run_identity, train
 from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
-from specjax.training.measure.scaling import MIN_BUDGETS, ScalingLaw, fit
+from specjax.training.measure.scaling import MIN_BUDGETS, fit
 from specjax.training.objectives.recipes import Recipe, check_recipe, recipe_of
 from specjax.training.objectives.trainables import TrainingObjective
 from specjax.training.observer import TrainingObserver
+from specjax.training.results import BudgetRun, TrainedDrafter
 from specjax.training.starting_points import DraftModel, NewHead, StartingPoint, TrainedHead
 from specjax.types import Target
 
@@ -92,32 +94,6 @@ class TrainingSettings:
             )
 
 
-class BudgetRun(NamedTuple):
-    """The result of one budget."""
-
-    tokens: int  # response tokens
-    per_pass: float
-
-
-@dataclass(frozen=True)
-class TrainedDrafter:
-    """A trained draft head or draft model, as it was written to a folder."""
-
-    model: DraftHead | Target
-    kind: str
-    folder: Path
-    recipe: Recipe
-    num_draft_tokens: int  # length of the measured chain
-    measured: MeasuredAcceptance  # on held-out responses that did not select the result
-    held_out: int  # number of these responses
-    improved: bool  # False if no step improved a trained starting point, which is then returned
-    texts: int  # number of texts that were trained on
-    response_tokens: int  # number of response tokens in these texts
-    history: list[dict[str, Any]]  # one entry per step
-    runs: tuple[BudgetRun, ...] = ()  # one entry per budget
-    law: ScalingLaw | None = None  # fitted to these runs
-
-
 @with_standard_modes
 def train_drafter(
     target: Target,
@@ -149,8 +125,8 @@ def train_drafter(
       kind: a kind of head, such as "eagle3", or "two_model" for a draft model. None: the kind of `draft`, or "eagle3".
       prompts: user messages, conversations, or the token ids of complete prompts. The target answers every turn of a
         conversation, after its own earlier answers. Some prompts are held out.
-      folder: receives the head or model, `history.jsonl`, `run/` with the state, and by default the responses in
-        `answers/` and the activations in `states/`.
+      folder: receives the head or model, `card.json` with the facts of the run, `history.jsonl` and its plot, `run/`
+        with the state, and by default the responses in `answers/` and the activations in `states/`.
       texts: texts, token ids, or conversations whose given answers are trained on instead of responses. The prompts
         then only serve for evaluation. Without prompts, some of the conversations are held out, and the target answers
         their questions.
@@ -188,7 +164,8 @@ def train_drafter(
     )  # fmt: skip
     job.check()
     corpus = job.build_corpus(prompts, texts)
-    return job.train_budgets(corpus) if settings.budgets else job.train_once(corpus)
+    trained = job.train_budgets(corpus) if settings.budgets else job.train_once(corpus)
+    return job.write_report(trained)
 
 
 def resolve_kind(kind: str | None, draft: DraftHead | Target | None, layers: Sequence[int] = ()) -> str:
@@ -403,6 +380,19 @@ class _Job:
             stored = f"{self.folder} has the best result so far, and the" if history.has_best else "the"
             raise KeyboardInterrupt(f"{stored} same run resumes from its last evaluation") from None
         return trained, history
+
+    def write_report(self, trained: TrainedDrafter) -> TrainedDrafter:
+        """Write the card and the plot, and return the result with the card."""
+        start, names = self.start, ("epochs", "temperature", "seed")
+        settings = {name: getattr(self.settings, name) for name in names} | {
+            "system": self.system,
+            "draft": start.model.model.name if isinstance(start, DraftModel) and not start.layers else None,
+            "head": start.kind if isinstance(start, TrainedHead) else None,
+        }
+        trained = replace(trained, card=make_card(trained, self.target, self.tokenizer, settings))
+        if self.writes:
+            write_report(trained, f"{trained.kind} for {self.target.model.name}")
+        return trained
 
     def _measure(self, model: Any, corpus: Corpus) -> MeasuredAcceptance:
         """Measure the best result on prompts that did not select it."""

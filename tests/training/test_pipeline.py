@@ -75,6 +75,13 @@ def test_the_command_line_with_equal_flags_writes_the_same_head(tmp_path, monkey
     steps = [json.loads(line) for line in (tmp_path / "command" / "history.jsonl").read_text().splitlines()]
     assert [step["loss"] for step in steps] == [step["loss"] for step in trained.history]
     assert json.loads(output.out)["served"]["tokens_per_pass"] == trained.measured.per_pass
+    cards = [json.loads((tmp_path / name / "card.json").read_text()) for name in ("call", "command")]
+    assert cards[1] == json.loads(output.out) and cards[0] == trained.card
+    differing = {"command", "date", "seconds"}
+    of_call, of_command = ({name: card[name] for name in card.keys() - differing} for card in cards)
+    assert of_call == of_command and of_call["served"]["texts"] == 1 and of_call["target"] == target.model.name
+    files = lambda name: {path.name for path in (tmp_path / name).iterdir()}
+    assert files("call") == files("command") >= {"card.json", "training.png", "history.jsonl"}
 
 
 def test_flags_have_the_defaults_of_settings():

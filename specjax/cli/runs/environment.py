@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
-import os
-import platform
 import shlex
 import sys
 import time
@@ -21,6 +18,7 @@ from rich.text import Text
 from specjax.cli.output.console import Console, print_error, visible
 from specjax.files.atomic import cache_folder
 from specjax.files.private import create_private, explain_risk
+from specjax.persistence.cards import describe_version
 from specjax.persistence.program_cache import ProgramCache
 
 
@@ -100,27 +98,7 @@ def stage(log: Console, doing: str, done: str) -> Iterator[Clock]:
 
 def describe_command() -> dict[str, str]:
     """Return the command, the date and the version, which begin every record."""
-    from specjax import __version__
-
-    return {
-        "command": shlex.join(["specjax", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "specjax": __version__,
-    }
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return the facts about this machine that explain a measurement."""
-    return {
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "device_kind": jax.devices()[0].device_kind,
-        "device_count": jax.device_count(),
-        "hosts": jax.process_count(),
-    }
+    return {"command": shlex.join(["specjax", *sys.argv[1:]]), **describe_version()}
 
 
 def peak_memory_bytes() -> int | None:

@@ -27,7 +27,6 @@ from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import (
     choose_dtype,
     describe_command,
-    describe_machine,
     stage,
     use_compilation_cache,
 )
@@ -46,7 +45,8 @@ from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, c
 from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.models.storage import num_bytes
 from specjax.numerics.same_bits import check_same_bits
-from specjax.numerics.text_identity import describe_identity, text_identity
+from specjax.numerics.text_identity import describe_identity
+from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.types import Array, Drafter, Processor, Target
 
@@ -54,9 +54,6 @@ Part = TypeVar("Part", Drafter, Processor)
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 """The model that is loaded without --target."""
-
-CARD = "card.json"
-"""File in the folder of a trained drafter, with the command and the settings of its training."""
 
 
 class Session(NamedTuple):
@@ -329,6 +326,13 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
         return specjax.load(source, **options)
 
 
+def load_beside(session: Session, source: str, flag: str) -> Target:
+    """Load another model of a run, in the target's dtype. Raises: UsageError, also for another vocabulary."""
+    model, tokenizer = _load(flag, source, dtype=session.dtype, cache_dtype=session.cache_dtype)
+    check_vocabularies(session.tokenizer, tokenizer, flag)
+    return model
+
+
 def _load_denoiser(flag: str, source: str | None, advice: str, **options: Any) -> tuple[Denoiser, Any]:
     """Load a diffusion model. Raises: UsageError, with `advice` about --method for an autoregressive model."""
     import specjax
@@ -431,11 +435,6 @@ def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console)
     return check
 
 
-def template_args_of(tokenizer: Any) -> dict[str, Any]:
-    """Return the variables of the chat template that a tokenizer uses by default; {} for one without a template."""
-    return dict(getattr(tokenizer, "template_args", {}))
-
-
 CHAT_FLAGS = {"template_args": "--template-args", "system": "--system"}
 """Flags that change the prompts of chat models, by their name in the card of a drafter."""
 
@@ -492,7 +491,7 @@ def provenance(session: Session) -> dict[str, Any]:
     return {
         **describe_command(),
         "machine": describe_machine(),
-        "target": session.target.model.name,
+        **describe_target(session.target, session.tokenizer),
         "draft": next((draft.model.name for draft in (session.draft, session.denoiser) if draft), None),
         "head": session.head.kind if session.head else None,
         "datastore": session.datastore.summary if session.datastore else None,
@@ -502,9 +501,7 @@ def provenance(session: Session) -> dict[str, Any]:
         "quantize": session.quantize,
         "quantized": session.formats is not None,
         "weights_bytes": num_bytes(session.target.params),
-        "text_identity": text_identity(session.target),
         "costs": session.costs and dict(zip(*session.costs, strict=True)),
         "draft_pass": session.draft_pass,
         "load_seconds": session.load_seconds,
-        "template_args": template_args_of(session.tokenizer),
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +14,16 @@ from specjax.cli.options import hosts
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions
 from specjax.cli.output.console import Console, print_json
-from specjax.cli.runs.environment import stage
-from specjax.cli.runs.session import CARD, Session, open_session, provenance
+from specjax.cli.runs.environment import describe_command
+from specjax.cli.runs.session import open_session
 from specjax.cli.training.files import SourceFile, list_sources
 from specjax.cli.training.observer import ConsoleObserver
 from specjax.cli.training.setting_flags import in_flags
-from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.heads import read_head
-from specjax.training.measure.plot import plot
+from specjax.persistence.cards import write_card
 from specjax.training.objectives.recipes import Recipe
 from specjax.training.pipeline import DRAFT_MODEL, TrainedDrafter, TrainingSettings, prepare_folder, train_drafter
-
-PLOT = "training.png"
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,10 @@ def run_training(
             target_name=_name_target(flags),
             observer=observer,
         )  # fmt: skip
-    card = _make_card(session, trained, flags.settings) | {"system": flags.system}
+    card: dict[str, Any] = {**describe_command(), **trained.card}
     if is_first:
-        _write_report(trained, card, session, log)
+        write_card(flags.out, card)
+        log.print(f"wrote {flags.out}", style="dim")
     if not trained.improved:
         log.print(
             "no step improved the start, which is kept; train on more responses, or with a --learning-rate below "
@@ -109,48 +105,6 @@ def _find_tokenizer(flags: TrainingFlags) -> Any:
     name = flags.target if flags.layers else flags.draft
     source = loading.resolve(name)
     return source if source.is_dir() else loading.load_tokenizer(name)
-
-
-def _make_card(session: Session, trained: TrainedDrafter, settings: TrainingSettings) -> dict[str, Any]:
-    """Return the result as plain values."""
-    measured, last = trained.measured, trained.history[-1] if trained.history else {}
-    return {
-        **provenance(session), "method": trained.kind, "recipe": dataclasses.asdict(trained.recipe),
-        "answers": trained.texts, "answer_tokens": trained.response_tokens, "epochs": settings.epochs,
-        "temperature": settings.temperature, "seed": settings.seed, "seconds": last.get("seconds", 0.0),
-        "served": {
-            "tokens_per_pass": measured.per_pass, **measured._asdict(), "num_draft_tokens": trained.num_draft_tokens,
-            "texts": trained.held_out,
-        },
-        "accuracy": last.get("accuracy", []), "law": _describe_law(trained),
-    }  # fmt: skip
-
-
-def _describe_law(trained: TrainedDrafter) -> dict[str, Any] | None:
-    """Return the scaling law with its predictions for 2, 4 and 16 times the largest budget."""
-    law = trained.law
-    if law is None:
-        return None
-    predicted = []
-    for budget in (factor * trained.runs[-1].tokens for factor in (2, 4, 16)):
-        low, high = law.predict_interval(budget)
-        predicted.append({"tokens": budget, "tokens_per_pass": float(law(budget)), "from": low, "to": high})
-    runs = [{"tokens": run.tokens, "tokens_per_pass": run.per_pass} for run in trained.runs]
-    return {
-        "form": law.form, "slope": law.slope, "start": law.intercept, "r2": law.r2, "runs": runs,
-        "predicted": predicted,
-    }  # fmt: skip
-
-
-def _write_report(trained: TrainedDrafter, card: dict[str, Any], session: Session, log: Console) -> None:
-    """Write the card and the plot into the folder of the head."""
-    out = trained.folder
-    with stage(log, "writing the report", f"wrote {out}"):
-        (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        if trained.history:
-            with contextlib.suppress(UsageError):  # without matplotlib history.jsonl still has the numbers
-                image = plot(trained.history, f"{trained.kind} for {session.target.model.name}")
-                (out / PLOT).write_bytes(image)
 
 
 def _print_result(trained: TrainedDrafter, card: dict[str, Any], out: Console) -> None:
