@@ -133,6 +133,7 @@ PARSERS: dict[str, OptionParser] = {
     ),
     "judge_head": OptionParser("FILE", "a judge head", "specjax.models.loading.decision_heads:read_judge"),
     "judge_head_file": OptionParser("FILE", "a head", "specjax.models.loading.decision_heads:check_judge"),
+    "model": OptionParser("MODEL", "a model", str),
     "reward_model": OptionParser("FOLDER", "a reward model", str),
     "drafter": OptionParser("NAME", "a drafter", "specjax.catalog.methods:check_inner_drafter"),
     "writing_drafter": OptionParser(

@@ -65,6 +65,7 @@ METHOD = Method(
             "for contrastive (0.1): minimum probability of a token relative to the most likely one",
         ),
     ),
+    words=(Option("tuned", "model", None, "for proxy: the tuned small model"),),
 )
 
 
@@ -129,7 +130,7 @@ def check_options(
         if value not in words:
             raise UsageError(f'{name} must be one of {", ".join(words)}, not "{value}"')
     if form == "proxy" and tuned is None:
-        raise UsageError('form="proxy" needs tuned=, the tuned small model, which only Python can pass')
+        raise UsageError('tuned is needed for form="proxy": the small model of `draft` after tuning')
     if form != "proxy" and tuned is not None:
         raise UsageError(f'tuned is the tuned small model of form="proxy", not of "{form}"; leave it out')
     if strength is not None:

@@ -45,6 +45,27 @@ def test_json_says_who_wrote_which_token(cli):
     assert document["options"] == {"tau": 0.3, "min_tokens": 2} and document["guarantee"] == "lossy"
 
 
+def test_the_tuned_model_of_a_proxy(cli, refused):
+    """The command gives what the call gives, with the cost of all three models; another vocabulary is refused."""
+    command = ("generate", "hello", "--method", "fs_gen", "--draft", "draft", "--set", "form=proxy", *SHORT)
+    gate = ("--set", "gate=threshold", "--set", "threshold=0.95")
+    result = cli(*command, *gate, "--set", "tuned=target", "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    (target, tokenizer), (draft, _) = specjax.load(), specjax.load("draft")
+    direct = specjax.collaborate.methods.fs_gen(
+        draft, target, [tokenizer.chat("hello")], key=measure.row_keys(0, [0]), max_new_tokens=12, eos=2,
+        form="proxy", tuned=target, gate="threshold", threshold=0.95,
+    )  # fmt: skip
+    (entry,) = document["results"]
+    assert entry["token_ids"] == direct.to_lists()[0] and document["passes"] == direct.passes[0].tolist()
+    assert {*entry["authors"]} == {1, 2} and len(document["models"]) == 3 and document["options"]["tuned"] == "target"
+    assert document["share_of_target"] == float(direct.share(1)[0])
+    assert "--set tuned: its vocabulary differs from the target's" in refused(*command, "--set", "tuned=odd")
+    words = 'tuned is the tuned small model of form="proxy", not of "large"; leave it out'
+    assert words in refused(*command[:-3], "form=large", *SHORT, "--set", "tuned=target")
+
+
 @pytest.mark.parametrize("name", ["spec_reason", "momentum"])
 def test_a_table_of_costs(cli, name):
     draft = ("--draft", "draft") if of_kind("collaboration")[name].needs else ()
@@ -113,7 +134,7 @@ def test_the_nucleus_of_a_method_is_used_and_a_flag_replaces_it():
         ("anchored", ("--draft", "draft", "--logit-bias", "5=2"), "--logit-bias would change a distribution"),
         ("power_smc", ("--top-p", 0.9), "--top-p leaves no mass where p^alpha has some"),
         ("power_smc", ("--set", "alpha=0.5"), "--set alpha must be at least 1, not 0.5"),
-        ("fs_gen", ("--draft", "draft", "--set", "form=proxy"), 'form="proxy" needs tuned='),
+        ("fs_gen", ("--draft", "draft", "--set", "form=proxy"), '--set tuned=FOLDER is needed for form="proxy"'),
         ("spec_reason", ("--draft", "draft", "--set", "max_step_tokens=0"), "--set max_step_tokens must be at least 1"),
         ("foreal", ("--draft", "draft", "--set", "p=1.5"), "--set p must be from 0 to 1, not 1.5"),
         ("entropy_adaptive", ("--draft", "draft", "--set", "window=0"), "--set window must be at least 1"),

@@ -77,7 +77,7 @@ def check_options(
     Raises: UsageError that names the flag of a value that the method refuses.
     """
     row = METHODS[name]
-    of_models = [option for option in row.words if option.type == "reward_model"]
+    of_models = [option for option in row.words if option.type in ("reward_model", "model")]
     checked = [option for option in row.options if option.type not in ("yes_or_no", "writing_drafter")]
     values = {option.name: options.get(option.name, option.default) for option in (*checked, *of_models)}
     if processing.flags:
@@ -87,7 +87,8 @@ def check_options(
     except UsageError as error:
         raise UsageError(_name_flags(str(error), options, processing)) from None
     for option in of_models:
-        check_reward_options(option.name, options)
+        if option.type == "reward_model":
+            check_reward_options(option.name, options)
     return settings
 
 
@@ -102,7 +103,7 @@ def check_reward_options(name: str, options: Mapping[str, Any]) -> None:
 
 def _name_flags(message: str, options: Mapping[str, Any], processing: ProcessingOptions) -> str:
     """Return an error message of a method with flags in place of the names of its arguments."""
-    message = re.sub(r"^(reward|router) is needed", r"--set \1=FOLDER is needed", message)
+    message = re.sub(r"^(reward|router|tuned) is needed", r"--set \1=FOLDER is needed", message)
     for name in options:
         message = re.sub(rf"^{name}\b", f"--set {name}", message)
     return name_flags(message.replace("processors", " and ".join(processing.flags), 1))

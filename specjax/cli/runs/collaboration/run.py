@@ -18,7 +18,7 @@ from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.batch_checkpoint import BatchCheckpoints
 from specjax.cli.runs.collaboration.checks import WARPS, CheckedMethod, describe_sampling, uses_second_model
-from specjax.cli.runs.collaboration.words import load_rewards, make_writing_drafter, word_arguments
+from specjax.cli.runs.collaboration.words import load_rewards, load_writers, make_writing_drafter, word_arguments
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.environment import stage
 from specjax.cli.runs.run import PromptRun, Report, print_heading
@@ -28,7 +28,7 @@ from specjax.collaborate.results import NO_OUTPUT, RowsFailedError, totals
 from specjax.engine.value_checks import explain_failure, find_bad_parameter
 from specjax.files.untrusted import guarded_read
 from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
-from specjax.types import Processor
+from specjax.types import Processor, Target
 
 
 class WrittenText(NamedTuple):
@@ -71,7 +71,8 @@ class Collaboration(PromptRun):
         second = [session.draft] if session.draft is not None and uses_second_model(self.method) else []
         self.rewards = load_rewards(self.options, session)
         self.writers = [*second, session.target]
-        self.models = [*self.writers, *readers_of(*self.rewards.values())]
+        self.others = load_writers(self.method, self.options, session)
+        self.models = [*self.writers, *self.others.values(), *readers_of(*self.rewards.values())]
         names = {option.name for option in self.method.words}
         texts = {name: value for name, value in self.options.items() if name in names}
         self.words = word_arguments(name, session.tokenizer, session.target.model.vocab_size, texts, raw=raw)
@@ -92,6 +93,7 @@ class Collaboration(PromptRun):
         models = {"target": digest_model(self.session.target)}
         if self.session.draft is not None:
             models["draft model"] = digest_model(self.session.draft)
+        models |= {name: digest_model(model) for name, model in self.others.items()}
         for name, reward in self.rewards.items():
             models[name] = digest((digest_model(reward.target), digest_weights((reward.weight, reward.bias))))
         return {"prompts": digest(prompts), "settings": digest(describe(settings)), **models}
@@ -141,7 +143,7 @@ class Collaboration(PromptRun):
         """Decode a batch with the method."""
         prompts = [list(row.ids) for row in batch]
         arguments = {
-            **self._arguments(batch), **self.words, **self.rewards, **self.arguments, **self.sampling
+            **self._arguments(batch), **self.words, **self.rewards, **self.others, **self.arguments, **self.sampling
         }  # fmt: skip
 
         def decode() -> TextResult:
@@ -183,19 +185,23 @@ class Collaboration(PromptRun):
         return written._replace(plain_seconds=seconds, plain_tokens=int(result.lengths.sum()))
 
     def _print(self, prompt: Encoded, row: WrittenText, out: Console) -> None:
-        """Print a text; tokens of the draft model are coloured."""
+        """Print a text; tokens of smaller models are coloured."""
         print_heading(prompt, out)
         tokenizer = self.session.tokenizer
         stream = TextStream(tokenizer, tokenizer.eos)
         has_draft = len(self.writers) > 1
         pieces = [
-            stream.push(token, has_draft and author == 0) for token, author in zip(row.tokens, row.authors, strict=True)
+            stream.push(token, has_draft and author != len(self.writers) - 1)
+            for token, author in zip(row.tokens, row.authors, strict=True)
         ]
         out.print(Text.assemble(*pieces, stream.flush()), soft_wrap=True)
         if has_draft and out.color_system and not out.quiet:
-            out.print(
-                Text.assemble((f"written by {self.models[0].model.name}", DRAFTED_STYLE), ", plain: by the target")
-            )
+            out.print(Text.assemble((f"written by {self._base.model.name}", DRAFTED_STYLE), ", plain: by the target"))
+
+    @property
+    def _base(self) -> Target:
+        """Return the smaller model that writes: one of --set in place of --draft, if there is one."""
+        return next(iter(self.others.values()), self.writers[0])
 
     @property
     def failures(self) -> list[BadLine]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from specjax.catalog import METHODS
+from specjax.catalog import METHODS, Method
 from specjax.catalog.options import read_call
 from specjax.cli.options.common import parse_flag
-from specjax.cli.runs.session import Session, check_vocabularies
+from specjax.cli.runs.session import Session, check_vocabularies, load_beside
 from specjax.collaborate import RewardModel, after_sentences, after_strings, count_strings, judge_prompt, load_reward
 from specjax.drafters.making import make_drafter, make_inner_drafter
-from specjax.types import Drafter
+from specjax.types import Drafter, Target
 
 STEP_ENDS = dict.fromkeys(("spec_reason", "speculative_thinking", "arbitrage", "a_star"), ("\n\n",)) | {
     "cntp": tuple(".,;:?!\n)]}")
@@ -75,6 +75,12 @@ def load_rewards(options: Mapping[str, Any], session: Session) -> dict[str, Rewa
         rewards[name], tokenizer = parse_flag(f"--set {name}", load, source)
         check_vocabularies(session.tokenizer, tokenizer, f"--set {name}")
     return rewards
+
+
+def load_writers(row: Method, options: Mapping[str, Any], session: Session) -> dict[str, Target]:
+    """Load the other models of --set that write, by the name of their option. Raises: UsageError."""
+    names = [option.name for option in row.words if option.type == "model" and options.get(option.name) is not None]
+    return {name: load_beside(session, options[name], f"--set {name}") for name in names}
 
 
 def make_writing_drafter(spec: str | None, session: Session) -> Drafter | None:
