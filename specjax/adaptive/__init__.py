@@ -19,7 +19,7 @@ from specjax.adaptive.layer_files import (
     save_probes,
     save_routers,
 )
-from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop
+from specjax.adaptive.lora_drop import Corrections, blank_corrections, lora_drop, train_corrections
 from specjax.adaptive.m2r2 import blank_m2r2, train_m2r2
 from specjax.adaptive.matformer import matformer, nested_loss, train_nested
 from specjax.adaptive.measure import Reading, read, share_run
@@ -58,6 +58,7 @@ __all__ = [
     "skip_decode",
     "skip_layers",
     "sorted_loss",
+    "train_corrections",
     "train_lora",
     "train_m2r2",
     "train_nested",

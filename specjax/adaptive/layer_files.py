@@ -5,17 +5,22 @@ and `lora_adapter` is the name in the code of LoRA-Drop's authors.
 
 - probes: `model.layers.{l}.probe.weight` [1, D] and `.bias` [1];
 - routers: the same of `router`;
-- corrections: `model.layers.{l}.lora_adapter.A.weight` [r, D] and `.B.weight` [D, r].
+- corrections: `model.layers.{l}.lora_adapter.A.weight` [r, D] and `.B.weight` [D, r]. The header of a safetensors file
+  can have the k and alpha of their training.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import safe_open
 
 from specjax.adaptive.dynamax import Probes
 from specjax.adaptive.first_routing import Routers
@@ -28,6 +33,11 @@ from specjax.types import Array
 
 PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 CORRECTIONS = ("lora_adapter.A.weight", "lora_adapter.B.weight")
+TRAINING: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "every": ((int,), lambda x: 1 <= x < 1 << 31, "a whole number of at least 1"),
+    "alpha": ((int, float), math.isfinite, "a number"),
+}
+"""The settings of the training of corrections in the header of their file: types, a check, and words for errors."""
 LARGEST = 4096
 """The largest number of layers."""
 
@@ -45,14 +55,17 @@ def read_routers(source: str | Path) -> Routers:
 
 
 def read_corrections(source: str | Path) -> Corrections:
-    """Read the corrections of all layers, as float32. Raises: UsageError for a file of other arrays."""
+    """Read the corrections of all layers, as float32, with the k and alpha of their training if the file has them.
+
+    Raises: UsageError for a file of other arrays, or of other values of k and alpha.
+    """
     down, up = read_layer_arrays(source, CORRECTIONS, "corrections")
     if down.ndim != 3 or up.shape != (len(down), down.shape[2], down.shape[1]):
         raise UsageError(
             f"{source} has A of shape {list(down.shape[1:])} and B of shape {list(up.shape[1:])} per layer, and they "
             "must be [rank, width] and [width, rank]"
         )
-    return Corrections(down, up)
+    return Corrections(down, up, **_read_training(Path(source).expanduser()))
 
 
 def save_probes(file: str | Path, probes: Probes) -> None:
@@ -66,8 +79,13 @@ def save_routers(file: str | Path, routers: Routers) -> None:
 
 
 def save_corrections(file: str | Path, corrections: Corrections) -> None:
-    """Write a .safetensors file for `read_corrections`. Raises: UsageError if it cannot be written."""
-    _save(file, dict(zip(CORRECTIONS, corrections, strict=True)))
+    """Write a .safetensors file for `read_corrections`, whose header has k and alpha as "every" and "alpha".
+
+    Raises: UsageError if it cannot be written.
+    """
+    settings = {name: getattr(corrections, name) for name in TRAINING if getattr(corrections, name) is not None}
+    header = {"format": "pt", "kind": "corrections", "settings": json.dumps(settings)}
+    _save(file, dict(zip(CORRECTIONS, (corrections.down, corrections.up), strict=True)), header)
 
 
 def read_layer_arrays(source: str | Path, names: Sequence[str], noun: str) -> list[Array]:
@@ -118,11 +136,24 @@ def _to_vectors(weight: Array, bias: Array, source: str | Path) -> tuple[Array, 
     return weight.reshape(layers, width), bias[:, 0]
 
 
-def _save(file: str | Path, arrays: Mapping[str, Array]) -> None:
+def _read_training(file: Path) -> dict[str, Any]:
+    """Return k and alpha of a file of corrections, by name; nothing if it does not have them. Raises: UsageError."""
+    if file.suffix != hf.SAFETENSORS_SUFFIX:
+        return {}
+    with guarded_read(file), safe_open(str(file), "numpy") as tensors:
+        settings = json.loads((tensors.metadata() or {}).get("settings", "{}"))
+        for name, (kinds, is_valid, form) in TRAINING.items():
+            value = settings.get(name)
+            if value is not None and not (type(value) in kinds and is_valid(value)):
+                raise UsageError(f"{file} has {name} {quote(value)} in its header, which must be {form}")
+        return {name: settings[name] for name in TRAINING if settings.get(name) is not None}
+
+
+def _save(file: str | Path, arrays: Mapping[str, Array], header: dict[str, str] | None = None) -> None:
     """Write arrays [layers, ...] under the names of their layers. Raises: UsageError."""
     tensors = {
         f"model.layers.{layer}.{name}": np.array(values, np.float32)
         for name, stack in arrays.items()
         for layer, values in enumerate(stack)
     }
-    write_arrays(file, tensors)
+    write_arrays(file, tensors, header)

@@ -19,17 +19,23 @@ layer that one of them needs. A pass over a chain of k or more tokens thus runs 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax.adaptive.fitting import fit
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import REQUIRED, Method, Option
 from specjax.errors import UsageError
 from specjax.models.skipping.policy import DepthPolicy, LayerStreams, TokenPositions
+from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer
-from specjax.types import Array, Sublayers, Target
+from specjax.types import STATIC, Array, Sublayers, Target
+
+EVERY, ALPHA = 4, 16.0
+"""The authors' k and alpha."""
 
 METHOD = Method(
     name="lora_drop",
@@ -39,8 +45,13 @@ METHOD = Method(
     paper="2026, arXiv 2601.02569",
     options=(
         Option("corrections", "corrections", REQUIRED, "file of trained corrections"),
-        Option("every", "int", 4, "k: all layers run at every k-th token"),
-        Option("alpha", "float", 16.0, "scale of the corrections; it is divided by their rank"),
+        Option("every", "int", None, "k: all layers run at every k-th token; default: as in training, else 4"),
+        Option(
+            "alpha",
+            "float",
+            None,
+            "scale of the corrections, which is divided by their rank; default: as in training, else 16",
+        ),
         Option(
             "longest_prompt",
             "int",
@@ -51,11 +62,17 @@ METHOD = Method(
 )
 
 
-class Corrections(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Corrections:
     """Low-rank corrections of the droppable layers. Other layers have entries too, which are not used."""
 
     down: Array  # float32[layers, r, D], A
     up: Array  # float32[layers, D, r], B
+    every: int | None = field(metadata=STATIC, default=None)  # k of the training; None: unknown
+    alpha: float | None = field(metadata=STATIC, default=None)  # alpha of the training; None: unknown
+
+    replace = replace
 
 
 class _Drop(NamedTuple):
@@ -66,17 +83,21 @@ class _Drop(NamedTuple):
 
 
 def lora_drop(
-    corrections: Corrections, *, every: int = 4, alpha: float = 16.0, longest_prompt: int | None = None
-) -> DepthPolicy:
+    corrections: Corrections, *, every: int | None = None, alpha: float | None = None,
+    longest_prompt: int | None = None,
+) -> DepthPolicy:  # fmt: skip
     """Return the depth policy for `specjax.adaptive.skip_layers(target, lora_drop(corrections))`.
 
     Args:
-      corrections: from `blank_corrections`, trained by `fit`. Their shape sets r.
-      every: k. alpha: as in the rule above.
+      corrections: from `blank_corrections`, trained by `train_corrections`. Their shape sets r.
+      every: k. alpha: as in the rule above. None: the values of the training, or 4 and 16. The parameters of the
+        policy record both.
       longest_prompt: largest number of tokens of the prompt that run all layers; None: all of them. The caches of
         droppable layers have room for these and for every k-th token of the rest of the text. For prompts of at most
         this length the text does not depend on it.
     """
+    every = (EVERY if corrections.every is None else corrections.every) if every is None else every
+    alpha = (ALPHA if corrections.alpha is None else corrections.alpha) if alpha is None else alpha
     for name, value in (("every", every), ("longest_prompt", longest_prompt)):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
@@ -87,7 +108,8 @@ def lora_drop(
             f"{corrections.down.shape} and {corrections.up.shape}"
         )
     depth = _lora_drop(every, float(alpha), layers, width, corrections.down.dtype.name)
-    return depth.replace(params=corrections, longest_prompt=longest_prompt)
+    params = corrections.replace(every=every, alpha=float(alpha))
+    return depth.replace(params=params, longest_prompt=longest_prompt)
 
 
 @with_standard_modes
@@ -97,6 +119,25 @@ def blank_corrections(target: Target, key: Array, rank: int = 8) -> Corrections:
     layers, width = target.model.capabilities.num_layers, target.model.config.width
     down = jax.random.normal(key, (layers, rank, width), jnp.float32) * width**-0.5
     return Corrections(down, jnp.zeros((layers, width, rank), jnp.float32))
+
+
+@with_standard_modes
+def train_corrections(
+    target: Target, tokens: Array, prompt: Array, length: Array, *, key: Array | int, rank: int = 8,
+    every: int = EVERY, alpha: float = ALPHA, steps: int = 100, learning_rate: float = 1e-3,
+) -> tuple[Corrections, Array]:  # fmt: skip
+    """Train corrections on the tokens after the prompts of some texts, with a frozen target.
+
+    Args: tokens: int32[B, T], texts of `length` int32[B] tokens that begin with prompts of `prompt` int32[B] tokens, in
+      one batch. rank: r. every: k. alpha: as in the rule.
+
+    Returns: (the corrections, which record `every` and `alpha`, float32[steps] losses).
+
+    Raises: UsageError for settings out of range.
+    """
+    depth = lora_drop(blank_corrections(target, threefry(key), rank), every=every, alpha=alpha)
+    fitted, losses = fit(target, depth, tokens, prompt, length, steps=steps, learning_rate=learning_rate)
+    return fitted.params, losses
 
 
 def droppable(num_layers: int) -> tuple[int, ...]:

@@ -16,20 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.adaptive import (
-    blank_corrections,
-    fit,
-    lora_drop,
     save_corrections,
     save_probes,
     save_routers,
+    train_corrections,
     train_lora,
     train_nested,
     train_probes,
     train_routers,
     train_sorted,
 )
+from specjax.adaptive.lora_drop import ALPHA, EVERY
 from specjax.api import denoise
-from specjax.catalog import METHODS, REQUIRED, Option, shared
+from specjax.catalog import REQUIRED, Option, shared
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS
@@ -163,14 +162,12 @@ def _train_routers(job: PartJob) -> PartResult:
 
 
 def _train_corrections(job: PartJob) -> PartResult:
-    options, file = job.options, job.folder / "corrections.safetensors"
-    blank = blank_corrections(job.target, jax.random.key(job.seed), options["rank"])
-    settings = {name: options[name] for name in ("every", "alpha")}
-    depth, losses = fit(job.target, lora_drop(blank, **settings), *job.batch(), steps=options["steps"], **job.rate)
+    (tokens, prompt, length), options = job.batch(), {**job.options, **job.rate}
+    corrections, losses = train_corrections(job.target, tokens, prompt, length, key=job.seed, **options)
+    file = job.folder / "corrections.safetensors"
     numbers = _losses(losses)
-    save_corrections(file, depth.params)
-    words = ",".join(f"{name}={value:g}" for name, value in settings.items())
-    return PartResult(f"--adapt lora_drop:corrections={file},{words}", numbers)
+    save_corrections(file, corrections)
+    return PartResult(f"--adapt lora_drop:{file}", numbers)
 
 
 def _train_model(job: PartJob, trainer: Callable[..., tuple[Target, Array]], flags: str) -> PartResult:
@@ -314,7 +311,8 @@ PARTS: Mapping[str, PartKind] = {
     "lora_drop": PartKind(
         "corrections that replace layers between two tokens that run all of them", _train_corrections,
         (
-            *(option for option in METHODS["lora_drop"].options if option.name in ("every", "alpha")),
+            Option("every", "int", EVERY, "k: all layers run at every k-th token"),
+            Option("alpha", "float", ALPHA, "scale of the corrections; it is divided by their rank"),
             Option("rank", "int", 8, "rank of the corrections"), Option("steps", "int", 100, STEPS.help),
         ),
     ),

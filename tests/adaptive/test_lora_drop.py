@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import depths
 import jax
@@ -13,6 +14,7 @@ from toy import tiny_llama
 
 from specjax import Target, UsageError, adaptive, drafters
 from specjax.adaptive.lora_drop import droppable
+from specjax.adaptive.parsing import parse_depth
 from specjax.engine.prefill import prefill
 from specjax.models import LlamaConfig, make_model
 from specjax.models.bridge import abstract_params
@@ -174,8 +176,7 @@ def test_stacked_layers_are_separated():
 def test_files_of_corrections(tmp_path):
     file = tmp_path / "new" / "corrections.safetensors"
     adaptive.save_corrections(file, corrections())
-    for ours, theirs in zip(adaptive.read_corrections(file), corrections(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, adaptive.read_corrections(file), corrections())
     names = load_file(file)
     assert names["model.layers.3.lora_adapter.A.weight"].shape == (4, depths.WIDTH)
     damaged = {
@@ -205,6 +206,30 @@ def test_files_of_corrections(tmp_path):
             adaptive.read_corrections(tmp_path / name)
     with pytest.raises(UsageError, match=r"must end in \.safetensors"):
         adaptive.save_corrections(tmp_path / "corrections.bin", corrections())
+
+
+def test_a_file_records_the_settings_of_its_training(tmp_path):
+    """Without `every` and `alpha` the policy has those of the training; files without them have the authors'."""
+    file = tmp_path / "corrections.safetensors"
+    trained = adaptive.lora_drop(corrections(), every=2, alpha=4)
+    adaptive.save_corrections(file, trained.params)
+    stored = adaptive.read_corrections(file)
+    assert (stored.every, stored.alpha) == (2, 4.0)
+    settings = lambda depth: (depth.plan, depth.params.every, depth.params.alpha)
+    assert settings(adaptive.lora_drop(stored)) == settings(trained) != settings(adaptive.lora_drop(corrections()))
+    assert settings(parse_depth(f"lora_drop:{file}")) == settings(trained)
+    assert settings(parse_depth(f"lora_drop:{file},every=3"))[1:] == (3, 4.0)
+    assert settings(adaptive.lora_drop(corrections()))[1:] == (4, 16.0)
+    tensors = load_file(file)
+    for value, words in (
+        ({"every": 0}, "every 0"), ({"every": True}, "every True"), ({"alpha": "x"}, 'alpha "x"'), ([], "damaged"),
+    ):  # fmt: skip
+        save_file(tensors, file, {"settings": json.dumps(value)})
+        with pytest.raises(UsageError, match=words):
+            adaptive.read_corrections(file)
+    torch = pytest.importorskip("torch")
+    torch.save({name: torch.tensor(array) for name, array in tensors.items()}, tmp_path / "theirs.pt")
+    assert adaptive.read_corrections(tmp_path / "theirs.pt").every is None
 
 
 def test_zeros_repeat_what_the_layer_gave_last():

@@ -93,7 +93,7 @@ def test_corrections_are_read_from_a_file(cli, refused, six_layers, tmp_path):
     """The target's stacked layers are separated, and a limit above the prompt does not change the text."""
     file, other = tmp_path / "corrections.safetensors", tmp_path / "other.safetensors"
     blank = adaptive.blank_corrections(six_layers, jax.random.key(1), rank=2)
-    corrections = blank._replace(up=jax.random.normal(jax.random.key(2), blank.up.shape) * 0.1)
+    corrections = blank.replace(up=jax.random.normal(jax.random.key(2), blank.up.shape) * 0.1)
     adaptive.save_corrections(file, corrections)
     adaptive.save_corrections(other, jax.tree.map(lambda x: x[:5], corrections))
     spec = f"lora_drop:corrections={file},every=2,alpha=4"
@@ -110,7 +110,7 @@ def test_corrections_are_read_from_a_file(cli, refused, six_layers, tmp_path):
     for spec, words in (
         ("lora_drop", '--adapt: "lora_drop" lacks corrections, file of trained corrections; write lora_drop:FILE'),
         (f"lora_drop:{other}", "--adapt: the corrections fit 5 layers, but the model has 6"),
-        (f"lora_drop:{tmp_path / 'none.safetensors'}", "with corrections of layers"),
+        (f"lora_drop:{tmp_path / 'none.safetensors'}", "of corrections of layers; `specjax train` writes it"),
         (f"lora_drop:{file},every=0", "--adapt: every must be at least 1, not 0"),
     ):
         assert words in refused("generate", "hello", "--adapt", spec, *SHORT)
