@@ -134,6 +134,27 @@ def to_base_family(hf: ConfigFields) -> ConfigFields:
     return dataclasses.replace(hf, values={**hf.values, "model_type": kind.base})
 
 
+def write_denoiser_settings(fields: Mapping[str, Any], settings: DenoiserSettings) -> dict[str, Any]:
+    """Return the fields of a config.json with the settings of a denoiser.
+
+    fields: the fields of its model as an autoregressive one. A diffusion model of another release with the same weights
+    and settings can have another `model_type`.
+
+    Raises: UsageError for settings that no `model_type` has.
+    """
+    base, block = fields["model_type"], settings.block
+    for name, kind in sorted(KINDS.items(), key=lambda item: item[1].released_block is not None):
+        is_same = (kind.base, kind.alignment, kind.seeding) == (base, settings.alignment, settings.seeding)
+        if is_same and (kind.released_block is None if block is None else kind.block is not None):
+            more = {"model_type": name, "mask_token_id": settings.mask_token}
+            more |= {} if block is None or kind.block is None else {kind.block: block}
+            return {field: value for field, value in fields.items() if field != "architectures"} | more
+    raise UsageError(
+        f"no config.json of type {base} expresses a denoiser with {settings.alignment} alignment, {settings.seeding} "
+        f"seeding and {settings.attention} attention"
+    )
+
+
 def read_denoiser_settings(
     hf: ConfigFields, tokenizer: SpecialTokens, *, block: int | None = None, mask_token: int | None = None
 ) -> DenoiserSettings | None:

@@ -17,6 +17,7 @@ from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.denoisers import DenoiserSettings, write_denoiser_settings
 from specjax.models.loading.formats import compressed_writing, hf
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor, list_parameters
 from specjax.models.loading.tokenizers import writing
@@ -35,7 +36,10 @@ RUNTIME_FIELDS = "stacked", "joined", "cache_dtype", "cache_lanes", "cache_bits"
 """Fields of a config that depend on the process that runs the model, or that the tensors show; they are not stored."""
 
 
-def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | Path | None = None) -> None:
+def save_model(
+    folder: str | Path, target: Target, tokenizer: Tokenizer | str | Path | None = None, *,
+    denoiser_settings: DenoiserSettings | None = None,
+) -> None:  # fmt: skip
     """Write config.json, model.safetensors and a tokenizer for `load` and other libraries, overwriting existing files.
 
     Weights are written to the bit, except Gemma's norms: its files store w - 1, so for w below 0.5 the last bits may
@@ -45,6 +49,8 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
     Args:
       target: a model of `specjax.models`, which is written in its dtype and its quantised formats.
       tokenizer: the tokenizer that `load` returned, or a model folder with files to copy; None: write none.
+      denoiser_settings: settings of a diffusion model, which the config then states for `load_denoiser`; None: the
+        model is autoregressive.
 
     Raises: UsageError for a model that is not from `specjax.models`, or that is sharded with other shapes. It is also
       raised if no config.json can describe the model or its quantised formats, or the folder cannot be written.
@@ -52,6 +58,8 @@ def save_model(folder: str | Path, target: Target, tokenizer: Tokenizer | str | 
     from safetensors import SafetensorError
 
     fields = check_model_writable(target)
+    if denoiser_settings is not None:
+        fields = write_denoiser_settings(fields, denoiser_settings)
     path = Path(folder).expanduser()
     config: Any = target.model.config
     tensors, forms = _named_tensors(target)

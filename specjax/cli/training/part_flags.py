@@ -14,7 +14,7 @@ from specjax.cli.runs.collaboration.checks import check_reward_options
 from specjax.cli.training.files import SourceFile, check_folder, check_sources, read_files
 from specjax.cli.training.part_run import PartFlags
 from specjax.errors import require
-from specjax.training.methods.judged_files import check_judged, read_judged
+from specjax.training.data.judged_files import check_judged, read_judged
 from specjax.training.parts import PARTS
 
 PART_FLAGS = frozenset((

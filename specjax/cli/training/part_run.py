@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from specjax.cli.options.groups import ModelOptions
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.collaboration.words import STEP_ENDS, load_rewards
 from specjax.cli.runs.environment import stage
-from specjax.cli.runs.session import CARD, Session, check_vocabularies, open_denoiser, open_session, provenance
+from specjax.cli.runs.session import Session, check_vocabularies, open_denoiser, open_session, provenance
 from specjax.cli.training.files import SourceFile, list_sources
 from specjax.cli.training.observer import ConsoleObserver
 from specjax.cli.training.setting_flags import in_flags
@@ -21,8 +20,9 @@ from specjax.collaborate import after_strings
 from specjax.errors import UsageError
 from specjax.models import loading
 from specjax.models.loading.reward_models import is_reward_folder
+from specjax.persistence.cards import write_card
 from specjax.training.data.corpus import CorpusBuilder, CorpusSettings
-from specjax.training.methods.judged_files import to_judged
+from specjax.training.data.judged_files import to_judged
 from specjax.training.parts import PARTS, PartJob, PartResult
 from specjax.types import Target
 
@@ -59,7 +59,7 @@ def run_part(flags: PartFlags, models: ModelOptions, *, as_json: bool) -> None:
         "method": flags.kind, "options": _plain(flags.options), "seed": job.seed, "seconds": clock.seconds,
         "texts": max(len(job.texts), len(job.prompts), len(job.judged)), "flags": result.flags, **result.numbers,
     }  # fmt: skip
-    (out / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_card(out, card)
     if as_json:
         print_json(card)
     else:

@@ -10,6 +10,12 @@ import typer
 from specjax.cli.options import common as o
 from specjax.cli.options import completion
 
+PART_NAMES = (
+    "dynamax", "first", "lora_drop", "matformer", "s2d", "lud", "ceed_vla", "hamburger_decoding", "learn2pd",
+    "dparallel", "deer", "diffuspec", "failfast", "specdec++", "spec_kv", "judge", "arbitrage",
+)  # fmt: skip
+"""The keys of `specjax.training.parts.PARTS`, which imports JAX."""
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -20,11 +26,9 @@ class StartOptions:
         typer.Option(
             "--method",
             help="A kind of head, see `specjax methods`; two_model for a draft model; or a method with trained parts: "
-            "dynamax, first, lora_drop, matformer, s2d, lud, ceed_vla, hamburger_decoding, learn2pd, specdec++, judge "
-            "or arbitrage. "
-            "Default: the kind of --draft, or eagle3.",
+            f"{', '.join(PART_NAMES[:-1])} or {PART_NAMES[-1]}. Default: the kind of --draft, or eagle3.",
             show_default=False,
-            autocompletion=completion.words("heads", more=["two_model"]),
+            autocompletion=completion.words("heads", more=["two_model", *PART_NAMES]),
         ),
     ] = None
     draft: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,3 +65,14 @@ def invert_ids(ids: np.ndarray, vocab_size: int) -> Any:
     draft_ids = np.full(vocab_size, len(ids), np.int32)
     draft_ids[ids] = np.arange(len(ids))
     return jnp.asarray(draft_ids)
+
+
+def find_unused_token(texts: Sequence[TrainingText], vocab_size: int, eos: Collection[int] = ()) -> int:
+    """Return the largest token that no text contains and that ends none. Raises: UsageError if there is none."""
+    used = {token for text in texts for token in text.tokens} | set(map(int, eos))
+    unused = next((token for token in reversed(range(vocab_size)) if token not in used), None)
+    if unused is None:
+        raise UsageError(
+            "the texts contain all tokens, so none can be the mask token; give one (`mask_token`, `pad_token`)"
+        )
+    return unused

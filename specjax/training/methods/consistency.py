@@ -19,7 +19,8 @@ Deviations: mixing labels token by token is our own choice. The text before a bl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,22 +46,28 @@ class JacobiTrajectories(NamedTuple):
 
 @with_standard_modes
 def collect_trajectories(
-    target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16
-) -> JacobiTrajectories:
-    """Compute the trajectories of all blocks of the target's greedy responses.
+    target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16,
+    eos: int | Sequence[int] = (),
+) -> JacobiTrajectories:  # fmt: skip
+    """Compute the trajectories of all complete blocks of the target's greedy responses, which end at `eos`.
 
-    Raises: UsageError for settings out of range.
+    Raises: UsageError for settings out of range, and for responses that are all shorter than a block.
     """
     check_integer("block", block)
     max_new_tokens, key = check_new_tokens(max_new_tokens), threefry(key)
     if max_new_tokens < block:
         raise UsageError(f"max_new_tokens must be at least block, {block}, not {max_new_tokens}")
-    responses = ceed_vla(target, prompts, max_new_tokens=max_new_tokens, block=block, iterations=None).to_lists()
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "block": block, "eos": eos}
+    responses = ceed_vla(target, prompts, iterations=None, **settings).to_lists()
     rows = [
         (list(prompt) + response, len(prompt) + begin, len(prompt))
         for prompt, response in zip(prompts, responses, strict=True)
         for begin in range(0, len(response) - block + 1, block)
     ]
+    if not rows:
+        raise UsageError(
+            f"all responses are shorter than a block of {block} tokens; give other prompts, or a smaller block"
+        )
     size = max(start for _, start, _ in rows) + block
     text = jnp.asarray([(row + [0] * size)[:size] for row, _, _ in rows], jnp.int32)
     start, prompt_length = (jnp.asarray([row[i] for row in rows], jnp.int32) for i in (1, 2))

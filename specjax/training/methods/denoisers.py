@@ -1,9 +1,11 @@
-"""Initialisation and storage of denoisers, in a safetensors file with a header that describes the model.
+"""Initialisation and storage of denoisers, in a model folder, or in one file for models without a tokenizer.
 
 denoiser = init_denoiser(LlamaConfig(...), mask_token=0)
 denoiser = train(None, denoiser, texts, recipe=recipe_of("masked_diffusion"))
 save_denoiser("denoiser.safetensors", denoiser)
 denoiser = load_denoiser("denoiser.safetensors")
+save_denoiser_model("folder", denoiser, tokenizer)
+denoiser, tokenizer = specjax.load_denoiser("folder")
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import guarded_read
-from specjax.models import LlamaConfig, abstract_params, init_params, make_model
+from specjax.models import LlamaConfig, Tokenizer, abstract_params, init_params, make_model
+from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.models.loading.formats.writing import save_model
 
 FIELDS = ("mask_token", "attention", "block", "alignment", "seeding")
 
@@ -30,6 +34,19 @@ FIELDS = ("mask_token", "attention", "block", "alignment", "seeding")
 def init_denoiser(config: LlamaConfig, *, seed: int = 0, **fields: Any) -> Denoiser:
     """Return an untrained denoiser. Args: fields: fields of `Denoiser`, such as mask_token, attention and block."""
     return Denoiser(make_model(config), init_params(config, jax.random.key(seed)), **fields)
+
+
+def save_denoiser_model(folder: str | Path, denoiser: Denoiser, tokenizer: Tokenizer | str | Path | None) -> None:
+    """Write a denoiser as a model folder for `specjax.load_denoiser` and the command line.
+
+    Args: tokenizer: as for `specjax.save_model`.
+
+    Raises: UsageError in its cases, and for settings that no config.json expresses.
+    """
+    if denoiser.mask_token is None:
+        raise UsageError("the denoiser has no mask token, which a config.json states; save it with specjax.save_model")
+    settings = DenoiserSettings(**{name: getattr(denoiser, name) for name in DenoiserSettings._fields})
+    save_model(folder, denoiser.target, tokenizer, denoiser_settings=settings)
 
 
 def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", **metadata: str) -> None:

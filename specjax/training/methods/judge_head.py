@@ -34,17 +34,11 @@ import numpy as np
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
 from specjax.numerics.validation import check_integer, check_range
-from specjax.training.data.packing import PackedBatch, TrainingText, pack
+from specjax.training.data.judged_files import JudgedResponse
+from specjax.training.data.packing import PackedBatch, pack
 from specjax.training.objectives.unroll import forward_packed
 from specjax.types import Array, Target
 from specjax.verifiers.lossy.judge import log_odds_of
-
-
-class JudgedResponse(NamedTuple):
-    """A response with the position of its first error."""
-
-    text: TrainingText
-    wrong: int | None = None  # index in the text of the first wrong token; None: the response is correct
 
 
 class JudgeClassifier(NamedTuple):

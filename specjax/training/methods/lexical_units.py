@@ -83,6 +83,9 @@ def train_lud(
     check_range("threshold", threshold, lambda x: (x >= 0) & (x <= 1), "from 0 to 1")
     if not np.any(np.asarray(length) > 1):
         raise UsageError("no text has two tokens, so there is nothing to train on; give longer texts")
+    is_text = np.arange(tokens.shape[1]) < np.asarray(length)[:, None]
+    if np.any((np.asarray(tokens) == pad_token) & is_text):
+        raise UsageError(f"the texts contain token {pad_token}, so it cannot be pad_token; give one that they lack")
     probabilities, _ = score_tokens(target, tokens)
     starts = split_by_confidence(probabilities, max_length=slots + 1, threshold=threshold)
     arguments = target.model, pad_token, steps, learning_rate

@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from tiers import those
 from toy import tiny_llama
 
 import specjax
+from specjax.cli.training.start_options import PART_NAMES
 from specjax.models import loading
+from specjax.training import save_denoiser_model
 from specjax.training.data.packing import TrainingText
 from specjax.training.parts import PARTS, PartJob
 
@@ -39,16 +42,23 @@ def files(monkeypatch, reward_folder):
 
 
 RUNS = {
+    "lora_drop": (("steps=2", "every=2"), ()),
+    "deer": (("num_tokens=3", "layers=1"), ()),
+    "diffuspec": (("num_tokens=3", "layers=1", "refine=0"), ()),
+    "failfast": (("num_tokens=3", "layers=2"), ()),
+    "spec_kv": (("gammas=1/2", "steps=5"), ("--draft", "draft")),
+    "lud": (("steps=2", "slots=2"), ()),
+    "ceed_vla": (("block=4", "steps=2"), ()),
+    "hamburger_decoding": (("steps=2",), ()),
     "dynamax": (("steps=3", "every=1"), ()),
     "first": (("steps=2", "lora_steps=2"), ()),
-    "lora_drop": (("steps=2", "every=2"), ()),
     "matformer": (("steps=2",), ()),
     "s2d": (("steps=2", "exits=2"), ()),
     "specdec++": (("blocks=1",), ("--draft", "draft")),
 }
 
 
-@pytest.mark.parametrize("name", those({"first"}, RUNS))
+@pytest.mark.parametrize("name", those({"first", "lora_drop", "deer", "lud"}, RUNS))
 def test_what_is_written_is_used_by_the_command_that_is_printed(cli, prompts, tmp_path, name):
     settings, draft = RUNS[name]
     flags = [flag for text in settings for flag in ("--set", text)]
@@ -70,6 +80,29 @@ def test_a_draft_model_with_exits_is_used_as_a_draft(tmp_path):
     job = PartJob(trained, tmp_path, {"exits": 2, "steps": 0}, [TrainingText((5, 6, 7, 8), 2)], draft=trained)
     expected = f"--draft {tmp_path} --method two_model --set depth=s2d:exits=2"
     assert PARTS["s2d"].train(job).flags == expected
+
+
+@pytest.mark.parametrize(("name", "settings"), [("dparallel", ("block=4",)), ("learn2pd", ("block=4", "steps=2"))])
+def test_parts_of_diffusion_models(cli, refused, prompts, reward_folder, tmp_path, name, settings):
+    """A model folder is the target, and the trained model is one too."""
+    model = tiny_llama(layers=1, vocab=259)
+    save_denoiser_model(tmp_path / "in", specjax.Denoiser(model.model, model.params, 0), reward_folder)
+    flags = [flag for text in settings for flag in ("--set", text)]
+    command = ("train", "--method", name, "--prompts", prompts, "--out", tmp_path / "out", *SMALL, *flags)
+    result = cli(*command, "--target", tmp_path / "in", "--json")
+    assert result.code == 0, result.err
+    card = json.loads(result.out)
+    target = () if "--target" in card["flags"] else ("--target", tmp_path / "in")
+    served = cli("generate", "ab", *target, *card["flags"].split(), *SHORT)
+    assert served.code == 0, served.err
+    assert len(json.loads(served.out)["results"][0]["token_ids"]) == 6
+    if name == "dparallel":
+        loaded, _ = specjax.load_denoiser(tmp_path / "out")
+        assert loaded.mask_token == 0 and not np.array_equal(
+            loaded.params["head"]["weight"], model.params["head"]["weight"]
+        )
+        specjax.save_model(tmp_path / "plain", model, reward_folder)
+        assert "is an autoregressive model" in refused(*command, "--target", tmp_path / "plain")
 
 
 def test_a_judge(cli, refused, tmp_path):
@@ -141,7 +174,8 @@ def test_a_router_of_arbitrage(cli, refused, prompts, reward_folder, tmp_path):
         (("--method", "dynamax", "--set", "rank=3"), 'training of dynamax has no option "rank"; its options are every'),
         (("--method", "dynamax", "--set", "every=x"), '--set every must be a whole number, not "x"'),
         (("--method", "dynamax", "--draft", "draft"), "--draft does not fit --method dynamax"),
-        (("--method", "lud"), "add --set pad_token=N: id of a token that no text contains"),
+        (("--method", "lora_drop", "--epochs", 3), "--epochs does not fit --method lora_drop; remove it"),
+        (("--method", "judge", "--learning-rate", 1), "--learning-rate does not fit --method judge; remove it"),
         (("--method", "judge"), "--method judge reads judged responses; give --texts FILE"),
         (("--method", "medusa", "--set", "steps=3"), "--set is for methods with trained parts"),
         (("--method", "dynamax", "--texts", "texts.jsonl"), "--prompts does not fit --texts, which has the texts to"),
@@ -156,4 +190,4 @@ def test_what_does_not_fit(refused, prompts, tmp_path, flags, words):
 
 def test_every_part_is_named_in_the_help(cli):
     words = " ".join(cli("train", "--help").out.replace("│", " ").split())
-    assert all(name in words for name in PARTS)
+    assert all(name in words for name in PARTS) and tuple(PART_NAMES) == tuple(PARTS)

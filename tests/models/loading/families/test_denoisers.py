@@ -4,6 +4,7 @@ import json
 import warnings
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import pytest
 import specjax
 from specjax import Denoiser, Target, UsageError
 from specjax.errors import CheckpointWarning
+from specjax.models import LlamaConfig
 from specjax.models.loading import is_diffusion, read_model
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.planning import make_workload
+from specjax.training import init_denoiser, save_denoiser_model
 
 MASK = 95
 FULL = {"attention": "full", "block": None, "alignment": "same", "seeding": "all_masked"}
@@ -279,3 +282,37 @@ def test_a_mask_in_the_map_of_special_tokens_makes_a_denoiser(tiny, tmp_path):
     for name in ("w7", {"content": "w7"}):
         (tmp_path / "special_tokens_map.json").write_text(json.dumps({"mask_token": name}))
         assert is_diffusion(tmp_path) and read_model(tmp_path).denoiser_settings.mask_token == 7
+
+
+@pytest.mark.parametrize(("shape", "settings", "kind"), [
+    ({}, FULL, "a2d-llama"),
+    ({}, BLOCKS, "a2d-llama"),
+    ({"qk_norm": True}, BLOCKS, "a2d-qwen3"),
+    ({"qkv_bias": True}, FULL, "a2d-qwen2"),
+    ({"qkv_bias": True}, SHIFTED, "Dream"),
+    ({"qkv_bias": True}, BLOCKS | {"alignment": "shifted", "seeding": "seed_and_mask"}, "Fast_dLLM_Qwen"),
+])  # fmt: skip
+def test_a_denoiser_is_written_and_loaded_with_its_settings(tiny, tmp_path, shape, settings, kind):
+    """Weights and settings are equal, under a `model_type` of a release with the same fields."""
+    tiny.save(tiny.model("llama"), tmp_path / "tokenizer")
+    config = LlamaConfig(
+        vocab_size=96, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16, max_positions=64,
+        **shape,
+    )  # fmt: skip
+    denoiser = init_denoiser(config, mask_token=MASK, **settings)
+    save_denoiser_model(tmp_path / "out", denoiser, tmp_path / "tokenizer")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        loaded, _ = specjax.load_denoiser(tmp_path / "out")
+    assert {name: getattr(loaded, name) for name in settings} == settings and loaded.mask_token == MASK
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, denoiser.params)
+    with pytest.raises(UsageError, match="is a diffusion model"):
+        specjax.load(tmp_path / "out")
+
+
+def test_settings_that_no_config_expresses():
+    fields = {"model_type": "llama"}
+    settings = denoisers.DenoiserSettings(MASK, "full", None, "shifted", "all_masked")
+    with pytest.raises(UsageError, match=r"no config\.json of type llama expresses a denoiser with shifted alignment"):
+        denoisers.write_denoiser_settings(fields, settings)

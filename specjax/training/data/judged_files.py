@@ -10,16 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote, read_text
 from specjax.training.data.conversation_files import MAX_FILE_BYTES
 from specjax.training.data.packing import TrainingText
 from specjax.training.data.target_responses import start_chat
-from specjax.training.methods.judge_head import JudgedResponse
 
 FORM = 'write {"prompt": "...", "response": "...", "wrong": 6}'
+
+
+class JudgedResponse(NamedTuple):
+    """A response with the position of its first error."""
+
+    text: TrainingText
+    wrong: int | None = None  # index in the text of the first wrong token; None: the response is correct
 
 
 def read_judged(path: str | Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.training.methods.judged_files import to_judged
+from specjax.training.data.judged_files import to_judged
 
 
 class Bytes:
