@@ -8,6 +8,7 @@ from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
 from specjax.controllers.parsing import FORMS, parse
+from specjax.controllers.spec_kv import fit as fit_spec_kv
 from specjax.controllers.spec_kv import read_spec_kv, save_spec_kv, spec_kv
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "bandit",
     "bass",
     "by_batch",
+    "fit_spec_kv",
     "fixed",
     "goodput",
     "multiplicative",

@@ -58,7 +58,7 @@ def spec_kv(
     The weights become constants of the program, so other weights compile another program.
 
     Args:
-      weights: the result of `fit` or `read_spec_kv`.
+      weights: the result of `fit_spec_kv` or `read_spec_kv`.
       code: compression of the drafter: 0 float16, 1 int8, 2 nf4.
       round_costs: cost of a step with each of `gammas`, draft and target together, in any unit. None selects the
         paper's objective.

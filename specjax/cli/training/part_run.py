@@ -67,7 +67,8 @@ def run_part(flags: PartFlags, models: ModelOptions, *, as_json: bool) -> None:
 
 
 def _print(flags: PartFlags, result: PartResult, models: ModelOptions, out: Console) -> None:
-    numbers = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in result.numbers.items())
+    shown = {name: str(x) if isinstance(x, int) else f"{x:.4g}" for name, x in result.numbers.items()}
+    numbers = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
     out.print(f"{flags.kind}: {numbers or 'trained'}", soft_wrap=True)
     target = "" if "--target" in result.flags or models.target is None else f" --target {models.target}"
     draft = "" if "--draft " in result.flags or models.draft is None else f" --draft {models.draft}"

@@ -4,13 +4,13 @@ SpecKV: Adaptive Speculative Decoding with Compression-Aware Gamma Selection (20
 
 A draft model drafts one of some lengths g in each step, drawn for each row without regard to the text. Each step of a
 row is an example: the statistics of the drafter's distributions in the previous step, g, and the number of accepted
-tokens. `fit` trains the network on them.
+tokens. `fit_spec_kv` trains the network on them.
 Guarantee: distribution, as for every controller, for any output of the network.
 Deviations: the authors record a run for each length, with features of the same step, which are not available before a
 draft. One run with random lengths has one program, and the previous step of any length, as in decoding.
 
     examples = record_steps(target, draft, prompts, key=0, max_new_tokens=128)
-    weights = controllers.spec_kv.fit(*examples, key=jax.random.key(0))
+    weights = controllers.fit_spec_kv(*examples, key=jax.random.key(0))
 """
 
 from __future__ import annotations

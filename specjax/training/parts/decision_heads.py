@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from specjax.catalog import Option, shared
-from specjax.controllers.spec_kv import fit, save_spec_kv
+from specjax.controllers import fit_spec_kv, save_spec_kv
 from specjax.errors import UsageError
 from specjax.models.loading.decision_heads import save_acceptance, save_judge
 from specjax.training.data.judged_files import JudgedResponse
@@ -35,17 +35,18 @@ def _train_stopping(job: PartJob) -> PartResult:
 
 
 def _train_lengths(job: PartJob) -> PartResult:
-    """Record decoding with each draft length, and fit the network that predicts the accepted share."""
+    """Record decoding with random draft lengths, and fit the network that predicts the accepted share."""
     assert job.draft is not None
     gammas, file = job.options["gammas"], job.folder / "spec_kv.safetensors"
     features, drafted, accepted = record_steps(
         job.target, job.draft, job.prompts, key=job.seed, max_new_tokens=job.max_new_tokens, gammas=gammas,
         temperature=job.temperature, rows=job.rows, code=job.options["code"], eos=job.inputs["eos"],
     )  # fmt: skip
-    weights = fit(features, drafted, accepted, key=jax.random.key(job.seed), steps=job.options["steps"], **job.rate)
+    key, steps = jax.random.key(job.seed), job.options["steps"]
+    weights = fit_spec_kv(features, drafted, accepted, key=key, steps=steps, **job.rate)
     save_spec_kv(file, weights)
     listed = "/".join(map(str, gammas))
-    drafter = f"--method two_model --set keep_logits=yes --num-draft-tokens {max(gammas)}"
+    drafter = f"--method two_model --num-draft-tokens {max(gammas)}"
     numbers = {"steps": len(drafted), "accepted_share": float(accepted.sum() / drafted.sum())}
     return PartResult(
         f"{drafter} --controller spec_kv:{file},gammas={listed},start={gammas[0]},code={job.options['code']}", numbers

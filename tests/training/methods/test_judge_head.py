@@ -8,15 +8,8 @@ import toy
 
 from specjax import UsageError
 from specjax.models.loading.decision_heads import read_judge, save_judge
-from specjax.training.methods.judge_head import (
-    JudgedResponse,
-    TrainingText,
-    compute_loss,
-    fit_judge,
-    label_tokens,
-    make_examples,
-    threshold_for,
-)
+from specjax.training import JudgedResponse, TrainingText
+from specjax.training.methods.judge_head import compute_loss, fit_judge, label_tokens, make_examples, threshold_for
 from specjax.verifiers.lossy.judge import log_odds_of
 
 
