@@ -53,8 +53,7 @@ def _product(dtype, same_bits: bool, x: Array, weight: QuantizedArray) -> Array:
 @_product.defjvp
 def _product_jvp(dtype, same_bits, primals, tangents):
     x, weight = primals
-    tangent = _matmul_expanded(tangents[0], weight, dtype)
-    return _product(dtype, same_bits, x, weight), tangent
+    return _product(dtype, same_bits, x, weight), _matmul_linear(tangents[0], weight, dtype)
 
 
 def _rounded(x: Array, weight: QuantizedArray) -> Array:
@@ -110,6 +109,15 @@ def _matmul_expanded(x: Array, weight: QuantizedArray, dtype) -> Array:
     """Multiply by the expanded weight."""
     cpu, tpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_by_blocks, _matmul_on_tpu, _matmul_fused))
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=default)
+
+
+def _matmul_linear(x: Array, weight: QuantizedArray, dtype) -> Array:
+    """Multiply by the expanded weight, in products that JAX transposes for gradients. It cannot transpose the kernel.
+
+    JAX transposes the forms of all backends, so the kernel must not be among them on any backend.
+    """
+    cpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_by_blocks, _matmul_fused))
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
 
 
 def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:

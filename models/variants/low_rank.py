@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.models.storage import join_projections, split_projections
+from specjax.models.variants.expanding import check_trainable
 from specjax.types import Array, Target
 
 
@@ -26,10 +27,11 @@ LoraWeights = dict[str, LoraMatrices]
 def init_lora(target: Target, key: Array, rank: int = 8, projections: tuple[str, ...] = ("q", "v")) -> LoraWeights:
     """Create updates of these projections of all layers that leave the model unchanged: B is zero.
 
-    Raises: UsageError for a model without weights of these names.
+    Raises: UsageError for a model without weights of these names, or with quantised ones.
     """
     if rank < 1:
         raise UsageError(f"rank must be at least 1, not {rank}")
+    check_trainable(target.params, target.model.name)
     params = _separate(target)
     leaves = jax.tree_util.tree_flatten_with_path(params.get("layers", {}))[0]
     weights: LoraWeights = {}

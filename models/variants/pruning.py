@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.decoder import DecoderConfig
+from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Model, PyTree, Target
 
 
@@ -39,7 +40,7 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
     if getattr(config, "mlp_widths", None) is not None:
         changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
-    return Target(_rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
+    return Target(rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
 
 
 def mlp_widths(target: Target) -> tuple[int, ...]:
@@ -73,7 +74,7 @@ def narrow_mlps(target: Target, width: int | Sequence[int]) -> Target:
         separate = separate_layers(target).params["layers"]
         layers = {key: _slice_units(separate[key], n) for key, n in zip(sorted(separate, key=int), widths, strict=True)}
         changes = {"mlp_width": max(widths), "mlp_widths": widths, "stacked": False}
-    model = _rebuild_model(target, dataclasses.replace(config, **changes))
+    model = rebuild_model(target, dataclasses.replace(config, **changes))
     return Target(model, target.params | {"layers": layers})
 
 
@@ -85,10 +86,24 @@ def _slice_units(layers: PyTree, width: int) -> PyTree:
         if "mlp" not in names:
             return leaf
         if "down" in names:
-            return leaf[..., :width]
+            return _first_inputs(leaf, width)
         return leaf[..., : 2 * width if "gate_up" in names else width, :]  # a gate row and an up row per unit
 
-    return jax.tree_util.tree_map_with_path(slice_leaf, layers)
+    return jax.tree_util.tree_map_with_path(slice_leaf, layers, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+
+
+def _first_inputs(matrix: Any, count: int) -> Any:
+    """Return the first `count` columns of a matrix. A quantised one whose last group would be cut is expanded."""
+    if not isinstance(matrix, QuantizedArray):
+        return matrix[..., :count]
+    group = matrix.shape[-1] // matrix.scales.shape[-1]
+    if matrix.scales.shape[-1] == 1:
+        return dataclasses.replace(matrix, values=matrix.values[..., :count])
+    if count % group:
+        return matrix.expand()[..., :count]
+    cut = lambda scales: None if scales is None else scales[..., : count // group]
+    scales, offsets = cut(matrix.scales), cut(matrix.offsets)
+    return dataclasses.replace(matrix, values=matrix.values[..., :count], scales=scales, offsets=offsets)
 
 
 def separate_layers(target: Target) -> Target:
@@ -101,11 +116,11 @@ def separate_layers(target: Target) -> Target:
         return target
     layers = target.params["layers"]
     separate = {layer: jax.tree.map(lambda x: x[layer], layers) for layer in range(config.num_layers)}  # noqa: B023
-    model = _rebuild_model(target, dataclasses.replace(config, stacked=False))
+    model = rebuild_model(target, dataclasses.replace(config, stacked=False))
     return Target(model, target.params | {"layers": separate})
 
 
-def _rebuild_model(target: Target, config: Any) -> Model:
+def rebuild_model(target: Target, config: Any) -> Model:
     """Build the model of a smaller config on the same mesh and axes."""
     mesh, over = target.model.mesh, target.model.over
     return make_model(config) if mesh is None else make_model(config, mesh, over)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from specjax.errors import UsageError
+from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED
+from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.text_identity import text_identity
 from specjax.types import Target
 from specjax.version import __version__
@@ -48,6 +50,7 @@ def describe_target(target: Target, tokenizer: Any) -> dict[str, Any]:
         "dtype": getattr(config, "dtype", None),
         "cache_dtype": getattr(config, "cache_dtype", None),
         "same_bits": getattr(config, "same_bits", False),
+        TARGET_QUANTIZED: describe_formats(config),
         "text_identity": text_identity(target),
         "template_args": template_args_of(tokenizer),
     }

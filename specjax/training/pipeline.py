@@ -25,6 +25,7 @@ from specjax.errors import UsageError
 from specjax.models import prune_layers
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS
+from specjax.models.variants.expanding import expand_target
 from specjax.parallel import check_same, gather
 from specjax.persistence.fingerprint import digest_model
 from specjax.training.data.conversations import TextSource
@@ -130,7 +131,8 @@ def train_drafter(
       texts: texts, token ids, or conversations whose given answers are trained on instead of responses. The prompts
         then only serve for evaluation. Without prompts, some of the conversations are held out, and the target answers
         their questions.
-      draft: a head or draft model to continue from. layers: target layers with which a draft model starts instead.
+      draft: a head or draft model to continue from, which is not quantised. layers: target layers with which a draft
+        model starts instead, in floats if the target is quantised.
       start: a new head copies parameters of the "target" or of another head, or is "random".
       head_options: changes of the head's config, such as draft_vocab_size.
       recipe: None: the recipe of the kind; see `recipe_of`.
@@ -221,7 +223,7 @@ def _find_start(target: Target, tokenizer: Any, options: _StartOptions, saved_to
         model = draft
     else:
         try:
-            model = prune_layers(target, layers)
+            model = expand_target(prune_layers(target, layers))
         except UsageError as error:
             raise UsageError(f"`layers`: {error}") from None
     return DraftModel(model, eos, layers, options.on_policy, options.seed, saved_tokenizer)

@@ -3,7 +3,6 @@
 Compilation is nearly all of its time, so the tests share shapes and settings: a row costs ten programs.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -21,6 +20,7 @@ from toy import (
     chi_square,
     joint_distribution,
     markov,
+    quantized,
     sampled_triples,
     tiny_datastore,
     tiny_llama,
@@ -31,8 +31,6 @@ from specjax import Target, UsageError, decode, drafters, make_drafter, stream, 
 from specjax.catalog import of_kind
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
-from specjax.models import make_model
-from specjax.models.storage import SCHEMES, quantize_params
 from specjax.numerics.sampling import draw
 from specjax.types import Context
 from specjax.verifiers import sample_and_match, standard
@@ -149,9 +147,7 @@ def test_greedy_output_equals_plain_greedy_on_ragged_batches(name):
 @functools.cache
 def int8_llama():
     """Return the tiny Llama with int8 weights and activations."""
-    target = tiny_llama()
-    config = dataclasses.replace(target.model.config, quantized=(("*", SCHEMES["int8"]),))
-    return Target(make_model(config), quantize_params(target.params, config))
+    return quantized(tiny_llama(), "int8")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -14,6 +15,7 @@ from scipy.stats import chisquare
 from specjax import decode
 from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
+from specjax.models.storage import SCHEMES, quantize_params, stored_format
 from specjax.numerics import sampling
 from specjax.retrieval.datastore import Datastore, from_documents
 from specjax.trees import operations
@@ -165,6 +167,13 @@ def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64,
     return Target(make_model(config), params)
 
 
+def quantized(target: Target, scheme: str, **changes) -> Target:
+    """The target with its matrices rounded to a scheme, with changes of its format."""
+    form = stored_format(dataclasses.replace(SCHEMES[scheme], **changes), "cpu")
+    config = dataclasses.replace(target.model.config, quantized=(("*", form),))
+    return Target(make_model(config), quantize_params(target.params, config))
+
+
 @functools.cache
 def tiny_llama_alike() -> Target:
     """The random Llama with noise on its weights, a draft model that errs now and then."""
@@ -215,13 +224,13 @@ def sampled_triples(drafter, rows, count=20_000, verifier=None, **options):
     return np.bincount(index, minlength=vocab**3).reshape((vocab,) * 3)
 
 
-def pairs_after(drafter_of, layers: int = 3, **options):
+def pairs_after(drafter_of, layers: int = 3, *, target: Target | None = None, **options):
     """Counts [3, 3] of two tokens of a vocabulary of 3 that a tiny Llama samples, by `drafter_of(target)`, the law that
     the target says of them, and the result."""
-    target = tiny_llama(layers=layers, vocab=3, stacked=True)
+    target = tiny_llama(layers=layers, vocab=3, stacked=True) if target is None else target
+    options = {"samples_per_prompt": 128, "temperature": 2.0} | options
     result = decode(
-        target, drafter_of(target), [[1, 2]], samples_per_prompt=128, key=jax.random.key(3), max_new_tokens=2,
-        temperature=2.0, **options,
+        target, drafter_of(target), [[1, 2]], key=jax.random.key(3), max_new_tokens=2, **options
     )  # fmt: skip
     first, second = np.asarray(result.to_lists()).T
     chains = jnp.asarray([[1, 2, token] for token in range(3)])

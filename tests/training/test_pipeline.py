@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import types
+import warnings
 
 import jax
 import numpy as np
@@ -15,7 +16,9 @@ from training_runs import PROMPTS, SETTINGS, LetterTokenizer
 
 import specjax
 from specjax.cli import main
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
+from specjax.files.untrusted import read_json
+from specjax.models.variants.expanding import expand_target
 from specjax.training import TrainingObserver, TrainingSettings, recipe_of, train_drafter
 from specjax.training.data.corpus import CorpusBuilder, CorpusSettings
 
@@ -59,7 +62,8 @@ def test_one_call_trains_a_head_that_is_loaded_and_served(tmp_path):
 
 
 def test_the_command_line_with_equal_flags_writes_the_same_head(tmp_path, monkeypatch, capsys):
-    target, tokenizer = toy.tiny_llama(), LetterTokenizer()
+    """The target is quantised, so that the files also name its scheme."""
+    target, tokenizer = toy.quantized(toy.tiny_llama(), "int4-weights"), LetterTokenizer()
     monkeypatch.setenv("SPECJAX_NO_CACHE", "1")
     monkeypatch.setattr(specjax, "load", lambda *args, **options: (target, tokenizer), raising=False)
     trained = train_drafter(target, tokenizer, "medusa", PROMPTS, folder=tmp_path / "call", settings=SETTINGS)
@@ -82,6 +86,31 @@ def test_the_command_line_with_equal_flags_writes_the_same_head(tmp_path, monkey
     assert of_call == of_command and of_call["served"]["texts"] == 1 and of_call["target"] == target.model.name
     files = lambda name: {path.name for path in (tmp_path / name).iterdir()}
     assert files("call") == files("command") >= {"card.json", "training.png", "history.jsonl"}
+    for folder in ("call", "command"):
+        assert read_json(tmp_path / folder / "config.json")["target_quantized"] == "int4-weights"
+    assert [card["target_quantized"] for card in cards] == ["int4-weights"] * 2
+    assert trained.improved and jax.tree.leaves(trained.model.params)[0].dtype == "float32"
+    for other, form in ((toy.tiny_llama(), "not quantised"), (toy.quantized(toy.tiny_llama(), "int8"), "in int8")):
+        with pytest.warns(CheckpointWarning, match=f'the scheme "int4-weights" of its target, and .* is {form}; '):
+            specjax.load_head(tmp_path / "command", other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        specjax.load_head(tmp_path / "command", target)
+
+
+def test_a_head_learns_on_a_quantised_target_what_it_learns_on_its_float_copy(tmp_path):
+    """The gradient passes the target's quantised output, whose products differ by rounding only."""
+    target = toy.quantized(toy.tiny_llama(), "int4-weights")
+    stored = jax.tree.map(np.array, target.params)
+    losses = [
+        [step["loss"] for step in train_drafter(
+            model, LetterTokenizer(), "eagle3", PROMPTS, folder=tmp_path / name, settings=SETTINGS
+        ).history]
+        for name, model in (("quantized", target), ("expanded", expand_target(target)))
+    ]  # fmt: skip
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    assert losses[0][-1] < losses[0][0]
+    jax.tree.map(np.testing.assert_array_equal, target.params, stored)
 
 
 def test_flags_have_the_defaults_of_settings():
@@ -115,12 +144,16 @@ def test_what_is_wrong_is_found_before_responses_are_generated(tmp_path):
 
 
 def test_a_draft_model_starts_from_layers_of_the_target(tmp_path):
-    target = toy.tiny_llama(layers=2)
+    """It starts in floats, and a quantised draft model is refused."""
+    target = toy.quantized(toy.tiny_llama(layers=2), "int4-weights")
+    with pytest.raises(UsageError, match="the weights of the two_model to train are quantised"):
+        train_drafter(target, LetterTokenizer(), None, PROMPTS, folder=tmp_path, draft=target, settings=SETTINGS)
     trained = train_drafter(
         target, LetterTokenizer(), None, PROMPTS, folder=tmp_path, layers=(1,), settings=SETTINGS,
         saved_tokenizer=tmp_path,
     )  # fmt: skip
     assert trained.kind == "two_model" and trained.model.model.capabilities.num_layers == 1
+    assert trained.model.model.config.quantized == () and trained.improved
     assert (tmp_path / "model.safetensors").exists()
 
 

@@ -28,7 +28,12 @@ from specjax.models.loading.heads import registry, shipped, vocabulary
 from specjax.models.loading.heads.checkpoint_contents import MASK_FILE, HeadPlan, config_file, read_contents
 from specjax.models.loading.heads.format import NEUTRAL
 from specjax.models.loading.heads.settings import by_own_names, names_of, override
-from specjax.models.loading.heads.target_fit import check_family, target_spec, trained_target
+from specjax.models.loading.heads.target_fit import (
+    check_family,
+    describe_other_scheme,
+    target_spec,
+    trained_target,
+)
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.models.loading.tensors.assembly import Parameter, Part, StoredTensor, fill, insert, refuse_tensors
 from specjax.types import PyTree, Target
@@ -49,10 +54,16 @@ class LoadedHead(NamedTuple):
     trained_for: str | None  # the target, if its files name one
     max_positions: int | None  # longest text, as its files state
     assumed: tuple[str, ...] = ()  # settings that its files leave open
+    other_scheme: str | None = None  # a sentence, if it was trained on its target in another scheme
 
     @property
     def kind(self) -> str:
         return self.head.head.kind
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return sentences about facts that can change its drafts."""
+        return self.unread if self.other_scheme is None else (*self.unread, self.other_scheme)
 
     @property
     def num_parameters(self) -> int:
@@ -79,12 +90,13 @@ def load_head(
         shows the settings of a head.
       tokenizer: the target's, whose mask token counts if the files name none.
 
-    Warns: CheckpointWarning that names the fields of its config that are not read and can change its drafts.
+    Warns: CheckpointWarning that names the fields of its config that are not read and can change its drafts, and one
+      for a head that was trained on its target in another scheme of quantisation.
 
     Raises: UsageError for files that are missing, broken or do not fit the target, or for settings that the head lacks.
     """
     loaded = read_head(source, target, token_map=token_map, settings=settings, tokenizer=tokenizer)
-    for note in loaded.unread:
+    for note in loaded.warnings:
         warnings.warn(note, CheckpointWarning, stacklevel=2)
     return loaded.head
 
@@ -117,10 +129,11 @@ def read_head(
         leaves, unused = _leaves(plan, path)
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))
     layer, trained_for = getattr(plan.config, "layer", None), trained_target(contents)
+    other_scheme = describe_other_scheme(contents, target)
     unread = describe_unread(contents.config, {**NEUTRAL, **head_format.neutral})
     return LoadedHead(
         head, dialect, plan.flags, plan.notes, unread, len(contents.tensors), unused, trained_for,
-        layer and layer.max_positions, plan.assumed,
+        layer and layer.max_positions, plan.assumed, other_scheme,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.catalog.schemes import without_scheme
 from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.loading.heads import LoadedHead
 from specjax.models.loading.heads.registry import format_of
@@ -76,7 +77,7 @@ def _describe(variant: HeadVariant, depths: tuple[float, ...]) -> str:
 
 def _other_reason(loaded: LoadedHead, target: Target) -> str:
     """Return the most likely reason if the files were interpreted correctly."""
-    name = target.model.name
+    name = without_scheme(target.model.name)
     if loaded.trained_for and _short_name(loaded.trained_for) != _short_name(name):
         return f"it was trained for {loaded.trained_for}, and the target is {name}"
     return (

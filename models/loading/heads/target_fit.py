@@ -20,6 +20,7 @@ from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
 from specjax.models.loading.heads.checkpoint_contents import Contents, Tensors
 from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
+from specjax.models.storage.format_names import describe_formats
 from specjax.types import Array, Target
 
 FAMILIES = {
@@ -121,6 +122,25 @@ def trained_target(contents: Contents) -> str | None:
     """Return the name of the target in the config, or None."""
     verifier = contents.config.subfields("speculators_config").subfields("verifier")
     return verifier.text("name_or_path", None) or contents.config.text("base_model_name_or_path", None)
+
+
+TARGET_QUANTIZED = "target_quantized"
+"""Field of config.json with the scheme of the quantised target on which a head was trained."""
+
+
+def describe_other_scheme(contents: Contents, target: Target) -> str | None:
+    """Return a sentence about a head that was trained on its target in another scheme.
+
+    None: the schemes are equal, or the config names none. Files of other programs never name one.
+    """
+    trained, scheme = contents.config.text(TARGET_QUANTIZED, None), describe_formats(target.model.config)
+    if trained is None or trained == scheme:
+        return None
+    return (
+        f"{contents.config.where} is of a head that was trained with the scheme {quote(trained)} of its target, and "
+        f"the target {target.model.name} is {f'in {scheme}' if scheme else 'not quantised'}; the text stays right, but "
+        "drafting may be slow"
+    )
 
 
 def check_equal(where: str, name: str, value: int, expected: int, owner: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.catalog.schemes import without_scheme
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
 from specjax.files.untrusted import first_line
@@ -21,7 +22,8 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo
 from specjax.models.loading.heads.registry import format_of
-from specjax.models.loading.heads.target_fit import hub_name, target_spec
+from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED, hub_name, target_spec
+from specjax.models.storage.format_names import describe_formats
 from specjax.types import Target
 
 NUMBER = r"(?<=\.)\d+(?=\.)"
@@ -48,7 +50,8 @@ def save_head(
     Args:
       layout: a layout of the kind, for example "speculators" or "safeailab" for EAGLE-3 (docs/heads.md); None: the
         first one that can represent the head.
-      target: the model that the config names as the head's target. num_tokens: the draft length that it suggests.
+      target: the model that the config names as the head's target, with its scheme if it is quantised. num_tokens: the
+        draft length that it suggests.
       target_name: a hub id or path by which other engines load the target; None: the target's name.
 
     Raises: UsageError for a layout that the kind lacks or that cannot represent the head, or a folder that cannot be
@@ -93,9 +96,12 @@ def check_writable(
     head_format = format_of(head.head.kind)
     if layout is not None and layout not in head_format.layouts:
         raise UsageError(f'heads of {head.head.kind} have the layouts {", ".join(head_format.layouts)}, not "{layout}"')
-    name = hub_name(target.model.name) if target is not None else ""
+    name = hub_name(without_scheme(target.model.name)) if target is not None else ""
     info = SaveInfo(target_name or name, _architectures(target), num_tokens, head.params)
-    return _describe(head_format, head.head.config, [layout] if layout else list(head_format.layouts), info)
+    layouts = [layout] if layout else list(head_format.layouts)
+    layout, described = _describe(head_format, head.head.config, layouts, info)
+    scheme = None if target is None else describe_formats(target.model.config)
+    return layout, described if scheme is None else described | {TARGET_QUANTIZED: scheme}
 
 
 def _describe(

@@ -42,8 +42,10 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.loading import ModelKindError, first_difference
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
+from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED
 from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.models.storage import num_bytes
+from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
@@ -255,6 +257,8 @@ def open_session(
     check = None if head is None else compare_head(head, target, tokenizer, log)
     if models.draft is not None:
         note_training(models.draft, "template_args", template_args_of(tokenizer), log)
+        if head is None or head.other_scheme is None:  # one warning is enough
+            note_training(models.draft, TARGET_QUANTIZED, describe_formats(target.model.config), log)
     return Session(
         target, tokenizer, draft, dtype, clock.seconds, store, models.cache_dtype, head=head, check=check,
         same_bits=same_bits, quantize=models.quantize, denoiser=denoiser,
@@ -435,12 +439,12 @@ def compare_head(head: LoadedHead, target: Target, tokenizer: Any, log: Console)
     return check
 
 
-CHAT_FLAGS = {"template_args": "--template-args", "system": "--system"}
-"""Flags that change the prompts of chat models, by their name in the card of a drafter."""
+RECORDED = {"template_args": "--template-args", "system": "--system", "target_quantized": "the target in"}
+"""Flags and properties of the target that a drafter is trained with, in words, by their name in its card."""
 
 
 def note_training(source: str | None, name: str, value: Any, log: Console) -> None:
-    """Print a warning if the card of a drafter has another value of a flag of CHAT_FLAGS. `specjax train` writes it."""
+    """Print a warning if the card of a drafter has another value of one of RECORDED. `specjax train` writes it."""
     file = Path(source or "").expanduser() / CARD
     try:
         card = read_json_object(file) or {}
@@ -449,7 +453,7 @@ def note_training(source: str | None, name: str, value: Any, log: Console) -> No
     if name in card and card[name] != value:
         show = lambda value: shorten(json.dumps(value, ensure_ascii=False), QUOTED) if value else "none"
         log.print(
-            f"warning: the drafter was trained with {CHAT_FLAGS[name]} {show(card[name])}, and this run has "
+            f"warning: the drafter was trained with {RECORDED[name]} {show(card[name])}, and this run has "
             f"{show(value)}; the text stays right, but drafting may be slow",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
@@ -459,7 +463,7 @@ def describe_head(head: LoadedHead, check: SelfCheck) -> list[str]:
     """Return the format of a draft head, assumptions of its loading, and its agreement with the target, in words."""
     flags = ", ".join(f"{name}={value}" for name, value in head.flags.items())
     dialect = "its authors" if head.dialect == "authors" else head.dialect
-    notes = [f"note: {note}" for note in (*head.notes, *head.unread)]
+    notes = [f"note: {note}" for note in (*head.notes, *head.warnings)]
     lines = [f"head: {head.kind} in the format of {dialect} ({flags})", *notes]
     if head.unused:
         lines.append(f"note: not used: {', '.join(head.unused)}")

@@ -18,6 +18,7 @@ from specjax.models.bridge import has_repeated_heads
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import init_head
 from specjax.models.storage import split_projections
+from specjax.numerics.quantized_array import as_float_weights
 from specjax.training.data.vocabulary import VOCABULARY, check_draft_ids, invert_ids
 from specjax.types import PyTree, Target
 
@@ -100,7 +101,9 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     source: Any = target.params
     if not isinstance(source, dict) or "layers" not in source:
         return params
-    layers = _unstack_layers(split_projections(source["layers"], target.model.config))
+    stacks = [name for name in ("others", "stack", "layers") if name in params]
+    count = max([1, *(len(params[name]) for name in stacks)])
+    layers = _last_layers(split_projections(source["layers"], target.model.config), count)
     params = dict(params)
     if "norm" in params and "norm" in source:
         params["norm"] = _fit(params["norm"], source["norm"])
@@ -109,21 +112,20 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     table = source.get("head") or source.get("embed")
     if table is not None:
         rows = table["weight"] if ids is None else table["weight"][jnp.asarray(ids)]
-        params |= _copy_output(params, rows)
+        params |= _copy_output(params, as_float_weights(rows))
     if "head_norm" in params and "norm" in source:
         params["head_norm"] = _fit(params["head_norm"], source["norm"])
     if "attention" in params.get("first", {}):
         params["first"] = _copy_joint_layer(params["first"], layers[-1], config.layer)
     if "prefix" in params:
         params["prefix"] = _copy_layer(params["prefix"], layers[-1])
-    for name in ("others", "stack", "layers"):
-        if name in params:
-            stack = params[name]
-            last = layers[-len(stack) :] if len(stack) <= len(layers) else layers
-            params[name] = stack | {
-                key: _copy_layer(part, layer)
-                for (key, part), layer in zip(sorted(stack.items(), key=lambda item: int(item[0])), last, strict=False)
-            }
+    for name in stacks:
+        stack = params[name]
+        last = layers[-len(stack) :] if len(stack) <= len(layers) else layers
+        params[name] = stack | {
+            key: _copy_layer(part, layer)
+            for (key, part), layer in zip(sorted(stack.items(), key=lambda item: int(item[0])), last, strict=False)
+        }
     if "fc" in params:
         params["fc"] = _pass_last_input(params["fc"])
     return params
@@ -157,17 +159,20 @@ def _factorize(rows: Any, rank: int) -> dict:
     return {"head_down": {"weight": down}, "head": {"weight": rows @ down.T}}
 
 
-def _unstack_layers(layers: Any) -> list[dict]:
-    """Return one dict per layer, from stacked parameters or from numbered modules."""
+def _last_layers(layers: Any, count: int) -> list[dict]:
+    """Return one dict of float arrays for each of the last `count` layers, which may be stacked or numbered modules."""
     if all(str(key).isdigit() for key in layers):
-        return [layers[key] for key in sorted(layers, key=int)]
-    count = len(jax.tree.leaves(layers)[0])
-    return [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]
+        separate = [layers[key] for key in sorted(layers, key=int)[-count:]]
+    else:
+        total = len(jax.tree.leaves(layers)[0])
+        places = range(max(total - count, 0), total)
+        separate = [jax.tree.map(lambda x, i=i: x[i], layers) for i in places]
+    return [as_float_weights(layer) for layer in separate]
 
 
 def _fit(params: PyTree, source: PyTree) -> PyTree:
     """Replace parameters by those of `source` with the same path and shape, and keep the dtypes."""
-    by_path = dict(jax.tree_util.tree_flatten_with_path(source)[0])
+    by_path = dict(jax.tree_util.tree_flatten_with_path(as_float_weights(source))[0])
 
     def replace(path, x):
         value = by_path.get(path)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.validation import check_integer, check_range
 from specjax.parallel import gather, place, shard_head
 from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
@@ -165,8 +166,10 @@ def run_identity(
 
     Args: params: parameters of the trainable, or their shapes.
 
-    Raises: UsageError for a recipe that trains no parameters, or depths or a chain beyond what the trainable drafts.
+    Raises: UsageError for a recipe that trains no parameters, depths or a chain beyond what the trainable drafts, or
+      quantised parameters.
     """
+    check_trainable(params, f"the {objective.kind} to train")
     default = RECIPES.get(objective.kind)  # its frozen names do not exist in all heads of the kind
     check_frozen(params, [name for name in recipe.frozen if default is None or name not in default.frozen])
     trained, _ = split_params(params, recipe.frozen)

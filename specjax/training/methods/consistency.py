@@ -31,6 +31,7 @@ from specjax.arrays.modes import jit, with_standard_modes
 from specjax.decoders.ceed_vla import ceed_vla
 from specjax.engine.packing import Prompts, check_new_tokens
 from specjax.errors import UsageError
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, PyTree, Target
@@ -152,8 +153,9 @@ def train_consistency(
 
     Returns: (the trained target, float32[steps] losses).
 
-    Raises: UsageError for labels of another shape.
+    Raises: UsageError for labels of another shape, and for a quantised target.
     """
+    check_trainable(target.params, target.model.name)
     shape, key = data.states[:, -1].shape, threefry(key)
     if labels is not None and jnp.shape(labels) != shape:
         raise UsageError(f"labels must be one per token of each block, {list(shape)}, not {list(jnp.shape(labels))}")

@@ -29,6 +29,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind, unembed
 from specjax.models.heads.contract import DraftHead, Head
 from specjax.models.heads.hamburger import Hamburger, decode_segment
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.validation import check_integer
 from specjax.training.data.segments import score_tokens, split_by_entropy
 from specjax.types import Array, Context, Model, PyTree, Stream, Target
@@ -141,8 +142,9 @@ def train_hamburger(
 
     Returns: (the trained base, the trained head, float32[steps] losses).
 
-    Raises: UsageError for a head that does not fit the base, and for segments that it cannot merge.
+    Raises: UsageError for a quantised base, a head that does not fit it, and segments that the head cannot merge.
     """
+    check_trainable(target.params, target.model.name)
     check(target, head)
     check_integer("steps", steps)
     max_length = head.head.config.segment

@@ -24,6 +24,7 @@ from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.errors import UsageError
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer, check_range
 from specjax.training.data.segments import score_tokens, split_by_confidence
@@ -73,8 +74,9 @@ def train_lud(
 
     Returns: (the trained target, float32[steps] losses).
 
-    Raises: UsageError for settings out of range.
+    Raises: UsageError for settings out of range, and for a quantised target.
     """
+    check_trainable(target.params, target.model.name)
     check_integer("slots", slots)
     key = threefry(key)
     if not 0 <= pad_token < target.model.vocab_size:

@@ -66,7 +66,9 @@ def test_the_prompts_of_training_and_those_of_a_run(cli, prompts, tmp_path):
     run = ("generate", "ab", "--draft", out, "--method", "medusa", "--max-new-tokens", 4)
     words = lambda *more: " ".join(cli(*run, *more).err.split())
     assert "the drafter was trained with" not in words("--system", "be brief", *suffix)
+    (out / "card.json").write_text(json.dumps(card | {"target_quantized": "int8"}))
     warnings = words()
+    assert 'the drafter was trained with the target in "int8", and this run has none' in warnings
     assert 'the drafter was trained with --system "be brief", and this run has none' in warnings
     assert 'the drafter was trained with --template-args {"suffix": "!"}, and this run has none' in warnings
 

@@ -15,6 +15,8 @@ from toy import (
     chi_square,
     joint_distribution,
     markov,
+    pairs_after,
+    quantized,
     sampled_triples,
     tiny_llama,
     tiny_llama_alike,
@@ -141,6 +143,38 @@ def test_greedy_and_coupled_text_is_the_targets(temperature, own_token):
     ).to_lists()
     drafter = hierarchical(tiny_llama(seed=1, layers=1), draft, min_tokens=3, own_token=own_token)
     assert run(drafter) == run(autoregressive())
+
+
+def of_int8(weights, **changes):
+    """SpecMQuant's levels: the int8 form of a model drafts for its int4 form, with a tree of a smaller model below."""
+    tree = two_model(tiny_llama(seed=2, layers=1, **changes), tree=trees.branching((2, 1)), lag=4)
+    return hierarchical(quantized(weights, "int8"), tree, min_tokens=3)
+
+
+def test_greedy_text_of_an_int4_target_is_that_of_its_plain_decoding():
+    target = quantized(tiny_llama(), "int4-weights")
+    run = lambda target, drafter: decode(target, drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=20)
+    result, plain = run(target, of_int8(tiny_llama())), run(target, autoregressive()).to_lists()
+    assert result.to_lists() == plain != run(tiny_llama(), autoregressive()).to_lists()
+    assert max(result.stats.target_passes) < 20
+
+
+def test_sampled_text_of_an_int4_target_has_its_law():
+    """Enumerate two tokens. The laws of the unquantised target and of the middle model are rejected."""
+    weights = tiny_llama(layers=3, vocab=3, stacked=True)
+    target, drafter = quantized(weights, "int4-weights"), of_int8(weights, vocab=3)
+    options = {"samples_per_prompt": 8192}
+    counts, law, result = pairs_after(lambda _: drafter, target=target, **options)
+    assert chi_square(counts, law) > 1e-3
+    assert 0 < result.stats.target_passes.mean() < 2
+
+    def propose(params, *args):
+        tree, state = drafter.propose(params, *args)
+        return tree._replace(logits=jnp.zeros_like(tree.logits)), state
+
+    mutant, _, _ = pairs_after(lambda _: drafter.replace(propose=propose), target=target, **options)
+    print(chi_square(counts, law), chi_square(mutant, law))
+    assert chi_square(mutant, law) < 1e-6
 
 
 def passes_of_equals(inner, min_tokens, own_token):

@@ -8,6 +8,7 @@ import pytest
 from specjax.models.products import matmul, matmul_same_bits, take_rows
 from specjax.models.products import quantized as products
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray, WeightFormat, expand_rows, quantize_rows
+from specjax.pallas_kernels.grouped_matmul import unsupported_reason
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((24, 96)).astype(np.float32)
@@ -88,6 +89,15 @@ def test_derivatives_pass_the_rounding_of_activations(inputs):
     loss = lambda x: jnp.sum(matmul(x, matrix) * jnp.arange(24.0))
     expected = np.broadcast_to(np.arange(24.0) @ np.asarray(expand_rows(matrix)), X.shape)
     np.testing.assert_allclose(jax.grad(loss)(X), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_gradients_pass_a_matrix_that_a_kernel_multiplies_on_tpus():
+    """JAX transposes the forms of all backends when it compiles a gradient, and it cannot transpose the kernel."""
+    matrix = quantize_rows(jnp.asarray(np.tile(WEIGHT, (1, 8))), WeightFormat(bits=4, group=128))
+    assert unsupported_reason(768, 6) is None
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(matmul(x, matrix) * jnp.arange(24.0))))
+    expected = np.broadcast_to(np.arange(24.0) @ np.asarray(expand_rows(matrix), np.float64), (2, 3, 768))
+    np.testing.assert_allclose(gradient(jnp.ones((2, 3, 768))), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_rows_of_a_table_are_expanded():

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from tiers import those
 
 from specjax.errors import UsageError
 from specjax.models.heads.kinds import KINDS, init_head
+from specjax.models.variants.expanding import expand_target
 from specjax.training.loop.head_init import matching_share, new_head
 
 
@@ -22,6 +24,16 @@ def test_every_kind_begins_with_a_target_of_few_layers(kind):
         new_head(kind, config, target, jax.random.key(0), random=random).params for random in (False, True)
     )
     assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, drawn)
+
+
+@pytest.mark.parametrize("kind", those({"eagle3", "dflash", "medusa"}, KINDS))
+def test_a_head_copies_the_expanded_matrices_of_a_quantised_target(kind):
+    target = toy.quantized(toy.tiny_llama(layers=3), "int4-weights", group=16)
+    config = KINDS[kind].of_target(target.model.config)
+    copied, expected = (
+        new_head(kind, config, source, jax.random.key(0)).params for source in (target, expand_target(target))
+    )
+    jax.tree.map(np.testing.assert_array_equal, copied, expected)
 
 
 def of_head(kind, *, seed=1, **changes):

@@ -64,7 +64,7 @@ def _document(session: Session) -> dict[str, Any]:
     head, check = session.head, session.check
     assert head is not None and check is not None
     return {
-        "kind": head.kind, "dialect": head.dialect, "flags": dict(head.flags), "notes": [*head.notes, *head.unread],
+        "kind": head.kind, "dialect": head.dialect, "flags": dict(head.flags), "notes": [*head.notes, *head.warnings],
         "unused": list(head.unused), "tensors": head.tensors, "parameters": head.num_parameters,
         "trained_for": head.trained_for, "max_positions": head.max_positions, "target": session.target.model.name,
         "agreement": check.agreement, "agreement_by_depth": list(check.depths), "places": check.places,
