@@ -122,8 +122,9 @@ def evaluate_quantization(
     for scheme in schemes:
         check_scheme(scheme, "scheme")
     results: list[Evaluation] = []
-    for scheme in (None, *schemes):
-        loaded = read_model(source, kind="autoregressive", quantize=scheme, **options)
+    quantize: str | None
+    for quantize in (None, *schemes):
+        loaded = read_model(source, kind="autoregressive", quantize=quantize, **options)
         target, tokenizer = loaded.target, loaded.tokenizer
         name = target.model.name
         notify = None if on_window is None else (lambda done, total, name=name: on_window(name, done, total))
@@ -131,7 +132,7 @@ def evaluate_quantization(
         value, count = perplexity(target, tokens, window=window, on_window=notify)
         ratio = value / results[0].perplexity if results else 1.0
         results.append(
-            Evaluation(name, scheme, value, count, window or _window_of(target), num_bytes(target.params), ratio)
+            Evaluation(name, quantize, value, count, window or _window_of(target), num_bytes(target.params), ratio)
         )
         del loaded, target
     return results

@@ -116,7 +116,7 @@ def read_quantized_rows(tensor: StoredArray, start: int, stop: int, form: Weight
     return dataclasses.replace(rows, values=rows.values.astype(jnp.dtype(form.values)))
 
 
-def equal_values(first: TensorLocation, second: TensorLocation) -> bool:
+def equal_values(first: StoredArray, second: StoredArray) -> bool:
     """Return True if two stored matrices have the same shape and values."""
     if first.shape != second.shape:
         return False

@@ -103,10 +103,12 @@ def quantize(
     )
     from specjax.cli.output.console import Console, print_json
     from specjax.cli.output.files import read_text
-    from specjax.cli.runs.environment import describe_command, describe_machine, use_compilation_cache
+    from specjax.cli.runs.environment import describe_command, use_compilation_cache
+    from specjax.persistence.cards import describe_machine
 
     text = None if evaluation.evaluate is None else read_text(evaluation.evaluate, "--evaluate")
-    log, document = Console(stderr=True), describe_command() | {"model": model, "dtype": dtype}
+    log = Console(stderr=True)
+    document: dict[str, Any] = {**describe_command(), "model": model, "dtype": dtype}
     use_compilation_cache(not no_cache)
     if out is not None:
         document["written"] = _write(model, out.expanduser(), schemes[0], dtype, log)
