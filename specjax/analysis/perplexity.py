@@ -119,8 +119,8 @@ def evaluate_quantization(
 
     Raises: UsageError for an unknown scheme, for a model that cannot be loaded, and in the cases of `perplexity`.
     """
-    for scheme in schemes:
-        check_scheme(scheme, "scheme")
+    for one in schemes:
+        check_scheme(one, "scheme")
     results: list[Evaluation] = []
     quantize: str | None
     for quantize in (None, *schemes):
