@@ -148,7 +148,7 @@ def _write(source: str, out: Path, scheme: str, dtype: str, log: Any) -> dict[st
 
 def _check_out(out: Path, source: Path) -> None:
     """Raise a UsageError for a folder that cannot be written, or that has the weights of another model."""
-    from specjax.cli.runs.training import check_folder
+    from specjax.cli.training.files import check_folder
     from specjax.models.loading.formats.hf import INDEX, SAFETENSORS_FILE
 
     check_folder(out, "OUT")
