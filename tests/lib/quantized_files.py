@@ -71,7 +71,7 @@ def grouped(weight, group, low, high, symmetric, order=None, float16=True):
     return numbers.astype(int), zeros.astype(int), scales, scales[:, order] * (numbers - zeros[:, order])
 
 
-def gptq(weight, bits=4, group=16, symmetric=False, version="gptq", order=None, stored_zero=None):
+def gptq(weight, bits=4, group=16, symmetric=False, version="gptq", order=None, stored_zero=None, dynamic=None):
     numbers, zeros, scales, matrix = grouped(weight, group, 0, 2**bits - 1, symmetric, order)
     stored = zeros - (version == "gptq") if stored_zero is None else np.full_like(zeros, stored_zero)
     tensors = {
@@ -84,7 +84,7 @@ def gptq(weight, bits=4, group=16, symmetric=False, version="gptq", order=None, 
         tensors["g_idx"] = (np.arange(inputs) // group if order is None else order).astype(np.int32)
     config = {
         "quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": order is not None,
-        "checkpoint_format": version, "damp_percent": 0.1, "meta": {"quantizer": ["x"]},
+        "checkpoint_format": version, "dynamic": dynamic, "damp_percent": 0.1, "meta": {"quantizer": ["x"]},
     }  # fmt: skip
     return tensors, matrix, config
 

@@ -48,7 +48,8 @@ def reader(fields: ConfigFields) -> Reader:
         raise UsageError(f"{fields.where} has the Marlin layout of GPTQ; save the model in the format gptq")
     if bits not in BITS:
         raise UsageError(f"{fields.where} has GPTQ of {bits} bits; supported are 2, 3, 4 and 8")
-    if fields.value("dynamic"):
+    rules = fields.subfields("dynamic")
+    if not all(name.removeprefix(rules.prefix).startswith("-:") for name in rules.values):  # these leave modules out
         raise UsageError(f"{fields.where} has modules with bits of their own (dynamic), which specjax does not read")
     group = group_size(fields, "group_size", -1)
     return functools.partial(_read, _GptqSettings(bits, group, fields.flag("sym", True), FORMATS[kind]))

@@ -16,7 +16,7 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Return numbers uint8[..., count] from words int32[..., n]. Numbers of 3, 5, 6 and 7 bits can span two words."""
     words = np.ascontiguousarray(words).view(np.uint32)
     if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits).astype(np.uint8)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
         numbers = (words.view(np.uint8)[..., None] >> shifts) & np.uint8(2**bits - 1)
         return numbers.reshape(*words.shape[:-1], -1)[..., :count]
     first = np.arange(count) * bits

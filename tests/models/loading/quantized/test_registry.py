@@ -38,6 +38,7 @@ CASES = {
     "gptq-symmetric-v2": (files.gptq, dict(symmetric=True, version="gptq_v2", bits=8)),
     "gptq-symmetric-that-stores-8": (files.gptq, dict(symmetric=True, stored_zero=8)),
     "gptq-one-group": (files.gptq, dict(group=-1, bits=3)),
+    "gptq-that-leaves-modules-out": (files.gptq, dict(symmetric=True, dynamic={"-:lm_head": {}})),
     "gptq-order-of-equal-groups": (files.gptq, dict(order=STEPS)),
     "awq": (files.awq, {}),
     "awq-one-group": (files.awq, dict(group=-1)),
