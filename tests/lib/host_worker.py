@@ -160,7 +160,7 @@ def cli(*arguments: str) -> None:
 
     def load(
         source=None, *, dtype="float32", stacked=None, cache_dtype=None, same_bits=False, max_positions=None, mesh=None,
-        over=None,
+        over=None, quantize=None, keep_quantized=None,
     ):  # fmt: skip
         config = dataclasses.replace(conftest.CONFIG, cache_dtype=cache_dtype)
         if source == "missing":
