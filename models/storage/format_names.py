@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.models.storage.schemes import SCHEMES
-from specjax.numerics.quantized_array import FLOAT8, WeightFormat
+from specjax.numerics.quantized_array import WeightFormat
 
 
 def describe_formats(config: Any) -> str | None:
@@ -14,14 +14,18 @@ def describe_formats(config: Any) -> str | None:
     return ", ".join(dict.fromkeys(map(_format_name, formats))) or None
 
 
+def _is_float(form: WeightFormat) -> bool:
+    return form.values.startswith("float")
+
+
 def _format_name(form: WeightFormat) -> str:
     for name, scheme in SCHEMES.items():
-        has_number_type = (scheme.values == FLOAT8) == (form.values == FLOAT8)
-        if has_number_type and scheme.has_values_of(form) and scheme.inputs == form.inputs:
+        is_same_type = scheme.values == form.values or not (_is_float(scheme) or _is_float(form))
+        if is_same_type and scheme.has_values_of(form) and scheme.inputs == form.inputs:
             return name
     return " ".join(
         [
-            "float8" if form.values == FLOAT8 else f"{form.bits} bits",
+            form.values if _is_float(form) else f"{form.bits} bits",
             *([f"in groups of {form.group}"] if form.group else []),
             *(["with offsets"] if form.has_offsets else []),
             *([f"by {form.inputs} activations"] if form.inputs else []),

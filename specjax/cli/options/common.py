@@ -244,6 +244,15 @@ QuantizeOption = Annotated[
         autocompletion=completion.one_of(*SCHEME_NAMES),
     ),
 ]
+DraftQuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-quantize",
+        help="Round the draft model's matrices to few bits, by one of the schemes of --quantize. Default: no rounding.",
+        show_default=False,
+        autocompletion=completion.one_of(*SCHEME_NAMES),
+    ),
+]
 KeepQuantizedOption = Annotated[
     bool | None,
     typer.Option(
@@ -300,12 +309,12 @@ def check_system(raw: bool, system: str | None) -> None:
     )
 
 
-def check_quantize(scheme: str | None, keep: bool | None) -> None:
+def check_quantize(scheme: str | None, keep: bool | None, flag: str = "--quantize") -> None:
     """Raise a UsageError for an unknown scheme, or one for matrices that keep their file's formats."""
-    check_scheme(scheme, "--quantize")
+    check_scheme(scheme, flag)
     require(
         scheme is None or not keep,
-        f"--keep-quantized keeps the formats of the file, and --quantize {scheme} rounds to others; leave one out",
+        f"--keep-quantized keeps the formats of the file, and {flag} {scheme} rounds to others; leave one out",
     )
 
 

@@ -76,6 +76,7 @@ class ModelOptions:
     same_bits: o.SameBitsOption = False
     quantize: o.QuantizeOption = None
     keep_quantized: o.KeepQuantizedOption = None
+    draft_quantize: o.DraftQuantizeOption = None
     block: o.BlockOption = None
     mask_token: o.MaskTokenOption = None
     head_set: o.HeadSetOption = None
@@ -92,6 +93,11 @@ class ModelOptions:
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
         )
         o.check_quantize(self.quantize, self.keep_quantized)
+        o.check_quantize(self.draft_quantize, self.keep_quantized, "--draft-quantize")
+        require(
+            self.draft_quantize is None or self.draft is not None,
+            "--draft-quantize rounds a draft model, and there is none; give one with --draft",
+        )
         self.head_settings()
         o.parse_template_args(self.template_args)
 
@@ -103,7 +109,12 @@ class ModelOptions:
         )
 
     def check_head(self, has_head: bool) -> None:
-        """Raise a UsageError for settings of a draft head without one."""
+        """Raise a UsageError for settings of a draft head without one, or of a draft model for a head."""
+        require(
+            not has_head or self.draft_quantize is None,
+            "--draft-quantize is for a draft model, and --draft is a head, which stays in floats; remove "
+            "--draft-quantize",
+        )
         require(
             has_head or not self.head_set, "--head-set is for a draft head, and --draft is not one; remove --head-set"
         )

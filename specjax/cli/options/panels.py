@@ -11,7 +11,7 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "Text": "--max-new-tokens --stop-string --batch-file --raw --system --template-args --own-prompts --texts "
         "--prompts --limit --offset --answers",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
-        "--same-bits --quantize --keep-quantized --adapt",
+        "--same-bits --quantize --keep-quantized --draft-quantize --adapt",
         "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller --costs "
         "--recipe --on-policy --layers",
         "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",

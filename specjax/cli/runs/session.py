@@ -242,7 +242,7 @@ def open_session(
             over = None if mesh is None else ()  # a copy on every device
             options: dict[str, Any] = {
                 "dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over,
-                "keep_quantized": models.keep_quantized,
+                "keep_quantized": models.keep_quantized, "quantize": models.draft_quantize,
             }  # fmt: skip
             if has_denoiser:
                 options |= {"block": models.block, "mask_token": models.mask_token}

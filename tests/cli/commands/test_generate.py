@@ -451,6 +451,16 @@ def test_bad_processors(refused, tmp_path, flags, words):
     assert words in refused("generate", "abc", *SHORT, *(schema if flag == "FILE" else flag for flag in flags))
 
 
+def test_the_int8_form_of_a_model_drafts_for_its_int4_form(cli, refused):
+    command = ("generate", "abcabcabc", *SHORT, "--quantize", "int4-weights", "--method", "hierarchical")
+    draft = ("--draft", "target", "--draft-quantize", "int8")
+    record = json.loads(cli(*command, *draft, "--set", "inner=token_recycling", "--compare", "--json").out)
+    assert record["identical"] is True and record["draft"] == "tiny (int8)"
+    assert "--draft-quantize rounds a draft model" in refused(*command, "--draft-quantize", "int8")
+    words = refused(*command, *draft[:-1], "int3")
+    assert '--draft-quantize must be one of int8, int8-weights, int4-weights, fp8, not "int3"' in words
+
+
 def test_a_quantised_target_is_compared_with_itself(cli, refused):
     command = ("generate", "abcabcabc", *SHORT, "--quantize", "int8", "--method", "prompt_lookup", "--compare")
     result = cli(*command)

@@ -26,7 +26,7 @@ def test_a_scheme_has_its_own_name_however_its_values_are_stored(platform):
     ((("head", None), ("*", SCHEMES["int8"])), "int8"),
     ((("*.down", WeightFormat(6, group=16)), ("*", WeightFormat(4, group=32, has_offsets=True))),
      "6 bits in groups of 16, 4 bits in groups of 32 with offsets"),
-    ((("*", WeightFormat(values=FLOAT8, inputs=FLOAT8)),), "float8 by float8_e4m3fn activations"),
+    ((("*", WeightFormat(values=FLOAT8, inputs=FLOAT8)),), "float8_e4m3fn by float8_e4m3fn activations"),
 ])  # fmt: skip
 def test_other_formats_are_described(rows, name):
     assert describe_formats(config_of(*rows)) == name
