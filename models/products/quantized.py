@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
 
 from specjax.models.products.padding import fill_tile, num_batch_shards
 from specjax.numerics.quantization import quantize
@@ -52,8 +53,14 @@ def _product(dtype, same_bits: bool, x: Array, weight: QuantizedArray) -> Array:
 
 @_product.defjvp
 def _product_jvp(dtype, same_bits, primals, tangents):
+    """Return the product and its tangent, a linear map whose transpose is `_matmul_transposed`.
+
+    A transpose that JAX derives would store the expanded weight until the backward pass, and kernels have none.
+    """
     x, weight = primals
-    return _product(dtype, same_bits, x, weight), _matmul_linear(tangents[0], weight, dtype)
+    forward = lambda weight, tangent: _matmul_expanded(tangent, weight, dtype)
+    backward = lambda weight, gradient: _matmul_transposed(gradient.astype(x.dtype), weight)
+    return _product(dtype, same_bits, x, weight), linear_call(forward, backward, weight, tangents[0])
 
 
 def _rounded(x: Array, weight: QuantizedArray) -> Array:
@@ -111,15 +118,6 @@ def _matmul_expanded(x: Array, weight: QuantizedArray, dtype) -> Array:
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=default)
 
 
-def _matmul_linear(x: Array, weight: QuantizedArray, dtype) -> Array:
-    """Multiply by the expanded weight, in products that JAX transposes for gradients. It cannot transpose the kernel.
-
-    JAX transposes the forms of all backends, so the kernel must not be among them on any backend.
-    """
-    cpu, default = (functools.partial(f, dtype=dtype) for f in (_matmul_by_blocks, _matmul_fused))
-    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
-
-
 def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:
     """Multiply with at least 8 rows per device, or by a kernel if the inputs have groups.
 
@@ -172,6 +170,32 @@ def _matmul_by_blocks(x: Array, weight: QuantizedArray, dtype) -> Array:
     parts = jax.tree.map(lambda leaf: leaf.reshape(blocks, -1, *leaf.shape[1:]), weight)
     y = jax.lax.scan(body, None, parts)[1].reshape(weight.shape[0], -1)[:, :count]
     return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1).astype(dtype)
+
+
+def _matmul_transposed(y: Array, weight: QuantizedArray) -> Array:
+    """Multiply y [..., O] by the expanded weight [O, I]. Return [..., I] in the dtype of y."""
+    return jax.lax.platform_dependent(y, weight, cpu=_transposed_by_blocks, default=_transposed_fused)
+
+
+def _transposed_fused(y: Array, weight: QuantizedArray) -> Array:
+    dimensions = (((y.ndim - 1,), (0,)), ((), ()))
+    matrix = weight.expand(y.dtype)
+    return jax.lax.dot_general(y, matrix, dimensions, preferred_element_type=jnp.float32).astype(y.dtype)
+
+
+def _transposed_by_blocks(y: Array, weight: QuantizedArray) -> Array:
+    rows = y.reshape(-1, y.shape[-1])
+    blocks = _num_blocks(*weight.shape)
+
+    def body(total, part):
+        block, columns = part
+        matrix = jax.lax.optimization_barrier(block.expand(y.dtype))
+        product = jax.lax.dot_general(columns, matrix, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return total + product, None
+
+    parts = jax.tree.map(lambda leaf: leaf.reshape(blocks, -1, *leaf.shape[1:]), (weight, rows.T))
+    total = jnp.zeros((len(rows), weight.shape[1]), jnp.float32)
+    return jax.lax.scan(body, total, parts)[0].reshape(*y.shape[:-1], -1).astype(y.dtype)
 
 
 def _num_blocks(num_rows: int, inputs: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -103,6 +103,19 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
         return form
     group = math.gcd(form.group, shape[-1])
     return dataclasses.replace(form, group=group) if group >= MIN_GROUP else None
+
+
+def formats_of_layers(config: Any, layers: Sequence[int]) -> tuple[tuple[str, WeightFormat | None], ...]:
+    """Return the formats of the model that has only these layers of another, in this order."""
+    formats: list[tuple[str, WeightFormat | None]] = []
+    for pattern, form in config.quantized:
+        parts = pattern.split(".")
+        if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit():
+            places = [place for place, layer in enumerate(layers) if layer == int(parts[1])]
+            formats += [(".".join(["layers", str(place), *parts[2:]]), form) for place in places]
+        else:
+            formats.append((pattern, form))
+    return tuple(formats)
 
 
 def with_formats(shapes: PyTree, config: Any) -> PyTree:

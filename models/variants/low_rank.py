@@ -48,7 +48,11 @@ def init_lora(target: Target, key: Array, rank: int = 8, projections: tuple[str,
 
 
 def apply_lora(target: Target, lora: LoraWeights, alpha: float = 16.0) -> Target:
-    """Return the target with updated weights, at the same size, in the same form and at the same speed."""
+    """Return the target with updated weights, at the same size, in the same form and at the same speed.
+
+    Raises: UsageError for a model with quantised weights.
+    """
+    check_trainable(target.params, target.model.name)
 
     def add(path, weight: Array) -> Array:
         matrices = lora.get(jax.tree_util.keystr(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.decoder import DecoderConfig
-from specjax.numerics.quantized_array import QuantizedArray
-from specjax.types import Model, PyTree, Target
+from specjax.models.storage.schemes import MIN_GROUP, formats_of_layers
+from specjax.numerics.quantized_array import QuantizedArray, is_quantized
+from specjax.types import Array, Model, PyTree, Target
 
 
 def prune_layers(target: Target, layers: Sequence[int]) -> Target:
@@ -40,6 +42,8 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
     if getattr(config, "mlp_widths", None) is not None:
         changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
+    if getattr(config, "quantized", ()):
+        changes["quantized"] = formats_of_layers(config, layers)
     return Target(rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
 
 
@@ -87,23 +91,30 @@ def _slice_units(layers: PyTree, width: int) -> PyTree:
             return leaf
         if "down" in names:
             return _first_inputs(leaf, width)
-        return leaf[..., : 2 * width if "gate_up" in names else width, :]  # a gate row and an up row per unit
+        rows = 2 * width if "gate_up" in names else width  # a gate row and an up row per unit
+        return jax.tree.map(lambda array: array[..., :rows, :], leaf)
 
-    return jax.tree_util.tree_map_with_path(slice_leaf, layers, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+    return jax.tree_util.tree_map_with_path(slice_leaf, layers, is_leaf=is_quantized)
 
 
-def _first_inputs(matrix: Any, count: int) -> Any:
-    """Return the first `count` columns of a matrix. A quantised one whose last group would be cut is expanded."""
+def _first_inputs(matrix: Array | QuantizedArray, width: int) -> Array | QuantizedArray:
+    """Return a matrix [..., O, I] with its first `width` columns.
+
+    If these end inside of a group of a quantised matrix, its groups become smaller, and the scales are repeated. Groups
+    below MIN_GROUP are not supported, as in `format_of`, so the matrix is then expanded.
+    """
     if not isinstance(matrix, QuantizedArray):
-        return matrix[..., :count]
-    group = matrix.shape[-1] // matrix.scales.shape[-1]
-    if matrix.scales.shape[-1] == 1:
-        return dataclasses.replace(matrix, values=matrix.values[..., :count])
-    if count % group:
-        return matrix.expand()[..., :count]
-    cut = lambda scales: None if scales is None else scales[..., : count // group]
-    scales, offsets = cut(matrix.scales), cut(matrix.offsets)
-    return dataclasses.replace(matrix, values=matrix.values[..., :count], scales=scales, offsets=offsets)
+        return matrix[..., :width]
+    values, groups = matrix.values[..., :width], matrix.scales.shape[-1]
+    if groups == 1:
+        return dataclasses.replace(matrix, values=values)
+    size = matrix.shape[-1] // groups
+    group = math.gcd(size, width)
+    if group < MIN_GROUP:
+        return matrix.expand()[..., :width]
+    cut = lambda leaf: jnp.repeat(leaf, size // group, -1)[..., : width // group]
+    scales, offsets = jax.tree.map(cut, (matrix.scales, matrix.offsets))
+    return dataclasses.replace(matrix, values=values, scales=scales, offsets=offsets)
 
 
 def separate_layers(target: Target) -> Target:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, Model, Output, PyTree
 
@@ -25,9 +26,10 @@ def descend(
       learning_rate: Adam's learning rate, or another optimizer.
       key: if not None, the second argument of the loss is a key that differs in each step.
 
-    Raises: UsageError for a negative number of steps.
+    Raises: UsageError for a negative number of steps, or for quantised parameters.
     """
     check_integer("steps", steps, 0)
+    check_trainable(params, "the model to train")
     optimizer = learning_rate if isinstance(learning_rate, optax.GradientTransformation) else optax.adam(learning_rate)
 
     dtypes = jax.tree.map(lambda x: x.dtype, params)

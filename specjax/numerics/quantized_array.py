@@ -120,7 +120,11 @@ def _largest_value(form: WeightFormat) -> float:
     return float(jnp.finfo(FLOAT8).max) if form.values == FLOAT8 else 2 ** (form.bits - 1) - 1
 
 
+def is_quantized(leaf: Any) -> bool:
+    """Return True for a `QuantizedArray`. It is for the argument `is_leaf` of `jax.tree` functions."""
+    return isinstance(leaf, QuantizedArray)
+
+
 def as_float_weights(tree: Any) -> Any:
     """Return a tree with its quantised matrices expanded."""
-    is_quantized = lambda leaf: isinstance(leaf, QuantizedArray)
     return jax.tree.map(lambda leaf: leaf.expand() if is_quantized(leaf) else leaf, tree, is_leaf=is_quantized)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.modes import jit
+from specjax.models.variants.expanding import check_trainable
 from specjax.training.data.packing import PackedBatch
 from specjax.training.loop.optimizers import make_optimizer, merge_params, split_params
 from specjax.training.objectives.head_objective import StepReport
@@ -46,8 +47,9 @@ class TrainingOutcome(NamedTuple):
 
 
 def init_state(plan: TrainingPlan, params: PyTree) -> tuple[State, PyTree]:
-    """Return (initial state, frozen parameters)."""
+    """Return (initial state, frozen parameters). Raises: UsageError if a trained parameter is quantised."""
     trained, frozen = split_params(params, plan.recipe.frozen)
+    check_trainable(trained, f"the {plan.objective.kind} to train")
     trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
     return State(trained, make_optimizer(plan.recipe, plan.steps).init(trained), jnp.int32(0)), frozen
 

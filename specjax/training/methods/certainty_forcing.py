@@ -32,6 +32,7 @@ from specjax.arrays.modes import jit, with_standard_modes
 from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.measures import entropy
 from specjax.diffusion.types import Denoiser
+from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer
 from specjax.training.data.packing import PackedBatch
@@ -90,9 +91,13 @@ def train_certainty(
     beta: float = 2.0,
     learning_rate: float = 1e-4,
 ) -> tuple[Denoiser, np.ndarray]:
-    """Train a denoiser on packed texts with AdamW. Returns: (the denoiser, float32[steps] losses)."""
+    """Train a denoiser on packed texts with AdamW. Returns: (the denoiser, float32[steps] losses).
+
+    Raises: UsageError for a denoiser with quantised weights.
+    """
     check_integer("block", block)
     check_integer("epochs", epochs)
+    check_trainable(denoiser.params, denoiser.model.name)
     optimizer = _make_adamw(learning_rate)
     state, losses = optimizer.init(denoiser.params), []
     for step in range(epochs * len(batches)):

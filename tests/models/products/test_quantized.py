@@ -30,11 +30,16 @@ def rounded_inputs(x):
     return np.rint(x / scale).astype(np.int64), scale.astype(np.float64)
 
 
+def jit_anew(function):
+    """Jit a function so that no program of an earlier test is used, which may be that of another backend."""
+    return jax.jit(lambda *args: function(*args))
+
+
 @pytest.fixture
 def platform_form(platform, monkeypatch):
-    """Use the products of other backends on this one."""
+    """Use the products of other backends on this one, in programs of `jit_anew`."""
     if platform == "default":
-        choose = lambda *args, cpu, default: default(*args)
+        choose = lambda *args, default, **_: default(*args)
         monkeypatch.setattr(jax.lax, "platform_dependent", choose)
 
 
@@ -46,7 +51,7 @@ def test_int8_products_sum_whole_numbers(platform_form, has_offsets):
     expected = (values @ np.asarray(matrix.values, np.int64).T) * scale * np.asarray(matrix.scales, np.float64)[:, 0]
     if has_offsets:
         expected -= values.sum(-1, keepdims=True) * scale * np.asarray(matrix.offsets, np.float64)[:, 0]
-    np.testing.assert_allclose(jax.jit(matmul)(X, matrix), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jit_anew(matmul)(X, matrix), expected, rtol=1e-5, atol=1e-5)
 
 
 @ON_CPU_AND_ELSEWHERE
@@ -60,7 +65,7 @@ def test_other_products_are_those_of_the_expanded_matrix(platform_form, form):
     matrix = make(form)
     rows = X if form.inputs is None else np.float32(np.prod(np.broadcast_arrays(*rounded_inputs(X)), 0))
     expected = rows.astype(np.float64) @ np.asarray(expand_rows(matrix), np.float64).T
-    np.testing.assert_allclose(jax.jit(matmul)(X, matrix), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jit_anew(matmul)(X, matrix), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -83,12 +88,25 @@ def test_blocks_divide_the_rows_of_a_matrix(monkeypatch):
     np.testing.assert_allclose(jax.jit(matmul)(X[:1], matrix), expected[:1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("inputs", [None, "int8"])
-def test_derivatives_pass_the_rounding_of_activations(inputs):
-    matrix = make(WeightFormat(inputs=inputs))
-    loss = lambda x: jnp.sum(matmul(x, matrix) * jnp.arange(24.0))
+@ON_CPU_AND_ELSEWHERE
+@pytest.mark.parametrize("form", [
+    WeightFormat(), WeightFormat(inputs="int8"), WeightFormat(group=32, has_offsets=True),
+], ids=str)  # fmt: skip
+def test_derivatives_pass_the_rounding_of_activations(platform_form, form, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 500)
+    matrix = make(form)
+    loss = lambda x, matrix: jnp.sum(matmul(x, matrix) * jnp.arange(24.0))
     expected = np.broadcast_to(np.arange(24.0) @ np.asarray(expand_rows(matrix)), X.shape)
-    np.testing.assert_allclose(jax.grad(loss)(X), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X, matrix), expected, rtol=1e-4, atol=1e-4)
+    forward = jax.jit(lambda x, matrix: jax.jvp(lambda x: loss(x, matrix), (x,), (jnp.ones_like(x),)))(X, matrix)[1]
+    np.testing.assert_allclose(forward, expected.sum(), rtol=1e-4)
+
+
+def test_derivatives_store_no_expanded_weight(monkeypatch):
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 500)
+    matrix = make(WeightFormat(group=32))
+    residuals = jax.eval_shape(lambda x: jax.vjp(lambda x: matmul(x, matrix), x)[1], X)
+    assert not [leaf for leaf in jax.tree.leaves(residuals) if leaf.dtype != jnp.int8 and leaf.size >= matrix.size]
 
 
 def test_compiled_gradients_pass_a_matrix_that_a_kernel_multiplies_on_tpus():
