@@ -156,8 +156,12 @@ def _matmul_fused(x: Array, weight: QuantizedArray, dtype) -> Array:
 
 
 def _matmul_by_blocks(x: Array, weight: QuantizedArray, dtype) -> Array:
-    """Multiply blocks of the weight, which are expanded one at a time."""
-    rows = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
+    """Multiply blocks of the weight, which are expanded one at a time.
+
+    The barrier ties the weight to the rows. XLA otherwise moves the expansion of a single block out of the loop of a
+    decode, and an expanded copy of all small matrices stays in memory.
+    """
+    rows, weight = jax.lax.optimization_barrier((x.reshape(-1, x.shape[-1]), weight))
     count = len(rows)
     rows = jnp.pad(rows, ((0, max(0, 2 - count)), (0, 0)))
     blocks = _num_blocks(*weight.shape)
@@ -184,7 +188,7 @@ def _transposed_fused(y: Array, weight: QuantizedArray) -> Array:
 
 
 def _transposed_by_blocks(y: Array, weight: QuantizedArray) -> Array:
-    rows = y.reshape(-1, y.shape[-1])
+    rows, weight = jax.lax.optimization_barrier((y.reshape(-1, y.shape[-1]), weight))
     blocks = _num_blocks(*weight.shape)
 
     def body(total, part):

@@ -122,3 +122,9 @@ def test_rows_of_a_table_are_expanded():
     table = make(WeightFormat(group=32, has_offsets=True))
     ids = jnp.array([[3, 3, 0]])
     np.testing.assert_array_equal(jax.jit(take_rows)(table, ids), expand_rows(table)[ids])
+
+
+def test_expansions_depend_on_the_rows():
+    """XLA moves one that does not depend on them out of the loop of a decode, if its optimisations are on."""
+    program = jax.jit(matmul).lower(X, make(WeightFormat(group=32))).as_text()
+    assert any("24x96xi8" in line for line in program.splitlines() if "optimization_barrier" in line)
