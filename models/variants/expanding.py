@@ -10,13 +10,12 @@ from specjax.catalog.schemes import without_scheme
 from specjax.errors import UsageError
 from specjax.models.storage.format_names import describe_formats
 from specjax.models.variants.pruning import rebuild_model
-from specjax.numerics.quantized_array import QuantizedArray, as_float_weights
+from specjax.numerics.quantized_array import as_float_weights, is_quantized
 from specjax.types import PyTree, Target
 
 
 def check_trainable(params: PyTree, name: str) -> None:
     """Raise a UsageError if a parameter to train is quantised. Rounded values have no gradient. name: of the model."""
-    is_quantized = lambda leaf: isinstance(leaf, QuantizedArray)
     if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         raise UsageError(
             f"the weights of {name} are quantised, and training changes float weights only; load it without quantize "

@@ -23,7 +23,7 @@ from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
 from specjax.errors import UsageError
 from specjax.models.storage import num_bytes
 from specjax.numerics.filtered_draws import draw_warped
-from specjax.numerics.quantized_array import QuantizedArray
+from specjax.numerics.quantized_array import is_quantized
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
 
@@ -122,7 +122,6 @@ def dtype_of(target: Target) -> str:
 
     It is "int8" for a target with int8 weights whose activations are rounded to int8.
     """
-    is_quantized = lambda leaf: isinstance(leaf, QuantizedArray)
     leaves = jax.tree.leaves(target.params, is_leaf=is_quantized)
     if any(is_quantized(leaf) and leaf.inputs == "int8" for leaf in leaves):
         return "int8"
