@@ -1,5 +1,6 @@
 """Tests of which model writes which step, by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,4 +74,4 @@ def test_what_is_wrong_is_one_sentence():
     with pytest.raises(UsageError, match='form="oracle" reads the reward alone; leave the other one out'):
         lib.run("arbitrage", form="oracle", reward=by_the_card)
     with pytest.raises(UsageError, match="the score of the router is NaN; look at its parameters, in every row"):
-        lib.run("arbitrage", router=reward_of(ROUTER, (lib.HEAD, np.nan)))
+        lib.run("arbitrage", router=reward_of(jax.tree.map(lambda x: x * np.nan, ROUTER), (lib.HEAD, 0.0)))
