@@ -68,10 +68,8 @@ def read_arrays(source: str | Path, kind: str, fields: type[Part]) -> Part:
         return fields(*(jnp.asarray(read_array(tensors, name, file)) for name in names))
 
 
-def find_file(source: str | Path, content: str, made_by: str = "`specjax train`") -> Path:
-    """Return the path of an existing file of arrays.
-
-    Args: content: a noun for errors, such as "probes". made_by: the command or function that writes such files.
+def find_file(source: str | Path, content: str) -> Path:
+    """Return the path of an existing file of arrays. content: a noun for errors, such as "probes".
 
     Raises: UsageError for another suffix, or if there is no such file.
     """
@@ -79,7 +77,7 @@ def find_file(source: str | Path, content: str, made_by: str = "`specjax train`"
     if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
         raise UsageError(f"{source} is not a .safetensors, .pt or .bin file of {content}")
     if not file.is_file():
-        raise UsageError(f'there is no file "{source}" of {content}; {made_by} writes it')
+        raise UsageError(f'there is no file "{source}" of {content}; `specjax train` writes it')
     return file
 
 

@@ -29,6 +29,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.trained_arrays import find_file, read_array, write_arrays
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, Controller, Info, Signals
 
 HIDDEN = 16
@@ -102,7 +103,7 @@ def _functions(packed: tuple[bytes, ...], gammas, start, code, round_costs) -> C
 
 def read_spec_kv(source: str | Path) -> Weights:
     """Read the network of a .safetensors or PyTorch file, as float32. Raises: UsageError for a file of other arrays."""
-    file = find_file(source, "SpecKV's network", made_by="`save_spec_kv`")
+    file = find_file(source, "SpecKV's network")
     with guarded_read(file):
         tensors = hf.read_tensors(file)
         for name, shape in SHAPES.items():
@@ -185,8 +186,9 @@ def fit(
     """Train the network on logged steps: features float32[R, 5], drafted tokens gamma [R] and accepted tokens [R].
 
     The optimizer is full-batch Adam on the binomial log-likelihood of `accepted` out of `gamma`.
-    Raises: UsageError for no data, or arrays of different lengths.
+    Raises: UsageError for no data, arrays of different lengths, or a number of steps below 0.
     """
+    check_integer("steps", steps, 0)
     if not len(x) or not len(x) == len(gamma) == len(accepted):
         raise UsageError(f"fit needs as many gammas and accepted counts as features: {len(x)}, {len(gamma)} and "
                          f"{len(accepted)}")  # fmt: skip

@@ -129,6 +129,8 @@ def test_bad_settings():
         controllers.spec_kv(ZEROS, code=9)
     with pytest.raises(UsageError, match="fit needs as many"):
         fit(np.zeros((0, 5)), np.zeros(0), np.zeros(0), key=jax.random.key(0))
+    with pytest.raises(UsageError, match="steps must be"):
+        fit(np.zeros((1, 5)), np.ones(1), np.ones(1), key=jax.random.key(0), steps=-1)
     assert controllers.spec_kv(ZEROS) is controllers.spec_kv(jax.tree.map(jnp.asarray, ZEROS))
 
 
