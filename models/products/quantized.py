@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import linear_call
 
 from specjax.models.products.padding import fill_tile, num_batch_shards
 from specjax.numerics.quantization import quantize
@@ -53,14 +52,10 @@ def _product(dtype, same_bits: bool, x: Array, weight: QuantizedArray) -> Array:
 
 @_product.defjvp
 def _product_jvp(dtype, same_bits, primals, tangents):
-    """Return the product and its tangent, a linear map whose transpose is `_matmul_transposed`.
-
-    A transpose that JAX derives would store the expanded weight until the backward pass, and kernels have none.
-    """
+    """Return the product and its tangent, whose checkpoint stores no expanded weight until the backward pass."""
     x, weight = primals
-    forward = lambda weight, tangent: _matmul_expanded(tangent, weight, dtype)
-    backward = lambda weight, gradient: _matmul_transposed(gradient.astype(x.dtype), weight)
-    return _product(dtype, same_bits, x, weight), linear_call(forward, backward, weight, tangents[0])
+    linear = jax.checkpoint(functools.partial(_matmul_linear, dtype=dtype))
+    return _product(dtype, same_bits, x, weight), linear(tangents[0], weight)
 
 
 def _rounded(x: Array, weight: QuantizedArray) -> Array:
@@ -118,6 +113,15 @@ def _matmul_expanded(x: Array, weight: QuantizedArray, dtype) -> Array:
     return jax.lax.platform_dependent(x, weight, cpu=cpu, tpu=tpu, default=default)
 
 
+def _matmul_linear(x: Array, weight: QuantizedArray, dtype) -> Array:
+    """Multiply by the expanded weight, in products that JAX transposes for gradients. It cannot transpose the kernel.
+
+    JAX transposes the forms of all backends, so the kernel must not be among them on any backend.
+    """
+    cpu, default = (functools.partial(f, dtype=dtype) for f in (_linear_by_blocks, _matmul_fused))
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=default)
+
+
 def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:
     """Multiply with at least 8 rows per device, or by a kernel if the inputs have groups.
 
@@ -156,7 +160,7 @@ def _matmul_fused(x: Array, weight: QuantizedArray, dtype) -> Array:
 
 
 def _matmul_by_blocks(x: Array, weight: QuantizedArray, dtype) -> Array:
-    """Multiply blocks of the weight, which are expanded one at a time.
+    """Multiply blocks of the weight.
 
     The barrier ties the weight to the rows. XLA otherwise moves the expansion of a single block out of the loop of a
     decode, and an expanded copy of all small matrices stays in memory.
@@ -164,42 +168,31 @@ def _matmul_by_blocks(x: Array, weight: QuantizedArray, dtype) -> Array:
     rows, weight = jax.lax.optimization_barrier((x.reshape(-1, x.shape[-1]), weight))
     count = len(rows)
     rows = jnp.pad(rows, ((0, max(0, 2 - count)), (0, 0)))
-    blocks = _num_blocks(*weight.shape)
-
-    def body(_, block: QuantizedArray):
-        matrix = jax.lax.optimization_barrier(block.expand(x.dtype))
-        product = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return None, product
-
-    parts = jax.tree.map(lambda leaf: leaf.reshape(blocks, -1, *leaf.shape[1:]), weight)
-    y = jax.lax.scan(body, None, parts)[1].reshape(weight.shape[0], -1)[:, :count]
+    y = _multiply_blocks(rows, weight, x.dtype, jnp.float32)[:, :count]
     return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
-def _matmul_transposed(y: Array, weight: QuantizedArray) -> Array:
-    """Multiply y [..., O] by the expanded weight [O, I]. Return [..., I] in the dtype of y."""
-    return jax.lax.platform_dependent(y, weight, cpu=_transposed_by_blocks, default=_transposed_fused)
+def _linear_by_blocks(x: Array, weight: QuantizedArray, dtype) -> Array:
+    """Multiply so that the transpose adds the gradients of blocks in float32, the dtype of the rows."""
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    return _multiply_blocks(rows, weight, x.dtype, dtype).T.reshape(*x.shape[:-1], -1)
 
 
-def _transposed_fused(y: Array, weight: QuantizedArray) -> Array:
-    dimensions = (((y.ndim - 1,), (0,)), ((), ()))
-    matrix = weight.expand(y.dtype)
-    return jax.lax.dot_general(y, matrix, dimensions, preferred_element_type=jnp.float32).astype(y.dtype)
+def _multiply_blocks(rows: Array, weight: QuantizedArray, factors, dtype) -> Array:
+    """Multiply rows [R, I] by blocks of the weight, which are expanded one at a time. Return [O, R] in `dtype`.
 
-
-def _transposed_by_blocks(y: Array, weight: QuantizedArray) -> Array:
-    rows, weight = jax.lax.optimization_barrier((y.reshape(-1, y.shape[-1]), weight))
+    The checkpoint makes the transpose expand them one at a time, too. factors: dtype of the rows and of the blocks.
+    """
     blocks = _num_blocks(*weight.shape)
 
-    def body(total, part):
-        block, columns = part
-        matrix = jax.lax.optimization_barrier(block.expand(y.dtype))
-        product = jax.lax.dot_general(columns, matrix, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return total + product, None
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def body(_, block: QuantizedArray):
+        matrix, x = jax.lax.optimization_barrier(block.expand(factors)), rows.astype(factors)
+        product = jax.lax.dot_general(matrix, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return None, product.astype(dtype)
 
-    parts = jax.tree.map(lambda leaf: leaf.reshape(blocks, -1, *leaf.shape[1:]), (weight, rows.T))
-    total = jnp.zeros((len(rows), weight.shape[1]), jnp.float32)
-    return jax.lax.scan(body, total, parts)[0].reshape(*y.shape[:-1], -1).astype(y.dtype)
+    parts = jax.tree.map(lambda leaf: leaf.reshape(blocks, -1, *leaf.shape[1:]), weight)
+    return jax.lax.scan(body, None, parts)[1].reshape(weight.shape[0], -1)
 
 
 def _num_blocks(num_rows: int, inputs: int) -> int:

@@ -97,9 +97,13 @@ def test_derivatives_pass_the_rounding_of_activations(platform_form, form, monke
     matrix = make(form)
     loss = lambda x, matrix: jnp.sum(matmul(x, matrix) * jnp.arange(24.0))
     expected = np.broadcast_to(np.arange(24.0) @ np.asarray(expand_rows(matrix)), X.shape)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X, matrix), expected, rtol=1e-4, atol=1e-4)
-    forward = jax.jit(lambda x, matrix: jax.jvp(lambda x: loss(x, matrix), (x,), (jnp.ones_like(x),)))(X, matrix)[1]
-    np.testing.assert_allclose(forward, expected.sum(), rtol=1e-4)
+    derivatives = jax.jit(lambda *args: [f(*args) for f in (
+        jax.grad(loss), jax.vmap(jax.grad(loss), (0, None)), jax.jacfwd(lambda x, matrix: loss(x[:1], matrix)),
+    )])  # fmt: skip
+    gradient, by_row, forward = derivatives(X, matrix)
+    for actual in (gradient, by_row):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(forward[:1], expected[:1], rtol=1e-4, atol=1e-4)
 
 
 def test_derivatives_store_no_expanded_weight(monkeypatch):
