@@ -15,11 +15,11 @@ from specjax.types import PyTree, Target
 
 
 def check_trainable(params: PyTree, name: str) -> None:
-    """Raise a UsageError if a parameter to train is quantised. Rounded values have no gradient. name: of the model."""
+    """Raise a UsageError if a parameter to change is quantised. Rounded values have no gradient. name: of the model."""
     if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         raise UsageError(
-            f"the weights of {name} are quantised, and training changes float weights only; load it without quantize "
-            "and without keep_quantized"
+            f"the weights of {name} are quantised, and training and low-rank updates change float weights only; load "
+            "it without quantize, and with keep_quantized=False"
         )
 
 

@@ -17,6 +17,7 @@ from specjax.drafters import autoregressive
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.storage import SCHEMES, quantize_params, stored_format
 from specjax.numerics import sampling
+from specjax.numerics.quantized_array import WeightFormat
 from specjax.retrieval.datastore import Datastore, from_documents
 from specjax.trees import operations
 from specjax.trees.templates import Template
@@ -167,10 +168,13 @@ def tiny_llama(seed: int = 0, layers: int = 2, width: int = 32, vocab: int = 64,
     return Target(make_model(config), params)
 
 
-def quantized(target: Target, scheme: str, **changes) -> Target:
-    """The target with its matrices rounded to a scheme, with changes of its format."""
-    form = stored_format(dataclasses.replace(SCHEMES[scheme], **changes), "cpu")
-    config = dataclasses.replace(target.model.config, quantized=(("*", form),))
+def quantized(target: Target, scheme: str | WeightFormat, *patterns: str, **changes) -> Target:
+    """The target with the matrices of these module paths, by default all, rounded to a scheme or format, with changes
+    of that."""
+    form = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    form = stored_format(dataclasses.replace(form, **changes), "cpu")
+    formats = tuple((pattern, form) for pattern in patterns or ("*",))
+    config = dataclasses.replace(target.model.config, quantized=formats)
     return Target(make_model(config), quantize_params(target.params, config))
 
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from quantized import quantized
 
 from specjax.models import narrow_mlps
 from specjax.models.bridge import abstract_params
@@ -21,7 +20,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("width", [8, 16, 24])
 def test_first_units_of_quantised_mlps_are_those_of_the_expanded_model(name, width):
-    target = quantized(toy.tiny_llama(layers=2), FORMS[name])
+    target = toy.quantized(toy.tiny_llama(layers=2), FORMS[name])
     narrow = narrow_mlps(target, width)
     matrices = {part: layer["weight"] for part, layer in as_float_weights(narrow.params["layers"][1]["mlp"]).items()}
     full = {part: layer["weight"] for part, layer in as_float_weights(target.params["layers"][1]["mlp"]).items()}
@@ -32,7 +31,7 @@ def test_first_units_of_quantised_mlps_are_those_of_the_expanded_model(name, wid
 
 
 def test_formats_stay_with_the_layers_that_remain():
-    target = quantized(toy.tiny_llama(layers=3), WeightFormat(), "layers.0.mlp.*", "layers.2.attention.*")
+    target = toy.quantized(toy.tiny_llama(layers=3), WeightFormat(), "layers.0.mlp.*", "layers.2.attention.*")
     pruned = prune_layers(target, [2, 1, 2])
     assert jax.tree.structure(pruned.params) == jax.tree.structure(abstract_params(pruned.model.config))
     patterns = [pattern for pattern, _ in pruned.model.config.quantized]
