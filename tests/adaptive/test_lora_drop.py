@@ -209,7 +209,7 @@ def test_files_of_corrections(tmp_path):
 
 
 def test_a_file_records_the_settings_of_its_training(tmp_path):
-    """Without `every` and `alpha` the policy has those of the training; files without them have the authors'."""
+    """The policy has the `every` and `alpha` of the training by default; files that lack them have the authors'."""
     file = tmp_path / "corrections.safetensors"
     trained = adaptive.lora_drop(corrections(), every=2, alpha=4)
     adaptive.save_corrections(file, trained.params)
