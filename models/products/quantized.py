@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.products.padding import fill_tile, num_batch_shards
-from specjax.numerics.quantization import quantize
+from specjax.numerics.quantization import dequantize, quantize
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray
 from specjax.pallas_kernels.grouped_matmul import grouped_matmul, unsupported_reason
 from specjax.types import Array
@@ -63,8 +63,7 @@ def _rounded(x: Array, weight: QuantizedArray) -> Array:
     if weight.inputs is None:
         return x
     if weight.inputs == "int8":
-        rounded = quantize(x)
-        return (rounded.values.astype(jnp.float32) * rounded.scale[..., None]).astype(x.dtype)
+        return dequantize(quantize(x)).astype(x.dtype)
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.scales.shape[-1], -1)
     scale = jnp.max(jnp.abs(y), -1, keepdims=True) / float(jnp.finfo(FLOAT8).max)
     step = jnp.where(scale > 0, scale, 1.0)

@@ -222,13 +222,19 @@ class Coordinator:
         return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
 
 
-def test_a_call_that_fails_once_does_not_end_the_watch(monkeypatch):
-    """It warns only about a coordinator that stays silent, and still ends the host when another one fails."""
+def recorded(monkeypatch) -> tuple[list, list, list]:
+    """Return the warnings and exit codes of the monitors of hosts, and the clock [seconds] that they read."""
     outputs, clock, codes = [], [0.0], []
     monkeypatch.setattr(hosts, "_print_warning", outputs.append)
     monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(hosts.os, "_exit", codes.append)
     monkeypatch.setattr(hosts, "_ended", threading.Event())
+    return outputs, clock, codes
+
+
+def test_a_call_that_fails_once_does_not_end_the_watch(monkeypatch):
+    """It warns only about a coordinator that stays silent, and still ends the host when another one fails."""
+    outputs, clock, codes = recorded(monkeypatch)
     client = Coordinator()
     watch = hosts._FailureMonitor(client, 1, heartbeat=6)
     watch.grace = 0
@@ -247,11 +253,7 @@ def test_a_call_that_fails_once_does_not_end_the_watch(monkeypatch):
 
 def test_an_exit_that_is_caught_on_one_host_ends_the_others(monkeypatch):
     """The others wait for a heartbeat, because the host may continue, or all hosts may have caught the same exit."""
-    outputs, clock, codes = [], [0.0], []
-    monkeypatch.setattr(hosts, "_print_warning", outputs.append)
-    monkeypatch.setattr(hosts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(hosts.os, "_exit", codes.append)
-    monkeypatch.setattr(hosts, "_ended", threading.Event())
+    outputs, clock, codes = recorded(monkeypatch)
     client = Coordinator()
     watches = [hosts._FailureMonitor(client, number, heartbeat=6) for number in (1, 2)]
     exits = {1: None, 2: None}
