@@ -15,6 +15,9 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.decoder import Decoder, DecoderConfig
 from specjax.models.gemma3 import Gemma3Config
+from specjax.models.hybrid import memory as hybrid_memory
+from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.decoder import HybridDecoder
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
@@ -24,13 +27,17 @@ from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
-CONFIGS = LlamaConfig, Gemma3Config
+CONFIGS = LlamaConfig, Gemma3Config, HybridConfig
 Config = DecoderConfig
 
 
 def abstract_module(config: Config) -> nnx.Module:
     """Build the module of `config` with shapes for parameters, without allocating any."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: _decoder_class(config)(config, rngs=nnx.Rngs(0)))
+
+
+def _decoder_class(config: Config) -> Any:
+    return HybridDecoder if isinstance(config, HybridConfig) else Decoder
 
 
 @functools.cache
@@ -50,7 +57,7 @@ def abstract_params(config: Config) -> PyTree:
 
 def init_params(config: Config, key) -> PyTree:
     """Initialise random parameters, for tests and for training from scratch."""
-    module = Decoder(config, rngs=nnx.Rngs(params=key))
+    module = _decoder_class(config)(config, rngs=nnx.Rngs(params=key))
     return quantize_params(nnx.to_pure_dict(nnx.split(module)[1]), config)
 
 
@@ -94,6 +101,31 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
     if mesh is not None:
         config, layout = shard_config(config, mesh, over)
     graphdef, _ = _abstract(config)
+    module_of = lambda params: nnx.merge(graphdef, nnx.State(params))
+
+    def best(params, hidden, k):
+        return module_of(params).predict_best(hidden, k)
+
+    cache_and_pass = (
+        _hybrid_fields(config, layout, module_of)
+        if isinstance(config, HybridConfig)
+        else _attention_fields(config, layout, module_of)
+    )
+    return Model(
+        best=best if layout is None and not config.same_bits else None,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        name=config.name,
+        config=unsharded_config,
+        mesh=mesh,
+        over=over,
+        **cache_and_pass,
+        **embedding_and_head_fields(module_of, layout),
+    )
+
+
+def _attention_fields(config: Config, layout: Layout | None, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """Return the fields of a `Model` whose layers all attend: its cache, its pass and its capabilities."""
 
     def init_cache(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         c = config
@@ -108,26 +140,18 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
     def forward(
         params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1, depth=None, run=None
     ):
-        module = nnx.merge(graphdef, nnx.State(params))
         loop = functools.partial(run_layers, group=group) if depth is None else SkippingLayers(depth)
-        return module(
+        return module_of(params)(
             tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout,
             run_layers=run or loop,
         )  # fmt: skip
 
-    def best(params, hidden, k):
-        return nnx.merge(graphdef, nnx.State(params)).predict_best(hidden, k)
-
-    return Model(
-        init_cache=init_cache,
-        forward=forward,
-        best=best if layout is None and not config.same_bits else None,
-        commit=kv.commit if layout is None else layout.commit,
-        shardings=None if layout is None else layout.cache,
-        config=unsharded_config,
-        mesh=mesh,
-        over=over,
-        capabilities=Capabilities(
+    return {
+        "init_cache": init_cache,
+        "forward": forward,
+        "commit": kv.commit if layout is None else layout.commit,
+        "shardings": None if layout is None else layout.cache,
+        "capabilities": Capabilities(
             config.num_layers,
             taps=True,
             layer_skipping=True,
@@ -137,9 +161,34 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
             streams=True,
             vectors=True,
         ),
-        **kv_cache_fields(config),
-        **embedding_and_head_fields(lambda params: nnx.merge(graphdef, nnx.State(params)), layout),
-    )
+        **kv_cache_functions(),
+    }
+
+
+def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """Return the fields of a `Model` with recurrent layers, which cannot rewind or skip layers."""
+    shardings = None if layout is None else functools.partial(hybrid_memory.shardings, layout)
+
+    def init_cache(params, inputs, batch: int, capacity: int) -> hybrid_memory.HybridCache:
+        check_no_inputs(config.name, inputs)
+        cache = hybrid_memory.init_cache(config, batch, capacity if layout is None else layout.capacity(capacity))
+        return cache if shardings is None else jax.lax.with_sharding_constraint(cache, shardings(cache))
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
+        return module_of(params)(
+            tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layout=layout
+        )
+
+    return {
+        "init_cache": init_cache,
+        "forward": forward,
+        "commit": functools.partial(hybrid_memory.commit, layout=layout),
+        "shardings": shardings,
+        "widen": hybrid_memory.widen,
+        "insert": hybrid_memory.insert,
+        "axes": hybrid_memory.axes,
+        "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, vectors=True),
+    }
 
 
 def _reduce_model(model: Model) -> tuple:
@@ -160,15 +209,13 @@ copyreg.pickle(Model, _reduce_model)  # its functions are closures, which cannot
 
 def kv_cache_fields(config: Config) -> dict[str, Any]:
     """Return the fields of `Model` that all models with a key/value cache share."""
-    return {
-        "vocab_size": config.vocab_size,
-        "max_positions": config.max_positions,
-        "name": config.name,
-        "rewind": kv.rewind,
-        "widen": kv.widen,
-        "insert": kv.insert,
-        "axes": kv.axes,
-    }
+    size = {"vocab_size": config.vocab_size, "max_positions": config.max_positions, "name": config.name}
+    return {**size, **kv_cache_functions()}
+
+
+def kv_cache_functions() -> dict[str, Any]:
+    """Return the functions of a key/value cache that need no config."""
+    return {"rewind": kv.rewind, "widen": kv.widen, "insert": kv.insert, "axes": kv.axes}
 
 
 def embedding_and_head_fields(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class DecoderConfig:
     local_rope_base: float | None = None  # base of windowed layers, without scaling; None: as in global layers
     query_scale: float | None = None  # factor on q.k; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_gate: bool = False  # the output of each head is multiplied by the sigmoid of a projection
     logit_softcap: float | None = None
     scales_embedding: bool = False  # multiply embeddings by the square root of the width
     max_positions: int = 8192
@@ -73,6 +74,11 @@ class DecoderConfig:
                 f"{self.num_layers} {'stacked' if self.stacked else 'separate'} ones; set stacked=False, and one width "
                 "per layer"
             )
+
+    @property
+    def period(self) -> int:
+        """Return the number of entries of `layers` in the parameters of stacked layers, which repeat."""
+        return 1
 
     def attention_settings(self, positions: Array) -> L.AttentionSettings:
         """Return the rotation at positions int32[B, T] and the windows, which a pass computes once for all layers."""
@@ -120,7 +126,8 @@ def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rng
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
-        softcap=c.attention_softcap, same_bits=c.same_bits, joined="qkv" in c.joined, dtype=c.dtype, rngs=rngs,
+        softcap=c.attention_softcap, gated=c.attention_gate, same_bits=c.same_bits, joined="qkv" in c.joined,
+        dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 
@@ -161,31 +168,21 @@ def _normalize(norm: L.RMSNorm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
-class Decoder(nnx.Module):
-    """A decoder-only language model: tokens to logits."""
+class LanguageModel(nnx.Module):
+    """Embedding, layers, final norm and output head, without the pass over the layers."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
-        if c.mlp_widths is None:
-            self.layers = L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
-        else:
-            configs = [dataclasses.replace(c, mlp_width=width) for width in c.mlp_widths]
-            self.layers = nnx.List([DecoderBlock(layer_config, rngs) for layer_config in configs])
+        self.layers = self.make_layers(rngs)
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = (
             None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
         )
 
-    def __call__(
-        self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
-        taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
-    ) -> tuple[Output, kv.Pending]:  # fmt: skip
-        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers)
-        x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
-        hidden = self.norm(stream[-1])
-        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+    def make_layers(self, rngs: nnx.Rngs) -> Any:
+        """Create the layers."""
+        raise NotImplementedError
 
     def embed_tokens(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         """Return the input [B, T, D] of the first layer."""
@@ -208,3 +205,25 @@ class Decoder(nnx.Module):
     def _capped(self, logits: Array) -> Array:
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Decoder(LanguageModel):
+    """A decoder-only language model: tokens to logits."""
+
+    def make_layers(self, rngs: nnx.Rngs):
+        """Create the layers."""
+        c = self.config
+        if c.mlp_widths is None:
+            return L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
+        configs = [dataclasses.replace(c, mlp_width=width) for width in c.mlp_widths]
+        return nnx.List([DecoderBlock(layer_config, rngs) for layer_config in configs])
+
+    def __call__(
+        self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
+        taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
+    ) -> tuple[Output, kv.Pending]:  # fmt: skip
+        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers)
+        x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
+        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
+        hidden = self.norm(stream[-1])
+        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending

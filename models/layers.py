@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
+
+P = TypeVar("P")
 
 
 class Linear(nnx.Module):
@@ -174,7 +176,7 @@ class LayerCache(NamedTuple):
 class AttentionSettings(NamedTuple):
     """Rotation and window of attention in one pass, for all layers alike or with a leading axis of kinds of layers."""
 
-    rotation: Rotation
+    rotation: Rotation | None  # None: attention does not depend on positions
     window: Array | int | None = None  # tokens that attention looks back; int32[kinds] if layers differ
     kind: np.ndarray | Array | None = None  # int32[layers], the kind of each layer; None: layers do not differ
 
@@ -204,13 +206,14 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
-        scale=None, softcap=None, same_bits=False, joined=False, dtype, rngs,
+        scale=None, softcap=None, gated=False, same_bits=False, joined=False, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
         Args:
           fan_in: input width, if it differs from the width of the stream.
           norms_heads: normalise queries and keys per head, with one weight for all heads; otherwise per projection.
+          gated: multiply the output of each head by the sigmoid of a projection of the input.
           joined: store the projections as one matrix, see `specjax.models.storage.joined`.
         """
         fan_in = width if fan_in is None else fan_in
@@ -221,6 +224,7 @@ class Attention(nnx.Module):
             self.q = linear(fan_in, heads * head_dim, bias=bias)
             self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
             self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
+        self.output_gate = linear(fan_in, heads * head_dim) if gated else None
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
         size = lambda heads: head_dim if norms_heads else heads * head_dim
@@ -258,8 +262,10 @@ class Attention(nnx.Module):
             shared.positions, shared.mask,
             key_positions=shared.key_positions, layer=layer_cache.layer, window=settings.window, **optional,
         )  # fmt: skip
-        out = pad_tokens(out[..., : self.head_dim].reshape(*out.shape[:2], -1), x.shape[1])
-        return shared.sum(self.o(out), "heads"), new
+        out = out[..., : self.head_dim].reshape(*out.shape[:2], -1)
+        if self.output_gate is not None:
+            out = out * jax.nn.sigmoid(self.output_gate(x)[:, : out.shape[1]])
+        return shared.sum(self.o(pad_tokens(out, x.shape[1])), "heads"), new
 
     def keys(self, x, inputs: LayerInputs):
         """Compute only the (k, v) [B, K, T, h] of `__call__`, for a skipped layer whose cache later tokens read."""
@@ -299,8 +305,9 @@ class Attention(nnx.Module):
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def _rotate(self, x: Array, inputs: LayerInputs) -> Array:
-        """Rotate queries or keys [B, T, H, h] by their positions."""
-        return rotate(x, inputs.settings.rotation, self.same_bits)
+        """Rotate queries or keys [B, T, H, h] by their positions, if the model does."""
+        rotation = inputs.settings.rotation
+        return x if rotation is None else rotate(x, rotation, self.same_bits)
 
 
 def _isolated(products: PyTree) -> PyTree:
@@ -368,8 +375,8 @@ def run_layers(
     return with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
 
 
-def with_full_tile(run: Callable[[Array], tuple[Any, kv.Pending]], x: Array) -> tuple[Any, kv.Pending]:
-    """Return `run(x)`: the residual stream [B, T, D] around each layer of a pass, and the pending keys and values.
+def with_full_tile(run: Callable[[Array], tuple[Any, P]], x: Array) -> tuple[Any, P]:
+    """Return `run(x)`: the residual stream [B, T, D] around each layer of a pass, and the pending entries.
 
     On a TPU the layers run with as many tokens of zeros behind those of x [B, T, D] as fill a tile. The pass then pads
     once, and not in each product.

@@ -31,6 +31,9 @@ from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.types import Array, PyTree
 
+_PARTS = "weight", "bias"
+_RECURRENT_ROWS = "output_gate", "convolved", "beta", "alpha", "time_step", "input"  # projections of recurrent layers
+
 # From the last two names of a parameter's path to its dimensions. All families use the same names.
 PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = MappingProxyType(
     {
@@ -45,6 +48,8 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
         ("qkv", "weight"): ("heads", None),
         ("qkv", "bias"): ("heads",),
         ("o", "weight"): (None, "heads"),
+        **{(name, part): ("heads", *[None] * (part == "weight")) for name in _RECURRENT_ROWS for part in _PARTS},
+        ("out", "weight"): (None, "heads"),
         ("gate", "weight"): ("mlp", None),
         ("up", "weight"): ("mlp", None),
         ("gate_up", "weight"): ("mlp", None),

@@ -232,7 +232,7 @@ class DFlash(nnx.Module):
         def project(attention: L.Attention, slots: Array) -> tuple:
             k, v = heads(attention.k(context)), heads(attention.v(context))
             k = k if attention.k_norm is None else attention.k_norm(k)
-            k = rotate(k, rotation)
+            k = k if rotation is None else rotate(k, rotation)
             return kv.to_cache_dtype(k.swapaxes(1, 2), slots), kv.to_cache_dtype(v.swapaxes(1, 2), slots)
 
         k, v = zip(*(project(layer.attention, cache.k[i]) for i, layer in enumerate(self.layers)), strict=True)

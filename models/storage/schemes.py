@@ -96,8 +96,9 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
     """
     if not config.quantized or keys[-1] != "weight" or len(shape) != 2:
         return None
+    names = [key for key in keys[1:-1] if not (isinstance(key, int) and config.stacked)]
     in_stack = config.stacked and keys[0] == "layers"
-    path = ".".join(map(str, [*keys[:1], *(["*"] if in_stack else []), *keys[1:-1]]))
+    path = ".".join(map(str, [*keys[:1], *(["*"] if in_stack else []), *names]))
     form = next((form for pattern, form in config.quantized if fnmatch.fnmatchcase(path, pattern)), None)
     if form is None or form.group is None:
         return form

@@ -8,14 +8,19 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.bridge import Config
 from specjax.models.gemma3 import Gemma3Config
+from specjax.models.hybrid.config import HybridConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import denoisers, gemma3, llada, llama
+from specjax.models.loading.families.hybrid import lfm2, qwen3_5
 
-FAMILIES = (llama, gemma3, llada)
+HYBRIDS = (qwen3_5, lfm2)
+FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 
 
 def by_config(config: Config) -> ModuleType:
     """Return the family of a loaded model."""
+    if isinstance(config, HybridConfig):
+        return next(family for family in HYBRIDS if config.model_type in family.MODEL_TYPES)
     return {LlamaConfig: llama, Gemma3Config: gemma3}[type(config)]
 
 

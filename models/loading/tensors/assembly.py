@@ -55,6 +55,10 @@ class StoredTensor(NamedTuple):
     heads: int = 0  # nonzero: the rows belong to this many heads, each permuted for interleaved rotary pairs
     first: int = 0  # first row of this tensor in a joined tensor of the file
     rows: int = 0  # rows of the joined tensor; 0: the tensor is not joined
+    order: np.ndarray | None = None  # int[rows], the row of the file, from `first` on, of each row of the parameter
+    columns: np.ndarray | None = None  # int[columns], the column of the file of each column of the parameter
+    change: Callable[[np.ndarray], np.ndarray] | None = None  # applied to every element
+    unit_axis: bool = False  # the file has an axis of size 1 before the last one
 
 
 class Checkpoint(NamedTuple):
@@ -128,7 +132,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     for parameter in list_parameters(checkpoint._replace(config=stacked)):
         for part in parameter.parts:
             name, (num_rows, *columns) = part.stored.name, parameter.stored_shape(part)
-            expected_shape = (part.stored.rows or num_rows, *columns)
+            expected_shape = (part.stored.rows or num_rows, *[1] * part.stored.unit_axis, *columns)
             required.add(name)
             if name not in tensors:
                 missing.append(name)
@@ -177,18 +181,28 @@ def list_parameters(
     for (path, shape_dtype), sharding in zip(flat, jax.tree.leaves(shardings, is_leaf=is_leaf), strict=True):
         keys = tuple(entry.key for entry in path)
         in_stack = config.stacked and keys[0] == "layers"
-        layers = range(shape_dtype.shape[0]) if in_stack else [k for k in keys if isinstance(k, int)] or [0]
+        layers = _layers_of(config, keys, shape_dtype.shape[0] if in_stack else 0)
         shape = shape_dtype.shape
         members = _members(full_config, keys, shape[1] if in_stack else shape[0])
         parts = []
         for (name, rows), (place, layer) in itertools.product(members.items(), enumerate(layers)):
             fields = ["*" if isinstance(key, int) else key for key in (*keys[:-2], name, keys[-1])]
-            stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack else fields)]
+            is_list = "*" in fields  # stacked layers that are all alike have no number in the path
+            stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack and not is_list else fields)]
             stored = stored._replace(name=stored.name.replace("*", str(layer)))
             copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
             parts.append(Part(stored, place, rows, copies))
         form = format_of(config, keys, shape[in_stack:]) if isinstance(shape_dtype, QuantizedArray) else None
         yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), in_stack, sharding, form)
+
+
+def _layers_of(config: Config, keys: tuple, repeats: int) -> Sequence[int]:
+    """Return the layers of the model whose values a parameter has; [0] for parameters outside of layers.
+
+    repeats: size of the layer axis of stacked parameters; 0: there is none.
+    """
+    member = next((key for key in keys if isinstance(key, int)), 0)
+    return range(member, member + repeats * config.period, config.period) if repeats else [member]
 
 
 def _members(config: Config, keys: tuple, num_rows: int) -> dict[str, np.ndarray | None]:
@@ -224,7 +238,7 @@ def fill(
         tensor = tensors[part.stored.name]
         source = _source_rows(parameter, part, head_dim)
         destinations = [[_of_layer(piece, parameter, part) for piece in pieces] for pieces in device_parts]
-        read = functools.partial(_read_arrays, tensor, add=part.stored.add, form=parameter.form)
+        read = functools.partial(_read_arrays, tensor, part.stored, form=parameter.form)
         chunk_rows = max(1, CHUNK_ELEMENTS // math.prod(tensor.shape[1:]))
         for start in range(0, tensor.shape[0], chunk_rows):
             stop = min(start + chunk_rows, tensor.shape[0])
@@ -273,9 +287,9 @@ def _source_rows(parameter: Parameter, part: Part, head_dim: int) -> np.ndarray 
     Rows of other members of a joined parameter get -1.
     """
     stored = part.stored
-    if not stored.heads and not stored.rows and part.copies == 1 and part.rows is None:
+    if not stored.heads and not stored.rows and stored.order is None and part.copies == 1 and part.rows is None:
         return None
-    source = stored.first + np.arange(parameter.stored_shape(part)[0])
+    source = stored.first + (np.arange(parameter.stored_shape(part)[0]) if stored.order is None else stored.order)
     if stored.heads:  # stored pairs (2i, 2i + 1) of a head are rows i and i + h/2
         source = source.reshape(stored.heads, -1, 2).swapaxes(1, 2).reshape(-1)
     if part.copies > 1:
@@ -288,13 +302,16 @@ def _source_rows(parameter: Parameter, part: Part, head_dim: int) -> np.ndarray 
 
 
 def _read_arrays(
-    tensor: StoredArray, start: int, stop: int, *, add: float = 0.0, form: WeightFormat | None = None
+    tensor: StoredArray, stored: StoredTensor, start: int, stop: int, *, form: WeightFormat | None = None
 ) -> list[np.ndarray]:
-    """Read stored rows as the arrays of a parameter. `add` is added in float32, before rounding."""
+    """Read stored rows as the arrays of a parameter. Changes are computed in float32, before rounding."""
     if form is not None:
         return jax.tree.leaves(read_quantized_rows(tensor, start, stop, form))
     rows = read_rows(tensor, start, stop)
-    return [rows + np.float32(add) if add else rows]
+    rows = rows[:, 0] if stored.unit_axis else rows
+    rows = rows if stored.columns is None else rows[:, stored.columns]
+    rows = rows + np.float32(stored.add) if stored.add else rows
+    return [rows if stored.change is None else stored.change(rows.astype(np.float32))]
 
 
 def _write_rows(

@@ -1,0 +1,108 @@
+"""A layer of a hybrid decoder: one or two mixers on the same input, and a feed-forward block."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from specjax.models import layers as L
+from specjax.models.decoder import activation_function, make_attention
+from specjax.models.hybrid.ancestry import Ancestry
+from specjax.models.hybrid.config import HybridConfig, LayerKind
+from specjax.models.hybrid.gated_delta import GatedDelta
+from specjax.models.hybrid.mamba2 import Mamba2
+from specjax.models.hybrid.recurrence import RecurrentState, Updates
+from specjax.models.hybrid.short_convolution import ShortConvolution
+from specjax.types import Array
+
+RECURRENT_LAYERS = {
+    "gated_delta": GatedDelta,
+    "mamba2": Mamba2,
+    "short_convolution": ShortConvolution,
+    "attention_and_mamba2": Mamba2,
+}
+
+
+class HybridInputs(NamedTuple):
+    """Inputs of one layer besides the residual stream. Fields that its mixer does not need are None."""
+
+    shared: L.PassInputs
+    ancestry: Ancestry | None
+    attention: L.LayerCache | None = None
+    settings: L.AttentionSettings | None = None
+    memory: RecurrentState | None = None
+    earlier: Updates | None = None
+
+
+class LayerEntries(NamedTuple):
+    """New entries of one layer: its keys and values, and its recurrent updates. Missing ones are None."""
+
+    keys: tuple | None
+    updates: Updates | None
+
+
+class HybridBlock(nnx.Module):
+    """A layer with the sublayers of its kind, each behind a norm."""
+
+    def __init__(self, c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs):
+        norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+        self.kind, self.multipliers = kind, c.multipliers
+        self.mixer_norm = norm() if kind.mixer != "none" else None
+        self.attention = make_attention(c, rngs=rngs) if kind.attends else None
+        self.recurrent = RECURRENT_LAYERS[kind.mixer](c, rngs) if kind.recurs else None
+        self.mlp_norm = norm() if kind.feed != "none" else None
+        self.mlp = make_feed(c, kind, rngs)
+
+    def __call__(self, x: Array, inputs: HybridInputs) -> tuple[Array, LayerEntries]:
+        """Return the residual stream after the layer, and its new entries."""
+        m, keys, updates = self.multipliers, None, None
+        if self.mixer_norm is not None:
+            n = self.mixer_norm(x)
+            outputs = []
+            if self.recurrent is not None:
+                y, updates = self.recurrent(
+                    scaled(n, m.mamba_in), inputs.shared, inputs.ancestry, inputs.memory, inputs.earlier
+                )
+                outputs.append(scaled(y, m.mamba_out))
+            if self.attention is not None:
+                assert inputs.attention is not None and inputs.settings is not None
+                layer = L.LayerInputs(inputs.shared, inputs.attention, inputs.settings)
+                y, keys = self.attention(scaled(n, m.attention_in), layer)
+                outputs.append(scaled(y, m.attention_out))
+            x = x + scaled(sum(outputs[1:], outputs[0]), m.residual)
+        if self.mlp is not None and self.mlp_norm is not None:
+            y = inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp")
+            x = x + scaled(y, m.down * m.residual)
+        return x, LayerEntries(keys, updates)
+
+
+def make_feed(c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs) -> L.GatedMLP | SquaredReluMLP | None:
+    """Create the feed-forward block of a layer; None if it has none."""
+    if kind.feed == "none":
+        return None
+    if kind.feed == "relu2":
+        return SquaredReluMLP(c, rngs)
+    act = activation_function(c)
+    gate = c.multipliers.gate
+    act = act if gate == 1.0 else functools.partial(lambda act, y: act(scaled(y, gate)), act)
+    return L.GatedMLP(c.width, c.mlp_width, act, joined="gate_up" in c.joined, dtype=c.dtype, rngs=rngs)
+
+
+class SquaredReluMLP(nnx.Module):
+    """Feed-forward block without a gate: down(relu(up(x)) ** 2)."""
+
+    def __init__(self, c: HybridConfig, rngs: nnx.Rngs):
+        self.up = L.Linear(c.width, c.mlp_width, dtype=c.dtype, rngs=rngs)
+        self.down = L.Linear(c.mlp_width, c.width, dtype=c.dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        y = jax.nn.relu(self.up(x))
+        return self.down(y * y)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """Return x times a constant of the model, in the dtype of x."""
+    return x if factor == 1.0 else x * factor

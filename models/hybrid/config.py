@@ -1,0 +1,147 @@
+"""Configuration of hybrid decoders: the kind of each layer, and the sizes of its mixers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from specjax.errors import UsageError
+from specjax.models.decoder import DecoderConfig
+from specjax.models.layers import AttentionSettings
+from specjax.types import Array
+
+Mixer = Literal["attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"]
+Feed = Literal["gated", "relu2", "none"]
+
+RECURRENT_MIXERS = "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2"
+ATTENTION_MIXERS = "attention", "attention_and_mamba2"
+
+
+class LayerKind(NamedTuple):
+    """Sublayers of one layer, and the fields of the config that differ in it."""
+
+    mixer: Mixer = "attention"
+    feed: Feed = "gated"
+    changes: tuple[tuple[str, Any], ...] = ()  # names and values of fields of `HybridConfig`
+
+    @property
+    def attends(self) -> bool:
+        """Return True if the layer has keys and values."""
+        return self.mixer in ATTENTION_MIXERS
+
+    @property
+    def recurs(self) -> bool:
+        """Return True if the layer has a recurrent memory."""
+        return self.mixer in RECURRENT_MIXERS
+
+
+class GatedDeltaSizes(NamedTuple):
+    """Sizes of a gated delta net. Each key head serves `num_value_heads / num_key_heads` value heads in a row."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4  # taps of the convolution
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+class Mamba2Sizes(NamedTuple):
+    """Sizes and constants of a Mamba-2 mixer. Each group of B and C serves `num_heads / num_groups` heads in a row."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel: int = 4  # taps of the convolution
+    conv_bias: bool = True
+    bias: bool = False  # of the projections
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    has_norm: bool = True
+    norm_before_gate: bool = False
+    norm_groups: int = 1  # parts of the output that the norm treats separately
+    multipliers: tuple[float, float, float, float, float] | None = None  # factors on z, x, B, C and dt
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the mixer's output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+
+class Multipliers(NamedTuple):
+    """Constant factors of a model with scaled activations."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # on the output of each sublayer
+    logits: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
+    gate: float = 1.0  # on the gate of the MLP, before its activation
+    down: float = 1.0  # on the output of the MLP
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
+@dataclass(frozen=True)
+class HybridConfig(DecoderConfig):
+    """Shapes and constants of a hybrid decoder. `head_dim`, `num_heads` and `num_kv_heads` describe its attention."""
+
+    kinds: tuple[LayerKind, ...] = ()  # one per layer
+    model_type: str = ""  # the `model_type` of its files, which names the family
+    gated_delta: GatedDeltaSizes | None = None
+    mamba2: Mamba2Sizes | None = None
+    convolution_kernel: int = 0  # taps of short convolutions
+    convolution_bias: bool = False
+    rotates: bool = True  # attention rotates queries and keys by their positions
+    multipliers: Multipliers = NO_MULTIPLIERS
+    name: str = "hybrid"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.kinds) != self.num_layers:
+            raise UsageError(
+                f"{self.name} has {len(self.kinds)} kinds for {self.num_layers} layers; give one LayerKind per layer"
+            )
+        if self.same_bits:
+            raise UsageError(
+                f"same_bits does not hold for {self.name}, because its recurrent layers sum over the tokens of a pass; "
+                "leave same_bits out"
+            )
+
+    @property
+    def period(self) -> int:
+        """Return the smallest number of layers after which the kinds repeat, a divisor of the number of layers."""
+        sizes = (size for size in range(1, self.num_layers + 1) if self.num_layers % size == 0)
+        return next(size for size in sizes if self.kinds == self.kinds[:size] * (self.num_layers // size))
+
+    @property
+    def num_members(self) -> int:
+        """Return the number of entries of `layers` in the parameters: one per layer of a repeating group if stacked."""
+        return self.period if self.stacked else self.num_layers
+
+    @property
+    def window_length(self) -> int:
+        """Return the number of earlier inputs that convolutions read, the largest of all layers; 0: none has one."""
+        kernels = [sizes.kernel for sizes in (self.gated_delta, self.mamba2) if sizes is not None]
+        return max([*kernels, self.convolution_kernel, 1]) - 1
+
+    def attention_settings(self, positions: Array) -> AttentionSettings:
+        settings = super().attention_settings(positions)
+        return settings if self.rotates else settings._replace(rotation=None)
+
+    def of_layer(self, member: int) -> HybridConfig:
+        """Return the config of one entry of `layers`, with its own changes."""
+        return dataclasses.replace(self, **dict(self.kinds[member].changes))

@@ -1,0 +1,41 @@
+"""A hybrid decoder: tokens to logits."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models import layers as L
+from specjax.models.decoder import LanguageModel
+from specjax.models.hybrid.block import scaled
+from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.loop import make_blocks, run_blocks
+from specjax.models.hybrid.memory import HybridCache, HybridPending
+from specjax.types import Appended, Array, Mixture, Output, Stream
+
+
+class HybridDecoder(LanguageModel):
+    """A decoder-only language model whose layers have different kinds."""
+
+    config: HybridConfig
+
+    def make_layers(self, rngs: nnx.Rngs) -> nnx.List:
+        return make_blocks(self.config, rngs)
+
+    def __call__(
+        self, tokens: Array | Mixture | Stream | Appended, cache: HybridCache, *, positions: Array, mask: Array,
+        taps=(), earlier: HybridPending | None = None, layout=None,
+    ) -> tuple[Output, HybridPending]:  # fmt: skip
+        attention = None if earlier is None else earlier.attention
+        shared = L.make_pass_inputs(positions, mask, cache.attention, attention, layout)
+        x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
+        stream, pending = run_blocks(self.config, self.layers, x, shared, cache, earlier)
+        hidden = self.norm(stream[-1])
+        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+
+    def embed_tokens(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
+        x = super().embed_tokens(tokens, layout)
+        return x if isinstance(tokens, Stream) else scaled(x, self.config.multipliers.embedding)
+
+    def _capped(self, logits: Array) -> Array:
+        return super()._capped(scaled(logits, self.config.multipliers.logits)).astype(jnp.float32)

@@ -1,0 +1,145 @@
+"""The layers of a hybrid decoder in order: unrolled, or scanned by their repeating group."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
+from specjax.models.hybrid.block import HybridBlock, HybridInputs, LayerEntries
+from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.memory import HybridCache, HybridPending
+from specjax.types import Array, PyTree
+
+
+class LayerPass(NamedTuple):
+    """Inputs of a pass that all layers share, and the entries that each layer reads."""
+
+    config: HybridConfig
+    shared: L.PassInputs
+    ancestry: Ancestry | None
+    cache: HybridCache
+    earlier: HybridPending | None
+
+    def settings(self) -> list[L.AttentionSettings | None]:
+        """Return the rotation and window of each entry of `layers`; None for layers without attention."""
+        c = self.config
+        by_changes: dict[Any, L.AttentionSettings] = {}
+        settings: list[L.AttentionSettings | None] = []
+        for member, kind in enumerate(c.kinds[: c.num_members]):
+            if not kind.attends:
+                settings.append(None)
+                continue
+            if kind.changes not in by_changes:
+                by_changes[kind.changes] = c.of_layer(member).attention_settings(self.shared.positions)
+            settings.append(by_changes[kind.changes])
+        return settings
+
+    def inputs_of(self, settings: list, recurrent: tuple, repeat: Array | None = None) -> list[HybridInputs]:
+        """Return the inputs of each entry of `layers`.
+
+        Args:
+          settings: result of `settings`.
+          recurrent: (state, pending updates or None) of each recurrent layer.
+          repeat: int32[], repetition of the group, if the layers are stacked.
+        """
+        attention, states = self.cache.attention, iter(recurrent)
+        pending = None if self.earlier is None else self.earlier.attention
+        inputs, place = [], 0
+        for kind, setting in zip(self.config.kinds[: self.config.num_members], settings, strict=True):
+            entry = HybridInputs(self.shared, self.ancestry, settings=setting)
+            if kind.attends:
+                parts = () if pending is None else (pending.k[place], pending.v[place])
+                earlier = parts if repeat is None else L.at_layer(parts, repeat)
+                entry = entry._replace(attention=L.LayerCache(attention.k[place], attention.v[place], repeat, earlier))
+                place += 1
+            if kind.recurs:
+                memory, updates = next(states)
+                entry = entry._replace(memory=memory, earlier=updates)
+            inputs.append(entry)
+        return inputs
+
+
+def run_blocks(
+    config: HybridConfig, blocks: nnx.List, x: Array, shared: L.PassInputs, cache: HybridCache,
+    earlier: HybridPending | None,
+) -> tuple[list | Array, HybridPending]:  # fmt: skip
+    """Run all layers on x [B, T, D].
+
+    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the new entries of the cache.
+    """
+    window = config.window_length
+    has_recurrent = any(kind.recurs for kind in config.kinds)
+    ancestry = (
+        find_ancestry(shared.mask, shared.positions, shared.key_positions, shared.length, window)
+        if has_recurrent
+        else None
+    )
+    layer_pass = LayerPass(config, shared, ancestry, cache, earlier)
+    run = _scanned if config.stacked else _unrolled
+    return L.with_full_tile(lambda x: run(layer_pass, blocks, x), x)
+
+
+def _recurrent(layer_pass: LayerPass) -> tuple:
+    """Return (state, pending updates or None) of each recurrent layer."""
+    states, earlier = layer_pass.cache.recurrent, layer_pass.earlier
+    return tuple(zip(states, (None,) * len(states) if earlier is None else earlier.recurrent, strict=True))
+
+
+def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, HybridPending]:
+    # `jit` lets equal layers share one trace.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_block(graphdef, state, x, inputs):
+        return nnx.merge(graphdef, state)(x, inputs)
+
+    stream, entries = [x], []
+    inputs = layer_pass.inputs_of(layer_pass.settings(), _recurrent(layer_pass))
+    for block, layer_inputs in zip(blocks, inputs, strict=True):
+        x, new = run_block(*nnx.split(block), x, layer_inputs)
+        stream.append(x)
+        entries.append(new)
+    return stream, _pending(entries, layer_pass.shared, x)
+
+
+def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending]:
+    graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    settings = layer_pass.settings()
+
+    def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple]):
+        (x, repeat), (weights, recurrent) = carried, scanned
+        stream, entries = [], []
+        inputs = layer_pass.inputs_of(settings, recurrent, repeat)
+        for graphdef, state, layer_inputs in zip(graphdefs, weights, inputs, strict=True):
+            x, new = nnx.merge(graphdef, state)(x, layer_inputs)
+            stream.append(x)
+            entries.append(new)
+        return (x, repeat + 1), (jnp.stack(stream), entries)
+
+    carried = x, jnp.int32(0)
+    (last, _), (stream, entries) = jax.lax.scan(body, carried, (states, _recurrent(layer_pass)))
+    stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
+    return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
+
+
+def _pending(entries: list[LayerEntries], shared: L.PassInputs, x: Array) -> HybridPending:
+    """Return the new entries of all layers."""
+    pairs = [entry.keys for entry in entries if entry.keys is not None]
+    keys, values = (tuple(pair[i] for pair in pairs) for i in (0, 1))
+    updates = tuple(entry.updates for entry in entries if entry.updates is not None)
+    return HybridPending(kv.Pending(keys, values, shared.positions, kv.write_dependency(x)), updates)
+
+
+def make_blocks(c: HybridConfig, rngs: nnx.Rngs) -> nnx.List:
+    """Create the layers: one block each, or one per layer of the repeating group with stacked parameters."""
+    make = lambda member: lambda rngs: HybridBlock(c.of_layer(member), c.kinds[member], rngs)
+    if not c.stacked:
+        return nnx.List([make(member)(rngs) for member in range(c.num_layers)])
+    repeats = c.num_layers // c.period
+    stack = lambda member: nnx.vmap(make(member), in_axes=0, out_axes=0)(rngs.split(repeats))
+    return nnx.List([stack(member) for member in range(c.period)])

@@ -1,0 +1,1 @@
+"""Families of hybrid decoders, one module each."""

@@ -1,0 +1,48 @@
+"""Checkpoints of hybrid families, written by transformers with random weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import models
+from specjax.models.loading.families.unread_fields import describe_unread
+from specjax.models.loading.formats import hf
+from specjax.models.loading.tensors.assembly import assemble, check_tensors
+
+LENGTH, ROWS = 24, 2
+
+
+@pytest.fixture
+def check_parity(tmp_path):
+    """Return a function that saves a model of transformers, and compares its logits with those of the loaded one."""
+    torch = pytest.importorskip("torch")
+
+    def check(make, *, stacked: bool = False, atol: float = 2e-6):
+        torch.manual_seed(0)
+        reference = make().eval()
+        for parameter in reference.parameters():  # at their initial values some constants have no effect
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        reference.save_pretrained(tmp_path)
+        fields = hf.read_config(tmp_path)
+        checkpoint = hf.read(tmp_path, fields, dtype="float32", stacked=stacked)
+        assert describe_unread(fields) == ()
+        check_tensors(checkpoint)
+        params, model = assemble(checkpoint), models.make_model(checkpoint.config)
+        tokens = np.random.default_rng(0).integers(0, model.vocab_size, (ROWS, LENGTH))
+        logits = jax.jit(whole_text_logits, static_argnums=0)(model, params, jnp.asarray(tokens))
+        with torch.no_grad():
+            expected = reference(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(logits, expected, atol=atol * max(1.0, np.abs(expected).max()))
+        return checkpoint.config, params, expected
+
+    return check
+
+
+def whole_text_logits(model, params, tokens):
+    batch, count = tokens.shape
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (batch, count, count))
+    positions = jnp.broadcast_to(jnp.arange(count), tokens.shape)
+    cache = model.init_cache(params, None, batch, 128)
+    return model.forward(params, tokens, cache, positions=positions, mask=mask)[0].logits
