@@ -119,8 +119,8 @@ def test_every_path_of_a_tree_equals_a_text(programs, committed, tree):
 def test_a_tree_grown_by_levels_equals_the_whole_tree(programs, committed, tree):
     output, pending = programs.read_nodes(committed, tree, slice(0, SIZE))
     first, grown = programs.read_nodes(committed, tree, slice(0, 3))
-    rest, more = programs.read_nodes(committed, tree, slice(3, SIZE), grown)
-    close(output.logits, jnp.concatenate([first.logits, rest.logits], 1))
+    deeper, more = programs.read_nodes(committed, tree, slice(3, SIZE), grown)
+    close(output.logits, jnp.concatenate([first.logits, deeper.logits], 1))
     joined = programs.model.insert(programs.model.widen(grown, SIZE), more, 3)
     for updates, same in zip(pending.recurrent, joined.recurrent, strict=True):
         close(updates[:3], same[:3])
