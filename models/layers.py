@@ -280,13 +280,13 @@ class Attention(nnx.Module):
         if not self.joined:
             return self._by_heads(shared, self.q(x), self.k(x), self.v(x))
         size = self.head_dim
-        y = shared.place(_isolated(self.qkv(x)), "data", None, "heads")[:, : shared.positions.shape[1]]
+        y = shared.place(isolated(self.qkv(x)), "data", None, "heads")[:, : shared.positions.shape[1]]
         parts = split_outputs(y, (self.group * size, size, size))
         return tuple(self._split_heads(shared, y.reshape(*y.shape[:2], -1)) for y in parts)
 
     def _by_heads(self, shared: PassInputs, *projected: Array) -> tuple[Array, ...]:
         """Split projections [B, T, H h] into heads [B, T, H, h]."""
-        return tuple(self._split_heads(shared, y) for y in _isolated(projected))
+        return tuple(self._split_heads(shared, y) for y in isolated(projected))
 
     def _split_heads(self, shared: PassInputs, y: Array) -> Array:
         """Split a projection of the pass's tokens, which may be followed by others."""
@@ -310,7 +310,7 @@ class Attention(nnx.Module):
         return x if rotation is None else rotate(x, rotation, self.same_bits)
 
 
-def _isolated(products: PyTree) -> PyTree:
+def isolated(products: PyTree) -> PyTree:
     """Keep later operations out of the products of projections.
 
     To fuse them, the TPU compiler would first slice the weights out of their stack (Llama 3 8B on four v5e chips, 64

@@ -45,7 +45,7 @@ class GatedDelta(nnx.Module):
         """Return the output, like x [B, T', D], and the updates of the T tokens of the pass."""
         sizes, count = self.sizes, shared.positions.shape[1]
         assert memory.state is not None
-        new = lambda y: shared.place(y[:, :count], "data", None, None)
+        new = lambda y: shared.place(L.isolated(y)[:, :count], "data", None, None)
         inputs = new(self.convolved(x))
         windows = ancestry.windows(memory.window, None if earlier is None else earlier.inputs, inputs)
         q, k, v = self._heads(jax.nn.silu(self.convolution(windows)), shared)

@@ -47,7 +47,7 @@ class Mamba2(nnx.Module):
         sizes, count = self.sizes, shared.positions.shape[1]
         assert memory.state is not None
         scale_z, *scale_xbc, scale_dt = sizes.multipliers or (1.0,) * 5
-        new = lambda y: shared.place(y[:, :count], "data", None, None)
+        new = lambda y: shared.place(L.isolated(y)[:, :count], "data", None, None)
         inputs = new(self.convolved(x))
         if sizes.multipliers is not None:
             parts = (sizes.inner, *(sizes.num_groups * sizes.state_dim,) * 2)

@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.models.hybrid.ancestry import Ancestry
@@ -127,26 +128,22 @@ def join_tokens(old: Array | None, new: Array) -> Array:
 def unit_lower_inverse(a: Array) -> Array:
     """Return the inverse of I + a for strictly lower triangular a [..., T, T].
 
-    Inverses of diagonal blocks are joined in pairs, so log2(T) products of matrices suffice. Each step is the block
-    form of forward substitution. A product of I + (-a)^(2^i) is as short, but loses all digits: for T = 64 ones below
-    the diagonal its terms grow to 1e18.
+    Inverses of diagonal blocks are joined in pairs: with the block L below and U above, and C between them, the corner
+    of the inverse is -L^-1 C U^-1. So 2 log2(T) products suffice, and each is a form of forward substitution. A product
+    of I + (-a)^(2^i) is as short, but for T = 64 and ones below the diagonal its terms grow to 1e18.
     """
     count = a.shape[-1]
-    size = 1 << max(count - 1, 0).bit_length()
-    padded = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, size - count)] * 2)
-    inverse = jnp.ones((*a.shape[:-2], size, 1, 1), a.dtype)  # of each block on the diagonal
-    half = 1
-    while half < size:
-        blocks = size // (2 * half)
-        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        grid = padded.reshape(*a.shape[:-2], blocks, 2 * half, blocks, 2 * half)
-        diagonal = jnp.moveaxis(jnp.diagonal(grid, axis1=-4, axis2=-2), -1, -3)  # [..., blocks, 2 half, 2 half]
-        coupling = diagonal[..., half:, :half]
-        corner = -jnp.matmul(jnp.matmul(lower, coupling, precision=EXACT), upper, precision=EXACT)
-        top = jnp.concatenate([upper, jnp.zeros_like(upper)], -1)
-        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], -1)], -2)
-        half *= 2
-    return inverse[..., 0, :count, :count]
+    inverse, size = jnp.eye(count, dtype=a.dtype), 1
+    while size < count:
+        block = np.arange(count) // size
+        is_corner = (block[:, None] == block + 1) & (block % 2 == 0)
+        corner = jnp.where(is_corner, a, 0)
+        if size == 1:
+            inverse = inverse - corner
+        else:
+            inverse = inverse - jnp.matmul(jnp.matmul(inverse, corner, precision=EXACT), inverse, precision=EXACT)
+        size *= 2
+    return jnp.broadcast_to(inverse, a.shape)
 
 
 def commit_path(memory: RecurrentState, updates: Updates, path: Array, num_nodes: Array) -> RecurrentState:

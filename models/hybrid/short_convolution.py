@@ -35,7 +35,9 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[Array, R.Updates]:
         """Return the output, like x [B, T', D], and the inputs b * x of the T tokens of the pass."""
         count = shared.positions.shape[1]
-        input_gate, output_gate, values = jnp.split(shared.place(self.input(x)[:, :count], "data", None, None), 3, -1)
+        input_gate, output_gate, values = jnp.split(
+            shared.place(L.isolated(self.input(x))[:, :count], "data", None, None), 3, -1
+        )
         inputs = input_gate * values
         windows = ancestry.windows(memory.window, None if earlier is None else earlier.inputs, inputs)
         y = output_gate.astype(jnp.float32) * self.convolution(windows)
