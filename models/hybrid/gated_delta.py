@@ -96,8 +96,7 @@ def solve_delta(
     else:
         products = jnp.einsum("btgd,bsgd->bgts", key, key, precision=R.EXACT)[:, :, None]
         strict = jnp.where(jnp.eye(count, dtype=bool), 0, among_new)
-        inverse = R.unit_lower_inverse(beta_by_group * strict * products)
-        u = jnp.matmul(inverse, beta_by_group * right, precision=R.EXACT)
+        u = R.solve_unit_lower(beta_by_group * strict * products, beta_by_group * right)
     return u, u if pending is None else jnp.concatenate([pending, u], 3)
 
 

@@ -17,6 +17,13 @@ def test_inverse_of_triangular_matrices():
             np.testing.assert_allclose(inverse, np.linalg.inv(np.eye(size) + a), atol=2e-5)
 
 
+def test_long_systems_are_solved_by_blocks():
+    rng = np.random.default_rng(0)
+    a, right = np.tril(rng.normal(size=(2, 150, 150)), -1) / 12, rng.normal(size=(2, 150, 3))
+    x = jax.jit(R.solve_unit_lower)(jnp.asarray(a, jnp.float32), jnp.asarray(right, jnp.float32))
+    np.testing.assert_allclose(x, np.linalg.solve(np.eye(150) + a, right), rtol=1e-3, atol=1e-4)
+
+
 def test_sums_of_strong_decays_keep_small_differences():
     """A sum of -4,000 in one float32 number has an error of 2e-4."""
     decay = np.concatenate([np.full(200, -20.3), np.full(60, -0.001)])[None, :, None]
