@@ -40,7 +40,7 @@ def goodput(
     depths: tuple[int, ...] = (0, 1, 2, 3, 5, 7),
     *,
     costs: cost_curves.Costs = None,
-    dtype: str = "float32",
+    dtype: cost_curves.WeightDtype = "float32",
     draft_cost: float = 0.0,
     start: float = 0.7,
     smoothing: float = 0.05,

@@ -13,7 +13,7 @@ from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
 from specjax.controllers.spec_kv import spec_kv
-from specjax.costs import Costs
+from specjax.costs import Costs, WeightDtype
 from specjax.errors import UsageError
 from specjax.types import Controller
 
@@ -39,7 +39,7 @@ SPEC_KV = (
 """The options of the form `spec_kv:FILE,start=2`."""
 
 
-def parse(spec: str, costs: Costs = None, dtype: str = "float32", *, draft_cost: float = 0.0) -> Controller:
+def parse(spec: str, costs: Costs = None, dtype: WeightDtype = "float32", *, draft_cost: float = 0.0) -> Controller:
     """Build a controller from one of `FORMS`. Raises: UsageError for any other text.
 
     Args:

@@ -3,6 +3,8 @@
 from specjax.costs.curves import (
     Costs,
     Curve,
+    RoundedWeights,
+    WeightDtype,
     check,
     dtype_of,
     estimated,
@@ -18,6 +20,8 @@ from specjax.costs.heads import of_head
 __all__ = [
     "Costs",
     "Curve",
+    "RoundedWeights",
+    "WeightDtype",
     "check",
     "dtype_of",
     "estimated",

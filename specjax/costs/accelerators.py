@@ -56,18 +56,22 @@ def current_chip() -> str:
     return CHIP_OF_KIND.get(device.device_kind, backend)
 
 
-def pass_cost(platform: str, tokens: float, dtype: Any = jnp.bfloat16) -> float:
+def pass_cost(platform: str, tokens: float, dtype: Any = jnp.bfloat16, weight_bytes: float | None = None) -> float:
     """Return the cost of a pass over `tokens` tokens of all rows, relative to the time of reading the weights.
 
     A product of float32 numbers reads twice the bytes of bfloat16, and takes 6 times its arithmetic on a TPU and 15
-    times on an H200, with the precision of the library's programs.
+    times on an H200, with the precision of the library's programs. Products of int8 numbers have a peak of their own.
 
     Args:
-      platform: a backend or the name of a chip. dtype: of the weights.
+      platform: a backend or the name of a chip.
+      dtype: of the products.
+      weight_bytes: bytes that a weight takes in memory; None: those of the dtype.
     """
-    chip, size = _chip(platform), jnp.dtype(dtype).itemsize
-    is_full = size >= 4 and matmul_precision() in FULL_PRECISION
-    arithmetic = tokens * 2 / (chip.float32_flops if is_full else chip.peak_flops) * chip.hbm_bandwidth / size
+    chip, products = _chip(platform), jnp.dtype(dtype)
+    is_full = products.itemsize >= 4 and matmul_precision() in FULL_PRECISION
+    peak = chip.peak_flops * (chip.int8_speed if products == jnp.int8 else 1)
+    size = products.itemsize if weight_bytes is None else weight_bytes
+    arithmetic = tokens * 2 / (chip.float32_flops if is_full else peak) * chip.hbm_bandwidth / size
     table = WIDE_PASSES.get(chip.name)
     if table is None:
         return max(1 + OVERLAP * arithmetic, arithmetic)

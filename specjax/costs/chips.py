@@ -2,9 +2,9 @@
 
 All figures are per JAX device. A v4, v5e, v5p or v6e chip or a GPU is one device, and a tpu7x chip is two.
 
-Products count at the bfloat16 peak, and those of float32 numbers at `Chip.float32_flops`. No int8 products are
-modelled. Their peak is twice as high on v5e and v6e (their pages) and v5p (How to Scale Your Model). It is equal on v4,
-and not published for tpu7x.
+Products count at the bfloat16 peak, and those of float32 numbers at `Chip.float32_flops`. The peak of int8 products
+(`Chip.int8_speed`) is twice as high on v5e and v6e (their pages), v5p (How to Scale Your Model) and Hopper GPUs (their
+pages). It is equal on v4, and not published for tpu7x. The rule of thumb for wide passes uses it, and plans do not.
 
 Megacore: v4 and v5p chips have two cores that JAX presents as one device. XLA splits its own operations over both
 cores, so peak and bandwidth count in full. A Pallas kernel with a sequential grid, such as tree attention, runs on one
@@ -58,6 +58,7 @@ class Chip:
     start_seconds: float = 0.0  # latency of a collective without its hops
     hop_seconds: float = HOP_SECONDS  # latency of a hop
     launches: Launches | None = None  # None: the compiler estimates times
+    int8_speed: int = 1  # int8 operations in the time of a bfloat16 FLOP
     float32_units: float | None = None  # float32 FLOPs/s beside the matrix units, which have no float32 on a GPU
 
     @property
@@ -98,7 +99,7 @@ def _gpu(name: str, hbm_bytes: int, hbm_bandwidth: float, sources: dict[str, str
     )
     return Chip(
         name, hbm_bytes, hbm_bandwidth, 1979e12 / 2, 132 * 4 * 512 * 2, 25e9, 232_448, 1, (1,), sources | common,
-        platform="gpu", ring_links=18, start_seconds=6.6e-6, hop_seconds=0.6e-6, launches=_LAUNCHES,
+        platform="gpu", int8_speed=2, ring_links=18, start_seconds=6.6e-6, hop_seconds=0.6e-6, launches=_LAUNCHES,
         float32_units=67e12,
     )  # fmt: skip
 
@@ -130,6 +131,7 @@ CHIPS: dict[str, Chip] = {
                 vmem_bytes=_BOOK + ": 128 MiB; the same in " + _JAX,
                 cores=DOCS + "v5e: one TensorCore",
             ),
+            int8_speed=2,
         ),
         Chip(
             "v5p", int(95.74 * GIB), 2.765e12, 459e12, 2 * 4 * 128 * 128 * 2, 100e9, 64 * MIB, 3, (2, 2, 1),
@@ -142,7 +144,7 @@ CHIPS: dict[str, Chip] = {
                 vmem_bytes=_JAX + ": 64 MiB per core",
                 cores=_JAX + ": megacore",
             ),
-            cores=2,
+            cores=2, int8_speed=2,
         ),
         Chip(
             "v6e", int(31.25 * GIB), 1.638e12, 918e12, 2 * 256 * 256 * 4, 100e9, 128 * MIB, 2, (2, 2),
@@ -155,6 +157,7 @@ CHIPS: dict[str, Chip] = {
                 vmem_bytes=_JAX + ": 128 MiB per core",
                 cores=DOCS + "v6e: one TensorCore",
             ),
+            int8_speed=2,
         ),
         # A device is one of the two cores of a chip, with half of the memory, bandwidth and peak of the chip.
         Chip(

@@ -48,6 +48,16 @@ class Curve(NamedTuple):
 Costs = Curve | tuple[float, ...] | None
 
 
+class RoundedWeights(NamedTuple):
+    """Weights in few bits that products expand to floats. Costs accept it in place of a dtype."""
+
+    dtype: str  # of the products
+    bytes: float  # per weight, scales included
+
+
+WeightDtype = str | RoundedWeights
+
+
 def check(costs: Costs, count: int, item: str) -> None:
     """Check that `costs` are a curve, None, or one positive number per item. Raises: UsageError."""
     if costs is None or isinstance(costs, Curve):
@@ -100,33 +110,40 @@ def estimated(
     4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
 
     Args:
+      dtype: of the weights, or the result of `dtype_of`.
       platform: a JAX backend, or a chip such as "h200" or "v5e"; the default is the current device.
       logits: bytes of one row of logits as a share of those that a pass reads (`logits_of`).
     """
     platform = platform or current_chip()
+    products = jnp.dtype(dtype.dtype if isinstance(dtype, RoundedWeights) else dtype)
+    size = dtype.bytes if isinstance(dtype, RoundedWeights) else None
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return pass_cost(platform, n, dtype) + LOGITS_PASSES * logits * n
-        if jnp.dtype(dtype) == jnp.int8:
+            return pass_cost(platform, n, products, size) + LOGITS_PASSES * logits * n
+        if products == jnp.int8:
             return 1 + 0.017 * (min(n, 8) - 1) + 0.045 * max(n - 8, 0)
-        if jnp.dtype(dtype) == jnp.bfloat16:
+        if products == jnp.bfloat16:
             return 1 + 0.035 * (n - 1)
         return 1.0 if n == 1 else 1 + n / 16
 
     return np.asarray([cost(batch * width) / cost(batch) for width in widths], np.float32)
 
 
-def dtype_of(target: Target) -> str:
+def dtype_of(target: Target) -> WeightDtype:
     """Return the dtype name of the target's first floating-point parameter, or float32 if it has none.
 
-    It is "int8" for a target with int8 weights whose activations are rounded to int8.
+    It is "int8" for a target with int8 weights whose activations are rounded to int8, and `RoundedWeights` for other
+    weights in few bits.
     """
     leaves = jax.tree.leaves(target.params, is_leaf=is_quantized)
     if any(is_quantized(leaf) and leaf.inputs == "int8" for leaf in leaves):
         return "int8"
     dtypes = (leaf.dtype if is_quantized(leaf) else jnp.result_type(leaf) for leaf in leaves)
-    return next((dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), "float32")
+    name = next((dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), "float32")
+    if not any(map(is_quantized, leaves)):
+        return name
+    return RoundedWeights(name, num_bytes(target.params) / sum(leaf.size for leaf in leaves))
 
 
 def measured(
@@ -178,8 +195,8 @@ def of_draft(target: Target, draft: Target, platform: str | None = None) -> floa
     """
 
     def size(model: Target) -> float:
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-        return equivalent_bytes(platform or current_chip(), weights, model.model.capabilities.num_layers)
+        layers = model.model.capabilities.num_layers
+        return equivalent_bytes(platform or current_chip(), num_bytes(model.params), layers)
 
     return size(draft) / size(target)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specjax import parallel, trees
 from specjax.catalog import METHODS, Method, find_drafter, of_kind
-from specjax.catalog.schemes import check_scheme
+from specjax.catalog.schemes import check_quantize
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
 from specjax.models.bridge import check_cache_dtype
@@ -22,6 +22,7 @@ from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.storage import quantized_config
+from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
@@ -96,6 +97,7 @@ def make_workload(
     cache_dtype: str | None = None,
     same_bits: bool = False,
     quantize: str | None = None,
+    keep_quantized: bool | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -120,7 +122,8 @@ def make_workload(
       options: other options of the method as texts, by name.
       data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
-      same_bits, quantize: as in `specjax.load`, for the target.
+      same_bits, quantize, keep_quantized: as in `specjax.load`, for the target. Quantised files are kept in their
+        formats by default, as on TPUs and GPUs.
       temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
         the options that are given; their values do not matter, except that temperature 0 is the greedy program.
       cache_dtype: "int8" for both models' caches. None: the dtype of their configs.
@@ -128,18 +131,18 @@ def make_workload(
     Raises: UsageError that names the option at fault.
     """
     check_cache_dtype(cache_dtype, "--cache-dtype")
-    check_scheme(quantize, "--quantize")
+    check_quantize(quantize, keep_quantized, "--quantize")
     slice_ = parse_topology(topology)
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
         raise UsageError(f'--head: "{kind}" is not a kind of head; choose one of {", ".join(KINDS)}')
 
-    def load(source, flag: str):
+    def load(source, flag: str, keep: bool = True):
         is_name = isinstance(source, str | Path)
-        config = load_config(source, dtype, flag, slice_.chip.platform) if is_name else source
+        config = load_config(source, dtype, flag, slice_.chip.platform, keep) if is_name else source
         return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
 
-    target_config = load(target, "--target")
+    target_config = load(target, "--target", quantize is None and keep_quantized is not False)
     if quantize is not None:
         target_config = quantized_config(target_config, quantize, slice_.chip.platform)
     reading = load_denoiser_settings(target) if isinstance(target, str | Path) else reading
@@ -175,7 +178,7 @@ def make_workload(
     if same_bits:
         _check_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
         target_config = dataclasses.replace(target_config, same_bits=True)
-    draft_config = None if draft is None else load(draft, "--draft")
+    draft_config = None if draft is None else load(draft, "--draft", keep_quantized is not False)
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
@@ -330,6 +333,7 @@ def describe(work: Workload) -> dict[str, Any]:
         "draft_params": num_params(work.draft) if work.draft else None,
         "head_params": num_params_of_head(work.method, work.head) if work.head else None,
         "dtype": str(work.target.dtype),
+        "quantized": describe_formats(work.target),
         "cache_dtype": work.target.cache_dtype,
         "same_bits": work.target.same_bits,
         "topology": work.topology.name,

@@ -9,6 +9,7 @@ from toy import tiny_llama
 
 from specjax import costs
 from specjax.costs import accelerators
+from specjax.costs.accelerators import pass_cost
 from specjax.costs.chips import CHIPS
 from specjax.errors import UsageError
 
@@ -80,3 +81,13 @@ def test_small_models_wait_for_launches_on_a_gpu():
     assert accelerators.equivalent_bytes("cpu", size, 2) == accelerators.equivalent_bytes("v5e", size, 2) == size
     assert costs.logits_of(target, "h200") == pytest.approx(4 * target.model.vocab_size / (size + waiting))
     assert costs.of_draft(target, target, "h200") == costs.of_draft(target, target, "cpu") == 1
+
+
+def test_arithmetic_costs_more_beside_weights_of_few_bits():
+    """With 240 FLOPs per byte, v5e computes 120 tokens while it reads weights of two bytes, and 30 for half a byte."""
+    wide = pass_cost("v5e", 512, "bfloat16")
+    assert pass_cost("v5e", 512, "bfloat16", 0.5) == pytest.approx(4 * wide)
+    four_bits = costs.RoundedWeights("bfloat16", 0.5)
+    assert costs.estimated((1, 512), 1, four_bits, "v5e")[1] > 3 * costs.estimated((1, 512), 1, "bfloat16", "v5e")[1]
+    assert pass_cost("v5e", 512, "int8") == pytest.approx(wide)  # half the bytes, and twice the peak
+    assert pass_cost("v4", 2048, "int8") == pytest.approx(2 * pass_cost("v4", 2048, "bfloat16"))

@@ -79,5 +79,8 @@ def test_an_int8_target_has_costs_of_its_own_and_smaller_weights():
     rounded = costs.estimated((1, 8, 16), 1, "int8", "cpu")
     np.testing.assert_allclose(rounded, [1, 1.119, 1.479], rtol=1e-5)
     weights = dataclasses.replace(config, quantized=(("*", SCHEMES["int8-weights"]),))
-    assert costs.dtype_of(Target(make_model(weights), quantize_params(target.params, weights))) == "float32"
+    rounded_weights = costs.dtype_of(Target(make_model(weights), quantize_params(target.params, weights)))
+    assert rounded_weights.dtype == "float32" and 1 < rounded_weights.bytes < 1.3
+    on_cpu = lambda dtype: costs.estimated((1, 4, 16), 1, dtype, "cpu")
+    np.testing.assert_array_equal(on_cpu(rounded_weights), on_cpu("float32"))  # they are expanded
     assert costs.logits_of(int8, "v5e") > 3 * costs.logits_of(target, "v5e")

@@ -62,6 +62,11 @@ def method_of(fields: ConfigFields, folder: Path) -> Quantization | None:
     return Quantization(method.PARTS, read)
 
 
+def is_quantized_folder(fields: ConfigFields, folder: Path) -> bool:
+    """Return True if a folder with this config describes quantised weights."""
+    return _settings(fields, folder)[0] is not None
+
+
 def _settings(fields: ConfigFields, folder: Path) -> tuple[ConfigFields | None, str | None]:
     """Return the fields of the quantisation, and the method if they do not state it."""
     for name in FIELDS:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from specjax.catalog.schemes import SCHEME_NAMES, check_scheme
+from specjax.catalog.schemes import SCHEME_NAMES
 from specjax.cli.options import completion
 from specjax.cli.output.files import read_text
 from specjax.errors import UsageError, require
@@ -306,15 +306,6 @@ def check_system(raw: bool, system: str | None) -> None:
     require(
         not (raw and system is not None),
         "--system needs the chat template, and --raw leaves the template out; remove one of them",
-    )
-
-
-def check_quantize(scheme: str | None, keep: bool | None, flag: str = "--quantize") -> None:
-    """Raise a UsageError for an unknown scheme, or one for matrices that keep their file's formats."""
-    check_scheme(scheme, flag)
-    require(
-        scheme is None or not keep,
-        f"--keep-quantized keeps the formats of the file, and {flag} {scheme} rounds to others; leave one out",
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from specjax.catalog.schemes import check_quantize
 from specjax.cli.options import common as o
 from specjax.errors import require
 
@@ -92,8 +93,8 @@ class ModelOptions:
             not self.same_bits or self.dtype != "float32",
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",
         )
-        o.check_quantize(self.quantize, self.keep_quantized)
-        o.check_quantize(self.draft_quantize, self.keep_quantized, "--draft-quantize")
+        check_quantize(self.quantize, self.keep_quantized)
+        check_quantize(self.draft_quantize, self.keep_quantized, "--draft-quantize")
         require(
             self.draft_quantize is None or self.draft is not None,
             "--draft-quantize rounds a draft model, and there is none; give one with --draft",

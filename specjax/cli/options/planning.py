@@ -80,6 +80,7 @@ class ProgramOptions:
     dtype: DtypeOption = None
     cache_dtype: o.CacheDtypeOption = None
     quantize: o.QuantizeOption = None
+    keep_quantized: o.KeepQuantizedOption = None
     data: DataOption = 1
     model: ModelOption = None
     layer: LayerOption = 1

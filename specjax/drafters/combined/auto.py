@@ -137,7 +137,7 @@ def auto(
     costs: costs_of.Costs = None,
     head_cost: float | None = None,
     num_recycled: int | None = None,
-    dtype: str = "float32",
+    dtype: costs_of.WeightDtype = "float32",
     platform: str | None = None,
 ) -> Drafter:
     """Draft as many tokens as save time on this device; decode plainly if no draft saves time.

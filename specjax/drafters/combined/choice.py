@@ -61,7 +61,7 @@ def choice(
     *several: Drafter,
     depths: tuple[int, ...] = (3, 7),
     costs: costs_of.Costs = None,
-    dtype: str = "float32",
+    dtype: costs_of.WeightDtype = "float32",
     platform: str | None = None,
     bandit: Bandit | None = None,
 ) -> Drafter:
@@ -106,7 +106,9 @@ def make_choice(
 
 
 @functools.cache
-def _functions(several: tuple[Drafter, ...], depths, costs, dtype: str, platform, bandit: Bandit) -> Drafter:
+def _functions(
+    several: tuple[Drafter, ...], depths, costs, dtype: costs_of.WeightDtype, platform, bandit: Bandit
+) -> Drafter:
     nodes = max(drafter.num_nodes for drafter in several)
     widths = sorted({1, *(w for drafter in several for w in (*drafter.traits.widths, drafter.num_nodes))})
     costs_of.check(costs, len(widths), "verify width")

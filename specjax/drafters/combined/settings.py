@@ -42,7 +42,7 @@ class Config:
     num_recycled: int
     widths: tuple[int, ...]
     costs: costs_of.Costs
-    dtype: str
+    dtype: costs_of.WeightDtype
     platform: str | None
     head: Head | None
     paths: Paths  # rank paths of the head's tree
@@ -104,7 +104,7 @@ def make_config(
     num_recycled: int | None,
     widths: tuple[int, ...] | None,
     costs: costs_of.Costs,
-    dtype: str,
+    dtype: costs_of.WeightDtype,
     platform: str | None,
     head: Head | None,
     head_tree: Paths | None,

@@ -45,8 +45,8 @@ class PassWidths(NamedTuple):
 
 
 def select_passes(
-    widths: tuple[int, ...], costs: costs_of.Costs, batch: int, vocab_size: int, dtype: str, platform: str | None,
-    target: Target | None,
+    widths: tuple[int, ...], costs: costs_of.Costs, batch: int, vocab_size: int, dtype: costs_of.WeightDtype,
+    platform: str | None, target: Target | None,
 ) -> PassWidths:  # fmt: skip
     """Return the passes that can pay for `batch` rows.
 

@@ -15,7 +15,7 @@ import jax
 
 from specjax import configs
 from specjax.errors import UsageError
-from specjax.files.untrusted import SENTENCE, guarded_read, read_json_object, shorten
+from specjax.files.untrusted import SENTENCE, guarded_read, shorten
 from specjax.models import abstract_params, loading, storage_options
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading.families import denoisers
@@ -23,6 +23,9 @@ from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats import gguf, hf
+from specjax.models.loading.quantized import is_quantized_folder
+from specjax.models.loading.tensors.assembly import Checkpoint, check_tensors
+from specjax.models.loading.tensors.file_formats import with_file_formats
 from specjax.numerics.quantized_array import QuantizedArray
 
 
@@ -49,11 +52,14 @@ def _name(source: str | Path) -> str:
     return str(source).replace("-", "_").replace(".", "_").lower()
 
 
-def load_config(source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu") -> Any:
+def load_config(
+    source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu", keep_quantized: bool = True
+) -> Any:
     """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
 
     Args:
       platform: "tpu" or "gpu", for the layout of the weights and the cache.
+      keep_quantized: True to keep the matrices of quantised files in their formats; False: they are expanded.
 
     Warns: CheckpointWarning that names the fields of a file that are not read and can change the results.
 
@@ -71,9 +77,9 @@ def load_config(source: str | Path, dtype: str, flag: str = "--target", platform
     try:
         with guarded_read(path):
             if is_folder and (path / "config.json").is_file():
-                return _from_folder(path, options)
+                return _from_folder(path, options, platform, keep_quantized)
             if is_file and path.suffix == ".gguf":
-                return gguf.read(path, **options)[0].config
+                return _with_formats(gguf.read(path, **options)[0], platform, keep_quantized)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
@@ -99,16 +105,32 @@ def load_denoiser_settings(source: str | Path, flag: str = "--target") -> Denois
         raise UsageError(f"{flag}: {error}") from None
 
 
-def _from_folder(folder: Path, options: dict) -> Any:
-    where = str(folder / "config.json")
-    fields = read_json_object(folder / "config.json") or {}
-    if fields.get("quantization_config"):
-        raise UsageError(f"{where}: quantised weights are not supported; give the original model")
-    record = ConfigFields(fields, where)
-    config = hf.parse_config(record, **options)[0]
+def _from_folder(folder: Path, options: dict, platform: str, keep_quantized: bool) -> Any:
+    """Return the config of a folder. Quantised folders need their tensors, which decide what is quantised."""
+    record = hf.read_config(folder)
+    if is_quantized_folder(record, folder):
+        config = _quantized_config(folder, record, options, platform, keep_quantized)
+    else:
+        config = hf.parse_config(record, **options)[0]
     denoisers.skip_denoiser_settings(record)
     warn_of_unread(record, stacklevel=4)
     return config
+
+
+def _quantized_config(folder: Path, record: ConfigFields, options: dict, platform: str, keep_quantized: bool) -> Any:
+    """Return the config of a quantised folder, with the formats of its tensors or without formats."""
+    if not any(folder.glob(f"*{hf.SAFETENSORS_SUFFIX}")):
+        raise UsageError(
+            f"{record.where} describes quantised weights, and the folder has no *.safetensors file, whose tensors "
+            "decide which matrices are quantised; add the files, or give the original model and --quantize"
+        )
+    return _with_formats(hf.read(folder, record, **options), platform, keep_quantized)
+
+
+def _with_formats(checkpoint: Checkpoint, platform: str, keep_quantized: bool) -> Any:
+    """Return the config of a checkpoint, with the formats of its tensors or without formats."""
+    check_tensors(checkpoint)
+    return with_file_formats(checkpoint, platform) if keep_quantized else checkpoint.config
 
 
 def num_params(config: Any) -> int:

@@ -11,6 +11,7 @@ from specjax import costs
 from specjax.catalog.schemes import SCHEME_NAMES
 from specjax.costs.chips import gib
 from specjax.errors import UsageError
+from specjax.models.storage.format_names import describe_formats
 from specjax.planning import denoising
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, load_denoiser_settings
 from specjax.planning.inputs.topologies import parse_topology
@@ -37,7 +38,8 @@ class ModelFit:
 
     target: str  # as in --target
     dtype: str
-    scheme: str | None  # of quantisation; None: none
+    scheme: str | None  # of --quantize; None: none
+    formats: str | None  # of the matrices of a quantised file that keeps them; None: floats, or a scheme
     weights_bytes: int
     needed_bytes: int  # of plain decoding at the context of the report
     largest_context: int  # prompt tokens with which plain decoding fits; 0: the model does not fit
@@ -83,8 +85,8 @@ def what_fits(
       topology: chips such as "v5e:1x1".
       target: a built-in config name, a folder, a GGUF file or a config; None: all built-in configs.
       dtype: "bfloat16" or "float32"; None: both.
-      quantize: a scheme of `specjax.load`; None: none and, without `dtype`, also the schemes for bfloat16: all for a
-        target, and int8 and int4-weights for the built-in configs that do not fit without one.
+      quantize: a scheme of `specjax.load`; None: the formats of the file and, without `dtype`, also the schemes for
+        bfloat16: all for a target, and int8 and int4-weights for the built-in configs that do not fit without one.
       context: tokens of the prompt.
       device_bytes: memory of a device; None: that of the chip.
       options: other arguments of `make_workload`: batch, max_new_tokens, cache_dtype, data, model and others.
@@ -119,7 +121,8 @@ def _workload(
 ) -> Workload:
     """Return the plain workload of a model, with a shorter context if its texts end earlier."""
     is_name = isinstance(source, str | Path)
-    config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform) if is_name else source
+    keep = scheme is None and options.get("keep_quantized") is not False
+    config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform, keep) if is_name else source
     reading = load_denoiser_settings(source) if is_name else options.get("reading")
     new = options.get("max_new_tokens", 128)
     limit = max(config.max_positions - new, 1)
@@ -148,7 +151,10 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
     nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
     moved = pass_bytes(work.target, target.params, memory.per_slot, work.context)
     seconds = moved / work.topology.chip.hbm_bandwidth
-    return ModelFit(name, work.target.dtype, scheme, memory.weights, int(needed), largest, nodes, seconds, reason)
+    formats = describe_formats(work.target) if scheme is None else None
+    return ModelFit(
+        name, work.target.dtype, scheme, formats, memory.weights, int(needed), largest, nodes, seconds, reason
+    )
 
 
 def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) -> int:
@@ -164,7 +170,9 @@ def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) ->
 def _largest_tree(work: Workload, target: Target, memory: Memory, room: float) -> int:
     """Return the nodes of the largest tree that fits and whose pass is cheap. A tree of one node is plain decoding."""
     rows, chip = -(-work.batch // work.data), work.topology.chip.name
-    pass_costs = costs.estimated((1, *TREE_SIZES), rows, work.target.dtype, chip, costs.logits_of(target, chip))[1:]
+    pass_costs = costs.estimated((1, *TREE_SIZES), rows, costs.dtype_of(target), chip, costs.logits_of(target, chip))[
+        1:
+    ]
     for nodes, cost in zip(TREE_SIZES, pass_costs, strict=True):
         if cost <= MAX_PASS_COST and memory.total(slots_of(work, work.context, nodes), nodes) <= room:
             return nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specjax.costs.chips import GIB, gib
 from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.memory import RESERVED
-from specjax.planning.reports.fits import MAX_PASS_COST, Fits
+from specjax.planning.reports.fits import MAX_PASS_COST, Fits, ModelFit
 from specjax.planning.reports.tables import LARGEST, describe_fraction, milliseconds
 
 
@@ -28,7 +28,7 @@ def show_fits(fits: Fits, out) -> None:
     for model in fits.models:
         nodes = "--" if model.num_nodes is None else str(model.num_nodes or "--")
         table.add_row(
-            model.target, model.scheme or model.dtype, f"{model.weights_bytes / GIB:.2f}",
+            model.target, _kind(model), f"{model.weights_bytes / GIB:.2f}",
             f"{model.needed_bytes / GIB:.2f}",
             "no" if model.reason else "yes", f"{model.largest_context:,}" if model.largest_context else "--", nodes,
             "--" if model.reason else milliseconds(model.step_seconds), style="yellow" if model.reason else "",
@@ -37,9 +37,14 @@ def show_fits(fits: Fits, out) -> None:
     if len({model.target for model in fits.models}) == 1:
         for model in fits.models:
             if model.reason:
-                write(f"{model.target} in {model.scheme or model.dtype} does not fit: {model.reason}", style="yellow")
+                write(f"{model.target} in {_kind(model)} does not fit: {model.reason}", style="yellow")
     if any(model.scheme for model in fits.models):
         write("int8, int8-weights, int4-weights, fp8: schemes of --quantize, other parts in bfloat16", style="dim")
+    for formats in dict.fromkeys(model.formats for model in fits.models if model.formats):
+        write(
+            f"file: the formats in which the file stores its matrices ({formats}), other parts in the dtype",
+            style="dim",
+        )
     if parse_topology(fits.topology).chip.platform == "gpu":
         write(f"{describe_fraction(LARGEST)}, for the memory of this table", style="dim")
     write(
@@ -48,3 +53,8 @@ def show_fits(fits: Fits, out) -> None:
         f"costs at most {MAX_PASS_COST} passes over one token; diffusion models draft no tree",
         style="dim",
     )
+
+
+def _kind(model: ModelFit) -> str:
+    """Return the dtype of a row, its scheme, or "file" with the dtype of the other parts."""
+    return model.scheme or (f"file, {model.dtype}" if model.formats else model.dtype)

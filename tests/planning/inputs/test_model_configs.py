@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
+from toy import quantized, tiny_llama
+from written_models import words
 
-from specjax import UsageError
+from specjax import UsageError, save_model
 from specjax.errors import CheckpointWarning
+from specjax.models import abstract_params
+from specjax.models.loading import resolve
+from specjax.models.storage import num_bytes
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, num_params
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
@@ -41,8 +48,40 @@ def test_a_folder_needs_no_weights(tmp_path):
     config = load_config(tmp_path, "float32")
     assert (config.width, config.stacked, config.dtype, config.name) == (64, True, "float32", tmp_path.name)
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"bits": 4}}))
-    with pytest.raises(UsageError, match=r"--draft.*quantised"):
+    with pytest.raises(UsageError, match=r"--draft.*quantised.*no \*.safetensors file.*--quantize"):
         load_config(tmp_path, "float32", "--draft")
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """A folder in the format of each scheme, by its name."""
+    target = tiny_llama(vocab=96, width=64)
+    folders = {scheme: tmp_path_factory.mktemp(scheme) for scheme in ("int8", "int4-weights")}
+    for scheme, folder in folders.items():
+        save_model(folder, quantized(target, scheme), words())
+    return folders
+
+
+@pytest.mark.parametrize(("scheme", "values"), [("int8", "int8"), ("int4-weights", "int4")])
+def test_a_quantised_folder_has_the_formats_of_its_tensors(rounded, scheme, values):
+    """The shapes are those of the model that `load` reads on a TPU; the sizes follow by hand."""
+    shapes = abstract_params(load_config(rounded[scheme], "bfloat16"))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes)} == {values, "float32", "bfloat16"}
+    expanded = load_config(rounded[scheme], "bfloat16", keep_quantized=False)
+    assert expanded.quantized == () and expanded.stacked
+    norms = 64 * 5  # two per layer and the last
+    matrices = num_params(expanded) - norms
+    scales = sum(leaf.size for leaf in jax.tree.leaves(shapes) if leaf.dtype == jnp.float32)
+    assert num_bytes(shapes) == matrices * (1 if values == "int8" else 0.5) + 4 * scales + 2 * norms
+
+
+def test_a_gguf_file_has_the_formats_of_its_tensors():
+    file = resolve(None)  # SmolLM2, whose matrices have 32 weights per scale, most of them with offsets
+    config = load_config(file, "bfloat16", platform="gpu")
+    assert dict(config.quantized)["layers.*.mlp.down"].group == 32
+    ratio = num_bytes(abstract_params(config)) / num_bytes(abstract_params(load_config("smollm2_135m", "bfloat16")))
+    assert 0.4 < ratio < 0.45
+    assert load_config(file, "bfloat16", keep_quantized=False).quantized == ()
 
 
 LLAMA = {

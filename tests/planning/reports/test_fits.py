@@ -11,6 +11,7 @@ from rich.console import Console
 from specjax.cli import main
 from specjax.costs.chips import CHIPS, GIB
 from specjax.errors import UsageError
+from specjax.models.loading import resolve
 from specjax.planning import what_fits
 from specjax.planning.inputs.model_configs import builtin_configs, num_params
 from specjax.planning.reports.fits_table import show_fits
@@ -163,3 +164,20 @@ def test_a_target_has_a_row_for_every_scheme():
     assert eight == fits["int8"] and 0.5 < eight.weights_bytes / fits["bfloat16"].weights_bytes < 0.51
     with pytest.raises(UsageError, match="--quantize must be one of"):
         what_fits("v5e:1x1", target="llama3_8b", quantize="int3")
+
+
+def test_a_quantised_file_has_a_row_in_its_own_formats(capsys):
+    """SmolLM2 has a GGUF file in few bits."""
+    file = str(resolve(None))
+    options = {"target": file, "dtype": "bfloat16"}
+    fits = what_fits("v5e:1x1", **options)
+    [expanded] = what_fits("v5e:1x1", **options, keep_quantized=False).models
+    [stored] = fits.models
+    assert (stored.scheme, expanded.formats) == (None, None) and "groups of 32" in stored.formats
+    assert expanded.weights_bytes > 2 * stored.weights_bytes
+    out = io.StringIO()
+    show_fits(fits, Console(file=out, width=200))
+    assert "file, bfloat16" in out.getvalue() and stored.formats in out.getvalue()
+    with pytest.raises(SystemExit):
+        main(["plan", "--fits", "--topology", "v5e:1x1", "--target", file, "--quantize", "int8", "--keep-quantized"])
+    assert "leave one out" in capsys.readouterr().err
