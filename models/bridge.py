@@ -101,7 +101,9 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
     if mesh is not None:
         config, layout = shard_config(config, mesh, over)
     graphdef, _ = _abstract(config)
-    module_of = lambda params: nnx.merge(graphdef, nnx.State(params))
+
+    def module_of(params):
+        return nnx.merge(graphdef, nnx.State(params if layout is None else layout.with_shardings(params)))
 
     def best(params, hidden, k):
         return module_of(params).predict_best(hidden, k)

@@ -28,6 +28,7 @@ from specjax.models import cache as kv
 from specjax.models.storage.joined import join_projections, split_projections
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.quantization import Quantized
+from specjax.numerics.quantized_array import is_quantized
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.types import Array, PyTree
 
@@ -124,6 +125,14 @@ class Layout:
             )
 
         return jax.tree_util.tree_map_with_path(shard_leaf, params)
+
+    def with_shardings(self, params: PyTree) -> PyTree:
+        """Return the parameters of a pass, whose quantised matrices carry the shardings of their values.
+
+        Products need them for a kernel, which the compiler cannot split by itself.
+        """
+        add = lambda leaf, placed: dataclasses.replace(leaf, sharding=placed.values) if is_quantized(leaf) else leaf
+        return jax.tree.map(add, params, self.params(params), is_leaf=is_quantized)
 
     def place_logits(self, logits: Array) -> Array:
         """Constrain logits [B, ..., V], or [V], to the devices of their rows and of the head."""

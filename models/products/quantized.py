@@ -11,10 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.models.products.by_groups import multiply_groups
 from specjax.models.products.padding import fill_tile, num_batch_shards
 from specjax.numerics.quantization import dequantize, quantize
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray
-from specjax.pallas_kernels.grouped_matmul import grouped_matmul, unsupported_reason
 from specjax.types import Array
 
 MIN_ROWS_CPU = 8
@@ -122,15 +122,9 @@ def _matmul_linear(x: Array, weight: QuantizedArray, dtype) -> Array:
 
 
 def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:
-    """Multiply with at least 8 rows per device, or by a kernel if the inputs have groups.
-
-    The compiler does not split a kernel over a mesh.
-    """
-    groups = weight.scales.shape[-1]
-    is_split = jax.sharding.get_abstract_mesh().size > 1
-    if groups > 1 and not is_split and unsupported_reason(x.shape[-1], groups) is None:
-        y = grouped_matmul(x.reshape(-1, x.shape[-1]), weight.values, weight.scales).reshape(*x.shape[:-1], -1)
-        return (y if weight.offsets is None else y - _matmul_offsets(x, weight.offsets)).astype(dtype)
+    """Multiply with at least 8 rows per device, or by a kernel if the inputs have groups."""
+    if weight.scales.shape[-1] > 1 and (product := multiply_groups(x, weight)) is not None:
+        return product.astype(dtype)
     rows = _token_rows(x)
     return _matmul_fused(fill_tile(rows), weight, dtype)[..., : rows.shape[-2], :].reshape(*x.shape[:-1], -1)
 
@@ -138,12 +132,6 @@ def _matmul_on_tpu(x: Array, weight: QuantizedArray, dtype) -> Array:
 def _token_rows(x: Array) -> Array:
     """Return x [..., I] as rows [R, I], or with its batch axis if that may be sharded over devices."""
     return x if num_batch_shards() > 1 and x.ndim > 1 else x.reshape(-1, x.shape[-1])
-
-
-def _matmul_offsets(x: Array, offsets: Array) -> Array:
-    """Multiply the sums of the groups of x [..., I] by offsets [O, G]. Return float32[..., O]."""
-    sums = jnp.sum(x.astype(jnp.float32).reshape(*x.shape[:-1], offsets.shape[-1], -1), -1)
-    return jnp.matmul(sums, offsets.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def _matmul_fused(x: Array, weight: QuantizedArray, dtype) -> Array:

@@ -6,7 +6,8 @@ of the inputs from which it is made without a product. A product reads those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import Literal
@@ -14,7 +15,7 @@ from jax.extend.core import Literal
 from specjax.models.storage import bits_of
 
 Choice = Callable[[Sequence[float]], float]
-PRODUCTS = {"dot_general": max, "pallas_call": sum}
+PRODUCTS: Mapping[str, Choice] = MappingProxyType({"dot_general": max, "pallas_call": sum})
 """Operations whose results carry no bytes, and the bytes that they read of those of their operands."""
 
 

@@ -66,6 +66,7 @@ class QuantizedArray:
     offsets: Any = None  # float32[..., O, G]
     inputs: str | None = field(default=None, metadata={"static": True})  # see `WeightFormat.inputs`
     dtype_name: str = field(default="float32", metadata={"static": True})
+    sharding: Any = field(default=None, metadata={"static": True})  # of the values in a pass over a mesh, see `Layout`
 
     @property
     def shape(self) -> tuple[int, ...]:
