@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import jax
+import numpy as np
 import pytest
 from written_models import VARIANTS, drawn, words
 
 import specjax
+from specjax.training import save_denoiser_model
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,19 @@ def test_bad_input_is_refused(refused, folder, tmp_path, arguments, message):
 
 def test_a_missing_model_is_refused(refused, tmp_path):
     assert "MODEL: no file or folder" in refused("quantize", tmp_path / "nothing.gguf", tmp_path / "out")
+
+
+def test_a_diffusion_model_is_written_with_its_settings(cli, refused, tmp_path):
+    """The folder is read as the denoiser that `load_denoiser` rounds itself."""
+    target = drawn(VARIANTS["qwen3"])
+    source, out, text = tmp_path / "in", tmp_path / "out", tmp_path / "text"
+    denoiser = specjax.Denoiser(target.model, target.params, 3, attention="block_causal", block=4)
+    save_denoiser_model(source, denoiser, words())
+    result = cli("quantize", source, out, "--scheme", "int8-weights", "--json")
+    assert result.code == 0, result.err
+    written, _ = specjax.load_denoiser(out, keep_quantized=True)
+    rounded, _ = specjax.load_denoiser(source, quantize="int8-weights")
+    assert jax.tree.all(jax.tree.map(np.array_equal, written.params, rounded.params))
+    assert (written.mask_token, written.block) == (3, 4)
+    text.write_text("w5 w7")
+    assert "is a diffusion model; leave --evaluate out" in refused("quantize", source, "--evaluate", text)

@@ -107,6 +107,8 @@ def quantize(
     from specjax.persistence.cards import describe_machine
 
     text = None if evaluation.evaluate is None else read_text(evaluation.evaluate, "--evaluate")
+    if text is not None:
+        _check_perplexity(model)
     log = Console(stderr=True)
     document: dict[str, Any] = {**describe_command(), "model": model, "dtype": dtype}
     use_compilation_cache(not no_cache)
@@ -124,6 +126,16 @@ def quantize(
 quantize.__doc__ = HELP
 
 
+def _check_perplexity(source: str) -> None:
+    """Raise a UsageError for a diffusion model, which has no probability of a token after those before it."""
+    from specjax.models.loading import is_diffusion
+
+    require(
+        not is_diffusion(source),
+        f"--evaluate measures perplexity from left to right, and {source} is a diffusion model; leave --evaluate out",
+    )
+
+
 def _write(source: str, out: Path, scheme: str, dtype: str, log: Any) -> dict[str, Any]:
     """Write the folder of a quantised model. Return its sizes."""
     import specjax
@@ -135,11 +147,12 @@ def _write(source: str, out: Path, scheme: str, dtype: str, log: Any) -> dict[st
     path = o.parse_flag("MODEL", loading.resolve, source)
     _check_out(out, path)
     with stage(log, f"reading and rounding {source}", "read and rounded"):
-        read = functools.partial(loading.read_model, kind="autoregressive", quantize=scheme, dtype=dtype)
+        read = functools.partial(loading.read_model, quantize=scheme, dtype=dtype)
         loaded = o.parse_flag("MODEL", read, source)
     target, tokenizer = loaded.target, path if path.is_dir() else loaded.tokenizer
     with stage(log, f"writing {out}", f"wrote {out}"):
-        o.parse_flag("OUT", lambda folder: specjax.save_model(folder, target, tokenizer), out)
+        write = functools.partial(specjax.save_model, denoiser_settings=loaded.denoiser_settings)
+        o.parse_flag("OUT", lambda folder: write(folder, target, tokenizer), out)
     return {
         "folder": str(out), "name": target.model.name, "scheme": scheme, "weights_bytes": num_bytes(target.params),
         "file_bytes": (out / SAFETENSORS_FILE).stat().st_size,
