@@ -17,7 +17,7 @@ from specjax.cli.training.files import SourceFile, list_sources
 from specjax.cli.training.observer import ConsoleObserver
 from specjax.cli.training.setting_flags import in_flags
 from specjax.collaborate import after_strings
-from specjax.errors import UsageError
+from specjax.errors import UsageError, require
 from specjax.models import loading
 from specjax.models.loading.reward_models import is_reward_folder
 from specjax.persistence.cards import write_card
@@ -51,6 +51,11 @@ def run_part(flags: PartFlags, models: ModelOptions, *, as_json: bool) -> None:
         session, denoiser = open_denoiser(log, models)
     else:
         session = open_session(log, models)
+    require(
+        session.formats is None or not PARTS[flags.kind].changes_target,
+        f"--method {flags.kind} trains the weights of the target, and {session.target.model.name} has quantised ones; "
+        "leave --quantize out, and give --no-keep-quantized for a quantised file",
+    )
     with in_flags():
         job = dataclasses.replace(make_job(flags, session, log), denoiser=denoiser)
         with stage(log, f"training {flags.kind}", f"trained {flags.kind}") as clock:

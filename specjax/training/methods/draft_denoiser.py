@@ -34,6 +34,7 @@ from specjax.diffusion.forward import compute_logits
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models import prune_layers
+from specjax.models.variants.expanding import expand_target
 from specjax.numerics.sampling import threefry
 from specjax.numerics.validation import check_integer, check_range
 from specjax.training.data.packing import PackedBatch, TrainingText, pack
@@ -50,6 +51,8 @@ RATE = 3e-4
 def init_from_layers(target: Target, layers: int | None, mask_token: int) -> Denoiser:
     """Return a denoiser of full attention with some layers of the target, at equal distances from first to last.
 
+    Quantised layers are expanded, because training changes them. The target that verifies stays quantised.
+
     Args: layers: their number; None: a quarter of all, rounded up.
 
     Raises: UsageError for a number of layers that the target does not have, or a token outside of its vocabulary.
@@ -59,7 +62,7 @@ def init_from_layers(target: Target, layers: int | None, mask_token: int) -> Den
     if not 1 <= count <= total:
         raise UsageError(f"layers must be from 1 to {total}, the layers of the target, not {count}")
     places = np.round(np.linspace(0, total - 1, count)).astype(int).tolist()
-    model = prune_layers(target, places)
+    model = expand_target(prune_layers(target, places))
     return Denoiser(model.model, model.params, mask_token)
 
 

@@ -96,6 +96,7 @@ PARTS: Mapping[str, PartKind] = {
             Option("alpha", "float", ALPHA, "scale of the corrections; it is divided by their rank"),
             Option("steps", "int", 100, STEPS.help),
         ),
+        changes_target=True,
     ),
     "matformer": PartKind(
         "a model whose first hidden units are smaller models",
@@ -104,6 +105,7 @@ PARTS: Mapping[str, PartKind] = {
             Option("shares", "floats_in_call", (0.125, 0.25, 0.5, 1.0), "parts of the hidden units that are trained"),
             Option("steps", "int", 100, STEPS.help),
         ),
+        changes_target=True,
     ),
     "s2d": PartKind(
         "a draft model with several exits: that of --draft, or the target", _train_sorted,

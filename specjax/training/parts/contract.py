@@ -86,6 +86,7 @@ class PartKind(NamedTuple):
     data: Data = "responses"
     takes_draft: bool = False
     denoises: bool = False  # True: the target is a diffusion model
+    changes_target: bool = False  # True: the weights of the target are trained
     settings: frozenset[str] = frozenset({"learning_rate"})  # fields of `PartJob` that the training reads
 
     @property

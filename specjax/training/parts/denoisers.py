@@ -103,7 +103,7 @@ PARTS: Mapping[str, PartKind] = {
             Option("block", "int", 32, "columns per block"),
             Option("beta", "float", 2.0, "weight of the entropy of correct columns; 1 for Dream"),
         ),
-        data="prompts", denoises=True, settings=LOOP_SETTINGS,
+        data="prompts", denoises=True, changes_target=True, settings=LOOP_SETTINGS,
     ),
     **{
         name: PartKind(

@@ -60,14 +60,16 @@ PARTS: Mapping[str, PartKind] = {
             Option("slots", "int", 3, "positions of a pass"),
             Option("threshold", "float", 0.9, "least probability of the later tokens of a unit"), STEPS,
         ),
+        changes_target=True,
     ),
     "ceed_vla": PartKind(
         "a model that jumps to the fixed point of Jacobi decoding", _train_consistency,
-        (Option("block", "int", 16, "tokens per block"), STEPS), data="prompts",
+        (Option("block", "int", 16, "tokens per block"), STEPS), data="prompts", changes_target=True,
     ),
     "hamburger_decoding": PartKind(
         "a model that reads segments as one token, and its head", _train_hamburger,
         (STEPS, Option("base_rate", "float", 5e-5, "learning rate of the model")),
+        changes_target=True,
     ),
 }  # fmt: skip
 """The parts by the name of their method."""

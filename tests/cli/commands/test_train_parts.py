@@ -75,6 +75,20 @@ def test_what_is_written_is_used_by_the_command_that_is_printed(cli, prompts, tm
     assert card["flags"] in " ".join(again.out.split())
 
 
+@pytest.mark.parametrize("name", ["lud", "dparallel"])
+def test_quantised_weights_of_the_target_are_not_trained(refused, prompts, reward_folder, tmp_path, name):
+    """The refusal comes before any response is written."""
+    target = ()
+    if name == "dparallel":
+        model = tiny_llama(layers=1, vocab=259)
+        save_denoiser_model(tmp_path / "in", specjax.Denoiser(model.model, model.params, 0), reward_folder)
+        target = ("--target", tmp_path / "in")
+    command = ("train", "--method", name, "--prompts", prompts, "--out", tmp_path / "out", *SMALL, *target)
+    line = refused(*command, "--quantize", "int8")
+    assert f"--method {name} trains the weights of the target" in line and "leave --quantize out" in line
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_a_draft_model_with_exits_is_used_as_a_draft(tmp_path):
     trained = tiny_llama(layers=4, vocab=259, stacked=True)
     job = PartJob(trained, tmp_path, {"exits": 2, "steps": 0}, [TrainingText((5, 6, 7, 8), 2)], draft=trained)

@@ -72,6 +72,16 @@ def test_it_drafts_what_the_target_writes():
     assert passes[1] < 0.7 * passes[0]
 
 
+def test_it_starts_from_floats_of_a_quantised_target():
+    target = toy.quantized(toy.tiny_llama(layers=2), "int8")
+    denoiser = draft_denoiser.init_from_layers(target, 1, 63)
+    assert {leaf.dtype for leaf in jax.tree.leaves(denoiser.params)} == {jnp.dtype("float32")}
+    expected = target.params["layers"][0]["mlp"]["down"]["weight"].expand()
+    np.testing.assert_array_equal(denoiser.params["layers"][0]["mlp"]["down"]["weight"], expected)
+    trained, _ = train_draft_denoiser(target, TEXTS, mask_token=63, layers=1, num_tokens=2, rows=2, length=16)
+    assert not np.array_equal(trained.params["layers"][0]["mlp"]["down"]["weight"], expected)
+
+
 def test_bad_settings():
     target = toy.tiny_llama(layers=2)
     for options, words in (
