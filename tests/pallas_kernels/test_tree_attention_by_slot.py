@@ -50,13 +50,16 @@ def test_it_makes_no_difference_where_ancestors_lie(window, seed, lengths):
     assert apart(BY_SLOT, seed, lengths, window=window) == 0
 
 
-def test_sizes_of_a_real_model(steps=4):
-    """SmolLM2's heads, over the border of two groups: there a kernel chosen by the layout of its operands showed."""
-    run = jax.jit(functools.partial(by_slot.tree_attention_by_slot, scale=0.125, with_total=True))
-    rng, heads, kv_heads, dim, length = np.random.default_rng(1), 9, 3, 64, 126
+@pytest.mark.parametrize("length", [126, 318])
+def test_sizes_of_a_real_model(length, steps=4):
+    """SmolLM2's heads, over the border of two groups: there a kernel chosen by the layout of its operands showed.
+
+    One token reads the slots in other blocks than several tokens.
+    """
+    run, rng = real_sizes(), np.random.default_rng(1)
     normal = lambda *shape: jnp.asarray(2 * rng.normal(size=shape), jnp.bfloat16)
-    q, k, v = normal(1, steps, heads, dim), normal(1, kv_heads, steps, dim), normal(1, kv_heads, steps, dim)
-    prefix = [normal(1, kv_heads, 256, dim), normal(1, kv_heads, 256, dim)]
+    q, k, v = normal(1, steps, 9, 64), normal(1, 3, steps, 64), normal(1, 3, steps, 64)
+    prefix = [normal(1, 3, 512, 64), normal(1, 3, 512, 64)]
     mask = jnp.tril(jnp.ones((1, steps, steps), bool))
     chain, _ = run(q, k, v, *prefix, jnp.array([length]), length + jnp.arange(steps)[None], mask)
     for i in range(steps):
@@ -64,6 +67,11 @@ def test_sizes_of_a_real_model(steps=4):
         one, _ = run(q[:, query], k[:, :, query], v[:, :, query], *prefix, at, at[None], jnp.ones((1, 1, 1), bool))
         np.testing.assert_array_equal(one[:, 0], chain[:, i])
         prefix = [x.at[:, :, length + i].set(new[:, :, i]) for x, new in zip(prefix, (k, v), strict=True)]
+
+
+@functools.cache
+def real_sizes():
+    return jax.jit(functools.partial(by_slot.tree_attention_by_slot, scale=0.125, with_total=True))
 
 
 def test_pending_and_prefix_summed_apart_are_caught():
