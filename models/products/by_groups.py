@@ -31,8 +31,8 @@ def multiply_groups(x: Array, weight: QuantizedArray) -> Array | None:
         return None
     rows = _row_axes(x, weight.sharding)
 
-    def local(*arrays: Array | None) -> Array:
-        y = _multiply(*arrays)
+    def local(x: Array, values: Array, scales: Array, offsets: Array | None) -> Array:
+        y = _multiply(x, values, scales, offsets)
         return y if inputs is None else jax.lax.psum(y, inputs)
 
     by_matrix = PartitionSpec(outputs, inputs)
