@@ -20,7 +20,7 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.catalog import Method, shared
+from specjax.catalog import Method, TypicalAcceptance, shared
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
@@ -36,6 +36,9 @@ METHOD = Method(
     name="eagle3",
     summary="drafts with a decoder layer over hidden states of several target layers, and its own output layer",
     paper="Li et al. 2025, arXiv 2503.01840",
+    acceptance=TypicalAcceptance(
+        (0.774,), "Llama 3.1 8B on MT-Bench, published: 3.86 tokens per pass of chains of 7 (docs/spec_bench.md)"
+    ),
     options=shared.head_options(length=5),
     cpu_options={"num_tokens": 3},
     wide_tree="eagle2:8x6x60",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.catalog import shared
-from specjax.catalog.method import Method
+from specjax.catalog.method import Method, TypicalAcceptance
 from specjax.catalog.options import REQUIRED, Option
 
 
@@ -41,7 +41,9 @@ PLACES = (
 )
 """The places of all rows, in the order of the catalogue."""
 
-NAMESPACE: dict[str, Any] = {"Method": Method, "Option": Option, "REQUIRED": REQUIRED, "shared": shared}
+NAMESPACE: dict[str, Any] = {
+    "TypicalAcceptance": TypicalAcceptance, "Method": Method, "Option": Option, "REQUIRED": REQUIRED, "shared": shared,
+}  # fmt: skip
 """The names that the expression of a row may use; a method's file imports them from `specjax.catalog`."""
 
 

@@ -50,6 +50,13 @@ Setting = Literal["key", "temperature", "top_k", "top_p"]
 """An argument of `decode` that a decoder takes too."""
 
 
+class TypicalAcceptance(NamedTuple):
+    """Acceptance of a method's drafts, from one measurement. Other models and texts have others."""
+
+    by_rank: tuple[float, ...]  # the probability that exactly the r-th child of an accepted node is accepted
+    source: str  # the measurement
+
+
 class Method(NamedTuple):
     """A row of the catalogue."""
 
@@ -66,6 +73,7 @@ class Method(NamedTuple):
     wide_tree: str | None = None  # the command line's tree where passes over dozens of tokens are cheap
     alone: bool = False  # True: a head that drafts by itself by default; other heads join `auto`
     draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
+    acceptance: TypicalAcceptance | None = None  # None: not measured, so a plan needs the user's
     factory: str = ""  # the function of `module` that builds the method; default: `name`
     arguments: tuple[Argument, ...] = ()  # positional arguments of a drafter's factory or a decoder
     settings: tuple[Setting, ...] = ()  # settings of a decoder; one without a temperature is greedy

@@ -7,6 +7,8 @@ from typing import Any
 from specjax.catalog.options import Option
 
 # Drafters.
+SMOLLM2 = "SmolLM2-135M, greedy, 66 prompts of Spec-Bench"
+"""The measurement of drafters without weights in docs/drafting.md."""
 TREE = Option("tree", "tree", None, "tree to draft instead of a chain")
 STOP = Option("stop", "stop", None, "condition that ends the draft early")
 PATHS = Option("tree", "tree_shape", None, "static tree; default: the first num_nodes nodes of the built-in tree")

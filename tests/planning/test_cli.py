@@ -129,11 +129,10 @@ def test_bad_options_of_plan(refused, changes, words):
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("name", ["head", "method", "tree", "num_draft_tokens"])
-def test_a_plan_has_no_other_drafts(name):
-    """It would propose a tree as if drafting with a head cost nothing."""
-    with pytest.raises(UsageError, match=f"a plan chooses the tree of a draft model, and has no {name}"):
-        specjax.plan("smollm2_135m", "v5e:1x1", acceptance=".5", **{name: "eagle3"})
+@pytest.mark.parametrize("name", ["options", "tree", "num_draft_tokens"])
+def test_a_plan_has_no_tree(name):
+    with pytest.raises(UsageError, match=f"a plan chooses the tree, and has no {name}"):
+        specjax.plan("smollm2_135m", "v5e:1x1", acceptance=".5", **{name: "1x1"})
 
 
 def test_missing_compiler(refused, monkeypatch):

@@ -43,6 +43,32 @@ HeadOption = Annotated[
         show_default=False,
     ),
 ]
+DraftsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        help=f"Draft model: {SHAPES}. It can be repeated.",
+        show_default=False,
+        autocompletion=completion.config,
+    ),
+]
+HeadsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--head",
+        help="Draft head with its authors' shapes: eagle3, or eagle3:draft_vocab_size=8192. It can be repeated.",
+        show_default=False,
+    ),
+]
+DraftersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="Drafter without a model to compare, with --acceptance. It can be repeated.",
+        show_default=False,
+        autocompletion=completion.words("drafters"),
+    ),
+]
 BlockOption = Annotated[
     int | None,
     typer.Option(

@@ -23,7 +23,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from specjax.catalog import Method, Option, shared
+from specjax.catalog import Method, Option, TypicalAcceptance, shared
 from specjax.errors import UsageError
 from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
 from specjax.types import Drafter, Traits, TreeSize
@@ -34,6 +34,7 @@ METHOD = Method(
     guarantee="distribution",
     summary="drafts the tokens that followed the last occurrence of the current n-gram",
     paper="Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding",
+    acceptance=TypicalAcceptance((0.35,), f"{shared.SMOLLM2}: 1.54 tokens per pass of chains of 7"),
     options=(
         shared.num_tokens(7),
         Option("max_ngram", "int", 3, "maximum length of the n-gram"),

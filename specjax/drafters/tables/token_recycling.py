@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import gather_at, take_along
-from specjax.catalog import Method, Option, shared
+from specjax.catalog import Method, Option, TypicalAcceptance, shared
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk, likeliest
 from specjax.trees.operations import compact
@@ -37,6 +37,10 @@ METHOD = Method(
     guarantee="distribution",
     summary="fills a static tree with the tokens that the target recently predicted after each token",
     paper="Luo et al. 2024, arXiv 2408.08696",
+    acceptance=TypicalAcceptance(
+        (0.249, 0.047, 0.022, 0.013, 0.010, 0.009, 0.006, 0.006),
+        f"{shared.SMOLLM2}: 1.40 tokens per pass of trees of 7 nodes, with the ratios of ACCEPTED_RANKS",
+    ),
     options=(
         shared.num_nodes(80),
         shared.PATHS,

@@ -223,25 +223,38 @@ def show_training(report: TrainingReport, out) -> None:
 
 
 def show_plan(plan_result: Plan, out) -> None:
-    """Print the cost curve and the proposal on a rich console."""
-    from rich import box
-    from rich.table import Table
-
+    """Print the drafts by expected tokens per second, and the cost curve, on a rich console."""
     write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
     inputs = plan_result.inputs
-    models = inputs["target"] + (f", draft {inputs['draft']}" if inputs["draft"] else "")
     write(
-        f"{models}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}"
+        f"{inputs['target']}; batch {inputs['batch']}, {inputs['context']} cached tokens, {dtypes(inputs)}"
         f"{sampling_of(inputs)}; {inputs['topology']}, {mesh_of(inputs)}"
     )
     if plan_result.meshes:
         write("mesh by the schedule of a plain step: " + ", ".join(map(_mesh_cost, plan_result.meshes)))
+    _show_passes(plan_result, out)
+    _show_drafts(plan_result, out)
+    write(f"the fastest by the schedule: {plan_result.best.name}, specjax generate {plan_result.best.flags}")
+    write("a tree in the options is the best of the form AxBxC; --json has the best tree of any form", style="dim")
+    write("tokens per second depend on the acceptance, which is assumed:", style="dim")
+    for row in plan_result.drafts:
+        if row.acceptance:
+            rates = ", ".join(f"{rate:.3g}" for rate in row.acceptance)
+            write(f"  {row.name}: {rates} by rank ({row.acceptance_source})", style="dim")
+    _show_clocks(plan_result.clocks, write)
+
+
+def _show_passes(plan_result: Plan, out) -> None:
+    """Print the time of target passes over numbers of nodes, and of the draft models."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("program", no_wrap=True)
     for heading in ("roofline ms", "of plain", "schedule ms", "of plain", "GFLOP", "moved MB"):
         table.add_column(heading, justify="right")
     plain = plan_result.widths[0].seconds
-    for report in (*plan_result.widths, *([plan_result.draft] if plan_result.draft else [])):
+    for report in (*plan_result.widths, *plan_result.draft_passes):
         if not report.compiles:
             table.add_row(report.name, report.reason, style="yellow")
             continue
@@ -249,19 +262,36 @@ def show_plan(plan_result: Plan, out) -> None:
         times = [x for side in CLOCKS for x in (milliseconds(s[side]), f"{s[side] / plain[side]:.2f}")]
         table.add_row(report.name, *times, f"{report.flops / 1e9:.4g}", f"{report.moved_bytes / 1e6:.0f}")
     out.print(table)
-    write(
-        f"acceptance by rank {', '.join(f'{a:.3g}' for a in plan_result.acceptance)} ({plan_result.acceptance_source})"
-    )
-    for choice in plan_result.choices:
-        if choice.spec is None:
-            write(f"by the {choice.side}: do not draft; no tree is faster than plain decoding")
-            continue
-        write(
-            f"by the {choice.side}: {choice.num_nodes} nodes, {choice.depth} deep, {choice.tokens:.2f} tokens per "
-            f"pass, {choice.speedup:.2f} times plain decoding; best AxBxC tree: --tree {choice.spec} "
-            f"({choice.spec_speedup:.2f} times)"
-        )
-    _show_clocks(plan_result.clocks, write)
+
+
+def _show_drafts(plan_result: Plan, out) -> None:
+    """Print the drafts, the fastest by the schedule first."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("draft", no_wrap=True)
+    for heading in (
+        "drafted",
+        "deep",
+        "tokens\n/pass",
+        "tokens/s\nschedule",
+        "of\nplain",
+        "tokens/s\nroofline",
+        "of\nplain",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("options")
+    for row in plan_result.drafts:
+        choice, lower = row.choice("schedule"), row.choice("roofline")
+        shape = (str(choice.num_nodes - 1), str(choice.depth)) if choice.spec else ("-", "-")
+        rates = [
+            text
+            for side in (choice, lower)
+            for text in (f"{row.tokens_per_second[side.side]:,.0f}", f"{side.speedup:.2f}")
+        ]
+        table.add_row(row.name, *shape, f"{choice.tokens:.2f}", *rates, row.flags)
+    out.print(table)
 
 
 def _mesh_cost(report: ProgramReport) -> str:

@@ -8,7 +8,7 @@ value of the best tree (`specjax.trees.sequoia`) for the measured acceptance.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,19 +33,26 @@ class Choice:
     spec_speedup: float
 
 
-def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], draft: float, side: str = "") -> Choice:
+def choose(
+    acceptance: Sequence[float], target: Sequence[tuple[int, float]], draft: float | Callable[[int], float],
+    side: str = "", max_depth: int | None = None,
+) -> Choice:  # fmt: skip
     """Return the tree with the fewest seconds per token.
 
     Args:
       acceptance: acceptance rates by rank. target: (nodes, seconds of a target pass), increasing, from one node on.
-      draft: seconds of one pass of the draft model, which drafts one level.
+      draft: seconds of one pass of the draft model, which drafts one level, or a function from the depth of the tree to
+        the seconds in which it is drafted.
+      max_depth: the deepest tree that can be drafted; None: any.
     """
     sizes, seconds = [n for n, _ in target], [s for _, s in target]
-    plain = seconds[0]
-    cost_of = lambda nodes, depth: depth * draft + float(np.interp(nodes, sizes, seconds))
+    plain, deepest_allowed = seconds[0], max_depth or sizes[-1]
+    drafting = draft if callable(draft) else lambda depth: depth * draft
+    cost_of = lambda nodes, depth: drafting(depth) + float(np.interp(nodes, sizes, seconds))
     best: tuple[float, int, float, Paths] = (plain, 1, 1.0, ())
     for n in sizes[1:]:
-        for depth in range(1, n) if draft else [n - 1]:
+        depths = range(1, min(n - 1, deepest_allowed) + 1) if draft else [min(n - 1, deepest_allowed)]
+        for depth in depths:
             max_nodes = sum(sum(acceptance) ** j for j in range(depth + 1))  # every level full
             if cost_of(n, depth) / max_nodes >= best[0]:
                 continue
@@ -55,7 +62,7 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
             per_token = cost_of(n, depth) / tokens
             if per_token < best[0] * (1 - 1e-9):
                 best = per_token, n, tokens, paths
-    spec, spec_seconds = _best_spec(acceptance, sizes[-1], cost_of)
+    spec, spec_seconds = _best_spec(acceptance, sizes[-1], cost_of, deepest_allowed)
     per_token, n, tokens, paths = best
     drafts, deepest = n > 1, max(map(len, paths), default=0)
     return Choice(
@@ -64,8 +71,8 @@ def choose(acceptance: Sequence[float], target: Sequence[tuple[int, float]], dra
     )  # fmt: skip
 
 
-def _best_spec(acceptance: Sequence[float], max_nodes: int, cost_of) -> tuple[str, float]:
-    """Return the best of the trees AxBxC with at most `max_nodes` nodes, and its seconds per token."""
+def _best_spec(acceptance: Sequence[float], max_nodes: int, cost_of, max_depth: int) -> tuple[str, float]:
+    """Return the best of the trees AxBxC within these limits, and its seconds per token."""
     best = ("1", cost_of(2, 1) / expected_tokens(((0,),), acceptance))
     levels: list[tuple[int, ...]] = [()]
     while levels:
@@ -75,7 +82,7 @@ def _best_spec(acceptance: Sequence[float], max_nodes: int, cost_of) -> tuple[st
                 continue  # a deeper node is worth less, so it never pays to branch more there
             shape = (*widths, width)
             nodes = 1 + sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
-            if nodes > max_nodes:
+            if nodes > max_nodes or len(shape) > max_depth:
                 continue
             next_levels.append(shape)
             mass = [sum(acceptance[:w]) for w in shape]  # probability that one child of a node is accepted, by level

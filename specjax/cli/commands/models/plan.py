@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import typer
 
@@ -11,20 +12,24 @@ from specjax.cli.options import planning as p
 from specjax.cli.options.groups import with_groups
 from specjax.errors import UsageError, require
 
-HELP = """Propose tree and mesh for a pair of models on TPUs or GPUs, without one.
+HELP = """Choose draft, tree and mesh for a model on TPUs or GPUs, without one.
 
-It compiles target passes over 1, 2, 4, ... nodes and one pass of the draft
-model (see `specjax compile`). Then it minimises seconds per token over all
-sizes and depths: (depth x draft + verify(nodes)) / expected tokens of the
-best tree (Sequoia, arXiv 2402.12374), by each of the two estimates of
-`specjax compile`. Without --draft, drafting costs nothing. On several devices
-without --model, a plain step is compiled for 1, 2, 4, ... devices per copy of
-the model, and the fastest by the schedule is used.
+It compiles target passes over 1, 2, 4, ... nodes and one pass of each --draft
+(see `specjax compile`). For plain decoding, the drafters that need no model,
+and each --draft, --head and --method, it then minimises seconds per token over
+all sizes and depths: (draft(depth) + verify(nodes)) / expected tokens of the
+best tree (Sequoia, arXiv 2402.12374). One table has the drafts by expected
+tokens per second. A lookup costs nothing, and a head costs the time to read its
+weights. On several devices without --model, a plain step is compiled for 1, 2,
+4, ... devices per copy of the model, and the fastest by the schedule is used.
 
 --acceptance has the probability that the first, second, ... child of an
 accepted node is the accepted one, joined by commas. It can also be the JSON
 of `specjax compare-verifiers` (ranks from its --drafts), or of `specjax
-bench` (the first rank only, so a chain is proposed).
+bench` (the first rank only, so a chain is proposed). It applies to each --draft,
+--head and --method, or to NAME with NAME=.6,.2. Without any of them it is the
+acceptance of a draft without cost. Drafts without --acceptance use a typical
+one, which the output names with its source.
 
 --fits compiles nothing. It estimates from shapes what fits on the chips, for
 all built-in configs or for --target: the dtypes and the schemes of --quantize,
@@ -41,14 +46,16 @@ def plan(
     programs: p.ProgramOptions,
     target: p.OptionalTargetOption = None,
     acceptance: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--acceptance",
-            help="Acceptance probabilities by rank, such as .6,.2,.1, or a JSON file. Required without --fits.",
+            help="Acceptance by rank, such as .6,.2,.1, or a JSON file; NAME=.6,.2 for one draft. Default: typical.",
             show_default=False,
         ),
     ] = None,
-    draft: p.DraftOption = None,
+    draft: p.DraftsOption = None,
+    head: p.HeadsOption = None,
+    method: p.DraftersOption = None,
     fits: Annotated[
         bool, typer.Option("--fits", help="Estimate which models fit on the chips, and propose no tree.")
     ] = False,
@@ -56,12 +63,14 @@ def plan(
     as_json: o.JsonOption = False,
 ) -> None:
     if fits:
-        unused = {"--acceptance": acceptance, "--draft": draft, "--widths": None if widths == WIDTHS else widths}
+        unused = {
+            "--acceptance": acceptance, "--draft": draft, "--head": head, "--method": method,
+            "--widths": None if widths == WIDTHS else widths,
+        }  # fmt: skip
         _show_fits(topology, programs, target, unused, as_json)
         return
-    for flag, value in (("--target", target), ("--acceptance", acceptance)):
-        require(value is not None, f"plan needs {flag}; give it, or --fits to see which models fit on the chips")
-    assert target is not None and acceptance is not None
+    require(target is not None, "plan needs --target; give it, or --fits to see which models fit on the chips")
+    assert target is not None
     try:
         sizes = [int(n) for n in widths.split(",")]
     except ValueError:
@@ -74,16 +83,29 @@ def plan(
     log = Console(stderr=True)
     with p.progress(log) as notify:
         result = planning.plan(
-            target, topology, acceptance=acceptance, widths=sizes, draft=draft, on_step=notify, **programs.arguments
-        )
+            target, topology, acceptance=_by_draft(acceptance or []), widths=sizes, draft=draft or (), head=head or (),
+            method=method or (), on_step=notify, **programs.arguments,
+        )  # fmt: skip
     if as_json:
         print_json(result.to_json())
     else:
         show_plan(result, Console())
 
 
+def _by_draft(texts: list[str]) -> str | dict[str, str] | None:
+    """Return one acceptance for all drafts, or acceptances by the name of a draft. Raises: UsageError for both."""
+    named = [text.rpartition("=") for text in texts if "=" in text and not os.path.exists(text)]
+    require(
+        len(texts) <= 1 or len(named) == len(texts),
+        "--acceptance is given several times; write NAME=.6,.2 with the name of a draft in each",
+    )
+    if len(named) == len(texts):
+        return {name: rates for name, _, rates in named} or None
+    return texts[0]
+
+
 def _show_fits(
-    topology: str, programs: p.ProgramOptions, target: str | None, unused: dict[str, str | None], as_json: bool
+    topology: str, programs: p.ProgramOptions, target: str | None, unused: dict[str, Any], as_json: bool
 ) -> None:
     """Print what fits on the chips. Raises: UsageError for a flag of `unused` that is set."""
     for flag, value in unused.items():
