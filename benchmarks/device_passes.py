@@ -5,8 +5,9 @@
 
 The rows are steps of plain decoding of Llama 3 8B and SmolLM2 in bfloat16 with random weights: as `specjax.load` lays
 the layers out, stacked, unstacked, with loops in command buffers (GPU), in batches, and behind 4,000 tokens. Others are
-passes over several tokens, prefill, the error of float32 products, kernels against their specification, and
-`transformers`, eager and compiled, if torch has the same kind of device. All figures are medians of `--repeats`.
+passes over several tokens, prefill, the error of float32 products, and kernels against their specification. On a GPU,
+others are attention by the Mosaic kernel beside XLA's form, and `transformers`, eager and compiled, if torch has a GPU.
+All figures are medians of `--repeats`.
 
 Every program is compiled first, several at a time. A row that fails is printed with its error. After `--minutes` the
 script prints what it has, names the rows that are missing, and ends. Exit code 1 if a kernel differs from its
@@ -274,7 +275,7 @@ def precision_rows() -> list[Row]:
     return [Row(what, f"{error(None):.1e}", f"{error('highest'):.1e} with precision highest")]
 
 
-def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
+def attention_error(dtype, nodes: int, dim: int, slots: int, implementation: str | None = None) -> float:
     """Return the largest difference from the specification in float32 on CPU, for a tree behind two ragged rows."""
     rng = np.random.default_rng(nodes)
     parents = [-1, *(int(rng.integers(i)) for i in range(1, nodes))]
@@ -286,7 +287,8 @@ def attention_error(dtype, nodes: int, dim: int, slots: int) -> float:
     mask = jnp.broadcast_to(among, (2, nodes, nodes))
     arrays = values(2, nodes, 8, dim), *keys_and_values, jnp.asarray(length), jnp.asarray(positions), mask
     with jax.default_matmul_precision("highest"):
-        output = jax.jit(lambda *arrays: tree_attention(*arrays, scale=dim**-0.5))(*arrays)
+        attend = functools.partial(tree_attention, scale=dim**-0.5, implementation=implementation)
+        output = jax.jit(attend)(*arrays)
     with jax.default_device(jax.devices("cpu")[0]):
         exact = [jnp.asarray(np.asarray(x)) for x in arrays]
         exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in exact]
@@ -309,6 +311,40 @@ def kernel_rows(tiny: bool) -> list[Row]:
     assert error["float32"] < 2e-5 and error["bfloat16"] < 0.03 and not differ, f"{error}, {differ} draws differ"
     remark = f"attention within {error['float32']:.1e} (float32), {error['bfloat16']:.1e} (bfloat16); all draws"
     return [Row("kernels against their specifications", "equal", remark)]
+
+
+ATTENTION = "attention by XLA and by the Mosaic kernel"
+
+
+def mosaic_rows(repeats: int) -> list[Row]:
+    """Time the attention of Llama 3 8B's layers by the Mosaic kernel beside XLA's form, and measure the kernel's error.
+
+    Each layer has a cache of its own, so that no cache is read from the chip's own memory.
+    """
+    rows, layers, dim, used, slots = [], 16, 128, LONG, LONG + 256
+    values = functools.partial(random_array, dtype=jnp.bfloat16)
+    caches = [(values((1, 8, slots, dim)) + layer, values((1, 8, slots, dim))) for layer in range(layers)]
+    for nodes in (1, 64):
+        q, k = values((1, nodes, 32, dim)), values((1, 8, nodes, dim))
+        length, mask = jnp.full((1,), used), jnp.ones((1, nodes, nodes), bool)
+        positions = used + jnp.arange(nodes)[None]
+
+        def attend(q, caches, implementation, k=k, length=length, positions=positions, mask=mask):
+            for keys, cached in caches:
+                more = dict(scale=dim**-0.5, implementation=implementation)
+                q = tree_attention(q, k, k, keys, cached, length, positions, mask, **more)
+            return q
+
+        run = jax.jit(attend, static_argnums=2)
+        times = {
+            name: seconds(lambda name=name, q=q, run=run: run(q, caches, name), 3 * repeats) / layers
+            for name in (None, "mosaic_gpu")
+        }
+        error = attention_error(jnp.bfloat16, nodes, dim, 1024, "mosaic_gpu")
+        what = f"attention of a layer of Llama 3 8B, {nodes} nodes behind {used:,} tokens"
+        text = f"XLA {1e6 * times[None]:.1f} us, Mosaic {1e6 * times['mosaic_gpu']:.1f} us"
+        rows.append(Row(what, text, f"the kernel is within {error:.1e} of its specification"))
+    return rows
 
 
 def transformers_rows(config: str, tiny: bool, mode: str, limit: float) -> list[Row]:
@@ -407,7 +443,13 @@ def main() -> int:
     modes = [(name, mode) for name in (large, small) for mode in ("compiled", "eager")]
     has_torch = jax.default_backend() == "gpu" or args.tiny
     has_torch = has_torch and all(map(importlib.util.find_spec, ("torch", "transformers")))
-    names = ["kernels", "float32", "bandwidth", *(case.name for case in cases)]
+    names = [
+        "kernels",
+        *([ATTENTION] if jax.default_backend() == "gpu" else []),
+        "float32",
+        "bandwidth",
+        *(case.name for case in cases),
+    ]
     names += [f"passes of {name}" for name in (large, small)]
     names += [f"{name} in transformers, {mode}" for name, mode in modes if has_torch]
     report = Report(args.out, names)
@@ -418,6 +460,8 @@ def main() -> int:
     report.measure("kernels", lambda: kernel_rows(args.tiny))
     report.measure("float32", precision_rows)
     programs.wait()
+    if ATTENTION in names:
+        report.measure(ATTENTION, lambda: mosaic_rows(args.repeats))
     report.measure("bandwidth", lambda: bandwidth_rows(1 << 20 if args.tiny else 1 << 30, args.repeats))
     for (name, layout), group in groups.items():
         measure_model(report, programs, name, layout, group, args)

@@ -19,7 +19,7 @@ from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as 
 
 __all__ = ["shard_over_slots", "tree_attention"]
 
-IMPLEMENTATIONS = ("xla", "pallas_tpu", "by_slot")
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "mosaic_gpu", "by_slot")
 
 
 @jax.named_scope(scopes.ATTENTION)
@@ -36,7 +36,8 @@ def tree_attention(
       first: int32[B], the first slot of a shared prefix that each row attends to. None: 0.
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel if the program is lowered for a
         TPU and the kernel supports these shapes, else "xla". "by_slot" runs everywhere, for bfloat16. With it no bit of
-        a token's result depends on the pass that computes it.
+        a token's result depends on the pass that computes it. "mosaic_gpu" runs on Hopper GPUs, for bfloat16. It was
+        never timed, so only its name selects it.
 
     Raises: NotImplementedError for an unknown implementation, or for arguments that the named one does not support.
     """
@@ -56,14 +57,16 @@ def tree_attention(
         return _run_reference(*arrays, **static)
     on_xla: Callable = functools.partial(_run_xla, **static)
     on_gpu: Callable = functools.partial(_run_static, **static)
-    on_tpu: Callable = functools.partial(_run_tpu, **static)
+    on_tpu: Callable = functools.partial(_run_kernel, **static)
     run: Callable
     if implementation == "pallas_tpu":
         run = on_tpu
+    elif implementation == "mosaic_gpu":
+        run = functools.partial(_run_kernel, kernel="gpu", **static)
     elif implementation == "by_slot":
         run = functools.partial(_run_by_slot, **static)
         if not with_total and not _load_kernel("tpu_by_slot").unsupported_reason(q, k, prefix_k):
-            on_tpu = functools.partial(_run_tpu, kernel="tpu_by_slot", scale=scale, softcap=softcap)
+            on_tpu = functools.partial(_run_kernel, kernel="tpu_by_slot", scale=scale, softcap=softcap)
             run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
     elif implementation == "xla" or _load_kernel().unsupported_reason(q, k, prefix_k):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
@@ -119,7 +122,7 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 # `jit` makes equal layers share one trace: 0.6 ms instead of 27 ms.
 @functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total"))
 @with_standard_modes  # Mosaic's indices are 32 bits
-def _run_tpu(
+def _run_kernel(
     q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static
 ):  # fmt: skip
     return _load_kernel(kernel).tree_attention(

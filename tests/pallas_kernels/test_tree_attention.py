@@ -181,5 +181,5 @@ def test_bits_of_bfloat16_stand_for_them():
 
 
 def test_unknown_implementation_is_refused():
-    with pytest.raises(NotImplementedError, match='"triton"; use None, xla, pallas_tpu or by_slot'):
+    with pytest.raises(NotImplementedError, match='"triton"; use None, xla, pallas_tpu, mosaic_gpu or by_slot'):
         tree_attention(*[None] * 8, scale=1.0, implementation="triton")
