@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -93,7 +94,7 @@ def _kernel(heads: int, kv_heads: int, tiles: int, parts: int, slots: int, new: 
     layout = lambda columns: (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     tile = lambda *shape: plgpu.SMEM(shape, jnp.bfloat16, transforms=layout(64))
     barriers = plgpu.Barrier(num_barriers=STAGES)
-    scratch = dict(
+    scratch: dict[str, Any] = dict(
         q_tile=tile(ROWS, dim), k_tiles=tile(STAGES, BLOCK, dim), v_tiles=tile(STAGES, BLOCK, dim),
         bias_tile=tile(ROWS, BLOCK), weight_tile=tile(ROWS, BLOCK),
         out_tile=plgpu.SMEM((ROWS, dim), jnp.float32, transforms=layout(32)),
