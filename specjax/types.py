@@ -241,6 +241,7 @@ class Target:
 
     model: Model = field(metadata={"static": True})
     params: PyTree
+    native: Any = field(default=None, metadata={"static": True})  # a draft module in its own files (`NativeModule`)
 
 
 class Sampling(NamedTuple):

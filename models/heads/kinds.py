@@ -19,6 +19,7 @@ from specjax.models.heads import (
     m2r2,
     medusa,
     mlp_speculator,
+    mtp,
     p_eagle,
     ppd,
     redrafter,
@@ -30,8 +31,8 @@ KINDS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
         chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, hamburger.KIND,
-        hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, m2r2.KIND, medusa.KIND, mlp_speculator.KIND, p_eagle.KIND,
-        ppd.KIND, redrafter.KIND,
+        hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, m2r2.KIND, medusa.KIND, mlp_speculator.KIND, mtp.KIND,
+        p_eagle.KIND, ppd.KIND, redrafter.KIND,
     )
 }  # fmt: skip
 

@@ -182,8 +182,9 @@ def read_model(
     check_room(config, mesh, over)
     try:
         return LoadedModel(
-            Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over)), tokenizer, denoiser_settings, head
-        )
+            Target(make_model(config, mesh, over), assemble(checkpoint, mesh, over), checkpoint.native),
+            tokenizer, denoiser_settings, head,
+        )  # fmt: skip
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error})") from error
 

@@ -21,7 +21,7 @@ class Defaults(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of the drafter's factory
     controller: str | None = None  # a form of `specjax.controllers`; None: always draft as deep as possible
     tree: str | None = None  # a form of `specjax.trees`; None: the tree that the options set
-    head: str | None = None  # a draft head that comes with specjax; load it and use it as the draft
+    head: str | None = None  # a head to load and use as the draft: one that comes with specjax, or NATIVE
 
 
 class ShippedHead(NamedTuple):
@@ -39,6 +39,9 @@ class ShippedHead(NamedTuple):
 
 SHIPPED_HEADS = {"smollm2-135m": ShippedHead("smollm2-135m-eagle3", vocab_size=49152, num_layers=30)}
 """The draft heads that are used by default, by the name of the target."""
+
+NATIVE, NATIVE_METHOD = "native", "mtp"
+"""The name of the multi-token-prediction module in the target's own files, and of the method that drafts with it."""
 
 DRAFT_MODEL = Defaults("two_model", MappingProxyType({"num_tokens": 7}), controller="goodput")
 """The choices for a draft model: up to 7 tokens, as many as the goodput controller chooses.
@@ -64,13 +67,22 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
     )
     row = find_drafter(name)
     options, tree = default_budget(row, backend, None if head is None else head.max_depth)
+    native = NATIVE if draft is None and can_draft_natively(target) else None
     if drafter is not None:
-        return Defaults(name, options, tree=tree)
+        return Defaults(name, options, tree=tree, head=native if name == NATIVE_METHOD else None)
     if name == "two_model":
         return DRAFT_MODEL
+    if native is not None:
+        return Defaults(name, options, tree=tree, head=native)
     shipped = SHIPPED_HEADS.get(without_scheme(target.model.name))
     is_shipped = draft is None and shipped is not None and shipped.fits(target.model)
     return Defaults(name, options, tree=tree, head=shipped.name if shipped is not None and is_shipped else None)
+
+
+def can_draft_natively(target: Any) -> bool:
+    """Return True if the files of a target have a multi-token-prediction module whose layer specjax has."""
+    native, able = getattr(target, "native", None), target.model.capabilities
+    return native is not None and native.lacking is None and able.trees and able.taps
 
 
 def default_method(draft: str | None, trees: bool = True) -> str:

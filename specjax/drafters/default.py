@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from specjax import controllers, costs, trees
-from specjax.catalog.defaults import Defaults, defaults
+from specjax.catalog.defaults import NATIVE, Defaults, defaults
 from specjax.drafters.making import make_drafter
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import load_head
@@ -20,14 +20,14 @@ def default_drafter(
 
     Args:
       draft: a draft model or a draft head of the target. name: a method, if it is chosen already.
-      shipped: False ignores the draft head that comes with specjax. Inside of `jit` it is ignored, too, since its
-        parameters would become constants of the program.
+      shipped: False ignores the draft head that comes with specjax or with the target, unless `name` needs it. Inside
+        of `jit` it is ignored, too, since its parameters would become constants of the program.
 
     Raises: UsageError for a draft that does not fit the target or the method.
     """
     choice = defaults(target, draft, jax.default_backend(), drafter=name)
-    if choice.head is not None and shipped and not _is_traced(target):
-        draft = load_shipped_head(choice.head, target)
+    if choice.head is not None and (shipped or name is not None) and not _is_traced(target):
+        draft = load_default_head(choice.head, target)
     drafter = make_drafter(choice.drafter, target, draft, **default_options(choice))
     return drafter, default_controller(choice, target, draft)
 
@@ -45,18 +45,18 @@ def default_controller(choice: Defaults, target: Target, draft: Target | DraftHe
     return controllers.parse(choice.controller, None, costs.dtype_of(target), draft_cost=draft_cost)
 
 
-_shipped_heads: dict[tuple[str, Model], DraftHead] = {}
+_default_heads: dict[tuple[str, Model], DraftHead] = {}
 
 
-def load_shipped_head(name: str, target: Target) -> DraftHead:
-    """Load a draft head that comes with specjax, once per model: it shares no array with the target."""
-    model = target.model
-    if (name, model) not in _shipped_heads:
+def load_default_head(name: str, target: Target) -> DraftHead:
+    """Load a head that comes with specjax or with the target, once per model: it shares no array with the target."""
+    model, place_of_files = target.model, target.native.source if name == NATIVE else name
+    if (place_of_files, model) not in _default_heads:
         with jax.ensure_compile_time_eval():  # inside of `jit`, arrays of the trace would stay in the cache
             head = load_head(name, target)
             head = head if model.mesh is None else head.replace(params=place(head.params, model.mesh))
-        _shipped_heads[name, model] = head
-    return _shipped_heads[name, model]
+        _default_heads[place_of_files, model] = head
+    return _default_heads[place_of_files, model]
 
 
 def _is_traced(target: Target) -> bool:

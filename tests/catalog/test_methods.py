@@ -53,6 +53,7 @@ OPTIONS = {
     "redrafter": {"tree": trees.beam(2, 3)},
     "chimera": {"tree": trees.branching("2x1x1")},
     "falcon": {"tree": trees.branching("2x1x1")},
+    "mtp": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
     "hamburger": {"num_tokens": 3, "stop": trees.stops.drafter_confidence(0.3)},
     "m2r2": {"num_tokens": 3, "stop": trees.stops.drafter_confidence(0.3)},

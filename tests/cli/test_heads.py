@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import tiny_head
+from mtp_oracles import write_checkpoint
 
 import specjax
+from specjax.api import load
 from specjax.catalog.defaults import SHIPPED_HEADS, ShippedHead
 from specjax.cli.options.drafter_flags import default_method
 from specjax.cli.options.vllm_sglang_flags import DraftFlags, SpeculativeOptions, translate
@@ -187,6 +189,7 @@ def test_the_words_of_vllm_and_sglang():
     assert asked(algorithm="EAGLE3", model="org/head", steps=5, tokens=6)[:4] == ("eagle3", "org/head", 5, None)
     assert asked(algorithm="EAGLE", tokens=6).num_draft_tokens == 5
     assert asked(steps=5, topk=4, tokens=32).tree == "eagle2:4x5x31"
+    assert asked(config='{"method": "mimo_mtp"}')[0] == asked(algorithm="NEXTN").method == "mtp"
     assert asked(tree="2x2") == (None, None, None, "2x2", None, ())
 
 
@@ -202,9 +205,9 @@ def test_the_words_of_vllm_and_sglang():
         ({"config": "[]"}, "must be a JSON object"),
         ({"config": "{"}, "--speculative-config is not valid JSON"),
         ({"config": '{"quantization": "fp8"}'}, 'the unknown key "quantization"; the supported keys are method, model'),
-        ({"config": '{"method": "mtp"}'}, 'unknown method "mtp"; choose one of ngram, draft_model'),
+        ({"config": '{"method": "tmp"}'}, 'unknown method "tmp"; choose one of ngram, draft_model'),
         ({"config": '{"num_speculative_tokens": "5"}'}, 'num_speculative_tokens "5", which must be a whole number'),
-        ({"algorithm": "NEXTN"}, 'unknown method "NEXTN"'),
+        ({"algorithm": "NEXT"}, 'unknown method "NEXT"'),
         ({"algorithm": "EAGLE", "method": "eagle3"}, "--method is eagle3 and --speculative-algorithm is eagle"),
         ({"steps": 5, "tokens": 5}, "a chain of --speculative-num-steps 5 has 6, not 5"),
         ({"topk": 4, "steps": 5}, "--speculative-eagle-topk 4 also needs --speculative-num-steps"),
@@ -227,3 +230,41 @@ def test_the_heads_that_come_along_are_small_and_say_how_they_are_made_again():
         assert (folder / "model.safetensors").stat().st_size < 12e6
         assert card["command"].startswith("specjax train ") and card["answer_tokens"] > 0 and card["seconds"] > 0
         assert card["served"]["tokens_per_pass"] > 1 and len(card["accuracy"]) >= 3
+
+
+@pytest.fixture(scope="module")
+def with_module(tmp_path_factory):
+    """Return the folder of a tiny checkpoint with a module for multi-token prediction."""
+    return write_checkpoint(tmp_path_factory.mktemp("mimo"))[0]
+
+
+def test_the_module_of_a_checkpoint_drafts_without_a_flag(cli, monkeypatch, with_module):
+    monkeypatch.setattr(specjax, "load", load)
+    result = cli("generate", "w3 w4 w3 w4", "--raw", "--target", with_module, "--max-new-tokens", 4, "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert (document["method"], document["head"]) == ("auto", "mtp")
+    assert "the multi-token-prediction module of the target's files drafts too; use --method auto" in result.err
+    report = json.loads(cli("inspect", "native", "--target", with_module, "--json").out)
+    assert (report["kind"], report["dialect"], report["flags"]["hidden_first"]) == ("mtp", "mimo", True)
+
+
+def test_a_target_without_a_module_has_no_native_draft(refused, monkeypatch, with_module):
+    def load_without(source, **options):
+        target, tokenizer = load(source, **options)
+        return specjax.Target(target.model, target.params), tokenizer
+
+    monkeypatch.setattr(specjax, "load", load_without)
+    for flags in (("--draft", "native"), ("--method", "mtp")):
+        message = refused("generate", "w3", "--raw", "--target", with_module, *flags, "--max-new-tokens", 2)
+        assert "--draft: the files of" in message and "have no multi-token-prediction module" in message
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [("--method", "mtp"), ("--draft", "native", "--num-draft-tokens", 3)])
+def test_the_module_alone(cli, monkeypatch, with_module, flags):
+    monkeypatch.setattr(specjax, "load", load)
+    plain = "generate", "w3 w4", "--raw", "--target", with_module, "--json"
+    document = json.loads(cli(*plain, "--max-new-tokens", 6, "--compare", *flags).out)
+    assert (document["method"], document["head"], document["identical"]) == ("mtp", "mtp", True)
+    assert json.loads(cli(*plain, "--max-new-tokens", 2, "--method", "auto").out)["head"] is None

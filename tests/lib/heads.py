@@ -25,6 +25,7 @@ from specjax.models.heads.kinds import abstract_head, init_head
 from specjax.models.heads.m2r2 import M2R2Config
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.mtp import MtpConfig
 from specjax.models.heads.p_eagle import PEagleConfig
 from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
@@ -69,6 +70,8 @@ def config_of(kind: str, target: Target):
         return HydraConfig(width, vocab, num_heads=3, num_blocks=2, layer=layer_of(target))
     if kind == "mlp_speculator":
         return MlpSpeculatorConfig(width, 16, vocab, num_heads=3, scaled=True)
+    if kind == "mtp":
+        return MtpConfig(layer_of(target), vocab, layers)
     if kind == "redrafter":
         return ReDrafterConfig(width, 2 * width, vocab, num_blocks=1)
     if kind == "clover":
@@ -106,6 +109,11 @@ def _tiny(kind: str, config, seed: int) -> DraftHead:
 def tiny_head(kind: str, target: Target, seed: int = 3) -> DraftHead:
     """Return a head with random parameters."""
     return _tiny(kind, config_of(kind, target), seed)
+
+
+def separate_modules(target: Target, seed: int = 3, **changes) -> DraftHead:
+    """Return three modules for multi-token prediction with random parameters."""
+    return _tiny("mtp", replace(config_of("mtp", target), layer=layer_of(target, num_layers=3), **changes), seed)
 
 
 def numbered_head(kind: str, target: Target, **changes) -> DraftHead:

@@ -31,6 +31,7 @@ class LlamaDefaults(NamedTuple):
     stretches_all: bool = True  # RoPE scaling applies to all layers, not only to global ones
     partial: bool = False  # a part of each head may be rotated
     joined: bool = False  # q, k and v are one matrix, and so are gate and up
+    skipped: tuple[str, ...] = ()  # fields that its class does not read
 
 
 _POST_NORM = {"norms": "after", "qk_norm": True, "qk_norm_scope": "projection"}
@@ -64,6 +65,9 @@ ROWS_OF_HF = {
     "mistral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
     "ministral": LlamaDefaults(fields=_MISTRAL_FIELDS, layers=_ALL_WINDOWED),
     "qwen2": LlamaDefaults({"qkv_bias": True}, _QWEN_FIELDS, layers=qwen_global_layers),
+    "mimo": LlamaDefaults(  # MiMo-7B
+        {"qkv_bias": True}, _QWEN_FIELDS, layers=qwen_global_layers, skipped=("attention_bias",)
+    ),
     "qwen3": LlamaDefaults(
         {"qk_norm": True}, _QWEN_FIELDS | {"head_dim": 128}, ("attention_bias",), layers=qwen_global_layers
     ),
@@ -175,6 +179,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         )
     row = ROWS_OF_HF[kind]
     hf = rope.with_length(hf).with_defaults(row.fields)
+    hf.skip(*row.skipped)
     for field in row.biases:
         if hf.flag(field):
             raise UsageError(f"{where} sets {field}, which specjax does not support")

@@ -16,8 +16,8 @@ from specjax.models.loading.families.config_fields import ConfigFields
 
 PREFIXES = {
     "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "mistral3": "Mistral3", "qwen2": "Qwen2",
-    "qwen3": "Qwen3", "phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
-    "gemma3": "Gemma3",
+    "qwen3": "Qwen3", "mimo": "MiMo", "phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3", "gemma3": "Gemma3",
 }  # fmt: skip
 """The beginning of the class names of each supported `model_type` in transformers."""
 
@@ -31,7 +31,7 @@ SUFFIXES = "forcausallm", "forconditionalgeneration", "model", "textmodel"
 DIFFUSION_SUFFIXES = (*SUFFIXES, "modellm", "lmheadmodel", "formaskedlm", "fordiffusionlm", "basemodel")
 WRAPPERS = ("fsdp",)  # prefixes of trainers, which change nothing
 
-OWN_MODULES = {"phi3": "modeling_phi3"}
+OWN_MODULES = {"phi3": "modeling_phi3", "mimo": "modeling_mimo"}
 """Modules of families whose authors published the same code before transformers had it."""
 
 DIFFUSION_MODELS = {

@@ -30,6 +30,8 @@ GROUPS = {
     "results beside the logits": """
         finetuning_task id2label label2id num_labels output_attentions output_hidden_states output_scores prefix
         problem_type return_dict return_dict_in_generate task_specific_params tf_legacy_loss""",
+    "modules for multi-token prediction, which their tensors show": """
+        mtp_num_hidden_layers mtp_use_dedicated_embeddings num_mtp_layers num_nextn_predict_layers""",
     "sampling and search, which the caller chooses": """
         diversity_penalty do_sample early_stopping length_penalty max_length max_new_tokens min_length num_beam_groups
         num_beams num_return_sequences temperature top_k top_p typical_p""",

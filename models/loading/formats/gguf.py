@@ -6,6 +6,7 @@ of Gemma). Only the dequantisation comes from that package.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import struct
 from collections.abc import Iterable
@@ -17,9 +18,10 @@ import numpy as np
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import check_file, quote
 from specjax.models.loading.families import registry, rope
-from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families.config_fields import LAYERS, ROWS, ConfigFields
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats.ggml_blocks import quantized_tensor
+from specjax.models.loading.mtp_dialects import GGUF, describe, owner
 from specjax.models.loading.tensors.assembly import Checkpoint
 from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, read_rows
 
@@ -45,10 +47,22 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.GGUF_DIVISORS if name in tensors}
     fields, ignored = ConfigFields(meta, where, f"{arch}."), rope.GGUF_DIVISORS.__contains__
+    fields = _without_modules(fields)
     config = family.config_from_gguf(fields, shapes, factors, **options)
     warn_of_unread(fields)
-    stored = {name: quantized_tensor(name, tensor) for name, tensor in tensors.items()}
-    return Checkpoint(file, config, stored, family.stored_gguf(config, arch), ignored), meta
+    owned = owner(GGUF, config.num_layers)
+    native = describe(str(file.resolve()), GGUF, filter(owned, tensors)) if any(map(owned, tensors)) else None
+    stored = {name: quantized_tensor(name, tensor) for name, tensor in tensors.items() if not owned(name)}
+    return Checkpoint(file, config, stored, family.stored_gguf(config, arch), ignored, native), meta
+
+
+def _without_modules(fields: ConfigFields) -> ConfigFields:
+    """Return the fields with a `block_count` that leaves out modules for multi-token prediction."""
+    count = fields.size(GGUF.field, 0, minimum=0, maximum=LAYERS)
+    if not count:
+        return fields
+    layers = fields.size("block_count", minimum=count + 1, maximum=LAYERS) - count
+    return dataclasses.replace(fields, values={**fields.values, fields.prefix + "block_count": layers})
 
 
 def _check_whole_model(meta: dict[str, Any], where: str) -> None:

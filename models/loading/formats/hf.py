@@ -16,6 +16,7 @@ from specjax.models.bridge import Config
 from specjax.models.loading.families import denoisers, registry
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import maxtext
+from specjax.models.loading.mtp_dialects import NativeModule, describe, find_dialect, owner
 from specjax.models.loading.quantized import as_matrices, method_of, zero_biases
 from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
@@ -102,11 +103,24 @@ def read(
         )
     ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
     located = _locate_tensors(folder, files, lambda name: without(name) or ignored(name), method is not None)
+    native, located = _split_module(folder, parsed.num_layers, located)
     tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)
     if parsed.tied:
         parsed = _resolve_tied_head(folder, parsed, tensors, stored)
     spare = frozenset() if method is None else zero_biases(tensors)
-    return Checkpoint(folder, parsed, tensors, stored, spare.__contains__)
+    return Checkpoint(folder, parsed, tensors, stored, spare.__contains__, native)
+
+
+def _split_module(
+    folder: Path, num_layers: int, tensors: dict[str, TensorLocation]
+) -> tuple[NativeModule | None, dict[str, TensorLocation]]:
+    """Return the multi-token-prediction module of a folder, if any, and the tensors without those of the module."""
+    dialect = find_dialect(tensors, num_layers)
+    if dialect is None:
+        return None, tensors
+    owned = owner(dialect, num_layers)
+    remaining = {name: tensor for name, tensor in tensors.items() if not owned(name)}
+    return describe(str(folder.resolve()), dialect, tensors.keys() - remaining.keys()), remaining
 
 
 def _locate_tensors(

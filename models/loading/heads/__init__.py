@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.catalog.defaults import NATIVE
 from specjax.errors import CheckpointWarning, UsageError
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.families.unread_fields import describe_unread
 from specjax.models.loading.formats import hf, maxtext
-from specjax.models.loading.heads import registry, shipped, vocabulary
+from specjax.models.loading.heads import mtp, registry, shipped, vocabulary
 from specjax.models.loading.heads.checkpoint_contents import MASK_FILE, HeadPlan, config_file, read_contents
 from specjax.models.loading.heads.format import NEUTRAL
 from specjax.models.loading.heads.settings import by_own_names, names_of, override
@@ -35,7 +36,7 @@ from specjax.models.loading.heads.target_fit import (
     trained_target,
 )
 from specjax.models.loading.heads.writing import save_head, stored_name
-from specjax.models.loading.tensors.assembly import Parameter, Part, StoredTensor, fill, insert, refuse_tensors
+from specjax.models.loading.tensors.assembly import Parameter, Part, fill, insert, refuse_tensors
 from specjax.types import PyTree, Target
 
 __all__ = ["LoadedHead", "load_head", "read_head", "recognise", "save_head"]
@@ -83,7 +84,7 @@ def load_head(
     Args:
       source: a hub id, the name of a head that comes with specjax (`shipped.NAMES`), or a folder. A folder has
         config.json and weights in safetensors or PyTorch files; a pickle may contain tensors only. docs/heads.md lists
-        the formats.
+        the formats. "native" is the multi-token-prediction module in the files of the target.
       token_map: FR-Spec's list of the ids to draft, for an EAGLE head that drafts all ids: a .pt file, or
         "org/name/file.pt" on the hub.
       settings: what the files do not state or state wrongly, for example `{"from_anchor": True}`. `specjax inspect`
@@ -110,10 +111,15 @@ def read_head(
     tokenizer: Any = None,
 ) -> LoadedHead:
     """Load a head like `load_head`, and report facts about its files. token_map: also an array of ids."""
-    path, spec = resolve(source), target_spec(target)
+    spec, native = target_spec(target), mtp.native_module(target) if source == NATIVE else None
+    path = resolve(source) if native is None else Path(native.source)
     with guarded_read(path):
-        contents = read_contents(path)
-        match = registry.find_format(contents)
+        if native is None:
+            contents = read_contents(path)
+            match = registry.find_format(contents)
+        else:
+            contents = mtp.native_contents(native, spec.num_layers)
+            match = mtp.FORMAT, native.dialect
         if match is None:
             raise UsageError(f"{path} is not a draft head of a known kind; load a whole draft model with load()")
         # What the search for the format looked at is not read yet.
@@ -130,7 +136,8 @@ def read_head(
     head = DraftHead(KINDS[plan.kind].head(plan.config), _assemble(plan, leaves))
     layer, trained_for = getattr(plan.config, "layer", None), trained_target(contents)
     other_scheme = describe_other_scheme(contents, target)
-    unread = describe_unread(contents.config, {**NEUTRAL, **head_format.neutral})
+    # The reader of a target has reported the fields of its config already.
+    unread = () if native else describe_unread(contents.config, {**NEUTRAL, **head_format.neutral})
     return LoadedHead(
         head, dialect, plan.flags, plan.notes, unread, len(contents.tensors), unused, trained_for,
         layer and layer.max_positions, plan.assumed, other_scheme,
@@ -204,7 +211,7 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
                 f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(struct.shape)}"
             )
         else:
-            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(StoredTensor(stored)),), stacked=False))
+            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(plan.stored(stored)),), stacked=False))
     extra = sorted(tensors.file_names[name] for name in tensors if name not in used)
     unused = tuple(name for name in extra if any(re.match(pattern, name) for pattern in plan.unused))
     refuse_tensors(path, missing, wrong, [name for name in extra if name not in unused])

@@ -16,6 +16,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import hf
 from specjax.models.loading.tensors import torch_file
+from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.loading.tensors.tensors import INTEGERS, TensorLocation, bytes_of
 from specjax.types import Array
 
@@ -66,6 +67,7 @@ class HeadPlan(NamedTuple):
     notes: tuple[str, ...] = ()  # assumptions, for reports
     unused: tuple[str, ...] = ()  # patterns of tensors that are ignored
     assumed: tuple[str, ...] = ()  # settings that the files leave open
+    stored: Callable[[str], StoredTensor] = StoredTensor  # how a tensor of the table is stored in the file
 
 
 def read_contents(folder: Path) -> Contents:

@@ -69,6 +69,7 @@ class Checkpoint(NamedTuple):
     tensors: Mapping[str, StoredArray]
     stored: dict[str, StoredTensor]  # by parameter path, `*` for the layer
     ignored: Callable[[str], bool] = lambda name: False  # tensors that no parameter needs
+    native: Any = None  # `NativeModule` of a multi-token-prediction module in the same files
 
 
 class Part(NamedTuple):

@@ -212,8 +212,10 @@ def _check_old_stop(text: str | None) -> None:
 
 def find_head_kind(draft: str | None, flag: str = "--draft") -> str | None:
     """Return the kind of draft head that a source is; None: a model, or no source. Raises: UsageError if damaged."""
-    if draft is None:
-        return None
+    from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
+
+    if draft is None or draft == NATIVE:  # the files of the target have it, or loading refuses it
+        return draft and NATIVE_METHOD
     from specjax.models.loading.heads import recognise
 
     match = parse_flag(flag, recognise, draft)

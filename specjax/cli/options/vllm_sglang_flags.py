@@ -94,8 +94,13 @@ class SpeculativeOptions:
     speculative_token_map: MapOption = None
 
 
-VLLM_METHODS = {"ngram": "prompt_lookup", "draft_model": "two_model"}
-SGLANG_METHODS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup"}
+MTP_FAMILIES = "deepseek", "ernie", "exaone_moe", "glm4_moe", "mimo", "nemotron_h", "qwen3_5", "qwen3_next", "step3p5"
+VLLM_METHODS = {"ngram": "prompt_lookup", "draft_model": "two_model"} | {
+    f"{family}_mtp": "mtp" for family in MTP_FAMILIES
+}
+SGLANG_METHODS = {
+    "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup", "NEXTN": "mtp",
+}  # fmt: skip
 COVERED = {"eagle3": ("p_eagle",), "dflash": ("dflash2", "domino")}
 """More kinds of draft heads by the name of their method. vLLM and SGLang serve P-EAGLE as eagle3, and block heads
 without a Markov head as dflash. The files of a head decide its kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from specjax.adaptive import DepthPolicy
 from specjax.catalog import METHODS, Kind
+from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
 from specjax.cli.options.drafter_flags import (
     DraftFiles,
     MethodOptions,
@@ -83,6 +85,8 @@ def select(
     Raises: UsageError for flags that are wrong or do not fit each other.
     """
     checked = build_decoding(sampling, flags, flags.controller)  # its errors come before those of files
+    if models.draft is None and NATIVE_METHOD in methods:
+        models = dataclasses.replace(models, draft=NATIVE)
     head = find_head_kind(models.draft)
     require(
         head is not None or extras.token_map is None,

@@ -17,7 +17,7 @@ from specjax import controllers, parallel
 from specjax import costs as costs_of
 from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.catalog import METHODS
-from specjax.catalog.defaults import defaults
+from specjax.catalog.defaults import NATIVE, defaults
 from specjax.cli.options.common import parse_flag, parse_template_args
 from specjax.cli.options.drafter_flags import NO_FLAGS, MethodOptions
 from specjax.cli.options.groups import ModelOptions
@@ -385,7 +385,9 @@ def check_vocabularies(tokenizer: Any, other: Any, flag: str = "--draft") -> Non
 
 
 def with_default_draft(session: Session, method: str, log: Console) -> tuple[Session, str]:
-    """Return the session with the draft head that comes with specjax for its target, if any, and the method for both.
+    """Return the session with the default draft head of its target, if any, and the method for both.
+
+    The head is the module in the target's own files, or one that comes with specjax.
 
     method: the default method, chosen before the target was loaded.
     """
@@ -393,9 +395,23 @@ def with_default_draft(session: Session, method: str, log: Console) -> tuple[Ses
         return session, method
     choice = defaults(session.target, None, jax.default_backend())
     if choice.head is None:
+        note_native(session.target, log)
         return session, choice.drafter
-    log.print("the draft head of the demo model drafts too; use --method auto to draft without it", style="dim")
+    is_native = choice.head == NATIVE
+    head = "multi-token-prediction module of the target's files" if is_native else "draft head of the demo model"
+    log.print(f"the {head} drafts too; use --method auto to draft without it", style="dim", soft_wrap=True)
     return session._replace(head=read_head(choice.head, session.target)), choice.drafter
+
+
+def note_native(target: Target, log: Console) -> None:
+    """Print a line about a module in the target's files that cannot draft, if there is one."""
+    native = target.native
+    if native is not None and native.lacking is not None:
+        log.print(
+            f"the target's files have a multi-token-prediction module (form {native.dialect}), which cannot draft: its "
+            f"layer has {native.lacking}",
+            style="dim", soft_wrap=True,
+        )  # fmt: skip
 
 
 def with_adapted_target(session: Session, depth: DepthPolicy | None, log: Console) -> Session:

@@ -101,6 +101,8 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
     source: Any = target.params
     if not isinstance(source, dict) or "layers" not in source:
         return params
+    if "modules" in params:  # one for each depth, all from the last layer
+        return {"modules": {i: _copy_target(part, config, target, ids) for i, part in params["modules"].items()}}
     stacks = [name for name in ("others", "stack", "layers") if name in params]
     count = max([1, *(len(params[name]) for name in stacks)])
     layers = _last_layers(split_projections(source["layers"], target.model.config), count)

@@ -125,6 +125,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         # The authors' training-time test of 7 steps, but with Muon instead of their AdamW (see MUON_FACTOR).
         "eagle3": Recipe(passes=7, decay=0.8, optimizer="muon", learning_rate=1e-2),
+        "mtp": Recipe(passes=3, optimizer="muon", learning_rate=1e-2),
         "p_eagle": Recipe(decay=1.0),
         "eagle": _FEATURES,
         "falcon": Recipe(

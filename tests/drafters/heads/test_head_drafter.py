@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_memory import differs, knowing, permutation, run_rounds
-from heads import tiny_head
+from heads import separate_modules, tiny_head
 from tiers import exhaustive, those
 from toy import tiny_llama
 
@@ -38,11 +38,17 @@ def after_rounds(name, **options):
         ("eagle3", {}),
         ("hydra", {}),
         *(exhaustive(name, {}) for name in ("chimera", "clover", "kangaroo", "medusa", "p_eagle")),
-        *(exhaustive(name, {"tree": trees.branching("2x2x1")}) for name in ("falcon", "hidden_transfer")),
+        *(exhaustive(name, {"tree": trees.branching("2x2x1")}) for name in ("falcon", "hidden_transfer", "mtp")),
     ],
 )
 def test_a_head_remembers_the_text_as_if_it_had_read_it_at_once(name, options):
     assert differs(*after_rounds(name, **options)) < 1e-4
+
+
+def test_separate_modules_remember_the_text_as_if_they_had_read_it_at_once():
+    head = separate_modules(tiny_llama())
+    drafter = make_drafter("mtp", tiny_llama(), head, tree=trees.branching("2x2x1"))
+    assert differs(head, *run_rounds(drafter, Settings(temperature=4.0, sampling="coupled"))) < 1e-4
 
 
 def test_a_head_remembers_what_others_drafted_too():

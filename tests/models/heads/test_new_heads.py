@@ -17,6 +17,7 @@ VARIANTS = {
         "norm_taps=each norm_output=yes num_layers=2", "norm_taps=joined norm_before_residual=yes embeds=yes",
         "own_head=no",
     ),
+    "mtp": ("num_layers=3 hidden=raw", "chained=raw final_norm=no zero_first=yes mlp_width=24"),
     "p_eagle": ("norm_taps=each norm_output=yes depths=3",),
     "dflash": ("draft_vocab_size=20 embeds=yes", "from_anchor=yes"),
     "dflash2": ("selector_rank=0 conv_group=8", "conv_taps=0 selector_rank=4 candidates=7"),
@@ -51,6 +52,9 @@ def test_a_variant_is_made_written_and_read_back(tmp_path, kind, changes):
         "confidence",
         "pure_prefix",
         "from_anchor",
+        "hidden",
+        "chained",
+        "zero_first",
     ):
         assert getattr(loaded.head.head.config, name, None) == getattr(config, name, None), name
 

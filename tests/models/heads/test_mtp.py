@@ -1,0 +1,66 @@
+"""Modules for multi-token prediction against oracles of each family's own decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mtp_oracles as m
+import numpy as np
+import pytest
+from head_oracles import params_of
+from head_oracles import target as tiny_target
+from head_runs import features_of, said_of
+from heads import config_of, tiny_head
+from tiers import those
+from toy import tiny_llama
+
+from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.kinds import KINDS
+from specjax.models.loading.heads import read_head, recognise
+
+TARGET = tiny_target(num_layers=2)
+
+
+def against(oracle: m.Oracle, head: DraftHead, draft=m.DRAFT) -> float:
+    """Return the largest difference of the logits."""
+    logits, features = m.run_head(head, TARGET, m.TEXT, draft)
+    expected = oracle.logits(features, params_of("embed", TARGET), params_of("head", TARGET), draft=draft)
+    return float(np.abs(np.asarray(logits) - expected).max())
+
+
+def changed(head: DraftHead, **changes) -> DraftHead:
+    return head.replace(head=KINDS["mtp"].head(replace(head.head.config, **changes)))
+
+
+@pytest.mark.parametrize("name", m.FAMILIES)
+def test_logits_equal_the_family_s_own_layer(name, tmp_path):
+    family = m.FAMILIES[name]
+    oracle = m.Oracle(family)
+    folder = m.write_module(tmp_path, family, oracle)
+    assert recognise(folder) == ("mtp", family.dialect)
+    loaded = read_head(folder, TARGET)
+    assert against(oracle, loaded.head) < 2e-4
+    wrong = [{"hidden_first": not family.hidden_first}]
+    wrong += [{"chained": "raw"}] if family.final_norm else []
+    for changes in wrong:
+        assert against(oracle, changed(loaded.head, **changes)) > 0.1, f"{changes} must show"
+
+
+@pytest.mark.parametrize("chained", those({"normed"}, ["normed", "raw", "target"]))
+def test_separate_modules_stay_at_their_states_and_read_later_ids(chained, tmp_path):
+    family = m.FAMILIES["glm"]._replace(chained=chained)
+    oracle = m.Oracle(family, modules=3)
+    loaded = read_head(m.write_module(tmp_path, family, oracle), TARGET)
+    assert loaded.head.head.max_depth == loaded.flags["modules"] == 3
+    head = changed(loaded.head, chained=chained)
+    assert against(oracle, head, m.DRAFT[:2]) < 2e-4
+    assert against(oracle, changed(head, chained="raw" if chained == "normed" else "normed"), m.DRAFT[:2]) > 0.1
+
+
+def test_the_first_embedding_is_zero_if_asked():
+    """Row 0 alone differs, as in vLLM's modules, so drafts of a long text hardly do."""
+    config = config_of("mtp", tiny_llama())
+    zero = DraftHead(KINDS["mtp"].head(replace(config, zero_first=True)), tiny_head("mtp", tiny_llama()).params)
+    features = features_of(tiny_llama())
+    apart = said_of(zero, tiny_llama(), features) - said_of(tiny_head("mtp", tiny_llama()), tiny_llama(), features)
+    assert np.abs(apart).max((1, 2)).min() > 1e-3

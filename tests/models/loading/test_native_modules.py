@@ -1,0 +1,143 @@
+"""Targets whose files carry a module for multi-token prediction: loading, and drafting with the module."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import dialects as d
+import jax
+import mtp_oracles as m
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import specjax
+from specjax.catalog.defaults import NATIVE, defaults
+from specjax.drafters.default import default_drafter
+from specjax.errors import UsageError
+from specjax.models.loading import mtp_dialects
+from specjax.models.loading.heads import load_head, read_head
+from specjax.models.loading.mtp_dialects import BY_NAME, DIALECTS
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory):
+    """Return the folder of a tiny MiMo with its module, the model in torch, and the oracle of the module."""
+    return m.write_checkpoint(tmp_path_factory.mktemp("mimo"))
+
+
+@pytest.fixture(scope="module")
+def loaded(mimo):
+    return specjax.load(mimo[0])[0]
+
+
+def test_a_checkpoint_with_a_module_is_the_target_and_its_drafter(mimo, loaded, recwarn):
+    import torch
+
+    folder, model, oracle = mimo
+    again, _ = specjax.load(folder)
+    assert not recwarn.list, "its fields are known"
+    assert (again.native.dialect, again.native.count, again.native.lacking) == ("mimo", 1, None)
+    head = read_head(NATIVE, loaded)
+    assert head.kind == "mtp" and head.dialect == "mimo" and head.unused == () and head.tensors == 16
+    with torch.no_grad():
+        hidden = model.double().model(torch.tensor(m.TEXT[None, :-1])).last_hidden_state[0].numpy()
+        tables = model.model.embed_tokens.weight.numpy(), model.lm_head.weight.numpy()
+    logits, features = m.run_head(head.head, loaded, m.TEXT, m.DRAFT)
+    np.testing.assert_allclose(features, hidden, atol=1e-4)
+    expected = oracle.logits(hidden, *tables)
+    np.testing.assert_allclose(logits, expected, atol=1e-3)
+    raw, _ = m.run_head(read_head(NATIVE, loaded, settings={"hidden": "raw"}).head, loaded, m.TEXT, m.DRAFT)
+    assert np.abs(raw - expected).max() > 0.1, "the hidden state before the final norm must show"
+
+
+def test_it_drafts_by_default_and_the_text_is_the_target_s(loaded):
+    assert defaults(loaded, None, "cpu").head == defaults(loaded, None, "cpu", drafter="mtp").head == NATIVE
+    assert defaults(loaded, None, "cpu", drafter="auto").head is None
+    prompts = [[3, 4, 5, 3, 4, 5, 3], [9]]
+    run = lambda drafter: specjax.decode(loaded, drafter, prompts, key=0, max_new_tokens=12).to_lists()
+    plain = run("autoregressive")
+    assert run(None) == plain
+    by_name, _ = default_drafter(loaded, name="mtp", shipped=False)
+    assert by_name.size.max_depth == 3 and by_name.params["fc"]["weight"].shape == (m.D, 2 * m.D)
+    assert pickle.loads(pickle.dumps(loaded)).native == loaded.native
+    other = specjax.Target(loaded.model, loaded.params)
+    with pytest.raises(UsageError, match="no multi-token-prediction module that specjax can find"):
+        load_head(NATIVE, other)
+
+
+def test_a_module_of_another_kind_of_layer_is_refused_by_name(mimo, tmp_path):
+    folder, *_ = mimo
+    tensors = load_file(folder / "model.safetensors")
+    layer = {name for name in tensors if ".mtp_layers." in name}
+    changed = {name: value for name, value in tensors.items() if name not in layer}
+    first = "model.layers.2."
+    changed |= {f"{first}{part}.weight": np.zeros((4, 4), np.float32) for part in (
+        "eh_proj", "enorm", "hnorm", "shared_head.norm", "self_attn.kv_a_proj_with_mqa", "mlp.experts.0.up_proj",
+    )}  # fmt: skip
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(changed, tmp_path / "model.safetensors")
+    target, _ = specjax.load(tmp_path)
+    assert target.native.dialect == "deepseek"
+    reason = r"form deepseek, whose layer has multi-head latent attention \(MLA\) and experts \(MoE\), which specjax"
+    with pytest.raises(UsageError, match=reason):
+        load_head(NATIVE, target)
+    assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
+
+
+def test_a_checkpoint_that_lost_its_module_is_a_target(mimo, tmp_path):
+    folder, *_ = mimo
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if ".mtp_layers." not in name}, tmp_path / "model.safetensors")
+    assert specjax.load(tmp_path)[0].native is None
+    del tensors["model.mtp_layers.0.input_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"unexpected \(model.mtp_layers.0.final_layernorm.weight"):
+        specjax.load(tmp_path)
+
+
+def test_a_whole_model_with_a_module_is_no_head(mimo):
+    from specjax.models.loading.heads import recognise
+
+    assert recognise(mimo[0]) is None, "--draft FOLDER stays a draft model"
+
+
+NAMES = {
+    "deepseek": "model.layers.61.eh_proj.weight model.layers.61.enorm.weight",
+    "step": "model.layers.45.eh_proj.weight model.layers.45.transformer.shared_head.norm.weight",
+    "mimo": "model.mtp_layers.0.input_proj.weight",
+    "mimo_v2": "model.mtp.layers.2.eh_proj.weight model.mtp.layers.2.pre_mlp_layernorm.weight",
+    "longcat": "model.mtp.layers.0.eh_proj.weight model.mtp.layers.0.enorm.m.weight",
+    "qwen3_5": "mtp.fc.weight mtp.layers.0.self_attn.q_proj.weight",
+    "ernie": "model.mtp_linear_proj.0.weight model.mtp_block.0.self_attn.q_proj.weight",
+    "nemotron": "mtp.layers.0.eh_proj.weight mtp.layers.1.final_layernorm.weight",
+}
+
+
+def test_each_form_is_known_by_its_tensors():
+    assert NAMES.keys() == {dialect.name for dialect in DIALECTS}
+    for name, text in NAMES.items():
+        of_target = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
+        layers = 45 if name == "step" else 61
+        names = [*of_target, *text.split()]
+        dialect = mtp_dialects.find_dialect(names, layers)
+        assert dialect is BY_NAME[name]
+        assert list(filter(mtp_dialects.owner(dialect, layers), names)) == text.split()
+        assert all(mtp_dialects.rename(dialect, x, 0).startswith("modules.") for x in text.split())
+        assert mtp_dialects.find_dialect(of_target, 3) is None
+
+
+def test_the_module_of_a_trained_folder_is_read_with_its_flags(loaded, tmp_path):
+    head = load_head(NATIVE, loaded)
+    specjax.save_head(tmp_path, head, target=loaded)
+    again = read_head(tmp_path, loaded)
+    assert again.head.head.config.hidden_first and again.dialect == "specjax" and not again.unread
+    jax.tree.map(np.testing.assert_array_equal, again.head.params, head.params)
+    config = json.loads((tmp_path / "config.json").read_text())
+    d.write(tmp_path, config | {"mtp": config["mtp"] | {"hidden": "some"}}, load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(UsageError, match=r'mtp.hidden "some"; it must be normed or raw'):
+        read_head(tmp_path, loaded)
