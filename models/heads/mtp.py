@@ -13,6 +13,7 @@ reads distances alone, so this changes nothing. The zero embedding of vLLM at po
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,7 @@ from flax import nnx
 from specjax.catalog import Method, shared
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.decoder import DecoderBlock
+from specjax.models.decoder import DecoderBlock, DecoderConfig
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import embed, run_blocks, unembed
 from specjax.models.heads.contract import Head, HeadKind
@@ -128,14 +129,20 @@ def make_modules(config: MtpConfig, *, rngs: nnx.Rngs) -> MtpModule | MtpModules
     return (MtpModule if config.layer.num_layers == 1 else MtpModules)(config, rngs=rngs)
 
 
+def layer_of(target: DecoderConfig, **changes) -> LlamaConfig:
+    """Return the config of a module's layer, like the attention layers of a target, which may be a hybrid."""
+    fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
+    return LlamaConfig(**fields | {"stacked": False}).draft_head_config(**changes)
+
+
 def of_target(
-    target: LlamaConfig, *, num_layers: int = 1, mlp_width: int | None = None, hidden: str = "normed", **changes
+    target: DecoderConfig, *, num_layers: int = 1, mlp_width: int | None = None, hidden: str = "normed", **changes
 ) -> MtpConfig:
     """Return the shapes of DeepSeek's modules for a target: one layer like the target's in each.
 
     num_layers: number of modules. changes: flags of `MtpConfig`.
     """
-    layer = target.draft_head_config(num_layers, mlp_width=mlp_width or target.mlp_width)
+    layer = layer_of(target, num_layers=num_layers, mlp_width=mlp_width or target.mlp_width)
     return MtpConfig(layer, target.vocab_size, target.num_layers, hidden=hidden, **changes)
 
 

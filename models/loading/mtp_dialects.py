@@ -33,7 +33,6 @@ class MtpDialect(NamedTuple):
     own_head: bool = False  # modules have output layers that differ from the target's
     norm_offset: float = 0.0  # added to the stored weights of norms
     interleaved: bool = False  # neighbouring numbers of a query or key are rotated together
-    gated: bool = False  # queries have a gate for the output of their head
     is_open: bool = False  # sources differ about the chained state
     lacking: str | None = None  # parts of its layer that no tensor shows, and that specjax lacks
 
@@ -95,7 +94,7 @@ DIALECTS = (
             (r"^mtp\.pre_fc_norm_hidden\.", "modules.0.hnorm."), (r"^mtp\.norm\.", "modules.0.norm."),
             (r"^mtp\.", "modules.0."),
         ),
-        norm_offset=1.0, gated=True,
+        norm_offset=1.0,
     ),
     MtpDialect(
         "ernie", "Ernie 4.5", r"model\.mtp_linear_proj\.(\d+)\.weight",

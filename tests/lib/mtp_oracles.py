@@ -34,7 +34,7 @@ class Family(NamedTuple):
     centred: bool = False  # norms store w and multiply by 1 + w
     final_norm: bool = True
     chained: str = "normed"
-    config_prefix: str = ""  # of its config, if that is another
+    config_prefix: str = ""  # of its config and its rotation, if that is another
     layer_index: int = 0
 
 
@@ -54,6 +54,19 @@ FAMILIES = {
         "deepseek", "glm4_moe", "Glm4Moe",
         {"first_k_dense_replace": 9, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
         LIKE_DEEPSEEK,
+    ),
+    "qwen3_5": Family(
+        "qwen3_5", "qwen3_5", "Qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}, {
+            "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+            "norm": "mtp.norm", "layer": "mtp.layers.0",
+        }, centred=True, config_prefix="Qwen3_5Text", layer_index=1,
+    ),
+    "qwen3_next": Family(
+        "qwen3_5", "qwen3_next", "Qwen3Next",
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "partial_rotary_factor": 0.25}, {
+            "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+            "norm": "mtp.norm", "layer": "mtp.layers.0",
+        }, centred=True, layer_index=1,
     ),
     "ernie": Family(
         "ernie", "ernie4_5", "Ernie4_5", {"use_bias": False}, {
@@ -100,7 +113,8 @@ class Oracle:
             } | ({"norm": norm()} if family.final_norm else {})
             for _ in range(modules)
         ]  # fmt: skip
-        self.rotary = of("RotaryEmbedding")(self.config).double()
+        rotary = family.config_prefix or family.prefix
+        self.rotary = getattr(code, f"{rotary}RotaryEmbedding")(self.config).double()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for part in self.parts:

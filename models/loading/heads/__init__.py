@@ -202,16 +202,15 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
         name = ".".join(map(str, keys))
         if name in plan.arrays:
             continue
-        stored = stored_name(plan.table, name)
+        form = plan.stored(stored_name(plan.table, name))
+        stored, shape = form.name, (form.rows or struct.shape[0], *struct.shape[1:])
         used.add(stored)
         if stored not in tensors:
             missing.append(stored)
-        elif tensors[stored].shape != struct.shape:
-            wrong.append(
-                f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(struct.shape)}"
-            )
+        elif tensors[stored].shape != shape:
+            wrong.append(f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(shape)}")
         else:
-            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(plan.stored(stored)),), stacked=False))
+            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(form),), stacked=False))
     extra = sorted(tensors.file_names[name] for name in tensors if name not in used)
     unused = tuple(name for name in extra if any(re.match(pattern, name) for pattern in plan.unused))
     refuse_tensors(path, missing, wrong, [name for name in extra if name not in unused])

@@ -16,11 +16,12 @@ import jax
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote, read_json_object
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.mtp import MtpConfig
+from specjax.models.heads.mtp import MtpConfig, layer_of
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import mtp_dialects
 from specjax.models.loading.families import rope
 from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.families.hybrid.common import head_rows
 from specjax.models.loading.families.llama import HF_HEADS
 from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.formats.ggml_blocks import quantized_tensor
@@ -28,7 +29,7 @@ from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan,
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.settings import HeadVariant, change_config
-from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target, target_layer_config
+from specjax.models.loading.heads.target_fit import TargetSpec, check_fits_target
 from specjax.models.loading.mtp_dialects import BY_NAME, COPIES, GGUF, OWN, MtpDialect, NativeModule
 from specjax.models.loading.quantized import as_matrices, method_of
 from specjax.models.loading.tensors.assembly import StoredTensor
@@ -46,6 +47,8 @@ TABLE = {
     **layer_table("stack.*", "modules.0.layers.*"),
     **_table("modules.*.", "modules.*"),
     **layer_table("modules.*.stack.*", "modules.*.layers.*"),
+    "stack.*.attention.output_gate.weight": "modules.0.layers.*.self_attn.output_gate.weight",
+    "modules.*.stack.*.attention.output_gate.weight": "modules.*.layers.*.self_attn.output_gate.weight",
 }
 
 FLAGS = ("hidden_first", "hidden", "chained", "final_norm", "own_head", "zero_first")
@@ -109,7 +112,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     config = contents.config
     fields = config.subfields("text_config") if config.has("text_config") else config
     if row is GGUF:
-        layer = target_layer_config(spec, "a module of a GGUF file")
+        layer = layer_of(spec.target.model.config)
     else:
         layer = _layer_config(fields, tensors, row, spec)
         check_fits_target(config.where, layer.width, fields.size("vocab_size", spec.vocab_size), spec)
@@ -121,7 +124,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     mtp = MtpConfig(layer, spec.vocab_size, spec.num_layers, **flags)
     return HeadPlan(
         "mtp", dialect, mtp, TABLE, tensors, flags | {"modules": count}, unused=(COPIES,),
-        assumed=("chained",) if row.is_open else (), stored=_stored(row, layer),
+        assumed=("chained",) if row.is_open else (), stored=_stored(row, layer, joint=has_joint_queries(layer, tensors)),
     )  # fmt: skip
 
 
@@ -173,14 +176,20 @@ def _layer_config(fields: ConfigFields, tensors: Tensors, row: MtpDialect, spec:
 
 
 def _as_stored(layer: LlamaConfig, tensors: Tensors, folder: Path) -> LlamaConfig:
-    """Return the shapes with what the tensors show: the width of the MLP, biases and norms of queries and keys."""
+    """Return the shapes with what the tensors show: the width of the MLP, biases, norms and gates."""
     first = "modules.0.layers.0"
     return dataclasses.replace(
         layer,
         mlp_width=tensors.shape(f"{first}.mlp.gate_proj.weight", folder)[0],
         qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
         qk_norm=f"{first}.self_attn.q_norm.weight" in tensors,
+        attention_gate=f"{first}.self_attn.output_gate.weight" in tensors or has_joint_queries(layer, tensors),
     )
+
+
+def has_joint_queries(layer: LlamaConfig, tensors: Tensors) -> bool:
+    """Return True if the matrix of queries has rows for their output gates too."""
+    return tensors["modules.0.layers.0.self_attn.q_proj.weight"].shape[0] == 2 * layer.num_heads * layer.head_dim
 
 
 def _own_flags(stored: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -196,13 +205,17 @@ def _own_flags(stored: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]
     return flags
 
 
-def _stored(row: MtpDialect, layer: LlamaConfig) -> Callable[[str], StoredTensor]:
-    """Return the form of each tensor of the table in the files."""
-    heads = {"q_proj": layer.num_heads, "k_proj": layer.num_kv_heads}
+def _stored(row: MtpDialect, layer: LlamaConfig, *, joint: bool) -> Callable[[str], StoredTensor]:
+    """Return the form of each tensor of the table in the files. joint: queries and output gates are one matrix."""
+    heads, size = {"q_proj": layer.num_heads, "k_proj": layer.num_kv_heads}, layer.head_dim
 
     def form(name: str) -> StoredTensor:
         part = name.split(".")[-2]
         is_norm = part.endswith("norm")
+        if joint and part in ("q_proj", "output_gate"):
+            order = head_rows(layer.num_heads, size, 2 * size, size if part == "output_gate" else 0)
+            joined = name.replace("output_gate", "q_proj")
+            return StoredTensor(joined, rows=2 * layer.num_heads * size, order=order)
         return StoredTensor(
             name,
             add=row.norm_offset if is_norm else 0.0,
