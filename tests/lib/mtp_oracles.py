@@ -56,7 +56,10 @@ FAMILIES = {
         LIKE_DEEPSEEK,
     ),
     "qwen3_5": Family(
-        "qwen3_5", "qwen3_5", "Qwen3_5", {"layer_types": ["linear_attention", "full_attention"]}, {
+        "qwen3_5", "qwen3_5", "Qwen3_5", {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        }, {
             "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
             "norm": "mtp.norm", "layer": "mtp.layers.0",
         }, centred=True, config_prefix="Qwen3_5Text", layer_index=1,
@@ -210,24 +213,31 @@ def run_head(head: DraftHead, target: Target, text, draft):
     return jnp.concatenate([rows, *drafted]), features[0]
 
 
-def write_checkpoint(folder: Path):
-    """Write a tiny MiMo with its module and a tokenizer of words; return the folder, the model, and the oracle."""
+CHECKPOINTS = {
+    "mimo": ("Qwen2ForCausalLM", {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1}),
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, name: str = "mimo"):
+    """Write a tiny target with its module and a tokenizer of words; return the folder, the model, and the oracle."""
     import torch
     import transformers
     from safetensors.torch import save_file
 
     tokenizers = pytest.importorskip("tokenizers")
-    oracle = Oracle(FAMILIES["mimo"])
-    model = transformers.Qwen2ForCausalLM(oracle.config).eval()
+    family, (architecture, changes) = FAMILIES[name], CHECKPOINTS[name]
+    oracle = Oracle(family)
+    model = getattr(transformers, architecture)(oracle.config).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1.0 + 0.3 * noise if p.ndim == 1 else noise * 2 * p.shape[1] ** -0.5)
+            p.copy_(1.0 - family.centred + 0.3 * noise if p.ndim == 1 else noise * 2 * p.shape[-1] ** -0.5)
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     tensors |= {name: torch.tensor(x) for name, x in oracle.tensors().items()}
     save_file(tensors, folder / "model.safetensors")
-    fields = config_json(FAMILIES["mimo"], model_type="mimo", architectures=["MiMoForCausalLM"], attention_bias=True)
+    fields = config_json(family, **changes)
     (folder / "config.json").write_text(json.dumps(fields))
     words = {"<unk>": 0, "</s>": 2} | {f"w{i}": i for i in range(3, V)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))

@@ -27,6 +27,25 @@ def mimo(tmp_path_factory):
     return m.write_checkpoint(tmp_path_factory.mktemp("mimo"))
 
 
+def test_qwen3_5_drafts_with_the_module_that_it_carries(tmp_path):
+    """Recurrent layers cannot be rewound; the module's own cache is rebuilt from the accepted tokens."""
+    import torch
+
+    folder, model, oracle = m.write_checkpoint(tmp_path, "qwen3_5")
+    target, _ = specjax.load(folder)
+    loaded = read_head(NATIVE, target)
+    assert loaded.dialect == "qwen3_5" and loaded.head.head.config.layer.attention_gate
+    with torch.no_grad():
+        hidden = model.model(torch.tensor(m.TEXT[None, :-1])).last_hidden_state[0].numpy()
+        tables = model.model.embed_tokens.weight.numpy(), model.lm_head.weight.numpy()
+    logits, features = m.run_head(loaded.head, target, m.TEXT, m.DRAFT)
+    np.testing.assert_allclose(features, hidden, atol=1e-4)
+    np.testing.assert_allclose(logits, oracle.logits(hidden, *tables), atol=1e-3)
+    run = lambda drafter: specjax.decode(target, drafter, [[3, 4, 5, 3], [9]], key=0, max_new_tokens=8).to_lists()
+    assert defaults(target, None, "cpu").head == NATIVE
+    assert run(loaded.head) == run("autoregressive")
+
+
 @pytest.fixture(scope="module")
 def loaded(mimo):
     return specjax.load(mimo[0])[0]
