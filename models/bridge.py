@@ -189,7 +189,9 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
         "widen": hybrid_memory.widen,
         "insert": hybrid_memory.insert,
         "axes": hybrid_memory.axes,
-        "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, vectors=True),
+        "capabilities": Capabilities(
+            config.num_layers, taps=True, mixtures=True, streams=True, vectors=True, reads_in_order=True
+        ),
     }
 
 

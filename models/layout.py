@@ -176,10 +176,10 @@ class Layout:
         axes = self.axes("slots")
 
         def local(cache, pending, path, num_nodes):
-            if not axes:
+            leaves = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))
+            if not axes or not leaves:  # a model without attention has no slots
                 return kv.commit(cache, pending, path, num_nodes)
-            first_leaf = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))[0]
-            first = jax.lax.axis_index(axes) * kv.slots_per_device(first_leaf)
+            first = jax.lax.axis_index(axes) * kv.slots_per_device(leaves[0])
             return kv.commit(cache, pending, path, num_nodes, first)
 
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
@@ -265,14 +265,22 @@ def check_heads(config: Any, num_parts: int, axes: tuple[str, ...]) -> None:
 
 def fits_heads(config: Any, num_parts: int) -> bool:
     """Return True if attention can be split into `num_parts` parts, with repeated key/value heads where necessary."""
+    if not has_attention(config):
+        return True
     return (
         config.num_heads % num_parts == 0 and config.num_kv_heads * kv_head_copies(config, num_parts) % num_parts == 0
     )
 
 
+def has_attention(config: Any) -> bool:
+    """Return False for a hybrid model without a layer that attends."""
+    kinds = getattr(config, "kinds", None)
+    return kinds is None or any(kind.attends for kind in kinds)
+
+
 def kv_head_copies(config: Any, num_parts: int) -> int:
     """Return the number of copies of each key/value head over `num_parts` devices."""
-    if config.num_heads % num_parts:
+    if not has_attention(config) or config.num_heads % num_parts:
         return 1
     copies = num_parts // math.gcd(config.num_kv_heads, num_parts)
     return copies if (config.num_heads // config.num_kv_heads) % copies == 0 else 1

@@ -148,6 +148,7 @@ class Capabilities(NamedTuple):
     streams: bool = False  # accepts a `Stream` in place of tokens
     vectors: bool = False  # accepts `Appended` in place of tokens
     inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
+    reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
 
 
 class Model(NamedTuple):

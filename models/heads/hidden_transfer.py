@@ -33,6 +33,7 @@ from specjax.models import layers as L
 from specjax.models.heads.blocks import DepthLogits, bind, follow_depths, get_target, last_entry
 from specjax.models.heads.contract import FeaturePairs, Head, HeadKind, Stretches
 from specjax.models.llama import LlamaConfig
+from specjax.models.requirements import check_partial_passes
 from specjax.types import Array, Context, Stream, Sublayers
 
 METHOD = Method(
@@ -78,12 +79,12 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> Array:
         model = get_target(context).model
-        able = model.capabilities
-        can_run = able.layer_skipping and able.streams
-        if not can_run or last_layer > able.num_layers:
+        num_layers = check_partial_passes(model, "hidden_transfer")
+        can_run = model.capabilities.streams
+        if not can_run or last_layer > num_layers:
             raise UsageError(
                 f"the head drafts with the layers after layer {last_layer} of its target, but the model {model.name} "
-                f"{f'has {able.num_layers} layers' if can_run else 'cannot run its layers on given states'}; use the "
+                f"{f'has {num_layers} layers' if can_run else 'cannot run its layers on given states'}; use the "
                 "target that it was trained for"
             )
         return jnp.zeros((batch, len(config.taps) * config.width), config.dtype)

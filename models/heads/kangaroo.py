@@ -42,6 +42,7 @@ from specjax.models.heads.blocks import (
 )
 from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
+from specjax.models.requirements import check_partial_passes
 from specjax.types import Array, Context, PyTree, Sublayers
 
 METHOD = Method(
@@ -105,11 +106,11 @@ def kangaroo_head(config: KangarooConfig) -> Head:
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> kv.KVCache:
         model = get_target(context).model
-        if not model.capabilities.layer_skipping or not 1 <= config.exit_layer <= model.capabilities.num_layers:
+        num_layers = check_partial_passes(model, "kangaroo")
+        if not 1 <= config.exit_layer <= num_layers:
             raise UsageError(
                 f"the head drafts with the first {config.exit_layer} layers of its target, but the model {model.name} "
-                f"can run {'some' if model.capabilities.layer_skipping else 'none'} of its "
-                f"{model.capabilities.num_layers} layers alone; use the target that it was trained for"
+                f"has {num_layers}; use the target that it was trained for"
             )
         return empty_cache(context, layer, batch, capacity)
 

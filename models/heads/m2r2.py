@@ -33,6 +33,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.blocks import bind, drafted_mask, get_target, include_root, root_node
 from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
+from specjax.models.requirements import check_partial_passes
 from specjax.models.variants.m2r2_streams import AccelerationWeights, TwoStreamLayers
 from specjax.types import Array, Context, DraftOutput, PyTree, Sublayers
 
@@ -162,7 +163,8 @@ def check_target(config: M2R2Config, model) -> None:
 
 def check_layers(model) -> None:
     """Raise a UsageError for a model that cannot run two streams through its layers."""
-    if model.config is None or not model.capabilities.layer_skipping:
+    check_partial_passes(model, "m2r2")
+    if model.config is None:
         raise UsageError(f"{model.name} has no layers for a second stream; use a model of specjax.models")
 
 

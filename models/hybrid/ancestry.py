@@ -33,20 +33,21 @@ class Ancestry(NamedTuple):
         return jnp.concatenate([past.reshape(batch, count, window, -1), new[:, :, None]], 2)
 
 
-def find_ancestry(mask: Array, positions: Array, key_positions: Array, length: Array, window: int) -> Ancestry:
+def find_ancestry(mask: Array, positions: Array, key_positions: Array, window: int) -> Ancestry:
     """Return the ancestry of a pass.
 
     Args:
       mask: bool[B, T, P + T].
-      positions: int32[B, T] of the new tokens; the first token after the committed text has the position `length`.
+      positions: int32[B, T] of the new tokens. Only their differences count, so segments of several tokens that take
+        one slot of the cache are possible.
       key_positions: int32[B, P + T] of the pending and the new tokens.
-      length: int32[B], committed tokens.
       window: number of earlier inputs that the longest convolution reads.
     """
     distances = jnp.arange(window, 0, -1)
     wanted = positions[:, :, None] - distances  # int32[B, T, window]
     is_wanted = mask[:, :, None] & (key_positions[:, None, None] == wanted[..., None])  # bool[B, T, window, P + T]
     among_nodes = window + jnp.argmax(is_wanted, -1)
-    among_committed = window + wanted - length[:, None, None]
-    is_node = wanted >= length[:, None, None]
+    num_ancestors = jnp.sum(mask, 2)[:, :, None] - 1  # among the nodes
+    among_committed = window + num_ancestors - distances
+    is_node = distances <= num_ancestors
     return Ancestry(mask, jnp.where(is_node, among_nodes, jnp.maximum(among_committed, 0)).astype(jnp.int32))

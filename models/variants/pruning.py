@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.decoder import DecoderConfig
+from specjax.models.hybrid.config import HybridConfig
 from specjax.models.storage.schemes import MIN_GROUP, formats_of_layers
 from specjax.numerics.quantized_array import QuantizedArray, is_quantized
 from specjax.types import Array, Model, PyTree, Target
@@ -31,6 +32,9 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
         raise UsageError(
             f"the target has layers 0 to {num_layers - 1}; choose one or more of these, not {list(layers)}"
         )
+    if isinstance(config, HybridConfig):
+        target = separate_layers(target)
+        config = target.model.config
     layer_params = target.params["layers"]
     if all(str(key).isdigit() for key in layer_params):
         keys = sorted(layer_params, key=int)
@@ -40,6 +44,8 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
+    if isinstance(config, HybridConfig):
+        changes["kinds"] = tuple(config.kinds[layer] for layer in layers)
     if getattr(config, "mlp_widths", None) is not None:
         changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
     if getattr(config, "quantized", ()):
@@ -52,6 +58,10 @@ def mlp_widths(target: Target) -> tuple[int, ...]:
     config = target.model.config
     if not isinstance(config, DecoderConfig) or not isinstance(target.params, dict) or "layers" not in target.params:
         raise UsageError(f"{target.model.name} has no MLPs to cut; use a model of specjax.models")
+    if isinstance(config, HybridConfig):
+        raise UsageError(
+            f"{target.model.name} has layers of several kinds, whose MLPs cannot be cut; use another model"
+        )
     return config.widths_of_mlps()
 
 
@@ -126,7 +136,12 @@ def separate_layers(target: Target) -> Target:
     if not config.stacked:
         return target
     layers = target.params["layers"]
-    separate = {layer: jax.tree.map(lambda x: x[layer], layers) for layer in range(config.num_layers)}  # noqa: B023
+    at = lambda member, repeat: jax.tree.map(lambda x: x[repeat], member)
+    if isinstance(config, HybridConfig):
+        members, period = {int(key): member for key, member in layers.items()}, config.period
+        separate = {layer: at(members[layer % period], layer // period) for layer in range(config.num_layers)}
+    else:
+        separate = {layer: at(layers, layer) for layer in range(config.num_layers)}
     model = rebuild_model(target, dataclasses.replace(config, stacked=False))
     return Target(model, target.params | {"layers": separate})
 

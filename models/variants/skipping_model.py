@@ -66,7 +66,7 @@ def check_depth(target: Target, policy: DepthPolicy) -> int:
 
     Raises: UsageError if it does not fit.
     """
-    num_layers, width = count_skippable_layers(target), target.model.config.width
+    num_layers, width = count_skippable_layers(target, policy.name), target.model.config.width
     policy.check(num_layers)
     if policy.width not in (None, width):
         raise UsageError(
@@ -76,14 +76,17 @@ def check_depth(target: Target, policy: DepthPolicy) -> int:
     return num_layers
 
 
-def count_skippable_layers(target: Target) -> int:
-    """Return the number of layers that a depth policy can skip.
+def count_skippable_layers(target: Target, user: str = "adaptive depth") -> int:
+    """Return the number of layers that a depth policy, the method `user`, can skip.
 
-    Raises: UsageError for a model that is not from `specjax.models`.
+    Raises: UsageError for a model that is not from `specjax.models`, or has recurrent layers.
     """
     model = target.model
     if model.config is None or not model.capabilities.depth:
-        raise UsageError(f"{model.name} has no layers that can be skipped; use a model of specjax.models")
+        raise UsageError(
+            f"{model.name} has no layers that can be skipped, which {user} needs; use a model of specjax.models whose "
+            "layers all attend"
+        )
     return model.capabilities.num_layers
 
 

@@ -14,6 +14,7 @@ from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts, pack
 from specjax.engine.prepare import Settings, prepare
 from specjax.errors import UsageError
+from specjax.models.requirements import check_rewinds
 from specjax.numerics.validation import check_range
 from specjax.trees.autoregressive import autoregressive
 from specjax.types import Array, Drafter, Target
@@ -46,6 +47,7 @@ def prepare_texts(
     spare: int = 0,
     keep: Keep | None = None,
     rewinds: bool = True,
+    method: str = "this method",
     readers: Sequence[Target] = (),
 ) -> TextJob:
     """Return the job of several models on the same prompts, with the checks that `decode` makes for each.
@@ -55,6 +57,7 @@ def prepare_texts(
       spare: tokens that a pass may read past the text, in addition to those that drafters need.
       keep: the outputs that passes record.
       rewinds: whether the method rewinds tokens.
+      method: its name, for errors.
       readers: models that read the text and write nothing, such as reward models. They are the last writers.
 
     Raises: UsageError for models of different vocabularies, a model that cannot rewind as required, or arguments that
@@ -81,11 +84,8 @@ def prepare_texts(
     ]  # fmt: skip
     models, all_drafters = [*models, *readers], all_drafters + [autoregressive()] * len(readers)
     for target, drafter in zip(models, all_drafters, strict=True):
-        if target.model.rewind is None and (rewinds or drafter.num_nodes > 1):
-            raise UsageError(
-                f"the model {target.model.name} cannot rewind its cache, which this method needs for every model; "
-                "choose a model with a key/value cache"
-            )
+        if rewinds or drafter.num_nodes > 1:
+            check_rewinds(target.model, method if rewinds else f"a draft in {method}")
     capacity = settings.capacity or min(target.model.max_positions for target in models)
     # Leave room after the text for every kind of pass: near its end, a cache silently writes to other slots.
     room = max(CHUNK, spare + 1, *(drafter.num_nodes for drafter in all_drafters))

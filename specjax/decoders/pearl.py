@@ -47,6 +47,7 @@ from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.step import on_mesh
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
+from specjax.models.requirements import check_rewinds
 from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics.sampling import draw, node_keys, warp
 from specjax.numerics.validation import check_integer
@@ -156,11 +157,7 @@ def check_options(
 def check_pair(target: Target, draft: Target) -> None:
     """Raise UsageError for a model that cannot rewind."""
     for model in (draft.model, target.model):
-        if model.rewind is None:
-            raise UsageError(
-                f"PEARL removes rejected drafts from the cache, but the model {model.name} cannot rewind; decode with "
-                "specjax.drafters.two_model, which commits accepted tokens only"
-            )
+        check_rewinds(model, "PEARL", "use two_model, which commits accepted tokens only")
 
 
 def devices_of(model: Target) -> set[jax.Device]:

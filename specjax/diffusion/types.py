@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
+from specjax.models.requirements import check_later_tokens
 from specjax.numerics.sampling import fold_in
 from specjax.types import STATIC, Array, Model, PyTree, Target
 
@@ -98,6 +99,8 @@ class Denoiser:
             raise UsageError(
                 f"mask_token {self.mask_token} is outside the vocabulary of {self.model.vocab_size} tokens"
             )
+        if self.block != 1:
+            check_later_tokens(self.model, "a denoiser")
         if self.model.unembed is None:
             raise UsageError(f"the model {self.model.name} has no `unembed`, which a denoiser needs to compute logits")
 

@@ -18,6 +18,7 @@ from specjax.drafters.model.easyspec import easyspec
 from specjax.drafters.model.hierarchical import hierarchical
 from specjax.drafters.model.nar_block import nar_block
 from specjax.drafters.model.rapid import rapid
+from specjax.drafters.model.stree import stree
 from specjax.drafters.model.two_model import two_model
 from specjax.drafters.tables.aded import aded, corpus_table
 from specjax.drafters.tables.jacobi import jacobi
@@ -47,6 +48,7 @@ __all__ = [
     "rasd",
     "rest",
     "stand",
+    "stree",
     "suffix",
     "superposed",
     "swift",

@@ -38,6 +38,7 @@ from specjax.models.bridge import (
     embedding_and_head_fields,
     kv_cache_fields,
 )
+from specjax.models.hybrid.config import HybridConfig
 from specjax.models.layers import AttentionSettings, PassInputs, layer_segments, with_full_tile
 from specjax.models.layout import Layout, check_axes, check_heads, kv_head_copies, repeat_kv_heads
 from specjax.models.storage import split_projections
@@ -95,6 +96,11 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
         )
     if group not in (None, size):
         raise UsageError(f'group is {group}, but the mesh has {size} devices along "layer"; make them equal')
+    if isinstance(config, HybridConfig):
+        raise UsageError(
+            f"{config.name} has layers of several kinds, which a layer-parallel model cannot run in groups; use "
+            "specjax.shard"
+        )
     if config.num_layers < size + 2:
         raise UsageError(
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "

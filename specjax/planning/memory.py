@@ -14,7 +14,7 @@ from specjax.numerics.global_arrays import with_shardings
 from specjax.planning import denoising
 from specjax.planning.abstract import cache_shapes, shard_bytes, spread
 from specjax.planning.inputs.topologies import describe_devices
-from specjax.planning.traffic import bytes_per_token
+from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
 from specjax.planning.workload import Workload
 from specjax.types import Target
 
@@ -31,12 +31,13 @@ class Memory:
 
     weights: int
     per_slot: float  # of the cache, all rows
-    per_node: float  # logits, twice in float32, and pending keys and values
+    states: int  # of the cache, all rows, at any length: those of recurrent layers
+    per_node: float  # logits, twice in float32, and pending entries of the cache
     chunk: float  # activations of a chunk of the prompt
 
     def total(self, slots: int, nodes: int) -> float:
         """Return the bytes of a decode with so many slots per row and nodes per pass."""
-        return self.weights + self.per_slot * slots + max(self.per_node * nodes, self.chunk)
+        return self.weights + self.states + self.per_slot * slots + max(self.per_node * nodes, self.chunk)
 
 
 def memory_of(work: Workload, target: Target) -> Memory:
@@ -53,7 +54,8 @@ def memory_of(work: Workload, target: Target) -> Memory:
     return Memory(
         weights=shard_bytes(target.params),
         per_slot=per_slot,
-        per_node=2 * 4 * rows * config.vocab_size / parts + per_slot,
+        states=fixed_bytes(target, work.batch, cache),
+        per_node=2 * 4 * rows * config.vocab_size / parts + pending_bytes(target, work.batch),
         chunk=tokens * (4 * config.width + inner / parts) * item,
     )
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.models.heads.contract import DraftHead
+from specjax.numerics.global_arrays import with_shardings
 from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Target
@@ -51,29 +53,57 @@ def _of_head(draft: DraftHead, context: float, *, head: bool = True) -> float:
 
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
     """Return `pass_bytes` of a model as a function of the context."""
-    return functools.partial(pass_bytes, config, target.params, bytes_per_token(target, batch, cache))
+    per_token, states = bytes_per_token(target, batch, cache), fixed_bytes(target, batch, cache)
+    return functools.partial(pass_bytes, config, target.params, per_token, states=states)
 
 
-def pass_bytes(config: Any, params: Any, per_token: float, context: float, *, head: bool = True) -> float:
+def pass_bytes(
+    config: Any, params: Any, per_token: float, context: float, *, head: bool = True, states: float = 0.0
+) -> float:
     """Return the bytes that one pass moves on a device: its weights, and the cache of `context` tokens.
 
-    An untied embedding is only looked up. Prefill does not use the output head. Windowed layers read their window.
+    An untied embedding is only looked up. Prefill does not use the output head. Windowed layers read their window. The
+    `states` of recurrent layers, a number of bytes, are read by the pass and written by its commit.
     """
     weights = shard_bytes(params)
     weights -= 0 if config.tied and head else shard_bytes(params["embed"])
     weights -= 0 if config.tied or head else shard_bytes(params["head"])
-    return weights + per_token * _mean_context(config, context)
+    return weights + per_token * _mean_context(config, context) + 2 * states
 
 
 def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
     """Return the bytes per token of all rows that a device stores in `cache`, without arrays of fixed size."""
-    small, large = (cache_shapes(target, batch, capacity) for capacity in (1024, 2048))
+    return sum(shard_bytes(leaf) / leaf.shape[axes[0]] for leaf, axes in _growing_axes(target, batch, cache) if axes)
 
-    def of_leaf(leaf, less, more) -> float:
-        growing_axes = [axis for axis, (a, b) in enumerate(zip(less.shape, more.shape, strict=True)) if a != b]
-        return shard_bytes(leaf) / leaf.shape[growing_axes[0]] if growing_axes else 0.0
 
-    return sum(jax.tree.leaves(jax.tree.map(of_leaf, cache, small, large)))
+def fixed_bytes(target: Target, batch: int, cache: PyTree) -> int:
+    """Return the bytes of all rows that a device stores in `cache` for a text of any length: recurrent states."""
+    leaves = _growing_axes(target, batch, cache)
+    return sum(shard_bytes(leaf) for leaf, axes in leaves if not axes and leaf.ndim > 1)
+
+
+def _growing_axes(target: Target, batch: int, cache: PyTree) -> list[tuple[Any, list[int]]]:
+    """Return each array of a cache, and the axes whose size depends on the number of tokens."""
+    small, large = (jax.tree.leaves(cache_shapes(target, batch, capacity)) for capacity in (1024, 2048))
+    sizes = lambda one, other: enumerate(zip(one.shape, other.shape, strict=True))
+    return [
+        (leaf, [axis for axis, (a, b) in sizes(one, other) if a != b])
+        for leaf, one, other in zip(jax.tree.leaves(cache), small, large, strict=True)
+    ]
+
+
+def pending_bytes(target: Target, batch: int, nodes: int = 8) -> float:
+    """Return the bytes per node of all rows that a device stores until a pass over a tree is committed."""
+    model, tokens = target.model, jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
+
+    def pending(params: PyTree, tokens, mask) -> PyTree:
+        cache = model.init_cache(params, None, batch, nodes)
+        return model.forward(params, tokens, cache, positions=tokens, mask=mask)[1]
+
+    shapes = jax.eval_shape(pending, target.params, tokens, jax.ShapeDtypeStruct((batch, nodes, nodes), bool))
+    if model.shardings is not None:
+        shapes = with_shardings(shapes, model.shardings(shapes))
+    return shard_bytes([leaf for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1]) / nodes
 
 
 def _cache_in(state: PyTree, draft: Target) -> PyTree | None:

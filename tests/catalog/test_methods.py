@@ -70,6 +70,7 @@ OPTIONS = {
     "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
     "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
     "thinned": {"depth": "calm:0.3,every=1", "num_tokens": 3},
+    "stree": {"tree": "beam:2x2"},
     "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 4, "read_prompt": False},
     "token_recycling": {"num_nodes": 7},

@@ -211,7 +211,7 @@ def test_both_are_dispatched_before_either_is_read(monkeypatch):
         ({"num_tokens": 0}, "num_tokens must be a whole number of at least 1, not 0"),
         ({"draft": on(tiny_llama(seed=1), 1)}, "target and draft share .*:1 .*different devices"),
         ({"draft": jax.device_get(tiny_llama(seed=1))}, "the draft is on no device; place its parameters"),
-        ({"draft": on(recurrent(64), 2)}, "the model recurrent cannot rewind; decode with specjax.drafters.two_model"),
+        ({"draft": on(recurrent(64), 2)}, "recurrent cannot rewind its cache, which PEARL needs; use two_model"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
     ],

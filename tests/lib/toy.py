@@ -69,7 +69,7 @@ def markov_model(vocab: int) -> Model:
             rows = params[tokens]
         return jnp.log(jnp.where(share < 1, share * rows + (1 - share) / vocab, rows))
 
-    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None):
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1):
         share = 1.0 if layers is None else jnp.mean((layers.attention + 0.0 + layers.mlp) / 2, 1)[:, None, None]
         streams = tuple(distribution(params, tokens, tap / 2) for tap in taps)
         logits = distribution(params, tokens, share)
@@ -87,7 +87,7 @@ def markov_model(vocab: int) -> Model:
         unembed=lambda params, hidden: hidden,
         head=lambda params, stream: stream,
         capabilities=Capabilities(
-            num_layers=2, taps=True, layer_skipping=True, mixtures=True, streams=True, vectors=True
+            num_layers=2, taps=True, layer_skipping=True, groups=None, mixtures=True, streams=True, vectors=True
         ),
     )
 

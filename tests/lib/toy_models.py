@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays import batch_axes
 from specjax.types import Capabilities, Model, Output, Target
@@ -199,3 +201,19 @@ def alike(target: Target, noise: float = 0.15) -> Target:
         noises = [jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
         changed = [x + noise * jnp.std(x) * z for x, z in zip(leaves, noises, strict=True)]
     return Target(target.model, jax.tree.unflatten(structure, changed))
+
+
+def law_of_triples(target: Target, prompt, inputs=None, temperature: float = 1.0) -> np.ndarray:
+    """Compute float64[V, V, V], the distribution of the next three tokens, by a pass over every text."""
+    vocab = target.model.vocab_size
+    texts = np.array([[*prompt, *new] for new in itertools.product(range(vocab), repeat=3)], np.int32)
+    count, width = texts.shape
+    repeated = None if inputs is None else jnp.repeat(inputs, count, 0)
+    cache = target.model.init_cache(target.params, repeated, count, 1)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (count, width, width))
+    positions = jnp.broadcast_to(jnp.arange(width), texts.shape)
+    output, _ = target.model.forward(target.params, jnp.asarray(texts), cache, positions=positions, mask=mask)
+    log_p = jax.nn.log_softmax(output.logits.astype(jnp.float32) / temperature, -1)
+    log_p = np.asarray(log_p, np.float64)[:, len(prompt) - 1 : -1]
+    each = np.take_along_axis(log_p, texts[:, len(prompt) :, None], 2)[:, :, 0]
+    return np.exp(each.sum(1)).reshape((vocab,) * 3)

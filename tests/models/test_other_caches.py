@@ -2,14 +2,22 @@
 encoder's input.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import chi_square, tiny_llama
-from toy_models import INPUTS, VOCAB, alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
+from toy_models import (
+    INPUTS,
+    VOCAB,
+    alike,
+    encoding,
+    fold_in_order,
+    inputs_of,
+    law_of_triples,
+    recurrent,
+    recurrent_model,
+)
 
 import specjax
 from specjax import UsageError, trees
@@ -63,25 +71,11 @@ def test_coupled_text_is_that_of_plain_decoding(make, tree):
     assert float(actual.block_efficiency.mean()) > 1.2
 
 
-def joint_distribution(target: Target, prompt, inputs) -> np.ndarray:
-    """Compute float64[V, V, V], the distribution of the next three tokens, by a pass over every text."""
-    texts = np.array([[*prompt, *new] for new in itertools.product(range(SMALL), repeat=3)], np.int32)
-    count, width = texts.shape
-    repeated = None if inputs is None else jnp.repeat(inputs, count, 0)
-    cache = target.model.init_cache(target.params, repeated, count, 1)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (count, width, width))
-    positions = jnp.broadcast_to(jnp.arange(width), texts.shape)
-    output, _ = target.model.forward(target.params, jnp.asarray(texts), cache, positions=positions, mask=mask)
-    log_p = np.asarray(jax.nn.log_softmax(output.logits.astype(jnp.float32), -1), np.float64)[:, len(prompt) - 1 : -1]
-    each = np.take_along_axis(log_p, texts[:, len(prompt) :, None], 2)[:, :, 0]
-    return np.exp(each.sum(1)).reshape((SMALL,) * 3)
-
-
 @pytest.mark.parametrize("make", [recurrent, encoding], ids=["recurrent", "encoding"])
 def test_sampled_text_has_the_law_of_the_target(make):
     target, rows, prompt = make(SMALL), 8000, [1, 0, 2, 1]
     inputs = inputs_of(1, SMALL) if target.model.capabilities.inputs else None
-    distribution = joint_distribution(target, prompt, inputs)
+    distribution = law_of_triples(target, prompt, inputs)
     assert abs(distribution.sum() - 1) < 1e-4
     prompts = jnp.tile(jnp.array([prompt]), (rows, 1)), jnp.full((rows,), len(prompt))
     other_values = {} if inputs is None else {"inputs": jnp.repeat(inputs, rows, 0)}
@@ -91,7 +85,7 @@ def test_sampled_text_has_the_law_of_the_target(make):
     index = np.asarray(result.tokens) @ np.array([SMALL**2, SMALL, 1])
     counts = np.bincount(index, minlength=SMALL**3).reshape((SMALL,) * 3)
     assert chi_square(counts, distribution) > 1e-3
-    of_draft = joint_distribution(alike(target, 0.5), prompt, inputs)
+    of_draft = law_of_triples(alike(target, 0.5), prompt, inputs)
     assert chi_square(counts, of_draft) < 1e-6  # the draft's own distribution would be caught
 
 
@@ -187,7 +181,7 @@ def test_a_model_that_takes_chains_only_is_given_no_trees():
 
 
 def test_what_hierarchical_cannot_take_back_is_refused():
-    with pytest.raises(UsageError, match="cannot rewind its cache, which the middle model must"):
+    with pytest.raises(UsageError, match="cannot rewind its cache, which the middle model of hierarchical needs"):
         hierarchical(recurrent(), prompt_lookup(2))
     with pytest.raises(UsageError, match="inner drafter's model cannot rewind"):
         hierarchical(tiny_llama(vocab=VOCAB), two_model(recurrent(), lag=4))

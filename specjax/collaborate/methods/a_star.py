@@ -127,7 +127,8 @@ def a_star(
         temperature=temperature, **settings,
     )  # fmt: skip
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
+        settings=checked,
         readers=readers_of(reward),
     )  # fmt: skip
     numbers = jnp.array([budget, max_step_tokens], jnp.int32)

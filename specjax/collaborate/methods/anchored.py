@@ -101,7 +101,9 @@ def anchored(
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     checked = check_options(budget=budget, tokens=tokens, temperature=temperature, **settings)
-    job = prepare_texts((safe, risky), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    job = prepare_texts(
+        (safe, risky), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, settings=checked
+    )
     done = _run(job, jnp.float32(budget), debt=debt, tokens=tokens)
     return mark_failures(done).cut(max_new_tokens)
 

@@ -103,7 +103,8 @@ def arbitrage(
     scorer = router if form == "router" else reward
     assert scorer is not None
     job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter), settings=checked,
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(None, drafter),
+        settings=checked,
         readers=readers_of(scorer),
     )  # fmt: skip
     done = _run(job, segmenter, jnp.float32(tau), as_argument(scorer), form=form, max_step_tokens=max_step_tokens)

@@ -97,7 +97,8 @@ def cntp(
         n_min=n_min, n_max=n_max, max_trial_tokens=max_trial_tokens, temperature=temperature, top_p=top_p, **settings
     )
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
+        settings=checked,
         keep=Keep(logprobs=True),
     )  # fmt: skip
     done = _run(job, punctuation, jnp.int32(n_min), jnp.int32(max_trial_tokens), n_max=n_max)

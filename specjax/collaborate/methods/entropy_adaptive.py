@@ -96,7 +96,9 @@ def entropy_adaptive(
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     checked = check_options(tau=tau, window=window, min_tokens=min_tokens, start=start, **settings)
-    job = prepare_texts((draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    job = prepare_texts(
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, settings=checked
+    )
     done = _run(job, jnp.float32(tau), jnp.int32(min_tokens), jnp.bool_(start == "large"), window=window)
     return mark_failures(done).cut(max_new_tokens)
 

@@ -86,7 +86,8 @@ def first_finish(
     """
     checked = check_options(samples=samples, temperature=temperature, **settings)
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
+        settings=checked,
         keep=Keep(logprobs=True), rewinds=False,
     )  # fmt: skip
     return mark_failures(_run(job, samples=samples)).cut(max_new_tokens)

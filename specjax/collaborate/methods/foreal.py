@@ -86,7 +86,7 @@ def foreal(
     Raises: UsageError for a setting outside its range, or models of different vocabularies.
     """
     job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(None, drafter),
         settings=check_options(lead=lead, p=p, **settings),
     )  # fmt: skip
     return mark_failures(_run(job, segmenter, jnp.int32(lead), jnp.float32(p))).cut(max_new_tokens)

@@ -116,7 +116,7 @@ def fs_gen(
     threshold = THRESHOLDS.get(gate, 0.0) if threshold is None else threshold
     alpha = ALPHAS.get(form, 0.0) if alpha is None else alpha
     models = (draft, target) if tuned is None else (draft, target, tuned)
-    job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, settings=checked)
+    job = prepare_texts(models, prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, settings=checked)
     numbers = Numbers(*(jnp.float32(number) for number in (strength, threshold, alpha)))
     return mark_failures(_run(job, numbers, form=form, gate=gate)).cut(max_new_tokens)
 

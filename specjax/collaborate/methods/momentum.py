@@ -68,7 +68,9 @@ def momentum(
     """
     checked = check_options(k=k, alpha=alpha, **settings)
     number("k", k, k <= target.model.vocab_size, "from 1 to the vocabulary")
-    job = prepare_texts((target,), prompts, key=key, max_new_tokens=max_new_tokens, settings=checked, rewinds=False)
+    job = prepare_texts(
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, settings=checked, rewinds=False
+    )
     return mark_failures(_run(job, jnp.float32(alpha), k=k)).cut(max_new_tokens)
 
 

@@ -89,7 +89,8 @@ def power_smc(
     """
     checked = check_options(alpha=alpha, particles=particles, block=block, kappa=kappa, ramp=ramp, **settings)
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
+        settings=checked,
         keep=Keep(logits=True), rewinds=False,
     )  # fmt: skip
     ramp = min(ramp, max_new_tokens)

@@ -114,7 +114,8 @@ def reward_smc(
         **settings,
     )  # fmt: skip
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,), settings=checked,
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
+        settings=checked,
         keep=Keep(logits=True), rewinds=move, readers=readers_of(reward),
     )  # fmt: skip
     numbers = jnp.int32(block), jnp.float32(kappa)

@@ -110,7 +110,7 @@ def rpc(
     Raises: UsageError for a setting outside its range, or if no prompt has an answer.
     """
     job = prepare_texts(
-        (target,), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(drafter,),
+        (target,), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(drafter,),
         settings=check_options(samples=samples, temperature=temperature, **settings), keep=Keep(logprobs=True),
         rewinds=False,
     )  # fmt: skip

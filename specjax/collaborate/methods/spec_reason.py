@@ -100,7 +100,7 @@ def spec_reason(
     if len(digits) != 10 or not len(judging):
         raise UsageError("digits must be the ten ids of 0 to 9, and judging must have at least one token")
     job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter),
+        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, method=METHOD.name, drafters=(None, drafter),
         settings=checked, spare=len(judging),
     )  # fmt: skip
     vocab = target.model.vocab_size

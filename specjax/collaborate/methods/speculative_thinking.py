@@ -139,7 +139,13 @@ def speculative_thinking(
         look_ahead=look_ahead, long=long, patience=patience, max_step_tokens=max_step_tokens, **settings
     )
     job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, drafters=(None, drafter), settings=checked
+        (draft, target),
+        prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        method=METHOD.name,
+        drafters=(None, drafter),
+        settings=checked,
     )
     vocab = target.model.vocab_size
     check_ids("check", check, vocab)

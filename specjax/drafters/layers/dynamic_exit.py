@@ -33,8 +33,9 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.catalog import Method, Option, shared
-from specjax.drafters.layers.early_exit import context_target, first_layers, num_layers_of, self_draft
+from specjax.drafters.layers.early_exit import context_target, first_layers, self_draft
 from specjax.errors import UsageError
+from specjax.models.requirements import check_partial_passes
 from specjax.trees.contracts import Fed, Stop
 from specjax.trees.stops import top_unwarped
 from specjax.types import Array, Context, Drafter, Hooks, Output, Target, TokenTree, Traits, TreeSize, Verdict
@@ -83,7 +84,7 @@ def dynamic_exit(
 
     State: Agreement. Raises: UsageError for an exit that the model does not have, or a setting out of range.
     """
-    num_layers = num_layers_of(target)
+    num_layers = check_partial_passes(target.model, "dynamic_exit")
     if target.model.head is None:
         raise UsageError(f"the model {target.model.name} has no function for the logits of its layers; set Model.head")
     exits = tuple(range(2, num_layers // 2 + 1, 2)) or (1,) if exits is None else tuple(sorted(set(exits)))

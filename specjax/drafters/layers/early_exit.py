@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from specjax import trees
 from specjax.catalog import Method, shared
 from specjax.errors import UsageError
+from specjax.models.requirements import check_partial_passes
 from specjax.trees import Builder
 from specjax.trees.contracts import Frontier
 from specjax.types import (
@@ -72,7 +73,7 @@ def early_exit(
 
     The drafter has no state and uses the target's cache. Raises: UsageError for an exit that the model does not have.
     """
-    exit_layer = resolve_exit_layer(target, exit_layer)
+    exit_layer = resolve_exit_layer(target, exit_layer, "early_exit")
     builder = trees.make_builder(num_tokens, tree, stop)
     return _functions(builder, exit_layer)
 
@@ -147,26 +148,18 @@ def first_layers(model: Model, count: Array) -> Sublayers:
     return Sublayers(runs, runs)
 
 
-def resolve_exit_layer(target: Target, exit_layer: int | None) -> int:
-    """Return the exit layer; default: a quarter of the layers. Raises: UsageError for a layer out of range."""
-    num_layers = num_layers_of(target)
+def resolve_exit_layer(target: Target, exit_layer: int | None, user: str) -> int:
+    """Return the exit layer; default: a quarter of the layers.
+
+    user: the drafter. Raises: UsageError for a layer out of range, and for a model that cannot skip layers.
+    """
+    num_layers = check_partial_passes(target.model, user)
     exit_layer = max(1, num_layers // 4) if exit_layer is None else exit_layer
     if not 1 <= exit_layer <= num_layers:
         raise UsageError(
             f"exit_layer must be from 1 to {num_layers}, the number of layers of the model, not {exit_layer}"
         )
     return exit_layer
-
-
-def num_layers_of(target: Target) -> int:
-    """Return the number of layers of the model. Raises: UsageError if the model cannot skip layers."""
-    capabilities = target.model.capabilities
-    if capabilities.num_layers < 1 or not capabilities.layer_skipping:
-        raise UsageError(
-            f"the model {target.model.name} cannot run a part of its layers; set num_layers and layer_skipping in "
-            "Model.capabilities, or choose another drafter"
-        )
-    return capabilities.num_layers
 
 
 def context_target(context: Context) -> Target:

@@ -67,7 +67,7 @@ def superposed(
 
     The drafter has no state and uses the target's cache. Raises: UsageError for a setting out of range.
     """
-    exit_layer = resolve_exit_layer(target, exit_layer)
+    exit_layer = resolve_exit_layer(target, exit_layer, "superposed")
     if min(num_tokens, drafts) < 1:
         raise UsageError(f"num_tokens and drafts must be at least 1, not {num_tokens} and {drafts}")
     if candidates < drafts:

@@ -32,8 +32,9 @@ import numpy as np
 from specjax import trees
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.catalog import Method, Option, shared
-from specjax.drafters.layers.early_exit import context_target, num_layers_of, self_draft
+from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
+from specjax.models.requirements import check_partial_passes, check_rewinds
 from specjax.numerics import sampling
 from specjax.trees import Builder
 from specjax.trees.contracts import Stop
@@ -97,7 +98,7 @@ def swift(
 
     State: SkipSet. Raises: UsageError for a setting out of range, or a model without layers to skip.
     """
-    num_layers = num_layers_of(target)
+    num_layers = check_partial_passes(target.model, "swift")
     layers = tuple(range(1, num_layers - 1)) if layers is None else tuple(sorted(set(layers)))
     if not layers:
         raise UsageError(
@@ -116,10 +117,8 @@ def swift(
         raise UsageError(f"enough is a fraction of the window, from 0 to 1, not {enough}")
     if not stop >= 0:
         raise UsageError(f"stop must be at least 0, not {stop}; 0 never stops")
-    if target.model.rewind is None and max_trials:
-        raise UsageError(
-            f"the model {target.model.name} cannot rewind its cache, which the search needs; use max_trials=0"
-        )
+    if max_trials:
+        check_rewinds(target.model, "the search of swift", "use max_trials=0")
     search = SkipSearch(num_layers, layers, ratio, window, enough, patience, max_trials)
     return _functions(search, tree or trees.chain(num_tokens), stop)
 

@@ -22,6 +22,7 @@ from specjax import trees
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.model.two_model import functions as two_model_functions
 from specjax.errors import UsageError
+from specjax.models.requirements import check_grouped_layers
 from specjax.trees import Builder, Stop
 from specjax.types import Drafter, Model, Target
 
@@ -78,11 +79,10 @@ def _group(model: Model, group: int | None) -> int:
     """Return the effective group size of a model, so that equal settings give the same cached drafter."""
     if group is not None and group < 1:
         raise UsageError(f"group must be at least 1, not {group}")
+    check_grouped_layers(model, "easyspec")
     groups, num_layers = model.capabilities.groups, model.capabilities.num_layers
     if groups is None:
         return max(1, min(group or GROUP, num_layers - 2))
-    if not groups:
-        return 1
     if group not in (None, 1, *groups):
         raise UsageError(
             f"the draft model {model.name} is placed for groups of {groups[0]} layers, not {group}; leave group out, "

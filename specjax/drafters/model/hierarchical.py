@@ -34,6 +34,7 @@ from specjax.engine.prefill import prefill_and_read
 from specjax.engine.prepare import check_pair
 from specjax.engine.step import LOOP, step
 from specjax.errors import UsageError
+from specjax.models.requirements import check_rewinds
 from specjax.models.vocabulary import match_vocabulary
 from specjax.numerics import sampling
 from specjax.retrieval.datastore import Datastore
@@ -100,9 +101,11 @@ def hierarchical(middle: Target, inner: Drafter, *, min_tokens: int = 6, own_tok
         raise UsageError(f"min_tokens must be at least 1, not {min_tokens}")
     check_pair(middle, inner)
     if not inner.traits.rewinds:
-        raise UsageError("the inner drafter's model cannot rewind its cache, which it must after a rejected draft")
-    if middle.model.rewind is None:
-        raise UsageError(f"the model {middle.model.name} cannot rewind its cache, which the middle model must")
+        raise UsageError(
+            "the inner drafter's model cannot rewind its cache, which hierarchical needs after a rejected draft; "
+            "choose another inner drafter, such as prompt_lookup"
+        )
+    check_rewinds(middle.model, "the middle model of hierarchical")
     config = _Config(middle.model, inner.replace(params=()), min_tokens, own_token)
     return _functions(config).replace(params=(middle.params, inner.params))
 

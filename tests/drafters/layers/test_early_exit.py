@@ -107,5 +107,5 @@ def test_bad_settings():
     with pytest.raises(UsageError, match="num_tokens must be at least 1"):
         early_exit(tiny_llama(), num_tokens=0)
     nameless = Target(tiny_llama().model._replace(capabilities=Capabilities()), ())
-    with pytest.raises(UsageError, match="cannot run a part of its layers; set num_layers and layer_skipping"):
+    with pytest.raises(UsageError, match="cannot run a part of its layers, which early_exit needs; choose"):
         early_exit(nameless)

@@ -80,5 +80,5 @@ def test_what_it_drafts_is_what_it_says_of_that_text():
 
 
 def test_a_target_with_fewer_layers_is_refused():
-    with pytest.raises(UsageError, match=r"the first 3 layers of its target, but the model .* of its 2 layers alone;"):
+    with pytest.raises(UsageError, match=r"the first 3 layers of its target, but the model .* has 2;"):
         run(drafters.head_drafter(idle(3), 3))

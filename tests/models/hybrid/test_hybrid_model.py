@@ -128,6 +128,14 @@ def test_a_tree_grown_by_levels_equals_the_whole_tree(programs, committed, tree)
             close(updates.total.sum(-1), same.total.sum(-1))
 
 
+def test_convolutions_depend_on_differences_of_positions(programs, committed, tree):
+    """In a text of segments a token takes one slot of the cache, and its position counts all tokens of the text."""
+    mask = np.broadcast_to(MASK, (ROWS, SIZE, SIZE))
+    passes = (programs.forward(tree, committed, positions=START[:, None] + DEPTH + n, mask=mask) for n in (0, 7))
+    near, far = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
+    close(near, far)
+
+
 def test_rows_that_accept_nothing_stay_the_same_to_the_bit(programs, committed, tree):
     _, pending = programs.read_nodes(committed, tree, slice(0, SIZE))
     poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, pending)

@@ -1,0 +1,56 @@
+"""Checks of abilities that some models lack, such as those with recurrent layers.
+
+Each check raises one sentence with the model, the method that needs the ability, and the fix.
+"""
+
+from __future__ import annotations
+
+from specjax.errors import UsageError
+from specjax.types import Model
+
+
+def check_rewinds(model: Model, user: str, fix: str = "use a model with a key/value cache") -> None:
+    """Check that a model can remove tokens from its cache.
+
+    Args:
+      user: the method or part that removes tokens, the subject of the sentence.
+      fix: an imperative clause.
+
+    Raises: UsageError if it cannot.
+    """
+    if model.rewind is None:
+        raise UsageError(f"the model {model.name} cannot rewind its cache, which {user} needs; {fix}")
+
+
+def check_partial_passes(model: Model, user: str) -> int:
+    """Check that a model can run a part of its layers, and return the number of its layers.
+
+    Raises: UsageError if it cannot.
+    """
+    able = model.capabilities
+    if able.num_layers < 1 or not able.layer_skipping:
+        raise UsageError(f"the model {model.name} cannot run a part of its layers, which {user} needs; {_fix(model)}")
+    return able.num_layers
+
+
+def _fix(model: Model) -> str:
+    if model.config is not None:
+        return "choose a method that runs whole passes, such as auto"
+    return "choose a method such as auto, or set num_layers and layer_skipping in Model.capabilities"
+
+
+def check_grouped_layers(model: Model, user: str) -> None:
+    """Check that a model can run the attention of several layers on one stream. Raises: UsageError if it cannot."""
+    if model.capabilities.groups == ():
+        raise UsageError(
+            f"the model {model.name} cannot run its layers in groups, which {user} needs; use two_model with it"
+        )
+
+
+def check_later_tokens(model: Model, user: str) -> None:
+    """Check that the tokens of a pass may see later ones. Raises: UsageError if the model reads them in order."""
+    if model.capabilities.reads_in_order:
+        raise UsageError(
+            f"the model {model.name} reads tokens in order, and {user} needs tokens that see later ones; use a model "
+            "whose layers all attend"
+        )
