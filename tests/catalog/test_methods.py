@@ -280,6 +280,19 @@ def test_second_call_compiles_nothing(name, temperatures):
     assert compiled == []
 
 
+@pytest.mark.parametrize("name", USUAL)
+def test_equal_settings_make_one_program(name):
+    """The structure of a drafter and the types of its arrays are the key of a compiled program."""
+    ours, again = (make(name, tiny_llama(), draft_of(name)) for _ in range(2))
+    assert jax.tree.structure(ours) == jax.tree.structure(again)
+    assert [jax.typeof(leaf) for leaf in jax.tree.leaves(ours)] == [jax.typeof(leaf) for leaf in jax.tree.leaves(again)]
+
+
+def test_functions_that_are_made_anew_make_another_program():
+    ours, again = (drafter.replace(propose=lambda *arguments: None) for drafter in [drafter_of("prompt_lookup")] * 2)
+    assert jax.tree.structure(ours) != jax.tree.structure(again)
+
+
 def job_of(name):
     settings = Settings(temperature=0.5)
     return prepare(tiny_llama(), drafter_of(name), PROMPTS, settings, key=jax.random.key(1), max_new_tokens=24)

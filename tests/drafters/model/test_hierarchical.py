@@ -152,10 +152,11 @@ def of_int8(weights, **changes):
 
 
 def test_greedy_text_of_an_int4_target_is_that_of_its_plain_decoding():
-    target = quantized(tiny_llama(), "int4-weights")
+    weights = tiny_llama(layers=1)
+    target = quantized(weights, "int4-weights")
     run = lambda target, drafter: decode(target, drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=20)
-    result, plain = run(target, of_int8(tiny_llama())), run(target, autoregressive()).to_lists()
-    assert result.to_lists() == plain != run(tiny_llama(), autoregressive()).to_lists()
+    result, plain = run(target, of_int8(weights)), run(target, autoregressive()).to_lists()
+    assert result.to_lists() == plain != run(weights, autoregressive()).to_lists()
     assert max(result.stats.target_passes) < 20
 
 
@@ -200,7 +201,7 @@ def test_three_equal_models_are_always_right(own_token, min_tokens, drafts):
 @pytest.mark.parametrize(("scheme", "lag"), [("int4-weights", 2), exhaustive("int4-weights", 4), exhaustive("int8", 2)])
 def test_caches_of_three_equal_quantised_models_lack_no_token(scheme, lag):
     """The drafter's cache lacks up to 4 tokens after full acceptance; its lag covers them, or a pass reads them."""
-    model = quantized(tiny_llama(), scheme)
+    model = quantized(tiny_llama(layers=1), scheme)
     assert passes_of_equals(two_model(model, 2, lag=lag), 5, True, model) == [-(-24 // 8)] * 4
 
 
