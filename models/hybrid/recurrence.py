@@ -149,7 +149,7 @@ def unit_lower_inverse(a: Array) -> Array:
     if not sizes:
         return identity
     # The TPU compiler takes 30 s for one layer and 128 tokens if this is unrolled.
-    return jax.lax.scan(join_blocks, identity, corners, unroll=count <= UNROLLED)[0]
+    return jax.lax.scan(join_blocks, identity, jnp.asarray(corners), unroll=count <= UNROLLED)[0]
 
 
 def solve_unit_lower(a: Array, right: Array) -> Array:

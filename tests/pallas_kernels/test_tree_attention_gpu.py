@@ -87,7 +87,7 @@ def test_only_its_name_selects_it(monkeypatch):
 
 @pytest.mark.gpu_compile
 def test_the_kernel_compiles_for_an_h200():
-    """One token and a tree of 64 nodes, in the shapes of Llama 3 8B and SmolLM2: a single library call each."""
+    """Compile one token and a tree of 64 nodes, in the shapes of Llama 3 8B and SmolLM2: a single library call each."""
     shapes = dict(heads=32, kv_heads=8, dim=128, slots=4096), dict(heads=9, kv_heads=3, dim=64, slots=1000)
     jobs = [
         {"kind": "attention", "topology": "h200:1", "options": {"nodes": nodes, **shape}}

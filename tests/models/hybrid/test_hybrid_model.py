@@ -129,7 +129,7 @@ def test_a_tree_grown_by_levels_equals_the_whole_tree(programs, committed, tree)
 
 
 def test_convolutions_depend_on_differences_of_positions(programs, committed, tree):
-    """In a text of segments a token takes one slot of the cache, and its position counts all tokens of the text."""
+    """A token of a text of segments takes one slot of the cache, and its position counts all tokens of the text."""
     mask = np.broadcast_to(MASK, (ROWS, SIZE, SIZE))
     passes = (programs.forward(tree, committed, positions=START[:, None] + DEPTH + n, mask=mask) for n in (0, 7))
     near, far = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
