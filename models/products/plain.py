@@ -46,6 +46,10 @@ def take_rows(table: Array | QuantizedArray, ids: Array) -> Array:
 
     XLA on TPUs copies an int8 table to another layout to slice a single row, but not for a lookup of two. For Llama 3
     8B on a v6e chip, the copy takes 2.5 ms of a step by the compiler's schedule.
+
+    TPUs store a table whose width is no multiple of LANES by columns, and the lookup of several rows copies all of it.
+    A product with one-hot rows reads it once instead. A pass of SmolLM2 over 4 tokens on a v5e chip takes 1.62 ms by
+    the schedule, and 2.20 ms with the copy.
     """
     if isinstance(table, QuantizedArray):
         return jax.tree.map(lambda leaf: take_rows(leaf, ids), table).expand()
@@ -55,7 +59,22 @@ def take_rows(table: Array | QuantizedArray, ids: Array) -> Array:
         on_tpu = on_gpu if table.dtype.itemsize == 1 else lookup
         return jax.lax.platform_dependent(table, ids, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=lookup)
     guarded = lambda table, ids: lookup(*jax.lax.optimization_barrier((table, ids)))
-    return jax.lax.platform_dependent(table, ids, cpu=guarded, cuda=on_gpu, rocm=on_gpu, default=lookup)
+    is_by_columns = table.shape[-1] % LANES != 0 and 1 < ids.size <= MAX_ONE_HOT_ROWS
+    on_tpu = _take_by_product if is_by_columns else lookup
+    return jax.lax.platform_dependent(table, ids, cpu=guarded, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=lookup)
+
+
+LANES = 128
+"""Numbers in the last axis of a tile on a TPU."""
+MAX_ONE_HOT_ROWS = 64
+"""Largest number of rows that TPUs take from a narrow table by a product."""
+
+
+def _take_by_product(table: Array, ids: Array) -> Array:
+    """Return rows as a product with one-hot rows. Each sum has one term that is not zero, so it is exact."""
+    one_hot = jax.nn.one_hot(jnp.clip(ids.reshape(-1), 0, len(table) - 1), len(table), dtype=table.dtype)
+    rows = fill_tile(one_hot) @ table
+    return rows[: ids.size].reshape(*ids.shape, table.shape[-1])
 
 
 def _take_row_twice(table: Array, ids: Array) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.arrays import modes
-from specjax.models.products import matmul, take_rows
+from specjax.models.products import matmul, plain, take_rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 26, 32, 33])
@@ -40,6 +40,22 @@ def test_rows_and_their_derivatives(dtype):
     np.testing.assert_array_equal(jax.vmap(take_rows, (None, 0))(table, ids), table[ids])
     moved = jax.jvp(lambda table: take_rows(table, ids), (table,), (table,))[1]
     np.testing.assert_array_equal(moved, table[ids])
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "is_product"), [(576, 4, True), (576, 1, False), (576, 65, False), (640, 4, False)]
+)
+def test_tpus_take_few_rows_of_a_narrow_table_by_a_product(width, count, is_product):
+    """A TPU stores such a table by columns, and a lookup would copy it."""
+    shapes = jax.ShapeDtypeStruct((517, width), jnp.bfloat16), jax.ShapeDtypeStruct((1, count), jnp.int32)
+    text = modes.jit(take_rows).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("dot_general" in text) is is_product and ("gather" in text) is not is_product
+
+
+def test_rows_by_a_product_are_exact():
+    table = jax.random.normal(jax.random.key(0), (517, 48), jnp.bfloat16)
+    ids = jnp.asarray([[0, 516, 7], [7, 300, 600]])  # as in a lookup, an id past the end means the last row
+    np.testing.assert_array_equal(plain._take_by_product(table, ids), table[jnp.minimum(ids, 516)])
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
