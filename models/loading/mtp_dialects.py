@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
 
@@ -41,7 +41,7 @@ _SHARED = (
     (r"^model\.layers\.(\d+)\.(enorm|hnorm|eh_proj)\.", r"modules.\1.\2."),
     (r"^model\.layers\.(\d+)\.shared_head\.norm\.", r"modules.\1.norm."),
 )
-_NUMBERED = {"owned": r"model\.layers\.(\d+)\.", "numbered_as_layers": True}
+_NUMBERED: dict[str, Any] = {"owned": r"model\.layers\.(\d+)\.", "numbered_as_layers": True}
 _LIKE_DEEPSEEK = (*_SHARED, (r"^model\.layers\.(\d+)\.", LAYER))
 
 DIALECTS = (

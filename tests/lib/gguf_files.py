@@ -10,8 +10,11 @@ gguf = pytest.importorskip("gguf")
 WORDS = [f"w{i}" for i in range(96)]
 
 
-def write(model, file, *, scaling=None, kind="F32"):
-    """Write a torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py."""
+def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarray] | None = None):
+    """Write a torch model as GGUF, by the rules of llama.cpp's convert_hf_to_gguf.py.
+
+    modules: the `nextn` tensors of a module whose layer is the last one of the model.
+    """
     c = model.config
     arch = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}.get(c.model_type, c.model_type)
     family = gemma3 if arch.startswith("gemma") else llama
@@ -45,6 +48,10 @@ def write(model, file, *, scaling=None, kind="F32"):
         writer.add_rope_scaling_attn_factors((1 + np.log(factor) / np.log(original)) ** 0.5)
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+    for name, value in (modules or {}).items():
+        writer.add_tensor(name, value)
+    if modules:
+        writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(WORDS)
     writer.add_token_scores([0.0] * len(WORDS))

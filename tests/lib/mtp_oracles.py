@@ -50,6 +50,7 @@ FAMILIES = {
             "layer": "model.mtp_layers.{}",
         }, hidden_first=True,
     ),
+    "gguf": Family("gguf", "qwen2", "Qwen2", {}, LIKE_DEEPSEEK),
     "glm": Family(
         "deepseek", "glm4_moe", "Glm4Moe",
         {"first_k_dense_replace": 9, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},

@@ -122,9 +122,10 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     if row is OWN:
         flags = _own_flags(config.subfields("mtp"), flags)
     mtp = MtpConfig(layer, spec.vocab_size, spec.num_layers, **flags)
+    joint = has_joint_queries(layer, tensors, contents.folder)
     return HeadPlan(
         "mtp", dialect, mtp, TABLE, tensors, flags | {"modules": count}, unused=(COPIES,),
-        assumed=("chained",) if row.is_open else (), stored=_stored(row, layer, joint=has_joint_queries(layer, tensors)),
+        assumed=("chained",) if row.is_open else (), stored=_stored(row, layer, joint=joint),
     )  # fmt: skip
 
 
@@ -183,13 +184,15 @@ def _as_stored(layer: LlamaConfig, tensors: Tensors, folder: Path) -> LlamaConfi
         mlp_width=tensors.shape(f"{first}.mlp.gate_proj.weight", folder)[0],
         qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
         qk_norm=f"{first}.self_attn.q_norm.weight" in tensors,
-        attention_gate=f"{first}.self_attn.output_gate.weight" in tensors or has_joint_queries(layer, tensors),
+        attention_gate=f"{first}.self_attn.output_gate.weight" in tensors or has_joint_queries(layer, tensors, folder),
     )
 
 
-def has_joint_queries(layer: LlamaConfig, tensors: Tensors) -> bool:
+def has_joint_queries(layer: LlamaConfig, tensors: Tensors, folder: Path) -> bool:
     """Return True if the matrix of queries has rows for their output gates too."""
-    return tensors["modules.0.layers.0.self_attn.q_proj.weight"].shape[0] == 2 * layer.num_heads * layer.head_dim
+    return (
+        tensors.shape("modules.0.layers.0.self_attn.q_proj.weight", folder)[0] == 2 * layer.num_heads * layer.head_dim
+    )
 
 
 def _own_flags(stored: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -125,6 +125,25 @@ def test_a_whole_model_with_a_module_is_no_head(mimo):
     assert recognise(mimo[0]) is None, "--draft FOLDER stays a draft model"
 
 
+def test_the_module_of_a_gguf_file_is_no_layer_of_its_target(tmp_path):
+    import transformers
+    from gguf_files import write
+
+    oracle = m.Oracle(m.FAMILIES["gguf"])
+    oracle.config.num_hidden_layers, oracle.config.vocab_size = 3, 96
+    oracle.config.layer_types = ["full_attention"] * 3
+    model = transformers.Qwen2ForCausalLM(oracle.config).eval()
+    part = oracle.parts[0]
+    model.model.layers[2].load_state_dict(part["layer"].state_dict())
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head_norm"}
+    nextn = {f"blk.2.nextn.{name}.weight": part[key].weight.detach().float().numpy() for key, name in names.items()}
+    target, _ = specjax.load(write(model, tmp_path / "model.gguf", modules=nextn))
+    assert target.model.capabilities.num_layers == 2 and target.native.dialect == "gguf"
+    logits, features = m.run_head(load_head(NATIVE, target), target, m.TEXT, m.DRAFT)
+    tables = model.model.embed_tokens.weight.detach().numpy(), model.lm_head.weight.detach().numpy()
+    np.testing.assert_allclose(logits, oracle.logits(features, *tables), atol=1e-3)
+
+
 NAMES = {
     "deepseek": "model.layers.61.eh_proj.weight model.layers.61.enorm.weight",
     "step": "model.layers.45.eh_proj.weight model.layers.45.transformer.shared_head.norm.weight",
