@@ -11,7 +11,7 @@ import re
 
 import hypothesis
 import pytest
-from quick_compile import flags
+from quick_compile import flags, share_contexts
 from tiers import is_repeated
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,6 +24,7 @@ DEVICES = int(os.environ.get("SPECJAX_TEST_DEVICES", "8"))
 # dimensions that XLA's kernels need.
 quick = os.environ["JAX_PLATFORMS"] == "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=DEVICES, quick=quick)}"
+share_contexts()  # imports JAX, which reads the variables above
 
 
 # The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.

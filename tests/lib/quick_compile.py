@@ -1,6 +1,7 @@
-"""Flags of XLA for tests, which compile far more than they compute."""
+"""Quick compilation for tests, which compile far more than they compute: flags of XLA, and shared contexts of MLIR."""
 
 import importlib.metadata
+import threading
 
 SKIPPED = [
     # XLA evaluates masks and templates of trees element by element (two files: 66 s of CPU time, 62 without; of the
@@ -31,7 +32,8 @@ QUICK = [
     "--xla_cpu_parallel_codegen_split_count=1",
     f"--xla_disable_hlo_passes={','.join(SKIPPED)}",
 ]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases abort at flags they do not know
+IS_TESTED = importlib.metadata.version("jaxlib").startswith("0.10.")
+if IS_TESTED:  # later releases abort at flags they do not know
     # Two files of drafters: 60 s of CPU time, 38 without.
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
@@ -40,3 +42,35 @@ def flags(devices: int, quick: bool = True) -> str:
     """Return XLA's flags for a process with so many fake devices; not `quick` for one that computes more than it
     compiles."""
     return " ".join((f"--xla_force_host_platform_device_count={devices}", *(QUICK if quick else ())))
+
+
+LOWERINGS = 200
+"""Programs per context. A context keeps the constants of all its programs, so that it must end some time."""
+
+
+def share_contexts() -> None:
+    """Lower programs of a thread in one MLIR context. JAX makes one per program, and loads all dialects into each.
+
+    Small programs take a third to a half less CPU time (a concatenation: 34 ms without, 18 with). One file of tests
+    took 22.0 s without and 18.9 with.
+    """
+    if not IS_TESTED:  # nothing below is a public name of JAX
+        return
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    make, local = mlir.make_ir_context, threading.local()
+
+    def shared():
+        if getattr(local, "left", 0) == 0:
+            local.context, local.left = make(), LOWERINGS
+        local.left -= 1
+        return local.context
+
+    class SharedContext(mlir.ModuleContext):
+        def __init__(self, *arguments, context=None, **options):
+            if context is None and ir.Context.current is None:  # a program inside of another would be written into it
+                context = shared()
+            super().__init__(*arguments, context=context, **options)
+
+    mlir.ModuleContext = SharedContext
