@@ -109,8 +109,7 @@ class MtpModule(nnx.Module):
         return run_blocks([self.block], x, step, cache, self.config.layer)
 
     def fed_back(self, outputs: Array) -> Array:
-        is_normed = self.config.chained == "normed" and self.norm is not None
-        return self.norm(outputs) if is_normed else outputs
+        return outputs if self.norm is None or self.config.chained != "normed" else self.norm(outputs)
 
     def logits(self, outputs: Array, context: Context) -> Array:
         normed = outputs if self.norm is None else self.norm(outputs)
@@ -136,7 +135,12 @@ def layer_of(target: DecoderConfig, **changes) -> LlamaConfig:
 
 
 def of_target(
-    target: DecoderConfig, *, num_layers: int = 1, mlp_width: int | None = None, hidden: str = "normed", **changes
+    target: DecoderConfig,
+    *,
+    num_layers: int = 1,
+    mlp_width: int | None = None,
+    hidden: Literal["normed", "raw"] = "normed",
+    **changes,
 ) -> MtpConfig:
     """Return the shapes of DeepSeek's modules for a target: one layer like the target's in each.
 

@@ -91,7 +91,8 @@ def native_contents(native: NativeModule, num_layers: int) -> Contents:
     files = [file for file in hf.weight_files(path) if not file.name.startswith(hf.ADAPTER)]
     stored = {hf.text_name(name): x for file in files for name, x in hf.read_tensors(file, kinds).items()}
     tensors = {name: x for name, x in stored.items() if owned(name)}
-    return Contents(path, fields, tensors if method is None else as_matrices(tensors, method))
+    matrices: dict[str, Any] = tensors if method is None else as_matrices(tensors, method)
+    return Contents(path, fields, matrices)
 
 
 def dialect_of(contents: Contents) -> str | None:
