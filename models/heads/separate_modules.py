@@ -55,7 +55,7 @@ def separate_modules(kind: str, module: Callable[..., Any], config: Any) -> Head
         """Return the output [B, T, D] of module j, and its keys and values."""
         earlier = () if step.earlier is None else (step.earlier.k[j], step.earlier.v[j])
         inputs = L.LayerInputs(
-            _without_first(step, j), L.LayerCache(cache.k[j], cache.v[j], earlier=earlier),
+            _without_first(step, j, cache), L.LayerCache(cache.k[j], cache.v[j], earlier=earlier),
             attention_reach(layer, cache, step.positions),
         )  # fmt: skip
         return module.block(module.joined(embedded, state, step.positions), inputs)
@@ -126,7 +126,7 @@ def _pending(entries: list[tuple], step: L.PassInputs, output: Array) -> kv.Pend
     return kv.Pending(k, v, step.positions, kv.write_dependency(output))
 
 
-def _without_first(step: L.PassInputs, count: int) -> L.PassInputs:
+def _without_first(step: L.PassInputs, count: int, cache: kv.KVCache) -> L.PassInputs:
     """Return the inputs of a pass that attends to no key of the first `count` tokens of its text, but to itself."""
     if count == 0:
         return step
@@ -137,4 +137,5 @@ def _without_first(step: L.PassInputs, count: int) -> L.PassInputs:
         return step.replace(first=first + count)
     # The mask of a pass over several texts in one row starts at the first token of a token's own text.
     reach = step.key_positions[:, None] >= jnp.argmax(step.mask, 2)[:, :, None] + count
-    return step.replace(first=first + count, mask=step.mask & reach | itself)
+    mask = step.mask & reach | itself
+    return step.replace(mask=mask, first=first + count) if cache.k[0].shape[-2] else step.replace(mask=mask)

@@ -88,3 +88,14 @@ def test_rows_that_share_a_prefix_attend_in_bfloat16_too():
     attend = jax.jit(functools.partial(shared_tree_attention, scale=1.0))
     attended = attend(q, k, k, prefix, prefix, row, row[:, None], mask)
     np.testing.assert_allclose(np.asarray(attended, np.float32), 1.0, atol=0.02)
+
+
+def test_a_round_of_separate_modules_is_what_they_draft_from_there():
+    head = heads.separate_modules(target())
+    packed = packed_batch()
+    unrolled = np.asarray(_said(head.head, head.params, target(), packed)).reshape(*PLACES.shape, DEPTHS, -1)
+    for row, column in np.argwhere(PLACES >= 0):
+        t = PLACES[row, column]
+        text, path = packed.tokens[None, row, t - 1 : t + 2], packed.tokens[None, row, t + 2 : t + 1 + DEPTHS]
+        expected = np.asarray(_alone(head.head, head.params, target(), text, path))[0]
+        np.testing.assert_allclose(unrolled[row, column], expected, atol=2e-5, rtol=2e-4)
