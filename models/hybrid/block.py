@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class HybridBlock(nnx.Module):
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.kind, self.multipliers = kind, c.multipliers
         self.mixer_norm = norm() if kind.mixer != "none" else None
-        self.attention = make_attention(c, rngs=rngs) if kind.attends else None
+        self.attention = make_attention(with_scaled_keys(c), rngs=rngs) if kind.attends else None
         self.recurrent = RECURRENT_LAYERS[kind.mixer](c, rngs) if kind.recurs else None
         self.mlp_norm = norm() if kind.feed != "none" else None
         self.mlp = make_feed(c, kind, rngs)
@@ -77,6 +78,13 @@ class HybridBlock(nnx.Module):
             y = inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp")
             x = x + scaled(y, m.down * m.residual)
         return x, LayerEntries(keys, updates)
+
+
+def with_scaled_keys(c: HybridConfig) -> HybridConfig:
+    """Return a config whose scores have the factor of its keys. Keys themselves stay without it."""
+    factor = c.multipliers.key
+    scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+    return c if factor == 1.0 else dataclasses.replace(c, query_scale=scale * factor)
 
 
 def make_feed(c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs) -> L.GatedMLP | SquaredReluMLP | None:

@@ -60,11 +60,11 @@ class Mamba2Sizes(NamedTuple):
     state_dim: int
     kernel: int = 4  # taps of the convolution
     conv_bias: bool = True
-    bias: bool = False  # of the projections
+    bias: bool = False  # of the projections of the input
+    out_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
-    has_norm: bool = True
+    has_norm: bool = True  # the output has a norm, which treats each group of heads separately
     norm_before_gate: bool = False
-    norm_groups: int = 1  # parts of the output that the norm treats separately
     multipliers: tuple[float, float, float, float, float] | None = None  # factors on z, x, B, C and dt
 
     @property
@@ -86,6 +86,7 @@ class Multipliers(NamedTuple):
     logits: float = 1.0
     attention_in: float = 1.0
     attention_out: float = 1.0
+    key: float = 1.0  # on keys, and so on the scores of attention
     mamba_in: float = 1.0
     mamba_out: float = 1.0
     gate: float = 1.0  # on the gate of the MLP, before its activation

@@ -28,17 +28,17 @@ class Mamba2(nnx.Module):
     def __init__(self, c: HybridConfig, rngs: nnx.Rngs):
         assert c.mamba2 is not None
         sizes = self.sizes = c.mamba2
-        linear = functools.partial(L.Linear, bias=sizes.bias, dtype=c.dtype, rngs=rngs)
-        self.output_gate = linear(c.width, sizes.inner)
-        self.convolved = linear(c.width, sizes.channels)
-        self.time_step = linear(c.width, sizes.num_heads)
+        linear = functools.partial(L.Linear, dtype=c.dtype, rngs=rngs)
+        self.output_gate = linear(c.width, sizes.inner, bias=sizes.bias)
+        self.convolved = linear(c.width, sizes.channels, bias=sizes.bias)
+        self.time_step = linear(c.width, sizes.num_heads, bias=sizes.bias)
         self.convolution = ConvolutionWeights(
             sizes.channels, sizes.kernel, bias=sizes.conv_bias, dtype=c.dtype, rngs=rngs
         )
         self.decay = DecayWeights(sizes.num_heads, rngs=rngs)
         self.skip = SkipWeights(sizes.num_heads)
         self.norm = L.RMSNorm(sizes.inner, c.norm_eps, dtype=c.dtype) if sizes.has_norm else None
-        self.out = linear(sizes.inner, c.width)
+        self.out = linear(sizes.inner, c.width, bias=sizes.out_bias)
 
     def __call__(
         self, x: Array, shared: L.PassInputs, ancestry: Ancestry, memory: R.RecurrentState, earlier: R.Updates | None
@@ -84,7 +84,7 @@ class Mamba2(nnx.Module):
         if self.norm is None:
             return y * gate
         y = y if sizes.norm_before_gate else y * gate
-        parts = y.reshape(*y.shape[:-1], sizes.norm_groups, -1)
+        parts = y.reshape(*y.shape[:-1], sizes.num_groups, -1)
         scaled = parts * jax.lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + self.norm.eps)
         normed = scaled.reshape(y.shape) * self.norm.weight[...].astype(jnp.float32)
         return normed * gate if sizes.norm_before_gate else normed

@@ -11,10 +11,21 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import denoisers, gemma3, llada, llama
-from specjax.models.loading.families.hybrid import lfm2, qwen3_5
+from specjax.models.loading.families.hybrid import bamba, falcon_h1, granite_hybrid, lfm2, mamba2, nemotron_h, qwen3_5
 
-HYBRIDS = (qwen3_5, lfm2)
+HYBRIDS = (qwen3_5, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
+
+_MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
+_KDA = "its Kimi delta attention has a decay for each key channel, which specjax does not support"
+_EXPERTS = "it is a mixture of experts, which specjax does not support; use a dense model"
+REFUSED = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
+    **dict.fromkeys(("kimi_linear", "kimi-linear"), _KDA),
+    **dict.fromkeys(("nemotron_h_moe", "granitemoe", "granitemoeshared"), _EXPERTS),
+    "zamba2": "its attention layers share their weights, which specjax does not support",
+}
+"""Architectures that are refused for a reason of their own, in both formats."""
 
 
 def by_config(config: Config) -> ModuleType:
@@ -38,6 +49,8 @@ def _find(table: str, kind: str, where: str) -> ModuleType:
     for family in FAMILIES:
         if kind in getattr(family, table):
             return family
+    if kind in REFUSED:
+        raise UsageError(f"{where} has the architecture {quote(kind)}, which specjax does not support: {REFUSED[kind]}")
     denoiser_types = denoisers.KINDS if table == "HF_TYPES" else ()
     supported = ", ".join(dict.fromkeys([*(k for family in FAMILIES for k in getattr(family, table)), *denoiser_types]))
     raise UsageError(f"{where} has the architecture {quote(kind)}, which specjax does not support (only {supported})")

@@ -54,8 +54,8 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "add_cross_attention": False, "attention_bias": False, "encoder_no_repeat_ngram_size": 0,
         "expert_count": 0, "expert_used_count": 0, "full_attn_mod": 1, "hidden_act": "gelu_pytorch_tanh",
         "interpolate_factor": 1, "is_decoder": False, "is_encoder_decoder": False, "lm_head_bias": False,
-        "mlp_bias": False, "no_repeat_ngram_size": 0, "partial_rotary_factor": 1.0, "pruned_heads": {},
-        "remove_invalid_values": False, "repetition_penalty": 1.0, "rope_interleaved": False,
+        "mlp_bias": False, "no_repeat_ngram_size": 0, "num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0,
+        "pruned_heads": {}, "remove_invalid_values": False, "repetition_penalty": 1.0, "rope_interleaved": False,
         "tie_encoder_decoder": False, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
     }
 )  # fmt: skip

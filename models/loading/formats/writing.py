@@ -43,7 +43,8 @@ def save_model(
     """Write config.json, model.safetensors and a tokenizer for `load` and other libraries, overwriting existing files.
 
     Weights are written to the bit, except Gemma's norms: its files store w - 1, so for w below 0.5 the last bits may
-    change. Quantised matrices are written in the format compressed-tensors, which `load` reads back to the bit
+    change. Files of recurrent layers store logarithms of their decays, whose last bits may change too. Quantised
+    matrices are written in the format compressed-tensors, which `load` reads back to the bit
     (`compressed_writing`).
 
     Args:
@@ -129,26 +130,41 @@ def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightForm
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
     tensors: dict[str, Any] = {}
     forms: dict[str, WeightFormat] = {}
-    joined_parts: dict[str, dict[int, Any]] = {}  # parts of a joined tensor by their first row
+    joined_parts: dict[str, list[tuple[np.ndarray, Any]]] = {}  # parts of a joined tensor, with their rows
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for part in leaf.parts:
             stored, tensor = part.stored, value[part.layer] if leaf.stacked else value
             tensor = tensor if part.rows is None else tensor[part.rows]
-            # Loading adds this number, and subtracting it in float32 is exact.
-            tensor = tensor.astype(np.float32) - np.float32(stored.add) if stored.add else tensor
+            tensor = _stored_values(tensor, stored)
             if stored.rows:
-                joined_parts.setdefault(stored.name, {})[stored.first] = tensor
+                order = np.arange(tensor.shape[0]) if stored.order is None else stored.order
+                joined_parts.setdefault(stored.name, []).append((stored.first + order, tensor))
             else:
                 tensors[stored.name] = tensor
             if leaf.form is not None:
                 forms[stored.name] = leaf.form
-    return tensors | {name: _concatenated(parts) for name, parts in joined_parts.items()}, forms
+    return tensors | {name: _joined(parts) for name, parts in joined_parts.items()}, forms
 
 
-def _concatenated(parts: dict[int, Any]) -> Any:
-    concatenate = lambda *arrays: jax.numpy.asarray(np.concatenate(arrays))
-    return jax.tree.map(concatenate, *[parts[first] for first in sorted(parts)])
+def _stored_values(tensor: Any, stored: StoredTensor) -> Any:
+    """Return the elements of a parameter as the file has them, the inverse of what loading does with one tensor."""
+    if stored.change is not None:
+        tensor = jax.numpy.asarray(stored.change.write(np.asarray(tensor, np.float32)))
+    # Loading adds this number, and subtracting it in float32 is exact.
+    tensor = tensor.astype(np.float32) - np.float32(stored.add) if stored.add else tensor
+    if stored.order is not None and not stored.rows:
+        tensor = tensor[np.argsort(stored.order)]
+    if stored.columns is not None:
+        tensor = tensor[:, np.argsort(stored.columns)]
+    return tensor[:, None] if stored.unit_axis else tensor
+
+
+def _joined(parts: list[tuple[np.ndarray, Any]]) -> Any:
+    """Return the tensor of which `parts` are (rows of the tensor, values)."""
+    rows, values = zip(*parts, strict=True)
+    order = np.argsort(np.concatenate(rows))
+    return jax.tree.map(lambda *arrays: jax.numpy.asarray(np.concatenate(arrays)[order]), *values)
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import has_kv_head_rows, shard_config
-from specjax.models.loading.tensors.tensors import StoredArray, read_quantized_rows, read_rows
+from specjax.models.loading.tensors.tensors import StoredArray, as_vector, read_quantized_rows, read_rows
 from specjax.models.storage import JOINED, format_of, rows_in_joined
 from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import PyTree
@@ -47,6 +47,13 @@ class WeightNames(NamedTuple):
     gguf: str
 
 
+class Change(NamedTuple):
+    """A function of float32 elements between a file and a parameter, in both directions."""
+
+    read: Callable[[np.ndarray], np.ndarray]
+    write: Callable[[np.ndarray], np.ndarray]
+
+
 class StoredTensor(NamedTuple):
     """The form of one tensor in a file: its name, and how it differs from the parameter."""
 
@@ -57,8 +64,9 @@ class StoredTensor(NamedTuple):
     rows: int = 0  # rows of the joined tensor; 0: the tensor is not joined
     order: np.ndarray | None = None  # int[rows], the row of the file, from `first` on, of each row of the parameter
     columns: np.ndarray | None = None  # int[columns], the column of the file of each column of the parameter
-    change: Callable[[np.ndarray], np.ndarray] | None = None  # applied to every element
+    change: Change | None = None  # applied to every element
     unit_axis: bool = False  # the file has an axis of size 1 before the last one
+    flat: bool = False  # the file has a vector as a matrix of any shape
 
 
 class Checkpoint(NamedTuple):
@@ -137,6 +145,9 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             required.add(name)
             if name not in tensors:
                 missing.append(name)
+            elif part.stored.flat:
+                if math.prod(tensors[name].shape) != num_rows:
+                    wrong.append(f"{name} is {quote(list(tensors[name].shape))}, not {num_rows} numbers")
             elif tensors[name].shape != expected_shape:
                 wrong.append(f"{name} is {quote(list(tensors[name].shape))}, not {list(expected_shape)}")
     extra = sorted(name for name in tensors if name not in required and not checkpoint.ignored(name))
@@ -236,7 +247,7 @@ def fill(
     device_parts = [_device_parts(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
     tasks = []
     for part in parameter.parts:
-        tensor = tensors[part.stored.name]
+        tensor = as_vector(tensors[part.stored.name]) if part.stored.flat else tensors[part.stored.name]
         source = _source_rows(parameter, part, head_dim)
         destinations = [[_of_layer(piece, parameter, part) for piece in pieces] for pieces in device_parts]
         read = functools.partial(_read_arrays, tensor, part.stored, form=parameter.form)
@@ -312,7 +323,7 @@ def _read_arrays(
     rows = rows[:, 0] if stored.unit_axis else rows
     rows = rows if stored.columns is None else rows[:, stored.columns]
     rows = rows + np.float32(stored.add) if stored.add else rows
-    return [rows if stored.change is None else stored.change(rows.astype(np.float32))]
+    return [rows if stored.change is None else stored.change.read(rows.astype(np.float32))]
 
 
 def _write_rows(

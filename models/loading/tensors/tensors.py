@@ -108,6 +108,12 @@ def read_rows(tensor: StoredArray, start: int, stop: int) -> np.ndarray:
     return _to_float32(read_stored_bytes(tensor, start, stop), tensor.kind).reshape(stop - start, *tensor.shape[1:])
 
 
+def as_vector(tensor: StoredArray) -> LazyTensor:
+    """Return a stored array with its elements in one axis. Every read reads all of it, so it should be small."""
+    rows = lambda start, stop: read_rows(tensor, 0, tensor.shape[0]).reshape(-1)[start:stop]
+    return LazyTensor(tensor.file, (math.prod(tensor.shape),), rows)
+
+
 def read_quantized_rows(tensor: StoredArray, start: int, stop: int, form: WeightFormat) -> QuantizedArray:
     """Read rows of a matrix in a format. Rows that are stored in another form are rounded to it."""
     if not isinstance(tensor, QuantizedTensor) or not tensor.form.has_values_of(form):

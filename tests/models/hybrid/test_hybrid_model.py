@@ -21,7 +21,7 @@ GROUP = (
 )  # fmt: skip
 CONFIG = HybridConfig(
     vocab_size=64, width=32, num_layers=2 * len(GROUP), num_heads=2, num_kv_heads=1, head_dim=16, mlp_width=48,
-    kinds=GROUP * 2, gated_delta=GatedDeltaSizes(2, 4, 8, 8), mamba2=Mamba2Sizes(4, 8, 2, 8, norm_groups=2),
+    kinds=GROUP * 2, gated_delta=GatedDeltaSizes(2, 4, 8, 8), mamba2=Mamba2Sizes(4, 8, 2, 8),
     convolution_kernel=3, attention_gate=True, rotary_dim=4, qk_norm=True, max_positions=256,
 )  # fmt: skip
 

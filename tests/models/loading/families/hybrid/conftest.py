@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrid_logits import whole_text_logits
 
 from specjax import models
 from specjax.models.loading.families.unread_fields import describe_unread
@@ -35,14 +36,6 @@ def check_parity(tmp_path):
         with torch.no_grad():
             expected = reference(torch.tensor(tokens)).logits.numpy()
         np.testing.assert_allclose(logits, expected, atol=atol * max(1.0, np.abs(expected).max()))
-        return checkpoint.config, params, expected
+        return checkpoint.config, params, expected, jnp.asarray(tokens)
 
     return check
-
-
-def whole_text_logits(model, params, tokens):
-    batch, count = tokens.shape
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (batch, count, count))
-    positions = jnp.broadcast_to(jnp.arange(count), tokens.shape)
-    cache = model.init_cache(params, None, batch, 128)
-    return model.forward(params, tokens, cache, positions=positions, mask=mask)[0].logits

@@ -14,5 +14,5 @@ SIZES = {
 @pytest.mark.parametrize("stacked", [False, True])
 def test_logits(check_parity, stacked):
     make = lambda: transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
-    config, _, _ = check_parity(make, stacked=stacked)
+    config, *_ = check_parity(make, stacked=stacked)
     assert config.period == 4 and config.rotary_dim == 4 and [kind.attends for kind in config.kinds] == [0, 0, 0, 1]
