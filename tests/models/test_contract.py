@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrids import tiny_hybrid
 from toy import tiny_llama
 from toy_models import alike, encoding, fold_in_order, inputs_of, recurrent, recurrent_model
 
@@ -54,10 +55,12 @@ def case_of(name: str) -> tuple[Target, float]:
         return tiny_llama(vocab=VOCAB, stacked=True, **OPTIONS), 1e-4
     if name == "int8":
         return tiny_llama(vocab=VOCAB, cache_dtype="int8"), 0.02
+    if name == "hybrid":
+        return tiny_hybrid(VOCAB), 1e-4
     return {"gemma": gemma, "recurrent": recurrent, "encoding": encoding}[name](), 1e-4
 
 
-MODELS = ("llama", "stacked", "int8", "gemma", "recurrent", "encoding")
+MODELS = ("llama", "stacked", "int8", "gemma", "recurrent", "encoding", "hybrid")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -209,7 +212,7 @@ def test_a_committed_path_is_a_text_that_was_read(name, count):
 def test_to_rewind_is_never_to_have_read(name):
     target, atol = case_of(name)
     if target.model.rewind is None:
-        assert name == "recurrent"
+        assert name in ("recurrent", "hybrid")
         return
     retained = np.array([5, 1, 0], np.int32)
     longer = filled(target, TEXT, LENGTHS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hybrids import tiny_hybrid
+from toy import tiny_llama
 
 from specjax.models import abstract_params, make_model
 from specjax.planning import traffic
@@ -38,3 +40,18 @@ def test_windowed_layers_read_their_window():
     assert traffic._mean_context(load_config("llama3_1b", "bfloat16"), 4096) == 4096
     mistral = dataclasses.replace(load_config("llama3_1b", "bfloat16"), window=512)
     assert traffic._mean_context(mistral, 4096) == 512, "all of its layers, as it names none"
+
+
+def test_states_of_recurrent_layers_count_at_any_length():
+    target = tiny_hybrid()
+    cache = cache_shapes(target, 4, 640)
+    assert traffic.bytes_per_token(target, 4, cache) == 4 * 2 * 16 * 4  # one layer attends, with one head of 16
+    windows, states = 3 * 64 + 2 * 32 + 3 * 64, 2 * 4 * 8 * 8
+    assert traffic.fixed_bytes(target, 4, cache) == 4 * 4 * (windows + states)
+    moved = lambda states: traffic.pass_bytes(target.model.config, target.params, 0.0, 100.0, states=states)
+    assert moved(50.0) - moved(0.0) == 100  # read and written
+    longer = traffic.fixed_bytes(target, 4, cache_shapes(target, 4, 1280))
+    assert longer == traffic.fixed_bytes(target, 4, cache)
+    assert traffic.pending_bytes(tiny_llama(), 1) >= traffic.bytes_per_token(
+        tiny_llama(), 1, cache_shapes(tiny_llama(), 1, 640)
+    )
