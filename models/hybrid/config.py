@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from specjax.errors import UsageError
 from specjax.models.decoder import DecoderConfig
 from specjax.models.layers import AttentionSettings
+from specjax.models.llama import LlamaConfig
 from specjax.types import Array
 
 Mixer = Literal["attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"]
@@ -142,6 +143,12 @@ class HybridConfig(DecoderConfig):
     def attention_settings(self, positions: Array) -> AttentionSettings:
         settings = super().attention_settings(positions)
         return settings if self.rotates else settings._replace(rotation=None)
+
+    def draft_head_config(self, num_layers: int = 1, **changes) -> LlamaConfig:  # type: ignore[override]
+        """Return the config of a draft head, whose layers all attend and have no output gate."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(DecoderConfig)}
+        layer = LlamaConfig(**fields | {"stacked": False, "attention_gate": False})
+        return layer.draft_head_config(num_layers, **changes)
 
     def of_layer(self, member: int) -> HybridConfig:
         """Return the config of one entry of `layers`, with its own changes."""

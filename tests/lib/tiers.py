@@ -13,7 +13,8 @@ def exhaustive(*values: Any, **options: Any):
 
 
 def those(quick: Iterable[Any], values: Iterable[Any]) -> list:
-    """The values, those that are not `quick` in the tier `exhaustive`."""
+    """The values, those that are not `quick` in the tier `exhaustive`. Their order must be the same in every process."""
+    assert not isinstance(values, set | frozenset), "sort the values, because workers must collect equal tests"
     return [value if value in quick else exhaustive(value) for value in values]
 
 

@@ -170,6 +170,16 @@ def test_stacked_layers_equal_separate_ones(parameters, programs, committed, tre
     close(states[0].state[1], references[4].state)
 
 
+def test_draft_heads_have_layers_that_attend():
+    layer = dataclasses.replace(CONFIG, stacked=True).draft_head_config(2)
+    assert isinstance(layer, models.LlamaConfig) and (layer.num_layers, layer.attention_gate, layer.stacked) == (
+        2,
+        0,
+        0,
+    )
+    assert (layer.width, layer.head_dim, layer.rotary_dim) == (CONFIG.width, CONFIG.head_dim, CONFIG.rotary_dim)
+
+
 def test_options_that_do_not_fit():
     with pytest.raises(UsageError, match="has 12 kinds for 11 layers; give one LayerKind per layer"):
         dataclasses.replace(CONFIG, num_layers=11)
