@@ -13,7 +13,7 @@ def exhaustive(*values: Any, **options: Any):
 
 
 def those(quick: Iterable[Any], values: Iterable[Any]) -> list:
-    """The values, those that are not `quick` in the tier `exhaustive`. Their order must be the same in every process."""
+    """The values, those that are not `quick` in the tier `exhaustive`. Every process needs the same order."""
     assert not isinstance(values, set | frozenset), "sort the values, because workers must collect equal tests"
     return [value if value in quick else exhaustive(value) for value in values]
 

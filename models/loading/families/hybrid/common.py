@@ -138,7 +138,7 @@ def gguf_rows(shapes: Mapping[str, tuple[int, ...]], name: str, where: str) -> i
     return shape[0]
 
 
-def gguf_attention(meta: ConfigFields, width: int) -> dict[str, int]:
+def gguf_attention(meta: ConfigFields, width: int) -> dict[str, Any]:
     """Return the fields of attention layers. The number of key/value heads is an array, with 0 for other layers.
 
     Raises: UsageError for layers with different numbers, or for none.

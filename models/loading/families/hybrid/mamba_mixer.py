@@ -235,7 +235,7 @@ def gguf_sizes_of_model(meta: ConfigFields, shapes: Mapping[str, tuple[int, ...]
     }
 
 
-def without_attention() -> dict[str, int]:
+def without_attention() -> dict[str, Any]:
     """Return the fields of a config whose layers do not attend."""
     return {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2}
 
