@@ -25,6 +25,7 @@ import jax
 
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows
 
 Array = jax.Array
 PyTree = Any
@@ -65,7 +66,8 @@ class TokenTree(NamedTuple):
     parents: Array  # int32[B, N], parents[:, 0] = -1, parents[:, i] < i
     valid: Array  # bool[B, N]
     # float32[B, N, V], warped; the children of node i were drawn from row i. None: a point mass on every token
-    logits: Array | None = None
+    # `LogitRows`: not stored, because they are large
+    logits: Array | LogitRows | None = None
 
 
 class Verdict(NamedTuple):
@@ -213,6 +215,7 @@ class Model(NamedTuple):
     best: Callable[[PyTree, Array, int], Best] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
+    base_config: Any = None  # that of the model whose layers a variant without a configuration runs
     mesh: jax.sharding.Mesh | None = None  # mesh over which the parameters are sharded
     over: tuple[str, ...] | None = None  # mesh axes except "data" that split the parameters; None: all
 
@@ -281,7 +284,7 @@ class Context(NamedTuple):
 class DraftOutput(NamedTuple):
     """Logits of a draft model or draft head for F nodes, with optional estimates of acceptance."""
 
-    logits: Array  # [B, F, V], for the children of the nodes
+    logits: Any  # float[B, F, V], for the children of the nodes, or states from which they are computed
     confidence: Array | None = None  # float32[B, F], estimated probability that a child drafted here is accepted
     accepted: Array | None = None  # float32[B, F], estimated probability that the node itself is accepted
 

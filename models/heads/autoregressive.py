@@ -14,7 +14,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
 from specjax.models.heads.blocks import bind, drafted_mask, pass_inputs
-from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, StateDraft
 from specjax.models.heads.memory import HeadMemory
 from specjax.types import Array, Context
 
@@ -63,13 +63,12 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         layers = lambda step, cache: module.layers(embedded, fused, step, cache)
         return memory.read(state, pairs, context, layer, layers)
 
-    def start(params, state: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
+    def start_outputs(params, state: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
         cache, last = state
         outputs = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
-        scratch = AutoregressiveScratch(cache, kv.empty_pending(cache, places), outputs)
-        return scratch, module_of(params).logits(last, context)
+        return AutoregressiveScratch(cache, kv.empty_pending(cache, places), outputs), last
 
-    def follow(
+    def follow_outputs(
         params, scratch: AutoregressiveScratch, drafted: DraftedNodes, context: Context
     ) -> tuple[AutoregressiveScratch, Array]:
         module, (cache, pending, outputs) = module_of(params), scratch
@@ -79,9 +78,20 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), pending)
         new_outputs, new = module.layers(module.embedded(drafted.tokens, context), state, step, cache)
         outputs = batch_axes.insert(outputs, new_outputs, drafted.place)
-        return AutoregressiveScratch(cache, kv.insert(pending, new, drafted.place), outputs), module.logits(
-            new_outputs, context
-        )
+        return AutoregressiveScratch(cache, kv.insert(pending, new, drafted.place), outputs), new_outputs
+
+    def logits(params, outputs: Array, context: Context) -> Array:
+        return module_of(params).logits(outputs, context)
+
+    def start(params, state: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
+        scratch, outputs = start_outputs(params, state, context, places)
+        return scratch, logits(params, outputs, context)
+
+    def follow(
+        params, scratch: AutoregressiveScratch, drafted: DraftedNodes, context: Context
+    ) -> tuple[AutoregressiveScratch, Array]:
+        scratch, outputs = follow_outputs(params, scratch, drafted, context)
+        return scratch, logits(params, outputs, context)
 
     return Head(
         init_memory=init_memory,
@@ -94,4 +104,5 @@ def autoregressive(kind: str, module: Callable[..., Any], config: Any) -> Head:
         feature=lambda scratch, place: scratch.outputs[:, place, -layer.width :],
         axes=memory.axes,
         shardings=memory.shardings(layer),
+        in_states=StateDraft(start_outputs, follow_outputs, logits),
     )

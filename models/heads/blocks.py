@@ -12,10 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.heads.contract import DraftedNodes, FeaturePairs
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, StateDraft
 from specjax.models.layout import Layout
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
@@ -172,19 +173,19 @@ def last_entries(rows: Array, count: Array) -> Array:
     return last.reshape(-1, *rows.shape[2:])
 
 
-def by_depth(count: int, depth: Array | int, run: Callable[[int], Array]) -> Array:
+def by_depth(count: int, depth: Array | int, run: Callable[[int], Array], lowest: int = 1) -> Array:
     """Return the result [B, F, ..] of `run(depth)` for each node at `depth` int32[B, F].
 
     Nodes deeper than `count - 1` get the result of `run(count - 1)`. `run` is called only for depths that have nodes,
     because the nodes of a level are mostly at one depth.
 
-    depth: the static 0 for the root; at least 1 for other nodes.
+    depth: the static 0 for the root; at least `lowest` for other nodes.
     """
     if isinstance(depth, int) or count == 1:
         return run(0)
-    depth, shape = jnp.minimum(depth, count - 1), jax.eval_shape(lambda: run(1))
+    depth, shape = jnp.minimum(depth, count - 1), jax.eval_shape(lambda: run(lowest))
     y = jnp.zeros(shape.shape, shape.dtype)
-    for k in range(1, count):
+    for k in range(lowest, count):
         is_k = (depth == k).reshape(*depth.shape, *[1] * (y.ndim - 2))
         write = lambda y, k=k, is_k=is_k: jnp.where(is_k, run(k), y)
         y = jax.lax.cond(jnp.any(is_k), write, lambda y: y, y)
@@ -195,6 +196,33 @@ class DepthLogits(NamedTuple):
     """The scratch of heads that predict all depths in one pass."""
 
     logits: Array  # float32[B, K, V], by depth
+
+
+def draft_depths(
+    states_of: Callable[..., PyTree],
+    logits: Callable[..., Array],
+    every: Callable[..., Array] | None = None,
+) -> dict[str, Any]:
+    """Return the functions `start`, `follow` and `in_states` of a head that predicts all depths in one pass.
+
+    Args:
+      states_of: `(params, memory, context) -> states [B, K, ...]` by depth, the inputs of the output layer.
+      logits: the output layer, `StateDraft.logits`.
+      every: a faster `logits` for the states of all depths; None: `logits`.
+    """
+
+    def start(params, memory, context: Context, places: int) -> tuple[DepthLogits, Array]:
+        rows = (every or logits)(params, states_of(params, memory, context), context)
+        return DepthLogits(rows), rows[:, 0]
+
+    def start_states(params, memory, context: Context, places: int) -> tuple[PyTree, PyTree]:
+        states = states_of(params, memory, context)
+        return states, jax.tree.map(lambda x: x[:, 0], states)
+
+    def follow_states(params, states: PyTree, drafted: DraftedNodes, context: Context) -> tuple[PyTree, PyTree]:
+        return states, LogitRows(states).take(drafted.depth).every()
+
+    return {"start": start, "follow": follow_depths, "in_states": StateDraft(start_states, follow_states, logits)}
 
 
 def follow_depths(params, scratch: DepthLogits, drafted: DraftedNodes, context: Context) -> tuple[DepthLogits, Array]:

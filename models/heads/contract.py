@@ -68,6 +68,20 @@ def _no_layers(num_layers: int) -> Stretches:
     return ()
 
 
+class StateDraft(NamedTuple):
+    """The functions of a head without its output layer, for logits that are too large to be stored.
+
+    `start` and `follow` are those of `Head`, but return the states that the output layer reads in place of logits:
+    pytrees of arrays [B, ...] and [B, F, ...].
+
+    `logits(params, states, context) -> float[B, R, V]` applies the output layer to the states [B, R, ...] of R nodes.
+    """
+
+    start: Callable[..., tuple[PyTree, PyTree]]
+    follow: Callable[..., tuple[PyTree, PyTree]]
+    logits: Callable[..., Array]
+
+
 class Head(NamedTuple):
     """A draft head as pure functions. Equal configs give the same object (`functools.cache`), so it is hashable.
 
@@ -94,6 +108,8 @@ class Head(NamedTuple):
 
     `training_head` is a head with the same parameters for training, if the logits of this one leave most tokens out.
 
+    `in_states` are the same functions without the output layer; None: the logits of every draft are stored.
+
     `axes(memory)` returns the position of the batch axis in each array, like `Hooks.axes`.
     """
 
@@ -112,6 +128,7 @@ class Head(NamedTuple):
     target_layers: Callable[[int], Stretches] = _no_layers
     feature: Callable[[PyTree, int], Array] | None = None
     training_head: Any = None  # Head; None: this head itself
+    in_states: StateDraft | None = None
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
     shardings: Callable[[PyTree, Mesh], PyTree] | None = None  # (memory, mesh); None: rows over the axis "data"
 

@@ -1,7 +1,8 @@
 """Corrections that a block drafter adds to the logits of a slot once the token before it is drafted, and a confidence.
 
 Each correction reads the slot's state h after the last norm, and the previous token a. Some carry a state s over the
-tokens down to a. A new correction adds zero.
+tokens down to a. A new correction adds zero. `Markov` and `Prefix` return a vector z,
+and `logits(z)` is the correction.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Markov(nnx.Module):
         self.state_width = rank if kind == "rnn" else 0
 
     def __call__(self, tokens: Array, h: Array, state: Array) -> tuple[Array, Array]:
-        """Return s' and the correction float32[B, F, size] from tokens int32[B, F], h [B, F, D] and s [B, F, S]."""
+        """Return s' and z [B, F, rank] from tokens int32[B, F], h [B, F, D] and s [B, F, S]."""
         z = self.w1(tokens)
         if self.gating is not None:
             z = nnx.sigmoid(self.gating(jnp.concatenate([h, z], -1))) * z
@@ -39,7 +40,11 @@ class Markov(nnx.Module):
             gate, candidate, out = jnp.split(self.joint(jnp.concatenate([state, z, h], -1)), 3, -1)
             gate = nnx.sigmoid(gate)
             state, z = gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
-        return state, self.w2.logits(z)
+        return state, z
+
+    def logits(self, z: Array) -> Array:
+        """Return the correction float32[B, F, size]."""
+        return self.w2.logits(z)
 
 
 class Prefix(nnx.Module):
@@ -61,7 +66,11 @@ class Prefix(nnx.Module):
         r_state, z_state, n_state = jnp.split(self.states(state), 3, -1)
         z = nnx.sigmoid(z_in + z_state)
         state = (1 - z) * jnp.tanh(n_in + nnx.sigmoid(r_in + r_state) * n_state) + z * state
-        return state, self.wide.logits(nnx.silu(self.narrow(jnp.concatenate([h, state], -1))))
+        return state, nnx.silu(self.narrow(jnp.concatenate([h, state], -1)))
+
+    def logits(self, z: Array) -> Array:
+        """Return the correction float32[B, F, V]."""
+        return self.wide.logits(z)
 
 
 class Selector(nnx.Module):

@@ -58,7 +58,7 @@ from specjax.models.heads.blocks import (
     run_blocks,
     unembed,
 )
-from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind
+from specjax.models.heads.contract import DraftedNodes, FeaturePairs, Head, HeadKind, StateDraft
 from specjax.models.heads.convolution import Convolution
 from specjax.models.heads.corrections import Confidence, Markov, Prefix, Selector
 from specjax.models.heads.eagle import Layer
@@ -185,8 +185,18 @@ class BlockSlots(NamedTuple):
     """The outputs of a block's drafting slots in one pass."""
 
     h: Array  # [B, n, D], after the last norm
-    logits: Array  # float32[B, n, output size], or [B, n, K] of the candidates only
+    # float32[B, n, output size], or [B, n, K] of the candidates only; None: they are too large to be stored
+    logits: Array | None = None
     candidates: Array | None = None  # int32[B, n, K]; None: all tokens
+
+
+class SlotStates(NamedTuple):
+    """Nodes with the slots of their children: the inputs of the output layer and its corrections."""
+
+    tokens: Array  # int32[B, F]
+    slot: Array  # int32[B, F]
+    h: Array  # [B, F, D], of the slot
+    z: Any  # [B, F, rank], of the correction; None: a selector or no correction
 
 
 class DFlash(nnx.Module):
@@ -261,25 +271,40 @@ class DFlash(nnx.Module):
             return BlockSlots(h, logits)
         return BlockSlots(h, *reversed(gumbel_topk(None, logits, c.candidates)))
 
-    def below(self, tokens: Array, slot: Array, state: Array, slots: BlockSlots, context: Context):
-        """Return the new states and the logits after nodes, from their tokens and the slots of their children."""
-        h, logits, candidates = jax.tree.map(lambda x: take_along(x, slot[:, :, None], 1), slots)
+    def below(
+        self, tokens: Array, slot: Array, state: Array, slots: BlockSlots, context: Context
+    ) -> tuple[Array, Array | SlotStates | DraftOutput]:
+        """Return the new states and the logits after nodes, from their tokens and the slots of their children.
+
+        If the logits of the slots are not stored, the states of the output layer take the place of logits.
+        """
+        at = jax.tree.map(lambda x: take_along(x, slot[:, :, None], 1), slots)
+        h, z = at.h, None
         if self.markov is not None:
-            state, correction = self.markov(tokens, h, state)
-            logits += correction
+            state, z = self.markov(tokens, h, state)
         if self.prefix is not None:
-            state, correction = self.prefix(embed(self.embed, tokens, context).astype(h.dtype), h, state)
-            is_pure = slot < self.config.pure_prefix
-            logits += jnp.where(is_pure[:, :, None], 0.0, correction)
-        if self.selector is not None:
-            logits = self.selector(tokens, h, logits, candidates, self.config.vocab_size)
-        logits = logits if self.vocabulary is None else self.vocabulary.spread(logits)
+            state, z = self.prefix(embed(self.embed, tokens, context).astype(h.dtype), h, state)
+        states = SlotStates(tokens, slot, h, z)
+        output = states if at.logits is None else self.corrected(at, states)
         if self.confidence is None:
-            return state, logits
+            return state, output
         if self.config.confidence == "markov":
             assert self.markov is not None
             h = jnp.concatenate([h, self.markov.w1(tokens)], -1)
-        return state, DraftOutput(logits, self.confidence(h, slot))
+        return state, DraftOutput(output, self.confidence(h, slot))
+
+    def corrected(self, at: BlockSlots, states: SlotStates) -> Array:
+        """Return the logits float32[B, F, V] after nodes, from the logits `at` the slots of their children."""
+        logits = at.logits
+        assert logits is not None
+        if self.markov is not None:
+            logits += self.markov.logits(states.z)
+        if self.prefix is not None:
+            is_pure = states.slot < self.config.pure_prefix
+            logits += jnp.where(is_pure[:, :, None], 0.0, self.prefix.logits(states.z))
+        if self.selector is not None:
+            logits = self.selector(states.tokens, at.h, logits, at.candidates, self.config.vocab_size)
+        return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
 
 def _with_window(layer: BlockLayer, window: int | None, causal: str):
@@ -323,7 +348,9 @@ def dflash_head(config: DFlashConfig) -> Head:
         pending = module_of(params).keys_and_values(pairs.features, step, cache)
         return commit_pairs(context, c, cache, pending, pairs)
 
-    def start(params, cache: kv.KVCache, context: Context, places: int) -> tuple[BlockScratch, Array | DraftOutput]:
+    def start(
+        params, cache: kv.KVCache, context: Context, places: int, *, stores: bool = True
+    ) -> tuple[BlockScratch, Any]:
         module, batch, size = module_of(params), len(cache.length), config.block_size
         tokens = jnp.full((batch, size), config.mask_token, jnp.int32).at[:, :1].set(context.root)
         positions = cache.length[:, None] + jnp.arange(size)  # the text ends before the root
@@ -332,17 +359,19 @@ def dflash_head(config: DFlashConfig) -> Head:
         state = jnp.zeros((batch, 1, module.state_width), h.dtype)
         if config.markov == "rnn" and not config.from_anchor:  # trained to read the root's slot too
             state, _ = module.markov(context.root, h[:, :1], state)
-        slots = module.slots(h[:, config.first :], context)
+        slots = module.slots(h[:, config.first :], context) if stores else BlockSlots(h[:, config.first :])
         state, output = module.below(context.root, jnp.zeros((batch, 1), jnp.int32), state, slots, context)
         states = jnp.zeros((batch, places, module.state_width), h.dtype).at[:, :1].set(state)
         return BlockScratch(slots, states), jax.tree.map(lambda x: x[:, 0], output)
 
-    def follow(
-        params, scratch: BlockScratch, drafted: DraftedNodes, context: Context
-    ) -> tuple[BlockScratch, Array | DraftOutput]:
+    def follow(params, scratch: BlockScratch, drafted: DraftedNodes, context: Context) -> tuple[BlockScratch, Any]:
         state = take_along(scratch.state, drafted.parent[:, :, None], 1)
         state, output = module_of(params).below(drafted.tokens, drafted.depth, state, scratch.slots, context)
         return scratch._replace(state=batch_axes.insert(scratch.state, state, drafted.place)), output
+
+    def logits(params, states: SlotStates, context: Context) -> Array:
+        module = module_of(params)
+        return module.corrected(module.slots(states.h, context), states)
 
     def shardings(cache: kv.KVCache, mesh: Mesh) -> Any:
         layout = head_layout(mesh, c)
@@ -362,6 +391,7 @@ def dflash_head(config: DFlashConfig) -> Head:
         axes=kv.axes,
         shardings=shardings,
         training_head=_without_candidates(config),
+        in_states=StateDraft(functools.partial(start, stores=False), follow, logits),
     )
 
 

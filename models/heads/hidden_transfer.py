@@ -30,7 +30,7 @@ from flax import nnx
 from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.models import layers as L
-from specjax.models.heads.blocks import DepthLogits, bind, follow_depths, get_target, last_entry
+from specjax.models.heads.blocks import bind, draft_depths, get_target, last_entry
 from specjax.models.heads.contract import FeaturePairs, Head, HeadKind, Stretches
 from specjax.models.llama import LlamaConfig
 from specjax.models.requirements import check_partial_passes
@@ -95,7 +95,7 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
     def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return last_entry(pairs.features, pairs.count, last)
 
-    def start(params, last: Array, context: Context, places: int) -> tuple[DepthLogits, Array]:
+    def outputs_of(params, last: Array, context: Context) -> Array:
         target, transfers = get_target(context), module_of(params).transfers
         assert target.model.head is not None
         streams = dict(zip(config.taps, jnp.split(last, len(config.taps), -1), strict=True))
@@ -106,8 +106,12 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
             drafts = sorted(states)
             x = run_layers(context, jnp.stack([states[i] for i in drafts], 1), drafts, layer, stop)
             states = {i: x[:, j] for j, i in enumerate(drafts)}
-        logits = target.model.head(target.params, x)
-        return DepthLogits(logits), logits[:, 0]
+        return x
+
+    def logits(params, outputs: Array, context: Context) -> Array:
+        target = get_target(context)
+        assert target.model.head is not None
+        return target.model.head(target.params, outputs)
 
     def run_layers(context: Context, x: Array, drafts: list[int], first: int, last: int) -> Array:
         """Run the states [B, T, D] of these drafts through the layers of the target after `first`, up to `last`."""
@@ -127,13 +131,12 @@ def hidden_transfer_head(config: HiddenTransferConfig) -> Head:
     return Head(
         init_memory=init_memory,
         read=read,
-        start=start,
-        follow=follow_depths,
         kind="hidden_transfer",
         config=config,
         taps=config.taps,
         max_depth=len(config.behind),
         is_single_pass=True,
+        **draft_depths(outputs_of, logits),
         target_layers=lambda num_layers: tuple((first, last) for first, last in stretches(num_layers) if first < last),
     )
 

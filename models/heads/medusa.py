@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
 from specjax.catalog import Method, shared
 from specjax.models import layers as L
-from specjax.models.heads.blocks import DepthLogits, DraftVocabulary, bind, follow_depths, last_entry, unembed
+from specjax.models.heads.blocks import DraftVocabulary, bind, by_depth, draft_depths, last_entry, unembed
 from specjax.models.heads.contract import FeaturePairs, Head, HeadKind
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
@@ -72,6 +73,13 @@ class MedusaBranch(nnx.Module):
         return z
 
 
+class MedusaStates(NamedTuple):
+    """The inputs of output layers."""
+
+    z: Array  # [B, R, D]
+    branch: Array  # int32[B, R], the head of each state
+
+
 class Medusa(nnx.Module):
     """All heads of a model."""
 
@@ -80,13 +88,31 @@ class Medusa(nnx.Module):
         self.branches = nnx.List([MedusaBranch(config, rngs) for _ in range(config.num_heads)])
         self.vocabulary = DraftVocabulary(config.vocab_size, config.draft_vocab_size) if config.is_trimmed else None
 
-    def __call__(self, feature: Array, context: Context) -> Array:
-        """Return the logits float32[B, K, V] from the feature [B, D]."""
-        states = [branch(feature.astype(self.config.dtype)) for branch in self.branches]
+    def states(self, feature: Array) -> MedusaStates:
+        """Return the states of all heads from the feature [B, D]."""
+        z = jnp.stack([branch(feature.astype(self.config.dtype)) for branch in self.branches], 1)
+        return MedusaStates(z, jnp.broadcast_to(jnp.arange(z.shape[1]), z.shape[:2]))
+
+    def logits(self, states: MedusaStates, context: Context) -> Array:
+        """Return the logits float32[B, R, V] of R states."""
+        z, branch = states
         if not self.config.own_head:
-            return unembed(jnp.stack(states, 1), context)
-        heads = [branch.head for branch in self.branches]
-        logits = jnp.stack([head.logits(z) for head, z in zip(heads, states, strict=True) if head is not None], 1)
+            return unembed(z, context)
+        return self._spread(by_depth(len(self.branches), branch, lambda i: self._own_logits(i, z), lowest=0))
+
+    def all_logits(self, states: MedusaStates, context: Context) -> Array:
+        """Return the logits float32[B, K, V] of the states of all heads in order."""
+        if not self.config.own_head:
+            return unembed(states.z, context)
+        rows = [self._own_logits(i, states.z[:, i]) for i in range(len(self.branches))]
+        return self._spread(jnp.stack(rows, 1))
+
+    def _own_logits(self, branch: int, z: Array) -> Array:
+        head = self.branches[branch].head
+        assert head is not None
+        return head.logits(z)
+
+    def _spread(self, logits: Array) -> Array:
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
 
@@ -101,12 +127,13 @@ def medusa_head(config: MedusaConfig) -> Head:
     def read(params, last: Array, pairs: FeaturePairs, context: Context) -> Array:
         return last_entry(pairs.features, pairs.count, last)
 
-    def start(params, last: Array, context: Context, places: int) -> tuple[DepthLogits, Array]:
-        logits = module_of(params)(last, context)
-        return DepthLogits(logits), logits[:, 0]
-
+    drafting = draft_depths(
+        lambda params, last, context: module_of(params).states(last),
+        lambda params, states, context: module_of(params).logits(states, context),
+        lambda params, states, context: module_of(params).all_logits(states, context),
+    )
     return Head(
-        init_memory, read, start, follow_depths, "medusa", config, max_depth=config.num_heads, is_single_pass=True
+        init_memory, read, kind="medusa", config=config, max_depth=config.num_heads, is_single_pass=True, **drafting
     )
 
 

@@ -28,7 +28,7 @@ from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.models.heads import eagle3
 from specjax.models.heads.autoregressive import HeadMemory, autoregressive
-from specjax.models.heads.blocks import DepthLogits, bind, causal_inputs, follow_depths
+from specjax.models.heads.blocks import bind, causal_inputs, draft_depths
 from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.heads.eagle3 import Eagle3, Eagle3Config
 from specjax.models.llama import LlamaConfig
@@ -75,7 +75,7 @@ def p_eagle_head(config: PEagleConfig) -> Head:
         )
     module_of = bind(PEagle, config)
 
-    def start(params, memory: HeadMemory, context: Context, places: int) -> tuple[DepthLogits, Array]:
+    def outputs_of(params, memory: HeadMemory, context: Context) -> Array:
         module, batch, num_masks = module_of(params), len(memory.last), config.depths - 1
         tokens = jnp.full((batch, num_masks), config.mask_token, jnp.int32)
         state = module.fused(
@@ -83,11 +83,13 @@ def p_eagle_head(config: PEagleConfig) -> Head:
         )
         step = causal_inputs(context, config.layer, memory.cache, num_masks)
         outputs, _ = module.layers(module.embedded(tokens, context), state, step, memory.cache)
-        logits = module.logits(jnp.concatenate([memory.last[:, None], outputs], 1), context)
-        return DepthLogits(logits), logits[:, 0]
+        return jnp.concatenate([memory.last[:, None], outputs], 1)
+
+    def logits(params, outputs: Array, context: Context) -> Array:
+        return module_of(params).logits(outputs, context)
 
     head = autoregressive("p_eagle", PEagle, config)
-    return head._replace(start=start, follow=follow_depths, max_depth=config.depths, is_single_pass=True)
+    return head._replace(**draft_depths(outputs_of, logits), max_depth=config.depths, is_single_pass=True)
 
 
 def of_target(

@@ -5,13 +5,16 @@ They check types, shapes and dtypes while a step is traced, so they have no cost
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax.errors import UsageError
 from specjax.numerics.validation import check_same, form_of, name_of
 from specjax.types import Array, Drafter, Output, TokenTree, Verdict
+from specjax.verifiers.node_logits import all_rows
 
 __all__ = ["check_limit", "check_output", "check_same", "check_tree", "check_verdict", "name_of"]
 
@@ -27,7 +30,8 @@ def check_tree(drafter: Drafter, tree: TokenTree, batch: int, vocab: int) -> Non
     for field, kind in (("tokens", "i"), ("parents", "i"), ("valid", "b")):
         _check_array(item, f"tree.{field}", getattr(tree, field), kind, (batch, n))
     if tree.logits is not None:
-        _check_array(item, "tree.logits", tree.logits, "f", (batch, n, vocab))
+        rows = jax.eval_shape(functools.partial(all_rows, tree.logits))
+        _check_array(item, "tree.logits", rows, "f", (batch, n, vocab))
 
 
 def check_output(model: Any, output: Output, batch: int, width: int) -> None:

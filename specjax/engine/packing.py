@@ -19,6 +19,14 @@ Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray
 """A list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right."""
 
 
+def batches_of(prompts: Prompts, size: int) -> list[Prompts]:
+    """Return the prompts in batches of at most `size` rows, in order."""
+    if isinstance(prompts, tuple):
+        tokens, lengths = prompts
+        return [(tokens[start : start + size], lengths[start : start + size]) for start in range(0, len(tokens), size)]
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
 def pack(
     prompts: Prompts, max_new_tokens: int, num_nodes: int, capacity: int, vocab_size: int | None = None
 ) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from specjax.engine.packing import Prompts, check_new_tokens, find_usable_rows, 
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, row_keys
-from specjax.numerics.validation import check_range
+from specjax.numerics.validation import MAX_NODES, check_range
 from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
@@ -249,6 +249,11 @@ def check_pair(target: Target, drafter: Drafter) -> None:
             f"the drafter's draws must be one of {', '.join(get_args(Draws))}, not {drafter.traits.draws!r}"
         )
     capabilities, name = target.model.capabilities, target.model.name
+    if drafter.num_nodes - 1 > MAX_NODES:
+        raise UsageError(
+            f"the drafter drafts {drafter.num_nodes - 1} tokens in a step, but at most {MAX_NODES} are possible; use "
+            "a shorter draft or a smaller tree"
+        )
     if not ((drafter.drafts_chains and drafter.hooks.soft_prompts is None) or capabilities.trees):
         raise UsageError(
             f"the model {name} accepts only chains, but this drafter may draft trees; choose a drafter of chains, such "

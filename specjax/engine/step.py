@@ -19,6 +19,7 @@ from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, entropy, fold_in
 from specjax.processors import pipeline
 from specjax.types import Array, Context, DecodeState, Info, PyTree, Signals, TokenTree, Verdict
+from specjax.verifiers.node_logits import all_rows
 
 BUCKET = 128
 """Smallest size of a token buffer. All sizes are multiples of it."""
@@ -172,6 +173,8 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
+    if tree.logits is not None and (any(parts.keep) or parts.controller.reads_signals):
+        tree = tree._replace(logits=all_rows(tree.logits))
     contract_checks.check_tree(drafter, tree, batch, vocab_size)
     violations = None
     if parts.keep.violations:
@@ -203,7 +206,7 @@ def _signals(tree: TokenTree, verdict: Verdict) -> Signals:
             "use two_model with keep_logits, or another controller"
         )
     node = jnp.arange(tree.tokens.shape[1])
-    log_q = jax.nn.log_softmax(tree.logits, -1)
+    log_q = jax.nn.log_softmax(all_rows(tree.logits), -1)
     has_child = jnp.any((tree.parents[:, None, :] == node[:, None]) & tree.valid[:, None, :], 2)
     along_path = lambda x: take_along(x, jnp.maximum(verdict.path, 0), 1)
     return Signals(

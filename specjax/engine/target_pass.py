@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specjax.arrays import batch_axes, scopes
 from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows, are_large
 from specjax.engine import contract_checks, value_checks
 from specjax.engine.job import Parts
 from specjax.numerics.sampling import is_greedy, node_keys
@@ -19,10 +20,7 @@ from specjax.processors import pipeline
 from specjax.trees import operations
 from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
 from specjax.verifiers import greedy
-from specjax.verifiers.node_logits import HiddenRows, NodeLogits
-
-LARGE_LOGITS = 1 << 28
-"""Size in bytes from which the float32 logits of a pass over trees are not stored."""
+from specjax.verifiers.node_logits import NodeLogits, UnstoredLogits
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 PromptFn = Callable[[TokenTree], SoftPrompts]
@@ -179,9 +177,12 @@ def _stores_no_logits(parts: Parts, batch: int, width: int) -> bool:
     logits of each node that it visits, which reads the output head again.
     """
     model = parts.target.model
-    is_large = width > 1 and 4 * batch * width * model.vocab_size >= LARGE_LOGITS
     reads_rows = parts.verifier.by_row and not parts.processors and not any(parts.keep)
-    return is_large and reads_rows and None not in (model.best, model.unembed, parts.drafter.reads_best)
+    return (
+        are_large(batch, width, model.vocab_size)
+        and reads_rows
+        and None not in (model.best, model.unembed, parts.drafter.reads_best)
+    )
 
 
 def _with_best(parts: Parts, output: Output) -> Output:
@@ -197,8 +198,8 @@ def _processed(parts: Parts, state: DecodeState, tree: TokenTree, ancestors: Arr
     if output.best is not None:
         model, params = parts.target.model, parts.target.params
         assert model.unembed is not None
-        rows = HiddenRows(output.hidden, functools.partial(model.unembed, params), model.vocab_size, output.best)
-        return NodeLogits(rows, lambda rows, node: rows)
+        rows = LogitRows(output.hidden, functools.partial(model.unembed, params))
+        return NodeLogits(UnstoredLogits(rows, output.best), lambda rows, node: rows)
     if all(processor.by_row for processor in processors):
         above = lambda node: ancestors if node is None else take_along(ancestors, node[:, None, None], 1)
         return NodeLogits(

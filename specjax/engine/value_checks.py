@@ -18,7 +18,7 @@ from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 from specjax.trees import operations
 from specjax.types import Array, Draws, Processor, Target, TokenTree, Verdict
-from specjax.verifiers.node_logits import NodeLogits
+from specjax.verifiers.node_logits import NodeLogits, all_rows
 
 VIOLATIONS = (
     "tree.parents is not topological: every node needs a valid parent of a lower number, and the root has parent -1",
@@ -69,7 +69,7 @@ def find_draft_violations(
         outside = jnp.any(drafted & ((tree.tokens < 0) | (tree.tokens >= vocab_size)), 1)
     if tree.logits is not None:
         # A gather clamps ids outside of the vocabulary, which `outside` marks.
-        q = tree.logits[jnp.arange(tree.tokens.shape[0])[:, None], parent, tree.tokens]
+        q = all_rows(tree.logits)[jnp.arange(tree.tokens.shape[0])[:, None], parent, tree.tokens]
         if draws not in ("top_and_sampled", "without_replacement_then_uniform"):  # their siblings may have no mass
             no_mass = jnp.any(drafted & (q == -jnp.inf), 1)
         nan = jnp.any(drafted & jnp.isnan(q), 1)

@@ -12,11 +12,16 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 
+MAX_NODES = 4096
+"""Maximum number of drafted tokens in a pass. All of them are allocated before drafting."""
 
-def check_integer(name: str, value: Any, minimum: int = 1) -> None:
-    """Check that a value is an integer of at least `minimum`. None and traced values pass. Raises: UsageError."""
-    predicate = lambda x: x.ndim == 0 and x.dtype.kind != "f" and x >= minimum
-    check_range(name, value, predicate, f"a whole number of at least {minimum}")
+
+def check_integer(name: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:
+    """Check that a value is an integer from `minimum` to `maximum`. None and traced values pass. Raises: UsageError."""
+    limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    largest = np.inf if maximum is None else maximum
+    predicate = lambda x: x.ndim == 0 and x.dtype.kind != "f" and minimum <= x <= largest
+    check_range(name, value, predicate, f"a whole number {limits}")
 
 
 def check_range(name: str, value: Any, predicate: Callable[[np.ndarray], np.ndarray], expected: str) -> None:

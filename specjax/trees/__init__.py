@@ -10,7 +10,7 @@ from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, chain, independent_paths, make_builder, static
 from specjax.trees.contracts import Builder, Stop, with_stop
-from specjax.trees.growing import grow
+from specjax.trees.growing import grow, read_states
 from specjax.trees.parsing import FORMS, inline, parse, parse_paths, static_paths
 from specjax.trees.shape_search.best_shapes import medusa, sequoia
 from specjax.trees.token_trie import from_paths
@@ -35,6 +35,7 @@ __all__ = [
     "medusa",
     "parse",
     "parse_paths",
+    "read_states",
     "sequoia",
     "static",
     "static_paths",

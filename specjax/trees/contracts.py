@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays.logit_rows import LogitRows
 from specjax.numerics import sampling
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
 from specjax.types import Array, DraftOutput, Draws, PyTree
@@ -26,16 +27,23 @@ class Parents(NamedTuple):
 
     ids: Array  # int32[B, F], node numbers; 0 is the root
     valid: Array  # bool[B, F], nodes to draft below: they exist, are above the depth limit and were not stopped
-    log_q: Array  # float32[B, F, V], normalised and warped distribution of the children
+    rows: LogitRows  # float32[B, F, V], log q: the normalised and warped distribution of the children
     keys: Array | None  # [B, F], keys of the children's noise; None: no noise, draft the likeliest tokens
     coupled: bool  # True if the noise is the target's, one field per position
     is_greedy: Array | None = None  # bool[B], rows that draft the likeliest tokens despite keys; None: no rows
 
-    def noise(self, race: int = 0) -> Array:
-        """Return Gumbel noise float32[B, F, V] for a draw of the children. Each `race` is an independent draw."""
-        assert self.keys is not None
-        keys = sampling.fold_in(self.keys, race) if race else self.keys
-        return sampling.noise(keys, self.log_q.shape[-1])
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the vocabulary."""
+        return self.rows.shape[-1]
+
+    def reduce(self, function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
+        """Return `function(log_q float32[B, F, V], keys, *arrays)`, a pytree of arrays [B, F, ...].
+
+        Large distributions are computed for a few of the F parents at a time. `function` then receives these parents,
+        with their keys, and their part of the arrays [B, F, ...].
+        """
+        return self.rows.reduce(function, self.keys, *arrays)
 
     def best(self, k: int, *, noisy: bool = True) -> tuple[Array, Array]:
         """Draw k children of each node without replacement, in this order (Gumbel-top-k).
@@ -45,9 +53,9 @@ class Parents(NamedTuple):
         Returns: tokens int32[B, F, k] and scores float32[B, F, k], -inf where no such child exists.
         """
         if not noisy or self.keys is None or self.is_greedy is None:
-            return gumbel_topk(self.keys if noisy else None, self.log_q, k)
-        heat = jnp.where(self.is_greedy, COLD, 1.0)[:, None]
-        return gumbel_topk(self.keys, self.log_q, k, temperature=jnp.broadcast_to(heat, self.ids.shape))
+            return self.reduce(lambda log_q, keys: gumbel_topk(keys if noisy else None, log_q, k))
+        heat = jnp.broadcast_to(jnp.where(self.is_greedy, COLD, 1.0)[:, None], self.ids.shape)
+        return self.reduce(lambda log_q, keys, heat: gumbel_topk(keys, log_q, k, temperature=heat), heat)
 
     def unless_greedy(self, drawn: PyTree, likeliest: PyTree) -> PyTree:
         """Select arrays [B, ...]: `likeliest` in rows that draft the likeliest tokens, `drawn` in the others."""
@@ -57,6 +65,17 @@ class Parents(NamedTuple):
         return jax.tree.map(lambda x, y: jnp.where(per_row(x), y, x), drawn, likeliest)
 
 
+def noise(keys: Array, vocab: int, race: int = 0) -> Array:
+    """Return Gumbel noise float32[..., V] of keys [...]. Each `race` is an independent draw."""
+    return sampling.noise(sampling.fold_in(keys, race) if race else keys, vocab)
+
+
+def exclude(log_q: Array, tokens: Array) -> Array:
+    """Return log_q float32[B, F, V] without the mass of tokens int32[B, F, k]; V: no token."""
+    rows, nodes = jnp.indices(tokens.shape[:2])
+    return log_q.at[rows[:, :, None], nodes[:, :, None], tokens].set(-jnp.inf, mode="drop")
+
+
 class Level(NamedTuple):
     """W drafted nodes of one level. Siblings are in draft order."""
 
@@ -64,6 +83,8 @@ class Level(NamedTuple):
     parents: Array  # int32[B, W], node numbers
     valid: Array  # bool[B, W]
     feed: Array  # int32[B, F], slots of this level to draft below: the next frontier
+    # int32[B, F, `Builder.excludes`], tokens without mass in the distribution of each parent's draws; V: none
+    excluded: Array | None = None
 
 
 class Frontier(NamedTuple):
@@ -120,13 +141,13 @@ class Stop(NamedTuple):
 class Builder:
     """A rule for the growth of a tree. Node 1 + d * width + w is slot w of level d + 1.
 
-    `expand(state, level, parents) -> (state, Level, log_q)` drafts the children of `parents`; they were drawn from
-    `log_q` float32[B, F, V]. `finish(state, parents, valid) -> int32[B, num_nodes]` returns the nodes of the tree: the
-    root (0) first, parents before children, and -1 for no node.
+    `expand(state, level, parents) -> (state, Level)` drafts the children of `parents`, drawn from their distributions
+    without the excluded tokens. `finish(state, parents, valid) -> int32[B, num_nodes]` returns the nodes of the tree:
+    the root (0) first, parents before children, and -1 for no node.
     """
 
     init: Callable[[int], PyTree]  # (batch) -> state
-    expand: Callable[[PyTree, Array, Parents], tuple[PyTree, Level, Array]]
+    expand: Callable[[PyTree, Array, Parents], tuple[PyTree, Level]]
     finish: Callable[[PyTree, Array, Array], Array]
     num_nodes: int  # N, root included
     max_depth: int
@@ -138,6 +159,7 @@ class Builder:
     warped: bool = True  # False: `log_q` is at temperature 1, for any temperature of the target
     stop: Stop | None = None
     is_open: Callable[[PyTree], Array] | None = None  # (state) -> bool[B]: draws remain at nodes not in `feed`
+    excludes: int = 0  # number of tokens that a level excludes from each distribution
     prunes: bool = False  # `expand` may select no node to draft below, before the last level
     keep_logits: bool = False  # return `logits` of sampled trees in greedy and coupled decoding too
     # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all

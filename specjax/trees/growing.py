@@ -7,22 +7,27 @@ ends when no row has nodes to expand, because of its limit or the builder's `Sto
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.arrays import platforms, scopes
-from specjax.arrays.indexing import gather_at, take_along
+from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows
 from specjax.numerics import sampling
-from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, Stop
-from specjax.types import Array, Context, DraftOutput, PyTree, TokenTree
+from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, exclude
+from specjax.types import Array, Context, DraftOutput, PyTree, Sampling, TokenTree
+
+LogitsFn = Callable[[PyTree], Array]
+"""A drafter's output layer: `(states of R nodes [B, R, ...]) -> logits float[B, R, V]`."""
 
 
 class GrownTree(NamedTuple):
     """A tree and the indices of its nodes in the drafter's memory."""
 
-    tree: TokenTree
+    tree: TokenTree  # with `DraftStates` in place of logits if the drafter returns states; see `read_states`
     # int32[B, N]: node i is the places[:, i]-th fed token, and the root is the 0-th; -1: not fed. The deepest node of a
     # path may never have been fed.
     places: Array
@@ -39,20 +44,23 @@ def grow(
     keys: Array | None,
     context: Context,
     limit: Array,
+    logits_of: LogitsFn | None = None,
 ) -> tuple[GrownTree, PyTree]:
     """Draft a tree below `root` int32[B].
 
     Args:
       feed: runs the drafter on the frontier of each level; not called for trees of one level. memory: state of `feed`.
       output: the drafter's output at the root: logits float32[B, V], or a DraftOutput with confidence float32[B].
+      logits_of: the drafter's output layer. `output` and the outputs of `feed` then are its input states, in place of
+        logits, because the logits are too large to be stored.
       keys: [B]; None: greedy. context: sampling settings of the target; `context.noise` shares the target's noise.
       limit: int32[B], deepest level.
 
     Returns: the tree, and the memory.
     """
-    inputs = _Inputs(builder, keys, context, limit)
-    output = jax.tree.map(lambda x: x[:, None], output)
-    carry = _expand(inputs, _start(inputs, root, memory, _logits(output).shape[-1]), output)
+    inputs = _Inputs(builder, keys, context, limit, logits_of)
+    output = _as_output(jax.tree.map(lambda x: x[:, None], output))
+    carry = _expand(inputs, _start(inputs, root, memory, LogitRows(output.logits, logits_of)), output)
     if builder.levels > 1:
         assert feed is not None
         with jax.named_scope(scopes.LEVELS):
@@ -62,6 +70,27 @@ def grow(
     return _finish(builder, carry), carry.memory
 
 
+class DraftStates(NamedTuple):
+    """States of the drafter by node, from which the logits of a tree are computed."""
+
+    states: PyTree  # [B, N, ...], the inputs of the output layer
+    excluded: Array  # int32[B, N, `Builder.excludes`], see `Level.excluded`
+
+
+def read_states(builder: Builder, tree: TokenTree, logits_of: LogitsFn, sampling: Sampling) -> TokenTree:
+    """Return a grown tree whose logits are computed when they are read, if they are not stored.
+
+    The rows of nodes without drafts below them may have any value.
+    """
+    if not isinstance(tree.logits, DraftStates):
+        return tree
+
+    def compute(stored: DraftStates) -> Array:
+        return exclude(_log_q(builder, sampling, logits_of(stored.states)), stored.excluded)
+
+    return tree._replace(logits=LogitRows(tree.logits, compute))
+
+
 class _Inputs(NamedTuple):
     """Inputs that are the same for all levels."""
 
@@ -69,6 +98,7 @@ class _Inputs(NamedTuple):
     keys: Array | None  # [B]
     context: Context
     limit: Array  # int32[B]
+    logits_of: LogitsFn | None
 
 
 class _Nodes(NamedTuple):
@@ -93,11 +123,11 @@ class _Carry(NamedTuple):
     grown: _Nodes
     state: PyTree  # state of the builder
     memory: PyTree  # memory of the drafter
-    log_q: Array | None  # float32[B, places, V], log q below the fed nodes
+    log_q: Array | DraftStates | None  # float32[B, places, V], log q below the fed nodes
 
 
-def _start(inputs: _Inputs, root: Array, memory: PyTree, vocab: int) -> _Carry:
-    """Return the carry with only the root, which is the first frontier."""
+def _start(inputs: _Inputs, root: Array, memory: PyTree, rows: LogitRows) -> _Carry:
+    """Return the carry with only the root, which is the first frontier. `rows` are its logits [B, 1, V]."""
     builder, context, batch = inputs.builder, inputs.context, root.shape[0]
     at_root = lambda value, dtype=jnp.int32: jnp.full((batch, builder.size), value, dtype).at[:, 0]
     number = lambda start: jnp.full((batch, builder.size), start, jnp.float32)
@@ -115,8 +145,16 @@ def _start(inputs: _Inputs, root: Array, memory: PyTree, vocab: int) -> _Carry:
     )
     is_sampled = context.sampling.temperature is not None and context.noise is None
     keep_logits = builder.draws != "point_mass" and (builder.keep_logits or is_sampled)
-    log_q = jnp.zeros((batch, builder.places, vocab)) if keep_logits else None
+    log_q = _empty_log_q(builder, rows) if keep_logits else None
     return _Carry(jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), grown, builder.init(batch), memory, log_q)
+
+
+def _empty_log_q(builder: Builder, rows: LogitRows) -> Array | DraftStates:
+    batch, _, vocab = rows.shape
+    if rows.compute is None:
+        return jnp.zeros((batch, builder.places, vocab))
+    states = jax.tree.map(lambda x: jnp.zeros((batch, builder.places, *x.shape[2:]), x.dtype), rows.states)
+    return DraftStates(states, jnp.full((batch, builder.places, builder.excludes), vocab, jnp.int32))
 
 
 def _is_static(builder: Builder, context: Context) -> bool:
@@ -151,66 +189,92 @@ def _level(inputs: _Inputs, feed: FeedFn, carry: _Carry) -> _Carry:
     return _expand(inputs, carry._replace(memory=memory), output)
 
 
-def _logits(output: Array | DraftOutput) -> Array:
-    return output.logits if isinstance(output, DraftOutput) else output
+def _as_output(output: PyTree) -> DraftOutput:
+    return output if isinstance(output, DraftOutput) else DraftOutput(output)
 
 
 def _expand(inputs: _Inputs, carry: _Carry, output: Array | DraftOutput) -> _Carry:
     """Draft below the frontier from the drafter's output on it, and record the nodes to feed next."""
     builder, level, nodes = inputs.builder, carry.level, carry.nodes
     depth = take_along(carry.grown.depth, nodes, 1)
-    output = output if isinstance(output, DraftOutput) else DraftOutput(output)
-    log_q, noise = _distribution(inputs, output.logits, level, depth)
-    fed = Fed(log_q, depth, output.logits, output.confidence, output.accepted)
-    grown, expands = _judge(builder.stop, carry.grown, nodes, fed)
-    is_greedy = None if noise is None else sampling.is_greedy(inputs.context.sampling, len(nodes))
-    parents = Parents(nodes, expands, log_q, noise, inputs.context.noise is not None, is_greedy)
-    state, drafted, drawn = builder.expand(carry.state, level, parents)
-    chances = _chances(nodes, drafted, log_q, output.confidence) if builder.scored else None
-    log_q_fed = carry.log_q
-    if log_q_fed is not None:
-        place = jnp.where(level > 0, 1 + (level - 1) * builder.frontier, 0)
-        log_q_fed = jax.lax.dynamic_update_slice_in_dim(log_q_fed, drawn, place, 1)
+    output, sampling_of_text = _as_output(output), inputs.context.sampling
+    log_q_of = lambda logits: _log_q(builder, sampling_of_text, logits)
+    if inputs.logits_of is None:
+        rows = LogitRows(log_q_of(output.logits))
+        log_q_of = lambda logits: rows.states  # computed once
+    else:
+        logits_of = inputs.logits_of
+        rows = LogitRows(output.logits, lambda states: log_q_of(logits_of(states)))
+    grown, expands = _judge(inputs, carry.grown, nodes, depth, output, log_q_of)
+    keys = _noise_keys(inputs, level, depth)
+    is_greedy = None if keys is None else sampling.is_greedy(sampling_of_text, len(nodes))
+    parents = Parents(nodes, expands, rows, keys, inputs.context.noise is not None, is_greedy)
+    state, drafted = builder.expand(carry.state, level, parents)
+    chances = _chances(nodes, drafted, rows, output.confidence) if builder.scored else None
+    log_q = None if carry.log_q is None else _store(builder, carry.log_q, level, rows, drafted)
     following = 1 + level * builder.width + drafted.feed
-    return _Carry(level + 1, following, _record(inputs, grown, level, drafted, chances), state, carry.memory, log_q_fed)
+    return _Carry(level + 1, following, _record(inputs, grown, level, drafted, chances), state, carry.memory, log_q)
 
 
-def _chances(nodes: Array, new: Level, log_q: Array, confidence: Array | None) -> Array:
+def _store(builder: Builder, log_q: Array | DraftStates, level: Array, rows: LogitRows, new: Level) -> PyTree:
+    """Store the distributions of the frontier, or the states that they are computed from."""
+    place = jnp.where(level > 0, 1 + (level - 1) * builder.frontier, 0)
+    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, place, 1)
+    if isinstance(log_q, DraftStates):
+        states = jax.tree.map(write, log_q.states, rows.states)
+        return DraftStates(states, log_q.excluded if new.excluded is None else write(log_q.excluded, new.excluded))
+    return write(log_q, rows.states if new.excluded is None else exclude(rows.states, new.excluded))
+
+
+def _chances(nodes: Array, new: Level, rows: LogitRows, confidence: Array | None) -> Array:
     """Return float32[B, W]: acceptance probabilities of the nodes drafted below the frontier `nodes`.
 
-    The children of the frontier have the distribution `log_q` [B, F, V]. A drafter's `confidence` [B, F] is the
+    The children of the frontier have the distributions `rows`, log q [B, F, V]. A drafter's `confidence` [B, F] is the
     acceptance probability of the likeliest child. The other children get a share in proportion to q.
     """
     slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # the parents' indices in the frontier
-    log_p = gather_at(log_q, jnp.arange(len(nodes))[:, None], slot, new.tokens)
+    tokens = jnp.broadcast_to(new.tokens[:, None, :], (*nodes.shape, new.tokens.shape[1]))
+    log_p, top = rows.reduce(lambda log_q, tokens: (take_along(log_q, tokens, 2), jnp.max(log_q, -1)), tokens)
+    log_p = take_along(log_p, slot[:, None, :], 1)[:, 0]  # of each child below its own parent
     if confidence is None:
         return jnp.exp(log_p)
-    return jnp.exp(log_p - take_along(jnp.max(log_q, -1), slot, 1)) * take_along(confidence, slot, 1)
+    return jnp.exp(log_p - take_along(top, slot, 1)) * take_along(confidence, slot, 1)
 
 
-def _distribution(inputs: _Inputs, logits: Array, level: Array, depth: Array) -> tuple[Array, Array | None]:
-    """Return log q float32[B, F, V] of the children of nodes at `depth` int32[B, F], and their noise keys [B, F]."""
-    builder, context = inputs.builder, inputs.context
-    normalised = lambda x: jax.nn.log_softmax(x.astype(jnp.float32), -1)
+def _log_q(builder: Builder, settings: Sampling, logits: Array) -> Array:
+    """Return log q float32[B, R, V], the distributions of the children of R nodes, from the drafter's logits."""
+    if builder.warped and settings.temperature is not None:  # greedy rows are not warped: one token would remain
+        is_greedy = sampling.is_greedy(settings, len(logits))[:, None, None]
+        logits = jnp.where(is_greedy, logits, sampling.warp(logits, settings))
+    return jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+
+
+def _noise_keys(inputs: _Inputs, level: Array, depth: Array) -> Array | None:
+    """Return the keys [B, F] of the noise of the children of nodes at `depth` int32[B, F]; None: no noise."""
+    context = inputs.context
     if context.sampling.temperature is None:
-        return normalised(logits), None
-    if builder.warped:  # greedy rows are not warped: one token would remain
-        is_greedy = sampling.is_greedy(context.sampling, len(depth))[:, None, None]
-        logits = jnp.where(is_greedy, logits, sampling.warp(logits, context.sampling))
-    log_q = normalised(logits)
+        return None
     if context.noise is not None:  # the noise of the target's draw at the children's position
-        return log_q, sampling.node_keys(context.noise, context.length, depth)
+        return sampling.node_keys(context.noise, context.length, depth)
     split = lambda key: jax.random.split(jax.random.fold_in(key, level), depth.shape[1])
-    return log_q, jax.vmap(split)(inputs.keys)
+    return jax.vmap(split)(inputs.keys)
 
 
-def _judge(stop: Stop | None, grown: _Nodes, nodes: Array, fed: Fed) -> tuple[_Nodes, Array]:
+def _judge(
+    inputs: _Inputs, grown: _Nodes, nodes: Array, depth: Array, output: DraftOutput, log_q_of: LogitsFn
+) -> tuple[_Nodes, Array]:
     """Apply the stop condition to the frontier `nodes` int32[B, F], and return bool[B, F]: the nodes to draft below."""
-    take = lambda x: take_along(x, nodes, 1)
+    stop, take = inputs.builder.stop, lambda x: take_along(x, nodes, 1)
     expands = take(grown.expands)
     if stop is None:
         return grown, expands
-    value, go_on = stop.judge(jax.tree.map(take, grown.value), fed)
+
+    def judge(logits, value, depth, confidence, accepted):
+        return stop.judge(value, Fed(log_q_of(logits), depth, logits, confidence, accepted))
+
+    value = jax.tree.map(take, grown.value)
+    logits = LogitRows(output.logits, inputs.logits_of)
+    value, go_on = logits.reduce(judge, value, depth, output.confidence, output.accepted)
     expands = expands if stop.keeps else expands & go_on
     rows = jnp.arange(nodes.shape[0])[:, None]
     write = lambda old, new: old.at[rows, nodes].set(new)
@@ -266,8 +330,10 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
     if carry.log_q is not None:
         # A node without drafts below it may have been fed because of other rows, so its logits are set to 0.
         fed = (place >= 0) & take(grown.expands)
-        rows = take_along(carry.log_q, jnp.maximum(place, 0)[:, :, None], 1)
-        tree = tree._replace(logits=jnp.where(fed[:, :, None], rows, 0.0))
+        log_q: Any = LogitRows(carry.log_q).take(jnp.maximum(place, 0)).states
+        if not isinstance(log_q, DraftStates):
+            log_q = jnp.where(fed[:, :, None], log_q, 0.0)
+        tree = tree._replace(logits=log_q)
     return GrownTree(tree, place, None if grown.chances is None else take(grown.chances))
 
 

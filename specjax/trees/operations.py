@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows
 from specjax.types import Array, TokenTree, Verdict
 
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
@@ -71,14 +74,19 @@ def reorder(tree: TokenTree, order: Array) -> TokenTree:
     move = lambda x: take_along(x, order, 1)
     parents = move(tree.parents)
     moved = jnp.where(parents < 0, -1, take_along(place, jnp.maximum(parents, 0), 1))
-    logits = None if tree.logits is None else take_along(tree.logits, order[:, :, None], 1)
+    logits = None if tree.logits is None else _map_rows(lambda rows: rows.take(order), tree.logits)
     return TokenTree(move(tree.tokens), moved.astype(tree.parents.dtype), move(tree.valid), logits)
 
 
 def cut(tree: TokenTree, width: int) -> TokenTree:
     """Return the tree of the first `width` nodes."""
-    logits = None if tree.logits is None else tree.logits[:, :width]
+    logits = None if tree.logits is None else _map_rows(lambda rows: rows.cut(width), tree.logits)
     return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.valid[:, :width], logits)
+
+
+def _map_rows(function: Callable[[LogitRows], LogitRows], logits: Array | LogitRows) -> Array | LogitRows:
+    """Apply a function of rows to logits, and return an array for an array."""
+    return function(logits) if isinstance(logits, LogitRows) else function(LogitRows(logits)).every()
 
 
 def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
@@ -90,7 +98,7 @@ def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
 def root_only(root: Array, shapes: TokenTree) -> TokenTree:
     """Return the draft of only `root` int32[B, 1], in the shapes of another tree."""
     tree = pad_nodes(chain(root, jnp.ones_like(root, bool)), shapes.tokens.shape[1])
-    return tree._replace(logits=None if shapes.logits is None else jnp.zeros(shapes.logits.shape, shapes.logits.dtype))
+    return tree._replace(logits=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.logits))
 
 
 def emitted_tokens(tree: TokenTree, verdict: Verdict) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, quote, read_json, shorten
+from specjax.numerics.validation import MAX_NODES
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
@@ -50,8 +51,6 @@ FORMS = {
     "by `,fallback=P`",
 }
 
-MAX_NODES = 4096
-"""Maximum number of nodes of a tree from a text, root excluded. All nodes are allocated before drafting."""
 DIGITS = 18  # digits of the largest number that an error message prints
 
 _WAYS: dict[str, How] = {

@@ -8,23 +8,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.arrays.logit_rows import LogitRows
 from specjax.numerics.filtered_draws import draw_warped
 from specjax.numerics.sampling import draw, warp
 from specjax.types import Array, Best, Sampling
 
 
-class HiddenRows(NamedTuple):
-    """Logits of nodes that are products of hidden states with the output head, computed when a node is read."""
+class UnstoredLogits(NamedTuple):
+    """Logits of nodes that are computed when a node is read, and their likeliest tokens."""
 
-    hidden: Array  # [B, N, D], the input of the output head
-    unembed: Callable[[Array], Array]  # [B, R, D] -> float32[B, R, V]
-    vocab_size: int
+    rows: LogitRows  # [B, N, V]
     best: Best  # the likeliest tokens of all nodes, [B, N], at least one of each
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return (B, N, V)."""
-        return *self.hidden.shape[:2], self.vocab_size
+        return self.rows.shape
 
 
 class NodeLogits(NamedTuple):
@@ -37,7 +36,7 @@ class NodeLogits(NamedTuple):
     or of all nodes (`node` is None, R = N). The results are then warped with `sampling`; None: they are not.
     """
 
-    raw: Array | HiddenRows  # float[B, N, V], the target's own logits
+    raw: Array | UnstoredLogits  # float[B, N, V], the target's own logits
     process: Callable[[Array, Array | None], Array]
     sampling: Sampling | None = None
 
@@ -57,26 +56,26 @@ class NodeLogits(NamedTuple):
 
     def every(self) -> Array:
         """Return the logits of all nodes, float32[B, N, V]."""
-        rows = self.raw.unembed(self.raw.hidden) if isinstance(self.raw, HiddenRows) else self.raw
+        rows = self.raw.rows.every() if isinstance(self.raw, UnstoredLogits) else self.raw
         return self._warped(self.process(rows, None))
 
     def largest_at(self, node: Array) -> Array:
         """Return the likeliest token of one node per row, int32[B]. It needs logits that are not warped."""
         assert self.sampling is None
-        if isinstance(self.raw, HiddenRows):
+        if isinstance(self.raw, UnstoredLogits):
             return _gather(self.raw.best.tokens, node)[:, 0, 0]
         return first_largest(self.at(node))
 
     def is_sound_at(self, node: Array) -> Array:
         """Return bool[B]: no logit of the node is NaN or Inf, and one is finite."""
-        if isinstance(self.raw, HiddenRows):
+        if isinstance(self.raw, UnstoredLogits):
             return jnp.isfinite(take_along(self.raw.best.total, node[:, None], 1)[:, 0])
         return jnp.isfinite(jnp.max(self.at(node), -1))  # the maximum is NaN or Inf if any logit is, -Inf if all are
 
     def _processed(self, node: Array) -> Array:
         raw = self.raw
-        if isinstance(raw, HiddenRows):
-            rows = raw.unembed(_gather(raw.hidden, node))
+        if isinstance(raw, UnstoredLogits):
+            rows = raw.rows.take(node[:, None]).every()
         else:
             rows = raw if raw.shape[1] == 1 else _gather(raw, node)
         return self.process(rows, node)[:, 0]
@@ -85,9 +84,13 @@ class NodeLogits(NamedTuple):
         return logits if self.sampling is None else warp(logits, self.sampling)
 
 
-def row_of(logits: Array | NodeLogits, node: Array) -> Array:
+AnyLogits = Array | NodeLogits | LogitRows
+"""Logits [B, N, V] that are stored, or that are computed when a node is read."""
+
+
+def row_of(logits: AnyLogits, node: Array) -> Array:
     """Return row `node` int32[B] of logits [B, N, V]: [B, V]."""
-    return logits.at(node) if isinstance(logits, NodeLogits) else _gather(logits, node)[:, 0]
+    return logits.at(node) if isinstance(logits, (NodeLogits, LogitRows)) else _gather(logits, node)[:, 0]
 
 
 def largest_of(logits: Array | NodeLogits, node: Array) -> Array:
@@ -105,6 +108,11 @@ def _gather(logits: Array, node: Array) -> Array:
     return take_along(logits, node[:, None, None], 1)
 
 
-def all_rows(logits: Array | NodeLogits) -> Array:
+def all_rows(logits: AnyLogits) -> Array:
     """Return logits [B, N, V] as an array."""
-    return logits.every() if isinstance(logits, NodeLogits) else logits
+    return logits.every() if isinstance(logits, (NodeLogits, LogitRows)) else logits
+
+
+def are_stored(logits: AnyLogits) -> bool:
+    """Return True if logits [B, N, V] are stored as an array, so that reading all rows needs no further memory."""
+    return not isinstance(logits.raw if isinstance(logits, NodeLogits) else logits, (UnstoredLogits, LogitRows))

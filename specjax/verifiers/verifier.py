@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import LogitRows
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog.method import Guarantee
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, fold_in, node_keys, uniform
 from specjax.trees import operations
 from specjax.types import Array, Draws, PyTree, TokenTree, Verdict, VerifyFn
-from specjax.verifiers.node_logits import NodeLogits, all_rows, row_of
+from specjax.verifiers.node_logits import AnyLogits, NodeLogits, all_rows, row_of
 
 ANY: tuple[Draws, ...] = get_args(Draws)
 
@@ -53,6 +54,7 @@ class Verifier:
         """Apply the rule. `hidden` [B, N, D] are the target's hidden states, for rules that read them."""
         if not self.by_row:
             target_logits = all_rows(target_logits)
+            tree = tree._replace(logits=None if tree.logits is None else all_rows(tree.logits))
         tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))
         if keys.ndim == 1:
             keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
@@ -100,7 +102,7 @@ def with_keys_and_params(core: Callable[..., Accepted]) -> Callable[..., Verdict
     return rule
 
 
-def distribution(logits: Array | NodeLogits, node: Array | None = None) -> Array:
+def distribution(logits: AnyLogits, node: Array | None = None) -> Array:
     """Return probabilities float32[B, V] of row `node` [B] of logits [B, N, V], zero where a token cannot be drawn."""
     logits = all_rows(logits) if node is None else row_of(logits, node)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -126,7 +128,7 @@ def check_parameter(
         raise UsageError(f"{name} must be {expected}, not {value}")
 
 
-def need_logits(tree: TokenTree) -> Array:
+def need_logits(tree: TokenTree) -> Array | LogitRows:
     """Return the draft's logits. Raises: UsageError for a point-mass tree."""
     if tree.logits is None:
         raise UsageError("the rule needs the draft's tree.logits; without logits, draws must be point_mass")

@@ -8,8 +8,8 @@ import pytest
 from toy import tiny_llama
 
 from specjax import UsageError, adaptive, decode
+from specjax.arrays import logit_rows
 from specjax.drafters import auto, autoregressive, token_recycling
-from specjax.engine import target_pass
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
 from specjax.models import make_model
@@ -23,7 +23,8 @@ PROMPTS, NEW, VOCAB = [[1, 2, 3, 1, 2, 3, 1], [5, 9]], 24, 64
 
 @pytest.fixture(autouse=True)
 def nothing_fits(monkeypatch):
-    monkeypatch.setattr(target_pass, "LARGE_LOGITS", 0)
+    monkeypatch.setattr(logit_rows, "LARGE_LOGITS", 0)
+    monkeypatch.setattr(logit_rows, "GROUP_BYTES", 0)
     monkeypatch.setattr(by_blocks, "BLOCK_BYTES", 0)
     monkeypatch.setattr(by_blocks, "MIN_BLOCK", 16)
 
@@ -62,7 +63,7 @@ def logits_in(model: Target) -> bool:
 
 def test_a_pass_has_no_array_of_all_logits(monkeypatch):
     assert not logits_in(target("without", 80))
-    monkeypatch.setattr(target_pass, "LARGE_LOGITS", 1 << 28)
+    monkeypatch.setattr(logit_rows, "LARGE_LOGITS", 1 << 28)
     assert logits_in(target("with", 80))
 
 

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.arrays.logit_rows import are_large
 from specjax.drafters.heads import pending_pairs
 from specjax.drafters.heads.pending_pairs import State
 from specjax.errors import UsageError
-from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head
+from specjax.models.heads.blocks import get_target
+from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, StateDraft
 from specjax.models.heads.kinds import KINDS
 from specjax.trees import Builder, Stop, operations, stops
 from specjax.trees.contracts import Frontier
-from specjax.trees.growing import GrownTree
+from specjax.trees.growing import GrownTree, LogitsFn
 from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
 
 
@@ -81,7 +83,10 @@ def _functions(head: Head, builder: Builder, max_accepted: int) -> Drafter:
         grow = lambda: grow_tree(head, builder, params, state.memory, keys, context, limit).tree
         shapes = jax.eval_shape(grow)
         empty_draft = lambda: operations.root_only(context.root, shapes)
-        return jax.lax.cond(jnp.any(limit > 0), grow, empty_draft), state
+        tree = jax.lax.cond(jnp.any(limit > 0), grow, empty_draft)
+        if head.in_states is not None:
+            tree = trees.read_states(builder, tree, _output_layer(head.in_states, params, context), context.sampling)
+        return tree, state
 
     def observe(params, state, context: Context, tree: TokenTree, verdict: Verdict, output: Output) -> FeaturePairs:
         return pending_pairs.accepted_pairs(head, max_accepted, tree, verdict, output)
@@ -112,12 +117,20 @@ def grow_tree(
     head: Head, builder: Builder, params: PyTree, memory: PyTree, keys: Array | None, context: Context, limit: Array
 ) -> GrownTree:
     """Draft a tree with a head. Its `memory` must contain all pairs."""
-    scratch, output = head.start(params, memory, context, builder.places)
+    vocab = get_target(context).model.vocab_size
+    in_states = head.in_states if are_large(len(limit), builder.places, vocab) else None
+    functions = in_states or head
+    scratch, output = functions.start(params, memory, context, builder.places)
 
     def feed(scratch: PyTree, frontier: Frontier):
-        return head.follow(params, scratch, to_drafted_nodes(frontier), context)
+        return functions.follow(params, scratch, to_drafted_nodes(frontier), context)
 
-    return trees.grow(builder, feed, scratch, context.root[:, 0], output, keys, context, limit)[0]
+    logits_of = None if in_states is None else _output_layer(in_states, params, context)
+    return trees.grow(builder, feed, scratch, context.root[:, 0], output, keys, context, limit, logits_of)[0]
+
+
+def _output_layer(in_states: StateDraft, params: PyTree, context: Context) -> LogitsFn:
+    return lambda states: in_states.logits(params, states, context)
 
 
 def to_drafted_nodes(frontier: Frontier) -> DraftedNodes:

@@ -240,10 +240,10 @@ def _draft(config: _Config, params, keys, context: Context, limit: Array, state:
 def _sample_own_token(config: _Config, params, keys, cache: PyTree, context: Context) -> tuple[Array, Array, PyTree]:
     """Feed the last tokens; return M's own next token [B], its log q [B, V], and the cache with the whole text."""
     model, length, lag = match_vocabulary(config.model, context.target), context.length, config.lag
-    logits, pending = feed_last(model, params, cache, context, length, lag)
+    last, pending = feed_last(model, params, cache, context, length, lag)
     path = jnp.where(length[:, None] == 1, 1, jnp.arange(lag))  # a text of one token has only the last one
     cache = model.commit(cache, pending, path, jnp.minimum(length, lag))
-    log_q = sampling.warp(logits, context.sampling)
+    log_q = sampling.warp(last.logits, context.sampling)
     if context.sampling.temperature is None:
         return first_largest(log_q), log_q, cache
     if context.noise is not None:

@@ -81,8 +81,6 @@ def rapid(
     State: the state of `two_model`, with a cache of about budget + max_new_tokens slots.
     Raises: UsageError for a setting below its minimum.
     """
-    if num_tokens < 1:
-        raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
     if chunk < 1:
         raise UsageError(f"chunk must be at least 1, not {chunk}")
     if query < LAG:
@@ -91,7 +89,7 @@ def rapid(
         raise UsageError(f"budget must be at least {chunk + query}, a chunk and the query, not {budget}")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    builder = tree or trees.chain(num_tokens)
+    builder = trees.make_builder(num_tokens, tree, None)
     return _functions(draft.model, builder, budget, chunk, query, max_new_tokens).replace(params=draft.params)
 
 

@@ -26,6 +26,7 @@ from specjax import trees
 from specjax.adaptive.parsing import parse_depth
 from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
+from specjax.arrays.logit_rows import are_large
 from specjax.catalog import Method, Option, TypicalAcceptance, shared
 from specjax.engine.prefill import catch_up, prefill
 from specjax.errors import UsageError
@@ -42,6 +43,7 @@ from specjax.types import (
     DraftOutput,
     Hooks,
     Model,
+    Output,
     PyTree,
     Target,
     TokenTree,
@@ -197,14 +199,22 @@ def functions(
             return operations.root_only(context.root, tree), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fed)
 
         tree, pending, places = jax.lax.cond(is_drafting, draft, no_draft)
+        same_ids = match_vocabulary(model, context.target)
+        if same_ids.unembed is not None:
+            output_layer = functools.partial(same_ids.unembed, weights_of(params))
+            tree = trees.read_states(builder, tree, output_layer, context.sampling)
         drafted = _Drafted(State(cache, num_target, state.dropped), is_drafting, pending, places, length)
         return tree, drafted
 
     def grown_tree(params, keys, cache, length, context: Context, limit) -> tuple[TokenTree, PyTree, Array]:
         """Return the tree, the pending cache entries and the `places` of the nodes."""
         same_ids, weights = match_vocabulary(model, context.target), weights_of(params)
-        logits, pending = feed_last(same_ids, weights, cache, context, length, lag)
-        root_output = DraftOutput(logits, accepted=jnp.ones(len(logits))) if judges else logits
+        logits_of, is_large = None, are_large(len(length), builder.places, same_ids.vocab_size)
+        if is_large and same_ids.best is not None and same_ids.unembed is not None:
+            logits_of = functools.partial(same_ids.unembed, weights)
+        rows_of = lambda output: output.logits if logits_of is None else output.hidden  # the input of the output layer
+        last, pending = feed_last(same_ids, weights, cache, context, length, lag)
+        root_output = DraftOutput(rows_of(last), accepted=jnp.ones(len(length))) if judges else rows_of(last)
         before_root = _real(length, lag)[:, None, :-1]
 
         def feed(pending, frontier: Frontier):
@@ -213,13 +223,14 @@ def functions(
                 weights, frontier.tokens, cache, positions=length[:, None] - 1 + frontier.depth,
                 mask=jnp.concatenate([text, frontier.mask], 2), earlier=pending, **approximately,
             )  # fmt: skip
-            output_of_node = (
-                DraftOutput(output.logits, accepted=params[1].acceptance(output.hidden)) if judges else output.logits
-            )
+            rows = rows_of(output)
+            output_of_node = DraftOutput(rows, accepted=params[1].acceptance(output.hidden)) if judges else rows
             return model.insert(pending, new, lag - 1 + frontier.place), output_of_node
 
         pending = model.widen(pending, slots)
-        grown, pending = trees.grow(builder, feed, pending, context.root[:, 0], root_output, keys, context, limit)
+        grown, pending = trees.grow(
+            builder, feed, pending, context.root[:, 0], root_output, keys, context, limit, logits_of
+        )
         return grown.tree, pending, grown.places
 
     def update(params, drafted: _Drafted, observation, verdict) -> State:
@@ -272,8 +283,8 @@ def caught_up(
 
 def feed_last(
     model: Model, params: PyTree, cache: PyTree, context: Context, length: Array, lag: int
-) -> tuple[Array, PyTree]:
-    """Feed the last `lag` tokens of the text; return the logits [B, V] of the last one and the pending cache entries.
+) -> tuple[Output, PyTree]:
+    """Feed the last `lag` tokens of the text; return the output [B, ...] for the last one and the pending entries.
 
     Args:
       length: int32[B], length of the text that this model reads. If a text has fewer than `lag` tokens, the missing
@@ -284,7 +295,7 @@ def feed_last(
     positions = jnp.maximum(length[:, None] + back, 0)
     mask = jnp.tril(jnp.ones((lag, lag), bool)) & (_real(length, lag)[:, None, :] | jnp.eye(lag, dtype=bool))
     output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
-    return output.logits[:, -1], pending
+    return jax.tree.map(lambda x: x[:, -1], output), pending
 
 
 def _real(length: Array, lag: int) -> Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents, verify_widths
+from specjax.trees.contracts import Builder, Level, Parents, noise, verify_widths
 from specjax.types import Array
 
 
@@ -32,24 +32,29 @@ def beam(width: int, depth: int) -> Builder:
 
     def expand(state: tuple[Array, Array], level, parents: Parents):
         num_parents = parents.ids.shape[1]
+        batch, vocab = len(parents.ids), parents.vocab_size
+
+        def best_below(log_q, keys, phi, psi, valid):
+            """Return the best children of each parent [B, F, w]: their tokens, their psi and their phi."""
+            phi_next = phi + log_q
+            drawn = None if keys is None else _condition(phi_next + noise(keys, vocab), psi)
+            psi_next = jnp.where(valid, parents.unless_greedy(drawn, phi_next), -jnp.inf)
+            tokens, psi = gumbel_topk(None, psi_next, min(width, vocab))
+            return tokens, psi, take_along(phi_next, tokens, 2)
+
         phi, psi = (x[:, :num_parents, None] for x in state)  # [B, F, 1], values of the parents
-        phi_next = phi + parents.log_q  # [B, F, V]
-        drawn = None if parents.keys is None else _condition(phi_next + parents.noise(), psi)
-        psi_next = parents.unless_greedy(drawn, phi_next)
-        psi_next = jnp.where(parents.valid[:, :, None], psi_next, -jnp.inf)
-        batch, _, vocab = phi_next.shape
+        tokens, psi, phi = parents.reduce(best_below, phi, psi, parents.valid[:, :, None])
         # The best children overall are among the best of each parent.
-        ids, best = gumbel_topk(None, psi_next, min(width, vocab))  # [B, F, w]
-        top_psi, place = jax.lax.top_k(best.reshape(batch, -1), min(width, best.shape[1] * best.shape[2]))
-        flat = place // best.shape[2] * vocab + take_along(ids.reshape(batch, -1), place, 1)
+        flat = lambda x: x.reshape(batch, -1)
+        top_psi, place = jax.lax.top_k(flat(psi), min(width, psi.shape[1] * psi.shape[2]))
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=value)
-        top_psi, flat = pad(top_psi, -jnp.inf), pad(flat, 0)
+        top_psi, place = pad(top_psi, -jnp.inf), pad(place, 0)
         valid = top_psi > -jnp.inf
-        top_phi = take_along(phi_next.reshape(batch, -1), flat, 1)
-        parent = take_along(parents.ids, flat // vocab, 1)
+        at = lambda x: take_along(flat(x), place, 1)
+        parent = take_along(parents.ids, place // tokens.shape[2], 1)
         feed = jnp.broadcast_to(jnp.arange(width), (batch, width))
         safe = lambda x: jnp.where(valid, x, 0.0)
-        return (safe(top_phi), safe(top_psi)), Level(flat % vocab, parent, valid, feed), parents.log_q
+        return (safe(at(phi)), safe(top_psi)), Level(at(tokens), parent, valid, feed)
 
     nodes = 1 + width * depth
     return Builder(

@@ -34,15 +34,15 @@ def chain_with_siblings(num_tokens: int = 25) -> Builder:
     nodes = 1 + num_tokens * width
 
     def expand(state, level, parents: Parents):
-        batch, _, vocab = parents.log_q.shape
-        tokens, scores = parents.best(min(width, vocab))  # [B, 1, k]
-        best = jnp.exp(jnp.max(parents.log_q, (1, 2)))
+        batch = len(parents.ids)
+        tokens, scores = parents.best(min(width, parents.vocab_size))  # [B, 1, k]
+        best = jnp.exp(parents.reduce(lambda log_q, keys: jnp.max(log_q, 2))[:, 0])
         bucket = jnp.sum(best[:, None] <= jnp.array(SURE), 1)
         count = parents.unless_greedy(jnp.array(DRAWN)[bucket], jnp.array(LIKELIEST)[bucket])
         valid = (scores[:, 0] > -jnp.inf) & (jnp.arange(tokens.shape[2]) < count[:, None]) & parents.valid
         fill = lambda x: jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
         parent = jnp.broadcast_to(parents.ids, (batch, width))
-        return state, Level(fill(tokens[:, 0]), parent, fill(valid), jnp.zeros((batch, 1), jnp.int32)), parents.log_q
+        return state, Level(fill(tokens[:, 0]), parent, fill(valid), jnp.zeros((batch, 1), jnp.int32))
 
     return Builder(
         init=lambda batch: (),

@@ -58,7 +58,7 @@ def dyspec(*, threshold: float = 1 / 64, width: int = 16, depth: int = 8, childr
             used = used + jnp.sum(drawn, 1, keepdims=True)
             remaining = jnp.where(drawn, jnp.maximum(remaining - q, 0.0), 0.0)
         feed = jnp.broadcast_to(jnp.arange(width), (batch, width))
-        return nodes_out.reach, Level(nodes_out.tokens, nodes_out.parents, nodes_out.drawn, feed), parents.log_q
+        return nodes_out.reach, Level(nodes_out.tokens, nodes_out.parents, nodes_out.drawn, feed)
 
     nodes = 1 + width * depth
     return Builder(
@@ -88,8 +88,8 @@ def _race(parents: Parents, count: int) -> tuple[Array, Array]:
 
     Returns: tokens int32[B, F, C] and q float32[B, F, C].
     """
-    tokens, scores = parents.best(min(count, parents.log_q.shape[-1]))
-    q = jnp.exp(take_along(parents.log_q, tokens, 2))
+    tokens, scores = parents.best(min(count, parents.vocab_size))
+    q = jnp.exp(parents.reduce(lambda log_q, keys, tokens: take_along(log_q, tokens, 2), tokens))
     return tokens, jnp.where(scores > -jnp.inf, q, 0.0)
 
 
@@ -147,7 +147,7 @@ def dyspec_fixed(num_tokens: int, *, children: int = 16) -> Builder:
             since=s.since.at[rows, parent].set(2 * level),
             drawn=s.drawn.at[rows, parent].add(1),
         )
-        return s, drafted, parents.log_q
+        return s, drafted
 
     return Builder(
         init=init,

@@ -37,8 +37,8 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
 
     def expand(state, level, parents: Parents):
         scores, frontier = state  # scores [B, depth * W] of all candidates and [B, k] of the parents
-        batch, count, vocab = parents.log_q.shape
-        k = min(top_k, vocab)
+        batch, count = parents.ids.shape
+        k = min(top_k, parents.vocab_size)
         tokens, log_q = parents.best(k, noisy=False)  # [B, F, k]
         score = frontier[:, :count, None] + jnp.where(parents.valid[:, :, None], log_q, -jnp.inf)
         fill = lambda x, value: jnp.pad(x.reshape(batch, -1), ((0, 0), (0, width - count * k)), constant_values=value)
@@ -47,7 +47,7 @@ def eagle2(*, top_k: int = 10, depth: int = 8, total: int = 59) -> Builder:
         best, feed = jax.lax.top_k(score, top_k if depth > 1 else 1)
         scores = jax.lax.dynamic_update_slice_in_dim(scores, score, level * width, 1)
         state = scores, jnp.zeros_like(frontier).at[:, : best.shape[1]].set(best)
-        return state, Level(tokens, parent, score > -jnp.inf, feed), parents.log_q
+        return state, Level(tokens, parent, score > -jnp.inf, feed)
 
     def finish(state, parents, valid):
         best, nodes = jax.lax.top_k(state[0], total)  # ties go to the earlier node, so parents precede children

@@ -15,8 +15,9 @@ import numpy as np
 
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.errors import UsageError
+from specjax.numerics.validation import MAX_NODES
 from specjax.pallas_kernels.gumbel_topk import gumbel_topk
-from specjax.trees.contracts import Builder, Level, Parents, Stop, verify_widths, with_stop
+from specjax.trees.contracts import Builder, Level, Parents, Stop, exclude, noise, verify_widths, with_stop
 from specjax.trees.templates import Template, branching_paths
 from specjax.types import Array, Draws
 
@@ -70,13 +71,15 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
 
     def expand(state, level, parents: Parents):
         row, rank, valid, feed, counts = (jnp.asarray(t)[level] for t in shape[:5])
-        children, exists, log_q = _draw_children(draws, parents, max_children, counts[: parents.ids.shape[1]])
-        batch = parents.ids.shape[0]
+        batch, num_parents = parents.ids.shape
+        counts = jnp.broadcast_to(counts[:num_parents], (batch, num_parents))
+        children, exists, excluded = _draw_children(draws, parents, max_children, counts)
         parent_index = jnp.broadcast_to(row, (batch, len(row)))
         at = lambda x: take_along(x, parent_index, 1)
         flat = lambda x: take_along(x.reshape(batch, -1), parent_index * children.shape[2] + rank, 1)
         is_node = valid & at(parents.valid) & (rank < children.shape[2]) & flat(exists)
-        return state, Level(flat(children), at(parents.ids), is_node, jnp.broadcast_to(feed, (batch, len(feed)))), log_q
+        feed = jnp.broadcast_to(feed, (batch, len(feed)))
+        return state, Level(flat(children), at(parents.ids), is_node, feed, excluded)
 
     def finish(state, parents, valid):
         return jnp.broadcast_to(jnp.asarray(shape.ids), (parents.shape[0], template.num_nodes))
@@ -97,61 +100,76 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
         levels=template.max_depth,
         draws=draw_kind,
         widths=verify_widths([end for _, end in template.levels]),
+        excludes=max_children if draws == "top_and_sampled" else 0,
     )
 
 
 def make_builder(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False) -> Builder:
-    """Return the builder for the settings that drafters with a model share. Raises: UsageError if num_tokens < 1."""
+    """Return the builder for the settings that drafters with a model share.
+
+    Raises: UsageError for a num_tokens below 1 or above `MAX_NODES`.
+    """
     if num_tokens < 1:
         raise UsageError(f"num_tokens must be at least 1, not {num_tokens}")
+    if num_tokens > MAX_NODES:
+        raise UsageError(f"num_tokens must be at most {MAX_NODES}, not {num_tokens}")
     builder = tree or chain(num_tokens)
     if stop is None and not keep_logits:
         return builder
     return with_stop(builder, stop or builder.stop, keep_logits=keep_logits or builder.keep_logits)
 
 
-def _draw_children(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array]:
-    """Draw `count` children of each parent: tokens int32[B, F, count], their existence, and their distribution.
+def _draw_children(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array | None]:
+    """Draw `count` children of each parent: tokens int32[B, F, count], their existence, and the excluded tokens.
 
     Args:
-      counts: int32[F], number of these children that each parent uses (`top_and_sampled` depends on it).
+      counts: int32[B, F], number of these children that each parent uses (`top_and_sampled` depends on it).
     """
-    count = min(count, parents.log_q.shape[-1])
+    size = min(count, parents.vocab_size)
     if parents.keys is None or parents.coupled:
         draws = "point_mass" if draws == "point_mass" else "without_replacement"  # equal siblings would be wasted
     if draws in ("point_mass", "without_replacement"):
-        tokens, scores = parents.best(count, noisy=draws != "point_mass")
-        return tokens, scores > -jnp.inf, parents.log_q
-    tokens, exists, log_q = _draw_in_races(draws, parents, count, counts)
-    likeliest, scores = parents.best(count, noisy=False)
-    return *parents.unless_greedy((tokens, exists), (likeliest, scores > -jnp.inf)), log_q
+        tokens, scores = parents.best(size, noisy=draws != "point_mass")
+        return tokens, scores > -jnp.inf, None
+    race = {
+        "with_replacement": _draw_with_replacement, "top_and_sampled": _draw_one_beside_the_top,
+        "without_replacement_then_uniform": _draw_beyond_support,
+    }[draws]  # fmt: skip
+    drawn = parents.reduce(lambda log_q, keys, counts: race(log_q, keys, counts, size), counts)
+    likeliest, scores = parents.best(size, noisy=False)
+    excluded = None
+    if draws == "top_and_sampled":
+        fixed = jnp.where(jnp.arange(size) < counts[:, :, None] - 1, likeliest, parents.vocab_size)
+        excluded = jnp.pad(fixed, ((0, 0), (0, 0), (0, count - size)), constant_values=parents.vocab_size)
+    return *parents.unless_greedy(drawn, (likeliest, scores > -jnp.inf)), excluded
 
 
-def _draw_in_races(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array]:
-    """Draw children, as `_draw_children` does, for the values of `draws` that are not one draw without replacement."""
-    log_q = parents.log_q
-    if draws == "without_replacement_then_uniform":
-        return *_draw_beyond_support(parents, count), log_q
-    if draws == "with_replacement":
-        tokens = jnp.stack([first_largest(log_q + parents.noise(race)) for race in range(count)], -1)
-        return tokens, jnp.ones(tokens.shape, bool), log_q
-    # top_and_sampled: the counts - 1 likeliest tokens are fixed; one token is drawn from the others and comes first.
-    top, values = parents.best(count, noisy=False)  # [B, F, count]
-    slot = jnp.where(jnp.arange(count) < counts[:, None] - 1, top, log_q.shape[-1])
-    batch, f = top.shape[:2]
-    rest_log_q = log_q.at[jnp.arange(batch)[:, None, None], jnp.arange(f)[:, None], slot].set(-jnp.inf, mode="drop")
-    sampled = first_largest(rest_log_q + parents.noise())[:, :, None]
-    exists = jnp.concatenate([jnp.max(rest_log_q, -1, keepdims=True), values[:, :, : count - 1]], -1) > -jnp.inf
-    return jnp.concatenate([sampled, top[:, :, : count - 1]], -1), exists, rest_log_q
+def _draw_with_replacement(log_q: Array, keys: Array, counts: Array, size: int) -> tuple[Array, Array]:
+    """Draw independent children of each parent from log_q float32[B, F, V]: tokens [B, F, size], and their existence.
+
+    Args: keys: [B, F]. counts: see `_draw_children`.
+    """
+    tokens = [first_largest(log_q + noise(keys, log_q.shape[-1], race)) for race in range(size)]
+    return jnp.stack(tokens, -1), jnp.ones((*counts.shape, size), bool)
 
 
-def _draw_beyond_support(parents: Parents, count: int) -> tuple[Array, Array]:
+def _draw_one_beside_the_top(log_q: Array, keys: Array, counts: Array, size: int) -> tuple[Array, Array]:
+    """Draw one token from all but the counts - 1 likeliest tokens. It comes first, and these follow."""
+    top, values = gumbel_topk(None, log_q, size)
+    slot = jnp.where(jnp.arange(size) < counts[:, :, None] - 1, top, log_q.shape[-1])
+    remaining = exclude(log_q, slot)
+    sampled = first_largest(remaining + noise(keys, log_q.shape[-1]))[:, :, None]
+    exists = jnp.concatenate([jnp.max(remaining, -1, keepdims=True), values[:, :, : size - 1]], -1) > -jnp.inf
+    return jnp.concatenate([sampled, top[:, :, : size - 1]], -1), exists
+
+
+def _draw_beyond_support(log_q: Array, keys: Array, counts: Array, size: int) -> tuple[Array, Array]:
     """Draw children as `Parents.best` does, followed by the tokens without mass in random order."""
-    supported = parents.log_q > jnp.log(SUPPORT)
-    tokens, scores = gumbel_topk(parents.keys, jnp.where(supported, parents.log_q, -jnp.inf), count)
+    supported = log_q > jnp.log(SUPPORT)
+    tokens, scores = gumbel_topk(keys, jnp.where(supported, log_q, -jnp.inf), size)
     # The noise of these tokens has not been used yet.
-    extra, extra_scores = gumbel_topk(parents.keys, jnp.where(supported, -jnp.inf, 0.0), count)
-    rank = jnp.arange(count) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
+    extra, extra_scores = gumbel_topk(keys, jnp.where(supported, -jnp.inf, 0.0), size)
+    rank = jnp.arange(size) - jnp.sum(scores > -jnp.inf, -1, keepdims=True)
     take = lambda x: take_along(x, jnp.maximum(rank, 0), -1)
     return jnp.where(rank < 0, tokens, take(extra)), (rank < 0) | (take(extra_scores) > -jnp.inf)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
 from specjax.verifiers.exact.standard import chain_path, drafted_log_probability
+from specjax.verifiers.node_logits import all_rows
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, normalise, with_keys
 
 
@@ -25,7 +26,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     Rows of V are computed one depth at a time, so no array has the size [L, V].
     """
     batch, n = tree.tokens.shape
-    draft_logits = need_logits(tree)
+    draft_logits = all_rows(need_logits(tree))
     p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
     ratio = jnp.where((p > -jnp.inf) & (q > -jnp.inf), p - q, -jnp.inf)  # log p_i(x_i) / q_i(x_i), [B, L]
     valid = jnp.pad(tree.valid[:, 1:], ((0, 0), (0, 1)))  # bool[B, N]: node i has a drafted child

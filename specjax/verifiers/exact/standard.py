@@ -5,7 +5,8 @@ Chen et al.: Accelerating Large Language Model Decoding with Speculative Samplin
 
 Rule: accept x_i while u_i q_i(x_i) < p_i(x_i). After the first rejection the next token is drawn from
 norm([p_i - q_i]+), after the last acceptance from p.
-Guarantee: distribution. All positions are tested in parallel; only two rows of V are read in full.
+Guarantee: distribution. All positions are tested in parallel; only two rows of V are read in full. If the logits are
+too large to be stored, they are tested in turn, with the rows of one position at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.types import Array, TokenTree
+from specjax.verifiers.descent import WITHOUT_REPLACEMENT, descend
+from specjax.verifiers.node_logits import NodeLogits, all_rows, are_stored
 from specjax.verifiers.verifier import Accepted, Verifier, distribution, need_logits, residual, with_keys
 
 
-def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
+def core(u: Array, tree: TokenTree, target_logits: Array | NodeLogits) -> Accepted:
     """Apply the rule with given uniforms float32[B, N]. `tree` is a chain, and u[:, 0] is not used."""
-    n = tree.tokens.shape[1]
-    draft_logits = need_logits(tree)
+    n, draft_logits = tree.tokens.shape[1], need_logits(tree)
+    if not (are_stored(target_logits) and are_stored(draft_logits)):
+        return descend(WITHOUT_REPLACEMENT, u, tree, target_logits)
+    target_logits, draft_logits = all_rows(target_logits), all_rows(draft_logits)
     p, q = (drafted_log_probability(logits, tree) for logits in (target_logits, draft_logits))
     ok = tree.valid[:, 1:] & (q > -jnp.inf) & (jnp.log(u[:, 1:]) + q < p)
     num_nodes = 1 + jnp.sum(jnp.cumprod(ok, 1, dtype=jnp.int32), 1)
@@ -56,7 +61,7 @@ def residual_of_chain(tree: TokenTree, last: Array, p: Array) -> Array:
 def chain_logits(tree: TokenTree, vocab: int) -> Array:
     """Return the logits of a chain. A greedy draft omits them, so they are one-hot logits of its tokens."""
     if tree.logits is not None:
-        return tree.logits
+        return all_rows(tree.logits)
     return jnp.where(jnp.arange(vocab) == jnp.roll(tree.tokens, -1, 1)[:, :, None], 0.0, -jnp.inf)
 
 
@@ -67,4 +72,5 @@ standard = Verifier(
     guarantee="distribution",
     summary="accepts a chain token by token with probability min(1, p/q)",
     paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+    by_row=True,
 )

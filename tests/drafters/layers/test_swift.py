@@ -10,6 +10,7 @@ import pytest
 from toy import tiny_llama
 
 from specjax import UsageError, decode
+from specjax.arrays.logit_rows import LogitRows
 from specjax.drafters import autoregressive, swift
 from specjax.drafters.layers.swift import SkipSearch, SkipSet, _proposal, matchness, search_once
 from specjax.engine.prefill import prefill
@@ -149,8 +150,8 @@ def test_less_sure_tokens_have_more_siblings(keys, counts):
         tops = (0.97, 0.7, 0.3)
     for top, count in zip(tops, counts, strict=True):
         distribution = jnp.full((1, 1, 20), (1 - top) / 19).at[0, 0, 5].set(top)
-        parents = Parents(jnp.array([[4]]), jnp.array([[True]]), jnp.log(distribution), keys, False)
-        _, level, _ = builder.expand((), 0, parents)
+        parents = Parents(jnp.array([[4]]), jnp.array([[True]]), LogitRows(jnp.log(distribution)), keys, False)
+        _, level = builder.expand((), 0, parents)
         assert level.valid.sum() == count
         assert level.feed.tolist() == [[0]]
         assert (level.parents == 4).all()
