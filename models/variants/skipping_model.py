@@ -194,6 +194,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         head=of_base(base.head),
         best=None,  # a policy may predict from another layer than the last
         config=None,
+        base_config=base.config or base.base_config,
         name=_name(base, policy),
         capabilities=base.capabilities._replace(groups=(), depth=False),
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax.arrays import platforms
 from specjax.arrays.modes import FULL_PRECISION, matmul_precision
 from specjax.numerics.quantized_array import QuantizedArray
-from specjax.types import Target
+from specjax.types import Model, Target
 
 TextIdentity = Literal["exact", "same bits", "near-ties possible"]
 
@@ -24,6 +24,8 @@ SAME_BITS: TextIdentity = "same bits"
 """Logits have the same bits in every pass, so no token changes."""
 NEAR_TIES: TextIdentity = "near-ties possible"
 """Some numbers are rounded to fewer bits, so tokens with nearly equal logits may change places."""
+QUANTIZED = frozenset({"int2", "int4", "int8", "uint2", "uint4", "uint8"})
+"""Dtypes of caches with keys and values that are rounded to whole numbers and scales."""
 
 
 def text_identity(target: Target) -> TextIdentity:
@@ -38,7 +40,8 @@ def text_identity(target: Target) -> TextIdentity:
 
 def explain_rounding(target: Target) -> str | None:
     """Return the numbers that are rounded to fewer bits than float32, in words; None: all are float32."""
-    config = target.model.config
+    model = target.model
+    config = model.config or getattr(model, "base_config", None)  # other kinds of models always have a config
     is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
     leaves = jax.tree.leaves(target, is_leaf=is_matrix)
     dtypes = [leaf.dtype if is_matrix(leaf) else jnp.result_type(leaf) for leaf in leaves]
@@ -49,12 +52,25 @@ def explain_rounding(target: Target) -> str | None:
         if form is not None and form.inputs is not None:  # a number may be rounded to another one after a last bit
             return f"activations to {form.inputs}"
     cache_dtype = getattr(config, "cache_dtype", None)
+    if cache_dtype is None:
+        cache_dtype = _narrow_dtype_of_cache(target)
     if cache_dtype is not None:
         return f"the {cache_dtype} cache"
     precision = matmul_precision()
     if platforms.of_program() != "cpu" and precision not in FULL_PRECISION:
         return f"float32 products of precision {precision}"
     return None
+
+
+def _narrow_dtype_of_cache(target: Target) -> str | None:
+    """Return the name of a dtype of fewer bits than float32 in the cache, which a model without a config may have."""
+    model = target.model
+    if not isinstance(model, Model) or model.config is not None or model.capabilities.inputs:
+        return None
+    cache = jax.eval_shape(lambda params: model.init_cache(params, None, 1, 1), target.params)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(cache)]
+    is_narrow = lambda dtype: (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4) or dtype.name in QUANTIZED
+    return next((dtype.name for dtype in dtypes if is_narrow(dtype)), None)
 
 
 def _dtype_of(config: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 from toy import markov, tiny_llama
 
 import specjax
+from specjax import adaptive
 from specjax.models import init_params, make_model
 from specjax.models.storage import SCHEMES
 from specjax.numerics.text_identity import describe_identity, text_identity
@@ -55,6 +56,30 @@ def test_a_rounded_cache_and_parameters_that_are_numbers():
     ):
         model = plain.model._replace(config=config)
         assert text_identity(specjax.Target(model, {"decay": 0.5, "steps": 3})) == identity
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cache_dtype": "int8"}, "the int8 cache"),
+        ({"dtype": "bfloat16"}, "bfloat16 numbers"),
+        ({"quantized": (("*", SCHEMES["int8"]),)}, "activations to int8"),
+        ({}, "except at ties"),
+    ],
+)
+def test_a_variant_has_the_promise_of_the_model_inside(fields, words):
+    """A model that skips layers has no config of its own."""
+    variant = adaptive.skip_layers(changed(num_layers=4, **fields), adaptive.ffn_skip(first=1, last=1))
+    assert variant.model.config is None
+    assert words in describe_identity(variant)
+
+
+def test_a_narrow_cache_of_a_model_without_a_config_counts():
+    plain = markov()
+    for dtype, identity in ((jnp.float32, "exact"), (jnp.int32, "exact"), (jnp.int8, "near-ties possible")):
+        cache = lambda params, inputs, batch, capacity, dtype=dtype: jnp.zeros((batch, capacity), dtype)
+        model = plain.model._replace(init_cache=cache, config=None)
+        assert text_identity(specjax.Target(model, plain.params)) == identity
 
 
 def test_the_callers_precision_counts_on_accelerators(monkeypatch):
