@@ -24,7 +24,7 @@ from specjax.arrays.modes import jit, with_standard_modes
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.numerics.filtered_draws import draw_warped
 from specjax.numerics.sampling import node_keys, noise, temperature_of
-from specjax.numerics.text_identity import SAME_BITS, text_identity
+from specjax.numerics.text_identity import NEAR_TIES, SAME_BITS, text_identity
 from specjax.processors import pipeline
 from specjax.types import Array, Processor, PyTree, Sampling, Target
 
@@ -54,6 +54,11 @@ class Difference(NamedTuple):
         float  # largest change of a gap between two logits, between passes of one token and of the method's widths
     )
     near_tie: bool  # rounding may have decided, and the same bits are not promised
+
+
+def are_excluded(target: Target) -> bool:
+    """Return True if texts that a method promises to be equal must be equal, except at ties within float32 rounding."""
+    return text_identity(target) != NEAR_TIES
 
 
 @with_standard_modes

@@ -41,7 +41,7 @@ from specjax.errors import UsageError
 from specjax.models.any_order import XLNetConfig, forward, load_xlnet
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
-from specjax.numerics.validation import check_integer
+from specjax.numerics.validation import MAX_NODES, check_integer
 from specjax.trees.operations import chain
 from specjax.types import Array, PyTree, Stats
 from specjax.verifiers.exact.standard import core as verify_chain
@@ -158,7 +158,7 @@ def check_options(
     top_p: float | Array | None = None,
 ) -> Settings:  # fmt: skip
     """Check the options, and return the settings. Raises: UsageError."""
-    check_integer("window", window, 1)
+    check_integer("window", window, 1, MAX_NODES)
     return Settings(temperature, top_k, top_p)
 
 

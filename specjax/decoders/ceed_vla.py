@@ -37,7 +37,7 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.engine.value_checks import are_sound
 from specjax.numerics.sampling import fold_in, uniform
-from specjax.numerics.validation import check_integer
+from specjax.numerics.validation import MAX_NODES, check_integer
 from specjax.types import Array, PyTree, Target
 
 METHOD = Method(
@@ -93,7 +93,7 @@ def ceed_vla(
 
 def check_options(*, block: int, iterations: int | None) -> Settings:
     """Check the options, and return the settings, which are greedy. Raises: UsageError."""
-    check_integer("block", block, 1)
+    check_integer("block", block, 1, MAX_NODES)
     if iterations is not None:
         check_integer("iterations", iterations, 1)
     return Settings()

@@ -35,7 +35,7 @@ from specjax.engine.results import DecodeResult
 from specjax.engine.value_checks import are_sound
 from specjax.errors import UsageError
 from specjax.numerics.sampling import draw, node_keys, warp
-from specjax.numerics.validation import check_integer, check_range
+from specjax.numerics.validation import MAX_NODES, check_integer, check_range
 from specjax.types import Array, PyTree, Target
 
 METHOD = Method(
@@ -105,7 +105,7 @@ def check_options(
 ) -> Settings:  # fmt: skip
     """Check the options that need no model, and return the settings. Raises: UsageError."""
     check_integer("pad_token", pad_token, 0)
-    check_integer("slots", slots, 0)
+    check_integer("slots", slots, 0, MAX_NODES // 2)  # a pass has 2 k + 1 tokens
     check_integer("repeats", repeats, 0)
     check_range("threshold", threshold, lambda x: x >= 0, "at least 0")
     return Settings(temperature, top_k, top_p)

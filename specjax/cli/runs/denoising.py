@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import typer
 from rich.live import Live
 from rich.text import Text
 
-from specjax.bench import measure
-from specjax.bench.near_ties import first_difference
+from specjax.bench import measure, near_ties
 from specjax.catalog import METHODS
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console, visible
@@ -192,6 +192,21 @@ class Denoising(PromptRun):
             return None
         return [row.tokens for row in self.totals.rows] == [row.tokens for row in self.plain_totals.rows]
 
+    @property
+    def is_refused(self) -> bool:
+        """Return True if texts differ that must be equal, by more than rounding."""
+        is_promised = self.plain is not None and self.plain.is_promised
+        return is_promised and self.identical is False and near_ties.are_excluded(self.denoiser.target)
+
+    def report(self, report: Report) -> None:
+        """Print the JSON document, or the table and the verdict.
+
+        Raises: typer.Exit(1) if texts differ that must be equal.
+        """
+        super().report(report)
+        if self.is_refused and not report.bad:
+            raise typer.Exit(1)
+
     def record(self) -> dict[str, Any]:
         """Return the totals over all finished prompts as JSON."""
         totals, plain = self.totals, self.plain_totals if self.is_compared else None
@@ -212,7 +227,7 @@ class Denoising(PromptRun):
             "baseline_tokens_per_pass": plain and plain.per_pass,
             "baseline_columns_per_token": plain and plain.columns_per_token,
             "baseline_computed_per_token": plain and plain.computed_per_token,
-            "speedup": plain and totals.per_second / plain.per_second,
+            "speedup": None if plain is None or self.is_refused else totals.per_second / plain.per_second,
             "identical": self.identical,
             "time_to_first_token": statistics.median(totals.first) if totals.first else None,
             "compile_seconds": self.compile_seconds,
@@ -260,7 +275,7 @@ class Denoising(PromptRun):
                 f"{record['baseline_tokens_per_second']:.1f} tokens/s, {record['baseline_tokens_per_pass']:.2f} tokens "
                 f"per pass, {record['baseline_computed_per_token']:.1f} columns computed per token"
             )
-            lines["speed ratio"] = f"{record['speedup']:.2f}"
+            lines["speed ratio"] = "refused" if self.is_refused else f"{record['speedup']:.2f}"
         return lines
 
     def verdict(self) -> list[str]:
@@ -282,14 +297,17 @@ class Denoising(PromptRun):
         """Return a line for the first difference of each text that should be equal."""
         assert self.plain is not None
         lines = []
+        reason = "rounding may decide near-ties, less often in float32"
+        if self.is_refused:
+            reason = "the method promises equal texts, and rounding is no reason in float32"
         for row, text, other in zip(self.rows, self.totals.rows, self.plain_totals.rows, strict=True):
-            position = first_difference(text.tokens, other.tokens)
+            position = near_ties.first_difference(text.tokens, other.tokens)
             if position is not None:
                 where = f"line {row.prompt.line}: " if row.prompt.line else ""
                 pieces = [self.session.tokenizer.decode(x.tokens[position : position + 1]) for x in (text, other)]
                 lines.append(
                     f"outputs differ: {where}first at new token {position}: {pieces[0]!r} instead of {pieces[1]!r} of "
-                    f"{self.plain.name}; rounding may decide near-ties, less often in float32"
+                    f"{self.plain.name}; {reason}"
                 )
         return lines
 

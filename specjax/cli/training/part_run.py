@@ -106,7 +106,7 @@ def make_job(flags: PartFlags, session: Session, log: Console) -> PartJob:
     else:
         data["texts"] = builder.read_texts(texts) if flags.texts else builder.build(prompts, ()).texts
     observer.close()
-    names = ("max_new_tokens", "temperature", "rows", "length", "epochs", "seed", "learning_rate")
+    names = ("max_new_tokens", "temperature", "batch_size", "rows", "length", "epochs", "seed", "learning_rate")
     return PartJob(
         session.target, values.out, flags.options, **data, draft=session.draft, tokenizer=_tokenizer_of(values),
         inputs=inputs, **{name: getattr(values, name) for name in names},

@@ -36,10 +36,10 @@ from specjax.collaborate.prepare import TextJob, prepare_texts, whole
 from specjax.collaborate.rewards import Reward, as_argument, check_reward, readers_of, score_text
 from specjax.collaborate.routing import DRAFT, Step
 from specjax.collaborate.segments import Segmenter
-from specjax.engine.packing import Prompts
+from specjax.engine.packing import Prompts, batches_of
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.numerics.sampling import fold_in
+from specjax.numerics.sampling import fold_in, row_keys
 from specjax.training.methods.judge_head import JudgeClassifier, fit_judge
 from specjax.types import Array, Target
 
@@ -68,35 +68,53 @@ class _Round(NamedTuple):
 @with_standard_modes
 def collect_steps(
     draft: Target, target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, segmenter: Segmenter,
-    reward: Reward, router: Target, samples: int = 1, max_step_tokens: int = 512, **settings: Any,
+    reward: Reward, router: Target, samples: int = 1, max_step_tokens: int = 512, batch_size: int = 16, **settings: Any,
 ) -> StepExamples:  # fmt: skip
     """Write texts of which each step is the better one of two, and return the steps of the draft model.
 
     Args:
       reward: as in `arbitrage`. router: the model whose hidden states the head will read. samples: steps of the target
-        per step of the draft model. settings: settings of `decode`, for both models.
+        per step of the draft model. batch_size: texts that are written together. settings: settings of `decode`, for
+        both models.
 
     Raises: UsageError for a setting outside its range, or a reward that is NaN.
     """
     whole("samples", samples, 1)
     whole("max_step_tokens", max_step_tokens, 1)
+    whole("batch_size", batch_size, 1)
     check_reward("reward", reward)
-    job = prepare_texts(
-        (draft, target), prompts, key=key, max_new_tokens=max_new_tokens, settings=Settings(**settings),
-        readers=(*readers_of(reward), router),
-    )  # fmt: skip
-    text = job.begin()
+    batches = batches_of(prompts, batch_size)
     rounds: list[Any] = []
-    while bool(jnp.any(text.unfinished)):
-        number = jnp.int32(len(rounds))
-        step = _round(job, text, segmenter, as_argument(reward), number, samples=samples, limit=max_step_tokens)
-        text = step.text
-        rounds.append(jax.tree.map(np.asarray, step[1:]))
+    for number, batch in enumerate(batches):
+        keys = row_keys(key, sum(map(_num_rows, batches)))[number * batch_size : (number + 1) * batch_size]
+        job = prepare_texts(
+            (draft, target), batch, key=keys, max_new_tokens=max_new_tokens, settings=Settings(**settings),
+            readers=(*readers_of(reward), router),
+        )  # fmt: skip
+        rounds += _rounds(job, segmenter, reward, samples, max_step_tokens)
+    if not rounds:
+        raise UsageError("there are no prompts; give at least one")
     active = np.concatenate([active for _, _, active in rounds])
     features, advantage = (np.concatenate([entry[i] for entry in rounds])[active] for i in (0, 1))
     if np.isnan(advantage).any():
         raise UsageError("a reward is NaN; look at the reward model, or the function of the reward")
     return StepExamples(features.astype(np.float32), advantage)
+
+
+def _num_rows(prompts: Prompts) -> int:
+    return len(prompts[0] if isinstance(prompts, tuple) else prompts)
+
+
+def _rounds(job: TextJob, segmenter: Segmenter, reward: Reward, samples: int, limit: int) -> list[Any]:
+    """Write the texts of a batch, and return the features, advantages and activity of their steps."""
+    text = job.begin()
+    rounds: list[Any] = []
+    while bool(jnp.any(text.unfinished)):
+        number = jnp.int32(len(rounds))
+        step = _round(job, text, segmenter, as_argument(reward), number, samples=samples, limit=limit)
+        text = step.text
+        rounds.append(jax.tree.map(np.asarray, step[1:]))
+    return rounds
 
 
 @functools.partial(jax.jit, static_argnames=("samples", "limit"))

@@ -29,7 +29,7 @@ from specjax.adaptive.optimise import descend, one_pass
 from specjax.arrays.indexing import first_largest, take_along
 from specjax.arrays.modes import jit, with_standard_modes
 from specjax.decoders.ceed_vla import ceed_vla
-from specjax.engine.packing import Prompts, check_new_tokens
+from specjax.engine.packing import Prompts, batches_of, check_new_tokens
 from specjax.errors import UsageError
 from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.sampling import threefry
@@ -48,18 +48,22 @@ class JacobiTrajectories(NamedTuple):
 @with_standard_modes
 def collect_trajectories(
     target: Target, prompts: Prompts, *, key: Array | int, max_new_tokens: int, block: int = 16,
-    eos: int | Sequence[int] = (),
+    eos: int | Sequence[int] = (), batch_size: int = 16,
 ) -> JacobiTrajectories:  # fmt: skip
     """Compute the trajectories of all complete blocks of the target's greedy responses, which end at `eos`.
+
+    Args: batch_size: responses, and blocks, that are computed together.
 
     Raises: UsageError for settings out of range, and for responses that are all shorter than a block.
     """
     check_integer("block", block)
+    check_integer("batch_size", batch_size)
     max_new_tokens, key = check_new_tokens(max_new_tokens), threefry(key)
     if max_new_tokens < block:
         raise UsageError(f"max_new_tokens must be at least block, {block}, not {max_new_tokens}")
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "block": block, "eos": eos}
-    responses = ceed_vla(target, prompts, iterations=None, **settings).to_lists()
+    write = lambda batch: ceed_vla(target, batch, iterations=None, **settings).to_lists()
+    responses = [response for batch in batches_of(prompts, batch_size) for response in write(batch)]
     rows = [
         (list(prompt) + response, len(prompt) + begin, len(prompt))
         for prompt, response in zip(prompts, responses, strict=True)
@@ -74,7 +78,9 @@ def collect_trajectories(
     start, prompt_length = (jnp.asarray([row[i] for row in rows], jnp.int32) for i in (1, 2))
     columns = jax.random.randint(key, (len(rows), block), 0, prompt_length[:, None])
     guess = take_along(text, columns, 1)  # y^0 consists of random tokens of the prompt
-    return JacobiTrajectories(text, start, _iterate(target.model, block, target.params, text, start, guess))
+    groups = (slice(begin, begin + batch_size) for begin in range(0, len(rows), batch_size))
+    states = [_iterate(target.model, block, target.params, text[some], start[some], guess[some]) for some in groups]
+    return JacobiTrajectories(text, start, jnp.concatenate(states))
 
 
 @jit(static_argnums=(0, 1))
@@ -144,34 +150,41 @@ def train_consistency(
     key: Array | int,
     labels: Array | None = None,
     weight: float = 10.0,
+    batch_size: int = 16,
     steps: int = 200,
     learning_rate: float = 1e-4,
 ) -> tuple[Target, Array]:
-    """Train a target to converge in fewer passes, with all blocks in one batch.
+    """Train a target to converge in fewer passes.
 
-    Args: labels: int32[R, n], from `mixed_labels`; None: y*. weight: w.
+    Args: labels: int32[R, n], from `mixed_labels`; None: y*. weight: w. batch_size: random blocks of a step.
 
     Returns: (the trained target, float32[steps] losses).
 
     Raises: UsageError for labels of another shape, and for a quantised target.
     """
     check_trainable(target.params, target.model.name)
+    check_integer("batch_size", batch_size)
     shape, key = data.states[:, -1].shape, threefry(key)
     if labels is not None and jnp.shape(labels) != shape:
         raise UsageError(f"labels must be one per token of each block, {list(shape)}, not {list(jnp.shape(labels))}")
-    params, losses = _train(target.model, weight, steps, learning_rate, target.params, data, labels, key)
+    settings = weight, steps, learning_rate, min(batch_size, shape[0])
+    params, losses = _train(target.model, *settings, target.params, data, labels, key)
     return Target(target.model, params), losses
 
 
-@jit(static_argnums=(0, 1, 2, 3))
+@jit(static_argnums=(0, 1, 2, 3, 4))
 def _train(
-    model: Model, weight: float, steps: int, learning_rate: float, params, data: JacobiTrajectories, labels, key
-):
+    model: Model, weight: float, steps: int, learning_rate: float, size: int, params, data: JacobiTrajectories, labels,
+    key,
+):  # fmt: skip
     rows, states = data.states.shape[:2]
 
     def loss(params, key) -> Array:
-        indices = jax.random.randint(key, (rows,), 0, states - 1)
-        parts = compute_losses(model, params, data, indices, labels)
+        indices, blocks, their_labels = jax.random.randint(key, (size,), 0, states - 1), data, labels
+        if size < rows:
+            some = jax.random.permutation(jax.random.fold_in(key, 1), rows)[:size]
+            blocks, their_labels = jax.tree.map(lambda x: x[some], (data, labels))
+        parts = compute_losses(model, params, blocks, indices, their_labels)
         return parts.consistency + weight * parts.labels
 
     return descend(loss, params, steps, learning_rate, key)

@@ -36,6 +36,7 @@ class PartJob:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # arguments that the caller makes from words and models
     max_new_tokens: int = 256
     temperature: float = 0.0
+    batch_size: int = 16  # texts that are written together
     rows: int = 4
     length: int = 512
     epochs: int = 1

@@ -92,7 +92,7 @@ def _train_arbitrage(job: PartJob) -> PartResult:
     names = ("samples", "max_step_tokens")
     examples = collect_steps(
         job.draft, job.target, job.prompts, key=job.seed, max_new_tokens=job.max_new_tokens, router=router,
-        temperature=job.temperature, **{name: options[name] for name in names}, **inputs,
+        temperature=job.temperature, batch_size=job.batch_size, **{name: options[name] for name in names}, **inputs,
     )  # fmt: skip
     head = train_router(examples, l2=options["l2"], steps=options["fit_steps"])
     save_judge(file, head.weight, head.bias)

@@ -33,9 +33,10 @@ def _train_consistency(job: PartJob) -> PartResult:
     options = dict(job.options)
     block = options.pop("block")
     data = collect_trajectories(
-        job.target, job.prompts, key=job.seed, max_new_tokens=job.max_new_tokens, block=block, eos=job.inputs["eos"]
+        job.target, job.prompts, key=job.seed, max_new_tokens=job.max_new_tokens, block=block, eos=job.inputs["eos"],
+        batch_size=job.batch_size,
     )  # fmt: skip
-    model, losses = train_consistency(job.target, data, key=job.seed, **options, **job.rate)
+    model, losses = train_consistency(job.target, data, key=job.seed, batch_size=job.batch_size, **options, **job.rate)
     numbers = describe_losses(losses)
     save_model(job.folder, model, job.tokenizer)
     return PartResult(f"--target {job.folder} --method ceed_vla --set block={block}", numbers)

@@ -92,7 +92,7 @@ def test_a_trained_head_is_needed(cli, refused, tmp_path):
             "method lud needs pad_token, the id of the padding token that the model was trained with",
         ),
         (("lud", "--set", "pad_token=259"), "--set pad_token must be a token of the model, below 259, not 259"),
-        (("lud", "--set", "pad_token=1", "--set", "slots=-1"), "--set slots must be a whole number of at least 0"),
+        (("lud", "--set", "pad_token=1", "--set", "slots=-1"), "--set slots must be a whole number from 0 to 2048"),
         (("lud", "--set", "pad_token=1", "--temperature", -1), "--temperature must be at least 0"),
         (
             ("lud", "--set", "pad_token=1", "--min-p", 0.1),
@@ -106,6 +106,11 @@ def test_a_trained_head_is_needed(cli, refused, tmp_path):
         (("superposed_decoding", "--temperature", 0), "--temperature must be above 0, not 0"),
         (("superposed_decoding", "--set", "drafts=12"), "--set drafts must be at most candidates, 9, not 12"),
         (("superposed_decoding", "--datastore", "none"), "--datastore"),
+        (
+            ("lud", "--set", "pad_token=1", "--set", "slots=100000000"),
+            "--set slots must be a whole number from 0 to 2048, not 100000000",
+        ),
+        (("ceed_vla", "--set", "block=1000000"), "--set block must be a whole number from 1 to 4096, not 1000000"),
         (("pearl",), "method pearl needs a draft model; add --draft MODEL"),
         (
             ("pearl", "--draft", "draft", "--set", "num_tokens=0"),
@@ -116,6 +121,14 @@ def test_a_trained_head_is_needed(cli, refused, tmp_path):
 )
 def test_refusals_name_the_flag(refused, flags, words):
     assert words in refused("generate", "hello", "--method", *flags, *SHORT)
+
+
+@pytest.mark.parametrize(("flags", "calls"), [((), 1), (("--compare",), 2)])
+def test_a_loop_runs_once_unless_times_are_compared(cli, monkeypatch, flags, calls):
+    run, runs = measure.run_loop, []
+    monkeypatch.setattr(measure, "run_loop", lambda *arguments: runs.append(1) or run(*arguments))
+    document = json.loads(cli("generate", "abcabc", "--method", "ceed_vla", *flags, *SHORT, "--json").out)
+    assert len(runs) == calls and document["tokens_per_second"] > 0
 
 
 def test_pearl_needs_two_devices(refused, monkeypatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specjax.bench import measure, records
-from specjax.bench.near_ties import first_difference
+from specjax.bench import measure, near_ties, records
 from specjax.catalog import METHODS, shared
 from specjax.cli.options.diffusion import Variant
 from specjax.cli.options.prompts import Encoded
@@ -17,7 +16,6 @@ from specjax.cli.runs.environment import peak_memory_bytes
 from specjax.cli.runs.session import Session
 from specjax.diffusion import Denoiser, Procedure
 from specjax.diffusion.procedures import ONE, Reference, are_equal, one_column_per_pass, reference_of
-from specjax.numerics.text_identity import NEAR_TIES, text_identity
 
 
 class DenoiserComparison(BenchRun):
@@ -67,7 +65,7 @@ class DenoiserComparison(BenchRun):
             else (self._run(reference.denoiser, reference.procedure, group))
         )
         for row, text, plain in zip(group.rows, group.runs[method].tokens, run.tokens, strict=True):
-            position = first_difference(text, plain)
+            position = near_ties.first_difference(text, plain)
             if position is not None:
                 pieces = [self.session.tokenizer.decode(tokens[position : position + 1]) for tokens in (text, plain)]
                 yield {
@@ -82,7 +80,7 @@ class DenoiserComparison(BenchRun):
         Where near-ties are possible, texts that differ are listed and not refused.
         """
         runs = self.runs_of(method, task)
-        refused = bool(runs.differences) and text_identity(self.denoiser.target) != NEAR_TIES
+        refused = bool(runs.differences) and near_ties.are_excluded(self.denoiser.target)
         name, options = self.variants[method]
         record = records.denoising_record(
             name,

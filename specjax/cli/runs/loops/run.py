@@ -8,6 +8,7 @@ from typing import Any
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
+from specjax.bench.compilation import count_compilation
 from specjax.catalog import METHODS
 from specjax.cli.options.drafter_flags import NO_FLAGS, MethodOptions
 from specjax.cli.options.prompts import Encoded
@@ -52,26 +53,35 @@ class LoopGeneration(Generation):
         return (LOOP_WIDTH,)
 
     def compile(self, log: Console) -> None:
-        """Run each program once; a loop has no shorter run."""
+        """Run each program once if times are compared; a loop has no shorter run.
+
+        Otherwise the first batch compiles its program, and the time for it is not counted as decoding.
+        """
+        if self.plain is None:
+            return
         shapes = {measure.bucket([row.ids for row in batch]): batch for batch in self.batches}
-        names = f"{self.method.name}{' and plain decoding' if self.plain else ''}"
-        with stage(log, "compiling", f"compiled {names}"):
+        with stage(log, "compiling", f"compiled {self.method.name} and plain decoding"):
             for batch in shapes.values():
                 run = self._measure(batch)
                 self.compile_seconds += run.seconds
-                if self.plain is not None:
-                    plain = self._plain_task(batch, self.plain)
-                    self.plain_compile_seconds += measure.warm_stream(plain)
-        if self.is_measured:
-            count = run.stats.drafted_by_depth.shape[1]
-            log.print(
+                self.plain_compile_seconds += measure.warm_stream(self._plain_task(batch, self.plain))
+
+    def run(self, report: Report) -> None:
+        """Decode all batches and print their texts, and name a draft length that was measured."""
+        super().run(report)
+        if self.is_measured and self.runs:
+            count = self.runs[0].stats.drafted_by_depth.shape[1]
+            report.log.print(
                 f"drafts have {count} tokens, by the times of both models; --num-draft-tokens N sets it", style="dim"
             )
 
     def run_batch(self, number: int, report: Report) -> None:
         """Decode a batch, and print its texts."""
         batch = self.batches[number]
-        run, streams = self._measure(batch), self._text_streams(batch)
+        with count_compilation() as compilation:
+            run = self._measure(batch)
+        self.compile_seconds += compilation.seconds
+        run, streams = run._replace(seconds=run.seconds - compilation.seconds), self._text_streams(batch)
         for row, stream, tokens in zip(batch, streams, run.tokens, strict=True):
             print_heading(row, report.out)
             for token in tokens:
