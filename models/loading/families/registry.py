@@ -11,9 +11,18 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import denoisers, gemma3, llada, llama
-from specjax.models.loading.families.hybrid import bamba, falcon_h1, granite_hybrid, lfm2, mamba2, nemotron_h, qwen3_5
+from specjax.models.loading.families.hybrid import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    mamba2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+)
 
-HYBRIDS = (qwen3_5, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1)
+HYBRIDS = (qwen3_5, qwen3_next, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
@@ -23,6 +32,7 @@ REFUSED = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
     **dict.fromkeys(("kimi_linear", "kimi-linear"), _KDA),
     **dict.fromkeys(("nemotron_h_moe", "granitemoe", "granitemoeshared"), _EXPERTS),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2_moe", "lfm2moe"), _EXPERTS),
     "zamba2": "its attention layers share their weights, which specjax does not support",
 }
 """Architectures that are refused for a reason of their own, in both formats."""

@@ -39,8 +39,8 @@ GROUPS = {
         bos_token_id cls_token_id eos_token_id pad_token_id sep_token_id unk_token_id""",
     "inputs other than text": """
         boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index mm_tokens_per_image
-        multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config vision_feature_layer
-        vision_feature_select_strategy""",
+        multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
+        vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_start_token_id""",
     "facts that the tensors show, or about training, also in GGUF files and nested objects": """
         finetuned rope.scaling.finetuned tensor_data_layout vocab_size""",
 }

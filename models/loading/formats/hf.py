@@ -44,7 +44,9 @@ SHARD_NAME = r"[^/\\\0]+"  # a file name in the same folder, without its suffix
 PARTS = frozenset({*INTEGERS, *CODES})
 """Storage formats of parts of quantised matrices."""
 
-_NON_TEXT_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_NON_TEXT_PREFIXES = tuple(
+    prefix + module for prefix in ("", "model.") for module in ("vision_tower.", "multi_modal_projector.", "visual.")
+)
 
 
 def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:

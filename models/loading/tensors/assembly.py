@@ -318,7 +318,7 @@ def _read_arrays(
 ) -> list[np.ndarray]:
     """Read stored rows as the arrays of a parameter. Changes are computed in float32, before rounding."""
     if form is not None:
-        return jax.tree.leaves(read_quantized_rows(tensor, start, stop, form))
+        return jax.tree.leaves(read_quantized_rows(tensor, start, stop, form, stored.columns))
     rows = read_rows(tensor, start, stop)
     rows = rows[:, 0] if stored.unit_axis else rows
     rows = rows if stored.columns is None else rows[:, stored.columns]

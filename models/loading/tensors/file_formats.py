@@ -7,10 +7,12 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from specjax.errors import CheckpointWarning
 from specjax.models.bridge import Config
 from specjax.models.loading.tensors.assembly import Checkpoint, list_parameters
-from specjax.models.loading.tensors.tensors import LazyTensor, QuantizedTensor
+from specjax.models.loading.tensors.tensors import LazyTensor, QuantizedTensor, groups_in_order
 from specjax.models.storage import JOINED, MIN_GROUP, stored_format, with_quantized
 from specjax.numerics.quantized_array import WeightFormat
 
@@ -61,10 +63,18 @@ def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
     formats: Formats = {}
     for parameter in list_parameters(checkpoint._replace(config=separate)):
         if parameter.keys[-1] == "weight" and len(parameter.shape) == 2:
-            tensor = checkpoint.tensors[parameter.parts[0].stored.name]
-            form = stored_format(tensor.form, platform) if isinstance(tensor, QuantizedTensor) else None
+            stored = parameter.parts[0].stored
+            tensor = checkpoint.tensors[stored.name]
+            keeps = isinstance(tensor, QuantizedTensor) and keeps_groups(tensor, stored.columns)
+            form = stored_format(tensor.form, platform) if keeps else None
             formats[".".join(map(str, parameter.keys[:-1]))] = form
     return formats
+
+
+def keeps_groups(tensor: QuantizedTensor, columns: np.ndarray | None) -> bool:
+    """Return True if the groups of a matrix stay whole when its columns are reordered. None: they are not."""
+    group = tensor.form.group
+    return columns is None or group is None or groups_in_order(columns, group) is not None
 
 
 def _by_pattern(formats: Formats) -> tuple[Formats, bool]:

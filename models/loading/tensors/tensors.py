@@ -114,12 +114,38 @@ def as_vector(tensor: StoredArray) -> LazyTensor:
     return LazyTensor(tensor.file, (math.prod(tensor.shape),), rows)
 
 
-def read_quantized_rows(tensor: StoredArray, start: int, stop: int, form: WeightFormat) -> QuantizedArray:
-    """Read rows of a matrix in a format. Rows that are stored in another form are rounded to it."""
+def read_quantized_rows(
+    tensor: StoredArray, start: int, stop: int, form: WeightFormat, columns: np.ndarray | None = None
+) -> QuantizedArray:
+    """Read rows of a matrix in a format. Rows that are stored in another form are rounded to it.
+
+    columns: int[columns], the column of the file of each column of the matrix. A file in the same format must keep the
+      columns of a group together, see `groups_in_order`.
+    """
     if not isinstance(tensor, QuantizedTensor) or not tensor.form.has_values_of(form):
-        return quantize_rows(read_rows(tensor, start, stop), form)
+        values = read_rows(tensor, start, stop)
+        return quantize_rows(values if columns is None else values[:, columns], form)
     rows = tensor.rows(start, stop)
-    return dataclasses.replace(rows, values=rows.values.astype(jnp.dtype(form.values)))
+    rows = dataclasses.replace(rows, values=rows.values.astype(jnp.dtype(form.values)))
+    return rows if columns is None else _reorder_columns(rows, columns)
+
+
+def _reorder_columns(rows: QuantizedArray, columns: np.ndarray) -> QuantizedArray:
+    groups = groups_in_order(columns, len(columns) // rows.scales.shape[1])
+    assert groups is not None
+    of_groups = lambda x: None if x is None else x[:, groups]
+    return dataclasses.replace(
+        rows, values=rows.values[:, columns], scales=of_groups(rows.scales), offsets=of_groups(rows.offsets)
+    )
+
+
+def groups_in_order(columns: np.ndarray, size: int) -> np.ndarray | None:
+    """Return the group of the file of each group of columns; None if columns of a group come from different groups.
+
+    size: number of columns in a group.
+    """
+    by_group = columns.reshape(-1, size) // size
+    return by_group[:, 0] if (by_group == by_group[:, :1]).all() else None
 
 
 def equal_values(first: StoredArray, second: StoredArray) -> bool:

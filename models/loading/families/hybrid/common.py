@@ -198,3 +198,36 @@ def gguf_rotary_dim(meta: ConfigFields, head_dim: int) -> int | None:
             f"{head_dim}, the size of a head"
         )
     return None if rotary_dim == head_dim else rotary_dim
+
+
+def gguf_kinds(
+    shapes: Mapping[str, tuple[int, ...]], layers: int, kinds: Mapping[str, LayerKind], where: str
+) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer by its tensors.
+
+    Args:
+      kinds: kinds by a part of the name of a tensor that only they have, such as "ssm_out".
+
+    Raises: UsageError for a layer that has no such tensor, or several.
+    """
+
+    def of_layer(layer: int) -> LayerKind:
+        matches = [kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in shapes]
+        if len(matches) != 1:
+            raise UsageError(f"{where} must have one of {', '.join(kinds)} in its layer {layer}, but has {len(matches)}")
+        return matches[0]
+
+    return tuple(of_layer(layer) for layer in range(layers))
+
+
+def gguf_sizes_of_model(meta: ConfigFields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the fields of a config that all families have, from the metadata of a GGUF file."""
+    meta.skip("feed_forward_length", "vocab_size", "attention.value_length")  # the tensors show them
+    return {
+        "vocab_size": gguf_rows(shapes, "token_embd.weight", meta.where),
+        "width": meta.size("embedding_length", maximum=WIDTH),
+        "num_layers": meta.size("block_count", maximum=LAYERS),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon", maximum=1.0),
+        "tied": "output.weight" not in shapes,
+        "max_positions": meta.size("context_length"),
+    }

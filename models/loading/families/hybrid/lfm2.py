@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specjax.errors import UsageError
 from specjax.models.hybrid.config import HybridConfig, LayerKind
 from specjax.models.loading.families import rope
@@ -10,10 +12,10 @@ from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 
 HF_TYPES = ("lfm2",)
-GGUF_TYPES = ()
-MODEL_TYPES = HF_TYPES
+GGUF_TYPES = MODEL_TYPES = HF_TYPES
 
 CONVOLUTION, FULL = "conv", "full_attention"
+KINDS = {CONVOLUTION: LayerKind("short_convolution"), FULL: LayerKind("attention")}
 
 FIELDS = {
     "vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 32,
@@ -43,6 +45,16 @@ NAMES = common.by_path(
         },
         "layers.*.recurrent.convolution.bias": _LAYER + "conv.conv.bias",
     },
+    gguf={
+        "norm.weight": "token_embd_norm.weight",  # the final norm, in spite of its name
+        "layers.*.recurrent.convolution.kernel": "blk.*.shortconv.conv.weight",
+        "layers.*.recurrent.convolution.bias": "blk.*.shortconv.conv.bias",
+        **{
+            f"layers.*.recurrent.{ours}.{part}": f"blk.*.shortconv.{name}.{part}"
+            for ours, name in (("input", "in_proj"), ("out", "out_proj"))
+            for part in ("weight", "bias")
+        },
+    },
 )
 
 
@@ -51,6 +63,11 @@ def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     stored = {path: StoredTensor(row.hf) for path, row in NAMES.items()}
     stored["layers.*.recurrent.convolution.kernel"] = common.convolution(_LAYER + "conv.conv.weight")
     return stored
+
+
+def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
+    """Map parameter paths to tensors of a GGUF file."""
+    return {path: StoredTensor(row.gguf) for path, row in NAMES.items()}
 
 
 def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
@@ -65,10 +82,9 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     by_index = lambda: [FULL if i in attends else CONVOLUTION for i in range(layers)]
     names = common.layer_names(hf, layers, by_index, (CONVOLUTION, FULL))
     base, scaling, _ = rope.rotary_from_hf(hf, sizes["head_dim"], base=1_000_000.0, layer_type=FULL)
-    kinds = {CONVOLUTION: LayerKind("short_convolution"), FULL: LayerKind("attention")}
     return HybridConfig(
         **sizes,
-        kinds=tuple(kinds[name] for name in names),
+        kinds=tuple(KINDS[name] for name in names),
         convolution_kernel=hf.size("conv_L_cache", minimum=2, maximum=64),
         convolution_bias=hf.flag("conv_bias"),
         mlp_width=_mlp_width(hf),
@@ -94,3 +110,53 @@ def _mlp_width(hf: ConfigFields) -> int:
     if rounded > ROWS:
         raise UsageError(f"{hf.where} describes an MLP of {rounded} units, which must be at most {ROWS}")
     return rounded
+
+
+def config_to_hf(c: HybridConfig) -> dict[str, Any]:
+    """Return the fields that `config_from_hf` reads, with the adjusted width of the MLP."""
+    return common.attention_to_hf(c) | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "intermediate_size": c.mlp_width,
+        "block_ff_dim": c.mlp_width,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": [FULL if kind.attends else CONVOLUTION for kind in c.kinds],
+        "conv_L_cache": c.convolution_kernel,
+        "conv_bias": c.convolution_bias,
+        "rope_parameters": rope.to_rope_parameters(rope.rotary_to_hf(c.rope_base, c.rope_scaling)),
+        "norm_eps": c.norm_eps,
+        "tie_embedding": c.tied,
+    }
+
+
+def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> HybridConfig:
+    """Build a config from the metadata of a file of one of GGUF_TYPES.
+
+    Args:
+      shapes: shapes of the file's tensors.
+      factors: its tensors of rope.GGUF_DIVISORS, which must be empty.
+    """
+    where = meta.where
+    common.refuse_experts(meta, "expert_count")
+    if factors:
+        raise UsageError(f"{where} has a {min(factors)}, which specjax does not support for LFM2")
+    sizes = common.gguf_sizes_of_model(meta, shapes)
+    base, scaling = rope.rotary_from_gguf(meta)
+    kinds = {"shortconv.conv": KINDS[CONVOLUTION], "attn_q": KINDS[FULL]}
+    layers = common.gguf_kinds(shapes, sizes["num_layers"], kinds, where)
+    attention = common.gguf_attention(meta, sizes["width"])
+    if common.gguf_rotary_dim(meta, attention["head_dim"]) is not None:
+        raise UsageError(f"{where} rotates a part of each head, which specjax does not support for LFM2")
+    return HybridConfig(
+        **sizes,
+        **attention,
+        kinds=layers,
+        convolution_kernel=meta.size("shortconv.l_cache", minimum=2, maximum=64),
+        convolution_bias=any(name.endswith("shortconv.conv.bias") for name in shapes),
+        mlp_width=common.gguf_mlp_width(shapes, layers, where),
+        rope_base=base,
+        rope_scaling=scaling,
+        qk_norm=True,
+        model_type="lfm2",
+        **options,
+    )

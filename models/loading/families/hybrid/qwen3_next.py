@@ -1,0 +1,126 @@
+"""Qwen3-Next without experts: the layers of Qwen3.5, with two joined input projections whose rows go by key heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import UsageError
+from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig
+from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families.hybrid import common, delta_fields
+from specjax.models.loading.tensors.assembly import StoredTensor
+
+HF_TYPES = MODEL_TYPES = ("qwen3_next",)
+GGUF_TYPES = ("qwen3next",)
+
+FIELDS = {
+    "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "num_experts": 512,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+"""Defaults of the class of transformers."""
+
+OF_EXPERTS = (
+    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
+    "output_router_logits", "router_aux_loss_coef",
+)  # fmt: skip
+"""Fields without effect in a model without experts."""
+
+_RECURRENT = "layers.*.recurrent."
+
+
+def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
+    """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
+    layer = "model.layers.*.linear_attn."
+    stored = delta_fields.stored_hf(config)
+    return stored | joined_inputs(config, layer + "in_proj_qkvz.weight", layer + "in_proj_ba.weight")
+
+
+def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
+    """Map parameter paths to tensors of a GGUF file.
+
+    The converter joins the heads of queries, keys and values in one matrix, and has the gate in another one.
+    """
+    stored = delta_fields.stored_gguf(config) | joined_inputs(config, "blk.*.ssm_in.weight", "blk.*.ssm_ba.weight")
+    return stored | {
+        _RECURRENT + "convolved.weight": StoredTensor("blk.*.attn_qkv.weight"),
+        _RECURRENT + "output_gate.weight": StoredTensor("blk.*.attn_gate.weight"),
+    }
+
+
+def joined_inputs(config: HybridConfig, qkvz: str, ba: str) -> dict[str, StoredTensor]:
+    """Map the input projections to two matrices with groups of rows, one group for each key head.
+
+    A group has the rows of the query, the key, the values and the gates of its heads, or those of beta and of alpha.
+    """
+    sizes = config.gated_delta
+    if sizes is None:
+        return {}
+    convolved, gate, beta, alpha = grouped_rows(sizes)
+    wide, narrow = len(convolved) + len(gate), len(beta) + len(alpha)
+    return {
+        _RECURRENT + "convolved.weight": StoredTensor(qkvz, rows=wide, order=convolved),
+        _RECURRENT + "output_gate.weight": StoredTensor(qkvz, rows=wide, order=gate),
+        _RECURRENT + "beta.weight": StoredTensor(ba, rows=narrow, order=beta),
+        _RECURRENT + "alpha.weight": StoredTensor(ba, rows=narrow, order=alpha),
+    }
+
+
+def grouped_rows(sizes: GatedDeltaSizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of the joined matrices that the convolution, the gate, beta and alpha have."""
+    groups, repeats = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
+    keys, values = sizes.key_dim, repeats * sizes.value_dim
+    part = lambda size, first: common.head_rows(groups, size, 2 * (keys + values), first)
+    convolved = np.concatenate([part(keys, 0), part(keys, keys), part(values, 2 * keys)])
+    beta, alpha = (common.head_rows(groups, repeats, 2 * repeats, first) for first in (0, repeats))
+    return convolved, part(values, 2 * keys + values), beta, alpha
+
+
+def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
+    """Build a config from the config.json of one of HF_TYPES.
+
+    `options`: dtype, cache_dtype, name, and those of `storage_options`.
+
+    Raises: UsageError if a layer has experts.
+    """
+    hf = hf.with_defaults(FIELDS)
+    refuse_experts(hf)
+    return delta_fields.config_from_hf(hf, FIELDS, model_type="qwen3_next", **options)
+
+
+def refuse_experts(hf: ConfigFields) -> None:
+    """Check that no layer has experts. Raises: UsageError with the number of layers that have them."""
+    experts, step = hf.size("num_experts", minimum=0, maximum=ROWS), hf.size("decoder_sparse_step")
+    dense, layers = hf.array("mlp_only_layers", int), hf.size("num_hidden_layers")
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0] if experts else []
+    if sparse:
+        raise UsageError(
+            f"{hf.where} has {experts} experts in {len(sparse)} of its {layers} layers (num_experts, "
+            "decoder_sparse_step, mlp_only_layers), and specjax does not support mixtures of experts; use a dense model"
+        )
+    hf.skip(*OF_EXPERTS)
+
+
+def config_to_hf(c: HybridConfig) -> dict[str, Any]:
+    """Return the fields that `config_from_hf` reads."""
+    return delta_fields.config_to_hf(c) | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 0,
+        "mlp_only_layers": list(range(c.num_layers)),
+    }
+
+
+def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> HybridConfig:
+    """Build a config from the metadata of a file of one of GGUF_TYPES.
+
+    Args:
+      shapes: shapes of the file's tensors.
+      factors: its tensors of rope.GGUF_DIVISORS, which must be empty.
+    """
+    meta.skip("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+    return delta_fields.config_from_gguf(meta, shapes, factors, model_type="qwen3_next", **options)

@@ -1,0 +1,29 @@
+"""Saved models of Qwen3.5, Qwen3-Next and LFM2: transformers and specjax read them back."""
+
+import jax
+import numpy as np
+import pytest
+from hybrid_models import MAKERS, torch, transformers, varied
+
+from specjax import models
+from specjax.models.loading.formats import hf
+from specjax.models.loading.formats.writing import save_model
+from specjax.models.loading.tensors.assembly import assemble
+from specjax.types import Target
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_saved_models_are_equal_to_the_bit(name, tmp_path):
+    model = varied(MAKERS[name])
+    model.save_pretrained(tmp_path / "original")
+    loaded = hf.read(tmp_path / "original", dtype="float32", stacked=name == "qwen3_5")
+    params = assemble(loaded)
+    save_model(tmp_path / "saved", Target(models.make_model(loaded.config), params))
+    again = hf.read(tmp_path / "saved", dtype="float32", stacked=name == "qwen3_5")
+    assert again.config == loaded.config
+    for first, second in zip(jax.tree.leaves(params), jax.tree.leaves(assemble(again)), strict=True):
+        np.testing.assert_allclose(first, second, rtol=3e-7)  # decays are stored as logarithms
+    tokens = torch.arange(12)[None]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(reference(tokens).logits, model(tokens).logits, atol=2e-6)
