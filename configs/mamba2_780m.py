@@ -19,7 +19,7 @@ def get_config(dtype: str = "bfloat16") -> HybridConfig:
         mamba2=Mamba2Sizes(num_heads=48, head_dim=64, num_groups=1, state_dim=128),
         norm_eps=1e-5,
         tied=True,
-        max_positions=1048576,
+        max_positions=262144,
         dtype=dtype,
         stacked=True,
         model_type="mamba2",

@@ -112,7 +112,7 @@ def split_qkvz(w, c, *, joined):
 
 
 def tiled(module, w, c):
-    """Return a tensor of a gated delta net with its value heads in the order of llama.cpp: one of each key head in turn."""
+    """Return a tensor of a gated delta net with its value heads in llama.cpp's order: one of each key head in turn."""
     heads, values = c.linear_num_key_heads, c.linear_value_head_dim
     by_repeat = lambda x, size: np.swapaxes(x.reshape(heads, -1, size, *x.shape[1:]), 0, 1).reshape(x.shape)
     keys = 2 * heads * c.linear_key_head_dim

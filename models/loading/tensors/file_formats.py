@@ -65,8 +65,10 @@ def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
         if parameter.keys[-1] == "weight" and len(parameter.shape) == 2:
             stored = parameter.parts[0].stored
             tensor = checkpoint.tensors[stored.name]
-            keeps = isinstance(tensor, QuantizedTensor) and keeps_groups(tensor, stored.columns)
-            form = stored_format(tensor.form, platform) if keeps else None
+            if isinstance(tensor, QuantizedTensor) and keeps_groups(tensor, stored.columns):
+                form = stored_format(tensor.form, platform)
+            else:
+                form = None
             formats[".".join(map(str, parameter.keys[:-1]))] = form
     return formats
 

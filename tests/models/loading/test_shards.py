@@ -52,7 +52,7 @@ def test_only_rows_that_are_needed_are_read(tmp_path, monkeypatch):
     values = np.zeros((4, 1), np.float32)
     write = lambda rows, start, source, add=0.0: assembly._write_rows(
         [[((rows, slice(1, 2)), values)]],
-        functools.partial(assembly._read_arrays, tensor, add=add),
+        functools.partial(assembly._read_arrays, tensor, assembly.StoredTensor("weights", add=add)),
         start,
         start + 4,
         source,

@@ -31,6 +31,12 @@ PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "sdar_4b": 4_411_424_256,
     "smollm2_135m": 134_515_008,
+    # Hybrid models, text only. No file was at hand: these are the shapes of the configs, near the sizes in the names.
+    "lfm2_1_2b": 1_170_340_608,
+    "mamba2_780m": 780_161_280,
+    "qwen3_5_0_8b": 752_393_024,
+    "qwen3_5_4b": 4_205_751_296,
+    "qwen3_5_9b": 8_953_803_264,
 }
 
 

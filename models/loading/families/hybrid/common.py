@@ -214,7 +214,9 @@ def gguf_kinds(
     def of_layer(layer: int) -> LayerKind:
         matches = [kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in shapes]
         if len(matches) != 1:
-            raise UsageError(f"{where} must have one of {', '.join(kinds)} in its layer {layer}, but has {len(matches)}")
+            raise UsageError(
+                f"{where} must have one of {', '.join(kinds)} in its layer {layer}, but has {len(matches)}"
+            )
         return matches[0]
 
     return tuple(of_layer(layer) for layer in range(layers))
