@@ -32,13 +32,13 @@ _HEARTBEAT_KEYS = "specjax/hosts/alive"
 _FAILURE_KEYS = "specjax/hosts/failed"
 _FINISHED = "finished"
 _EXIT = "exit-"
-"""Prefix of the key for the code of a host's `SystemExit`, which is no failure yet: the host may continue."""
+"""Prefix of the key for the code of a host's `sys.exit`, which is no failure yet: the host may continue."""
 _COORDINATOR = "coordinator"
 _COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 _ended = threading.Event()
 _connection_failed = threading.Event()
 _exit_code: int | None = None
-"""Code of the last `SystemExit` of the main thread, if it was not 0 and the program has not continued since."""
+"""Code of the last `sys.exit` of the main thread, if it was not 0 and the program has not continued since."""
 
 
 def initialize(
@@ -372,32 +372,23 @@ def _start_monitor(heartbeat: float) -> None:
     thread.start()
     atexit.register(end)  # runs before JAX leaves the cluster
     sys.excepthook = _wrap_excepthook(sys.excepthook)
-    sys.exit = _exit
-    builtins.SystemExit = RecordedExit  # type: ignore[misc]  # of `raise SystemExit`, and of `exit` and `quit`
+    sys.exit = _record_exit
+    for name in ("exit", "quit"):  # which the module site defines, except in frozen programs
+        if hasattr(builtins, name):
+            setattr(builtins, name, _record_exit)
 
 
-_SystemExit = SystemExit
-
-
-class RecordedExit(_SystemExit):
-    """An exit of the program, whose code is stored.
+def _record_exit(status: Any = None, /) -> NoReturn:
+    """Do the work of `sys.exit`, and store its code.
 
     A host that ends with an error ends the others, which would wait for it in a collective. Python does not pass the
     code to functions of `atexit`.
     """
-
-    def __init__(self, *arguments: Any):
-        """Store the code if this is the main thread, whose exits end the program."""
-        global _exit_code
-        super().__init__(*arguments)
-        if threading.current_thread() is threading.main_thread():
-            code = self.code if isinstance(self.code, int) else int(self.code is not None)
-            _exit_code = code & 0xFF or None
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    """Do the work of `sys.exit`."""
-    raise RecordedExit(status)
+    global _exit_code
+    if threading.current_thread() is threading.main_thread():
+        code = status if isinstance(status, int) else int(status is not None)
+        _exit_code = code & 0xFF or None
+    raise SystemExit(status)
 
 
 def _wrap_excepthook(show):

@@ -91,8 +91,6 @@ def rounds(address: str, count: str, host: str, failing: str = "none") -> None:
             raise ValueError("this host has no room left")
         if number == 2 and failing == f"exit {host}":
             sys.exit(5)
-        if number == 2 and failing == f"raise {host}":
-            raise SystemExit(5)
         if number == 2 and failing == f"caught {host}":
             with contextlib.suppress(SystemExit):
                 sys.exit(5)

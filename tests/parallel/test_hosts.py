@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import threading
 import time
@@ -168,10 +167,8 @@ def test_an_exception_on_one_host_ends_the_other(failing):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["exit", "raise"])
-def test_an_exit_of_one_host_ends_the_other(way):
-    """`sys.exit(5)` and a bare `raise SystemExit(5)` are the same."""
-    with Hosts(2, "rounds", *ADDRESS, f"{way} 1") as running:
+def test_sys_exit_on_one_host_ends_the_other():
+    with Hosts(2, "rounds", *ADDRESS, "exit 1") as running:
         first, second = running.wait(timeout=120)
     assert second.code == 5 and "Traceback" not in second.err
     assert first.code == hosts.EXIT_OTHER_HOST_FAILED
@@ -300,18 +297,13 @@ def test_the_calls_of_many_hosts_grow_with_their_number(monkeypatch):
 
 
 def test_the_code_of_sys_exit_is_stored_until_the_program_goes_on(monkeypatch):
-    def leave(status):
-        raise SystemExit(status)  # the class of the program, which `initialize` replaces
-
     monkeypatch.setattr(hosts, "_exit_code", None)
-    monkeypatch.setattr(builtins, "SystemExit", hosts.RecordedExit)
-    for way in (hosts._exit, leave):
-        for status, code in ((0, None), (None, None), (3, 3), ("reason", 1), (True, 1), (-1, 255), (256, None)):
-            with pytest.raises(SystemExit) as error:
-                way(status)
-            assert error.value.code == status and hosts._exit_code == code
+    for status, code in ((0, None), (None, None), (3, 3), ("reason", 1), (True, 1), (-1, 255), (256, None)):
+        with pytest.raises(SystemExit) as error:
+            hosts._record_exit(status)
+        assert error.value.code == status and hosts._exit_code == code
     with pytest.raises(SystemExit):
-        leave(3)
+        hosts._record_exit(3)
     parallel.check_same(1, "numbers")
     assert hosts._exit_code is None
 
