@@ -173,9 +173,9 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     limit = jnp.minimum(limit, jnp.where(state.done, 0, jnp.maximum(state.stop - state.length - 1, 0)))
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
+    contract_checks.check_tree(drafter, tree, batch, vocab_size)
     if tree.logits is not None and (any(parts.keep) or parts.controller.reads_signals):
         tree = tree._replace(logits=all_rows(tree.logits))
-    contract_checks.check_tree(drafter, tree, batch, vocab_size)
     violations = None
     if parts.keep.violations:
         violations = value_checks.find_draft_violations(tree, drafter.traits.draws, context.root, limit, vocab_size)

@@ -234,7 +234,7 @@ def test_prompts_that_cannot_be_filled():
 
 def test_usage_errors():
     model = exact(JOINT)
-    with pytest.raises(UsageError, match="window must be a whole number of at least 1, not 0"):
+    with pytest.raises(UsageError, match="window must be a whole number from 1 to 4096, not 0"):
         any_subset(model, *blank(1, 3), key=jax.random.key(0), window=0)
     with pytest.raises(UsageError, match=r"must both be \[B, S\]"):
         any_subset(model, jnp.zeros((1, 3)), jnp.ones((1, 2)), key=jax.random.key(0))

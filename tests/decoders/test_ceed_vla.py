@@ -85,7 +85,7 @@ def test_passes_add_up():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"block": 0}, "block must be a whole number of at least 1, not 0"),
+        ({"block": 0}, "block must be a whole number from 1 to 4096, not 0"),
         ({"iterations": 0}, "iterations must be a whole number of at least 1, not 0"),
     ],
 )

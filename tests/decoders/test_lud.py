@@ -130,8 +130,8 @@ def test_hidden_places_are_what_is_learnt():
     ("options", "words"),
     [
         ({"pad_token": 64}, "pad_token must be a token of the model, below 64, not 64"),
-        ({"slots": -1}, "slots must be a whole number of at least 0, not -1"),
-        ({"slots": 1.5}, "slots must be a whole number of at least 0, not 1.5"),
+        ({"slots": -1}, "slots must be a whole number from 0 to 2048, not -1"),
+        ({"slots": 1.5}, "slots must be a whole number from 0 to 2048, not 1.5"),
         ({"repeats": 0.5}, "repeats must be a whole number of at least 0, not 0.5"),
     ],
 )
