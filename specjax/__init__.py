@@ -13,6 +13,7 @@ import importlib.util
 _HOMES = {
     "METHODS": "catalog.methods",
     "VERIFIERS": "verifiers",
+    "Cancel": "serving.requests",
     "Capabilities": "types",
     "Controller": "types",
     "DecodeResult": "engine.results",

@@ -37,6 +37,7 @@ from specjax.planning import compile_report as compile_report
 from specjax.planning import plan as plan
 from specjax.serving.batch import Served as Served
 from specjax.serving.detokenizer import Detokenizer as Detokenizer
+from specjax.serving.requests import Cancel as Cancel
 from specjax.serving.requests import Request as Request
 from specjax.serving.requests import arrivals as arrivals
 from specjax.types import Capabilities as Capabilities

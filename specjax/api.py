@@ -38,6 +38,8 @@ from specjax.persistence.program_cache import ProgramCache, programs_of
 from specjax.serving.batch import Served
 from specjax.serving.detokenizer import TextDecoder
 from specjax.serving.loop import serve_requests
+from specjax.serving.pace import MAX_SLOWDOWN
+from specjax.serving.prefixes import PREFIX_GIB
 from specjax.serving.requests import Limits, Request, processor_settings, row_settings
 from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
 from specjax.verifiers import Verifier
@@ -382,8 +384,10 @@ def serve(
     tokenizer: TextDecoder | None = None,
     inputs: PyTree = None,
     programs: ProgramCache | None = None,
+    prefix_gib: float = PREFIX_GIB,
+    max_slowdown: float = MAX_SLOWDOWN,
     **settings: Any,
-) -> Generator[Served, PyTree, None]:
+) -> Generator[Served, Any, None]:
     """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
 
     Only the first request compiles programs, for any lengths and settings of later requests. The parameters that the
@@ -398,6 +402,9 @@ def serve(
       tokenizer: an object with `decode(ids) -> str`, to return text (`Served.text`) and to support stop strings.
       inputs: example inputs of one request, for their shapes, if the model reads any (`Request.inputs`).
       programs: as in `stream`.
+      prefix_gib: GiB of device memory for chunks of prompts that were read. A prompt that begins with the same chunks,
+        such as a system prompt or the history of a chat, does not read them again. Its text is the same, to the bit.
+      max_slowdown: the largest mean time between two tokens of a row while other prompts are read, in times without.
       settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity
         apply to all requests. The others are defaults, which a request can override. Requests can have a min_p or
         processors only if `serve` has them too (min_p=0, or processors without effect), because only these are
@@ -405,8 +412,9 @@ def serve(
 
     Yields: Served. A request that does not fit is refused (`Served.error`), and the others continue.
 
-    Sends: new parameters of the drafter, or None, with `generator.send`. They apply from the next step on. Use it for
-      drafters that are trained while they serve (`specjax.training.methods.online`).
+    Sends: None, `Cancel(number of a request)`, or new parameters of the drafter, with `generator.send`. The requests
+      may yield `Cancel` too. Parameters apply from the next step on. Use them for drafters that are trained while they
+      serve (`specjax.training.methods.online`).
 
     On several hosts, each host must pass the same requests at the same times, and each one receives all texts.
 
@@ -426,4 +434,8 @@ def serve(
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
-    return serve_requests(job, requests, limits, programs)
+    for name, value, least in (("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1)):
+        if not least <= value < float("inf"):
+            raise UsageError(f"{name} must be a number of at least {least}, not {value}")
+    options = {"prefix_bytes": int(prefix_gib * 2**30), "max_slowdown": max_slowdown}
+    return serve_requests(job, requests, limits, programs, **options)

@@ -29,12 +29,17 @@ class DecodeLoop(NamedTuple):
     `step(parts, state) -> (DecodeState, Info)` runs one pass of the target.
     `axes(parts, state)` returns the position of the batch axis in each array of the state.
     `result(state, lengths[B], result) -> result` adds the fields of this loop to a `DecodeResult`.
+    `begin` and `read` are the two parts of `init`, so that `serve` can read a prompt between steps. `begin` takes the
+    arguments of `init` and reads no token. `read(parts, state, start, size, inputs) -> state` reads `size` tokens.
+    None: `serve` reads prompts with `init`.
     """
 
     init: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, Info]]
     axes: Callable[..., DecodeState]
     result: Callable[..., Any] = lambda state, lengths, result: result
+    begin: Callable[..., DecodeState] | None = None
+    read: Callable[..., DecodeState] | None = None
 
 
 class LoopParts(Protocol):

@@ -50,14 +50,32 @@ def prefill_and_read(
 
     Returns: the cache and the final state.
     """
-    batch, options = tokens.shape[0], {"taps": taps} if taps else {}
+    read_chunk = chunk_reader(model, params, tokens, count, read, taps=taps)
+    wide = wide_chunk(len(tokens), slots=tokens.shape[1])
+    return in_chunks(read_chunk, (cache, state), jnp.max(count), wide, CHUNK)
+
+
+def chunk_reader(
+    model: Model,
+    params: PyTree,
+    tokens: Array,
+    count: Array,
+    read: Callable[[PyTree, Array, Array, Output], PyTree],
+    *,
+    taps: tuple[int, ...] = (),
+) -> Callable[[Array, int, tuple[PyTree, PyTree]], tuple[PyTree, PyTree]]:
+    """Return `read_chunk(start, size, (cache, state))`, which commits `size` tokens of the prompts from `start` on.
+
+    The arguments are those of `prefill_and_read`. `start` is int32[].
+    """
+    options = {"taps": taps} if taps else {}
 
     def read_chunk(start: Array, size: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         cache, state = carry
         offset = jnp.arange(size)
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-        places = jnp.broadcast_to(offset, (batch, size))
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (len(tokens), size, size))
+        places = jnp.broadcast_to(offset, (len(tokens), size))
         output, pending = model.forward(params, window, cache, positions=start + places, mask=mask, **options)
         num_new = jnp.clip(count - start, 0, size)
         committed, new_state = model.commit(cache, pending, places, num_new), read(state, window, num_new, output)
@@ -65,7 +83,7 @@ def prefill_and_read(
         contract_checks.check_same("the drafter's prefill", state, new_state)
         return committed, new_state
 
-    return in_chunks(read_chunk, (cache, state), jnp.max(count), wide_chunk(batch, slots=tokens.shape[1]), CHUNK)
+    return read_chunk
 
 
 def in_chunks(

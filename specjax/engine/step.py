@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from specjax.arrays.indexing import take_along
 from specjax.controllers.fixed import fixed
 from specjax.engine import contract_checks, value_checks
 from specjax.engine.job import DecodeLoop, Parts
-from specjax.engine.prefill import CHUNK, prefill_and_read
+from specjax.engine.prefill import CHUNK, chunk_reader, in_chunks, wide_chunk
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, entropy, fold_in
@@ -72,35 +73,58 @@ def init(
       tokens: int32[B, L], with `buffer_size` slots. length, keys, stop, inputs: as in `Job`.
       beside: state of a running batch that the new rows will join. Arrays shared by all rows are taken from it.
     """
+    state = begin(parts, tokens, length, keys, stop, inputs)
+    if beside is not None:
+        state = batch_axes.with_shared(state, beside, axes(parts, state))
+    wide = wide_chunk(len(tokens), slots=tokens.shape[1])
+    carry = in_chunks(_reader(parts, state, inputs), (state.cache, state.draft), jnp.max(_unread(length)), wide, CHUNK)
+    return state._replace(cache=carry[0], draft=carry[1])
+
+
+@on_mesh
+def begin(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, inputs: PyTree = None) -> DecodeState:
+    """Return the state of prompts of which no token is read yet. The arguments are those of `init`."""
     batch, size = tokens.shape
     target, drafter = parts.target, parts.drafter
-    noise = keys if parts.coupled else None
-    context = Context(tokens, length, parts.sampling, noise, target=target, inputs=inputs)
-    cache = target.model.start_cache(target.params, inputs, length, size)
-    draft, control = drafter.init(drafter.params, context), parts.controller.init(batch)
-    if beside is not None:
-        cache = batch_axes.with_shared(cache, beside.cache, target.model.axes(cache))
-        draft = batch_axes.with_shared(draft, beside.draft, drafter.hooks.axes(draft))
-        control = batch_axes.with_shared(control, beside.control, parts.controller.axes(control))
-
-    hook = drafter.hooks.prefill
-    read = lambda draft, *chunk: draft if hook is None else hook(drafter.params, draft, context, *chunk)
-    count = jnp.maximum(length - 1, 0)
-    cache, draft = prefill_and_read(
-        target.model, target.params, cache, tokens, count, read, draft, taps=drafter.traits.taps
-    )
     return DecodeState(
         tokens=tokens,
         length=length,
         done=length >= stop,
         keys=keys,
         stop=stop,
-        cache=cache,
-        draft=draft,
-        control=control,
+        cache=target.model.start_cache(target.params, inputs, length, size),
+        draft=drafter.init(drafter.params, _prompt_context(parts, tokens, length, keys, inputs)),
+        control=parts.controller.init(batch),
         finite=jnp.ones((batch,), bool),
         processed=pipeline.init_states(parts.processors, tokens, length, target.model.vocab_size),
     )
+
+
+@on_mesh
+def read(parts: Parts, state: DecodeState, start: Array, size: int, inputs: PyTree = None) -> DecodeState:
+    """Read `size` tokens of the prompts from `start` int32[] on, of a state that `begin` returned."""
+    cache, draft = _reader(parts, state, inputs)(start, size, (state.cache, state.draft))
+    return state._replace(cache=cache, draft=draft)
+
+
+def _reader(parts: Parts, state: DecodeState, inputs: PyTree) -> Callable:
+    """Return the `chunk_reader` of the prompts. The drafter's prefill hook reads each chunk too."""
+    target, drafter, hook = parts.target, parts.drafter, parts.drafter.hooks.prefill
+    context = _prompt_context(parts, state.tokens, state.length, state.keys, inputs)
+    read = lambda draft, *chunk: draft if hook is None else hook(drafter.params, draft, context, *chunk)
+    return chunk_reader(
+        target.model, target.params, state.tokens, _unread(state.length), read, taps=drafter.traits.taps
+    )
+
+
+def _unread(length: Array) -> Array:
+    """Return the number of prompt tokens that are read before the first step: all except the last one."""
+    return jnp.maximum(length - 1, 0)
+
+
+def _prompt_context(parts: Parts, tokens: Array, length: Array, keys: Array, inputs: PyTree) -> Context:
+    noise = keys if parts.coupled else None
+    return Context(tokens, length, parts.sampling, noise, target=parts.target, inputs=inputs)
 
 
 @on_mesh
@@ -225,4 +249,4 @@ def axes(parts: Parts, state: DecodeState) -> DecodeState:
     )
 
 
-LOOP = DecodeLoop(init, step, axes)
+LOOP = DecodeLoop(init, step, axes, begin=begin, read=read)

@@ -20,9 +20,13 @@ from specjax.errors import UsageError
 from specjax.numerics.global_arrays import place, replicate
 from specjax.numerics.sampling import row_keys, threefry
 from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
+from specjax.serving import admission
+from specjax.serving.admission import ServePrograms
 from specjax.serving.detokenizer import Detokenizer
+from specjax.serving.prefixes import PrefixStore
+from specjax.serving.reading import Reading, next_to_read
 from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
-from specjax.types import Array, DecodeState, Drafter, Info, PyTree
+from specjax.types import DecodeState, Drafter, Info, PyTree
 
 
 class Served(NamedTuple):
@@ -31,13 +35,14 @@ class Served(NamedTuple):
     request: int  # number of the request, counted from 0 in the order of arrival
     tokens: list[int]
     accepted: int  # number of leading tokens that were drafted
-    # At the end of the request: "eos", "length", "stop", "refused" or "failed" (the model returned NaN or Inf, or its
-    # processors allowed no token)
+    # At the end of the request: "eos", "length", "stop", "cancelled", "refused" or "failed" (the model returned NaN or
+    # Inf, or its processors allowed no token)
     finish_reason: str | None = None
     error: str | None = None  # reason why the request was refused or failed, in one sentence
     text: str = ""  # new text, if `serve` has a tokenizer: whole characters, without eos and stop strings
     drafter: Callable[[], Drafter] | None = None  # at the end: returns the drafter with its learned parameters
     drafted: int = 0  # depth of the step's draft
+    cached: int = 0  # number of tokens of the prompt that were not read, because an earlier prompt began with them
 
     def __reduce__(self) -> tuple:
         """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
@@ -55,27 +60,6 @@ class RowUpdate(NamedTuple):
     is_done: bool  # True if the row ended, possibly without eos
 
 
-class Admission(NamedTuple):
-    """Arguments of the program that prefills one request into a row."""
-
-    slot: Any  # int32[], row that the request enters
-    tokens: np.ndarray  # int32[1, L], the prompt
-    length: np.ndarray  # int32[1]
-    key: Array  # key[1]
-    stop: np.ndarray  # int32[1], length of the text at which the row is full
-    inputs: PyTree  # arrays [1, ...]
-    processors: list[PyTree]  # settings of the processors
-
-
-class ServePrograms(NamedTuple):
-    """The compiled functions that serve requests."""
-
-    empty: Callable[[Job], tuple[PyTree, DecodeState]]
-    step: Callable[..., tuple[DecodeState, Info, Array]]
-    admit: Callable[[Parts, DecodeState, Admission], DecodeState]
-    end: Callable[..., tuple[PyTree, DecodeState]]
-
-
 @dataclasses.dataclass
 class _Row:
     """The request that occupies a row."""
@@ -83,6 +67,12 @@ class _Row:
     request: int
     remaining: int  # number of tokens that may still be added
     text: Detokenizer | None
+    is_read: bool = False  # True if the prompt was read, so that the row decodes
+    found: int = 0  # number of tokens of the prompt that were found in the store of prefixes
+
+    def served(self, tokens: list[int], accepted: int, reason: str | None, **fields: Any) -> Served:
+        """Return an update of this request."""
+        return Served(self.request, tokens, accepted, reason, cached=self.found, **fields)
 
     def add(self, update: RowUpdate) -> Served:
         """Add the tokens of one step to the request. A row that failed ends with the reason "failed"."""
@@ -98,7 +88,7 @@ class _Row:
             elif reason is not None:
                 text += self.text.flush()
         accepted = min(update.accepted, len(tokens))
-        return Served(self.request, tokens, accepted, reason, text=text, drafted=update.drafted)
+        return self.served(tokens, accepted, reason, text=text, drafted=update.drafted)
 
 
 class _Dispatched(NamedTuple):
@@ -115,11 +105,12 @@ class Batch:
     Python does.
     """
 
-    def __init__(self, job: Job, limits: Limits, cache: ProgramCache | None = None):
+    def __init__(self, job: Job, limits: Limits, cache: ProgramCache | None = None, prefix_bytes: int = 0):
         """Compile the programs and build a batch without requests.
 
         Args:
           job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
+          prefix_bytes: memory for chunks of prompts, which later prompts with the same beginning do not read again.
         """
         self.limits = limits
         self._settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
@@ -131,7 +122,9 @@ class Batch:
         self._rows: list[_Row | None] = [None] * len(job.lengths)
         self._running: _Dispatched | None = None  # the newest step
         self._finished: _Dispatched | None = None  # the previous step, which `collect` reads
-        self._num_requests = 0
+        self._num_requests = self._turn = 0
+        self._prefixes = PrefixStore(prefix_bytes)
+        self._readings: list[Reading] = []
 
     @property
     def has_room(self) -> bool:
@@ -144,12 +137,25 @@ class Batch:
         return self._finished is not None
 
     @property
+    def is_reading(self) -> bool:
+        """Return True if a prompt is being read."""
+        return bool(self._readings)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Return True if a row adds tokens in the next step."""
+        return any(row is not None and row.is_read for row in self._rows)
+
+    @property
     def is_idle(self) -> bool:
         """Return True if no row has a request and `collect` has no step to read."""
         return self._running is None and self._finished is None and not any(self._rows)
 
     def admit(self, request: Request) -> Served | None:
-        """Prefill a request into a free row. Return the refusal of a request that does not fit, else None."""
+        """Give a request a free row. Return the refusal of a request that does not fit, else None.
+
+        Its prompt is read by `read`.
+        """
         number, self._num_requests = self._num_requests, self._num_requests + 1
         limits = self.limits
         try:
@@ -164,23 +170,65 @@ class Batch:
         self._rows[slot] = _Row(number, count, text)
         self._settings = _put_row(self._settings, slot, settings)
         self._parts = _with_settings(self._parts, self._settings)
-        admission = pack_request(self._state, slot, request, key, count, processors)
-        self._state = self._programs.admit(self._parts, self._state, admission)
+        packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, processors)
+        row = self._programs.begin(self._parts, packed)
+        root = self._prefixes.root(request.salt) if request.inputs is None else None
+        self._readings.append(Reading(self._rows[slot], packed, row, admission.chunk_size(self._parts), root))
+        return None
+
+    def read(self, *, wait: bool = False) -> None:
+        """Read one chunk of a prompt, if any is being read. Prompts that were read completely enter their rows.
+
+        wait: return when the device has read it.
+        """
+        for reading in list(self._readings):
+            reading.restore(self._parts, self._programs, self._prefixes)
+            self._enter_if_read(reading)
+        if self._readings:
+            self._turn += 1
+            reading = next_to_read(self._readings, self._turn)
+            reading.read(self._parts, self._programs, self._prefixes)
+            if wait:
+                jax.block_until_ready(reading.row.length)
+            self._enter_if_read(reading)
+
+    def _enter_if_read(self, reading: Reading) -> None:
+        if reading.unread:
+            return
+        reading.leave()
+        self._readings.remove(reading)
+        reading.request.is_read, reading.request.found = True, reading.found
+        self._state = self._programs.enter(self._parts, self._state, reading.row, reading.admission.slot)
+
+    def cancel(self, number: int) -> Served | None:
+        """End a request. Return its last update, or None if it has no row."""
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.request == number:
+                for reading in [each for each in self._readings if each.request is row]:
+                    reading.leave()
+                    self._readings.remove(reading)
+                if row.is_read:
+                    self._free(slot)
+                self._rows[slot] = None
+                return row.served([], 0, "cancelled")
         return None
 
     def step(self) -> bool:
         """Dispatch one step of all rows. Return False if no row has a request."""
         self._finished, self._running = self._running, None
-        if not any(self._rows):
+        if not self.is_decoding:
             return False
         self._state, info, _ = self._programs.step(self._parts, self._state)
-        self._running = _Dispatched(replicate(info), list(self._rows))
+        rows = [row if row is not None and row.is_read else None for row in self._rows]
+        self._running = _Dispatched(replicate(info), rows)
         return True
 
     def collect(self) -> Iterator[Served]:
         """Yield the results of the step before the newest dispatched one, and free the rows that ended."""
         finished, self._finished = self._finished, None
         for slot, row, update in _row_updates(finished) if finished else ():
+            if self._rows[slot] is not row:  # it was cancelled after an update of this step
+                continue
             served = row.add(update)
             if served.finish_reason == "failed":
                 served = served._replace(error=explain_failure(self._parts.target, self._parts.processors))
@@ -200,6 +248,7 @@ class Batch:
         if form(self._parts.drafter.params) != form(params):
             raise UsageError("parameters sent to serve must have the shapes and dtypes of the drafter's parameters")
         self._parts = dataclasses.replace(self._parts, drafter=self._parts.drafter.replace(params=params))
+        self._prefixes.clear()  # it has the memory of a head with the old parameters
 
     def _free(self, slot: int) -> None:
         """End the request of a row, and export the parameters that the drafter learned from it."""
@@ -244,17 +293,6 @@ def _put_row(settings: RowSettings, slot: int, row: RowSettings) -> RowSettings:
     return settings
 
 
-def pack_request(
-    state: DecodeState, slot: int, request: Request, key: Array, count: int, processors: list[PyTree]
-) -> Admission:
-    """Return the arguments of the admission of a request. `key` is [1], `count` the number of new tokens."""
-    tokens = np.zeros((1, state.tokens.shape[1]), np.int32)
-    tokens[0, : len(request.prompt)] = request.prompt
-    length = np.array([len(request.prompt)], np.int32)
-    inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return Admission(np.int32(slot), tokens, length, key, length + np.int32(count), inputs, processors)
-
-
 @jax.jit
 @with_standard_modes
 def _empty(job: Job) -> tuple[PyTree, DecodeState]:
@@ -262,19 +300,6 @@ def _empty(job: Job) -> tuple[PyTree, DecodeState]:
     ones = jnp.ones_like(job.lengths)
     state = job.parts.loop.init(job.parts, job.tokens, ones, job.keys, ones, job.inputs)
     return _export_row(job.parts.drafter, state, 0), state
-
-
-@functools.partial(jax.jit, donate_argnames=("state",))
-@with_standard_modes
-def _admit(parts: Parts, state: DecodeState, admission: Admission) -> DecodeState:
-    """Prefill a request as a batch of one, and write it over its row in every array of `state`."""
-    slot, tokens, length, key, stop, inputs, settings = admission
-    per_row = parts.sampling, parts.eos
-    sampling, eos = batch_axes.take_row(per_row, slot, batch_axes.rows_first(per_row))
-    processors = tuple(p.replace(settings=row) for p, row in zip(parts.processors, settings, strict=True))
-    parts_of_row = dataclasses.replace(parts, sampling=sampling, eos=eos, processors=processors)
-    row = parts.loop.init(parts_of_row, tokens, length, key, stop, inputs, beside=state)
-    return batch_axes.put_row(state, row, slot, parts.loop.axes(parts, state))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -299,10 +324,25 @@ def _lower(job: Job) -> Iterator[Any]:
     exported, state = shapes(empty.out_info)
     parts = _with_exported(job.parts, exported)
     yield step.lower(parts, state)
+    yield _end.lower(parts.drafter, state, np.int32(0))
     request = Request([0], job.keys[0], inputs=jax.tree.map(lambda x: x[0], job.inputs))
     processors = [processor.settings for processor in parts.processors]
-    yield _admit.lower(parts, state, pack_request(state, 0, request, job.keys[:1], 1, processors))
-    yield _end.lower(parts.drafter, state, np.int32(0))
+    packed = admission.pack_request(job.tokens.shape[1], 0, request, job.keys[:1], 1, processors)
+    begin = admission.begin.lower(parts, packed)
+    yield begin
+    row = shapes(begin.out_info)
+    yield admission.enter.lower(parts, state, row, np.int32(0))
+    if admission.chunk_size(parts) is not None:
+        yield admission.read.lower(parts, row, packed, np.int32(0))
+        take = admission.take_chunk.lower(parts, row, packed, np.int32(0))
+        yield take
+        yield admission.put_chunk.lower(parts, row, packed, np.int32(0), shapes(take.out_info))
 
 
-SERVING = Family("serve", ServePrograms(_empty, step, _admit, _end), _lower)
+SERVING = Family(
+    "serve",
+    ServePrograms(
+        _empty, step, _end, admission.begin, admission.enter, admission.read, admission.take_chunk, admission.put_chunk
+    ),
+    _lower,
+)

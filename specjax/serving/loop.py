@@ -2,21 +2,22 @@
 
 Yu et al.: Orca: A Distributed Serving System for Transformer-Based Generative Models (OSDI 2022).
 
-Rule: the batch has `slots` rows. When a row has ended, the next request gets the row. Its prompt is prefilled as a
-batch of one, and the result is written over the row in every array of the state. Then the step of `decode` continues
-with all rows. Two programs, the step and the admission, serve every request, because all settings are arrays with one
-entry per row. The drafter's learned parameters are passed on to the next request.
+Rule: the batch has `slots` rows. When a row has ended, the next request gets the row. Its prompt is read in chunks, as
+a batch of one, between the steps of the other rows (`Pace`). Chunks that an earlier prompt began with are copied
+instead (`PrefixStore`). Then the result is written over the row in every array of the state, and the step continues
+with all rows. The same programs serve every request, because all settings are arrays with one entry per row. The
+drafter's learned parameters are passed on to the next request.
 Guarantee: the guarantee of `decode` with the same settings. A row's randomness depends on its request's key and on
 positions. So a text does not depend on its time of arrival or on its neighbours, with one exception. Rows can share
 learned state or draft lengths (`auto`, `choice`, `bass`, goodput, drafters that export). Then the draws of rejection
 rules may depend on the neighbours, as in any batch.
-Deviation: a prompt is prefilled completely while the other rows wait.
+Deviation: a draft model reads the prompt as a whole, while the other rows wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from specjax.engine.job import Job
@@ -26,8 +27,8 @@ from specjax.numerics.sampling import threefry
 from specjax.parallel import hosts
 from specjax.persistence.program_cache import ProgramCache
 from specjax.serving.batch import Batch, Served
-from specjax.serving.requests import Limits, Request
-from specjax.types import PyTree
+from specjax.serving.pace import MAX_SLOWDOWN, Pace
+from specjax.serving.requests import Cancel, Limits, Request
 
 WAITING, ARRIVED, ENDED = range(3)
 """States of a source of requests: it has no request yet, it has one, or it has no more."""
@@ -43,11 +44,11 @@ class _Source:
     sources that yield None at different times, such as `arrivals`, keep the hosts together.
     """
 
-    def __init__(self, requests: Iterable[Request | None], is_shared: bool):
+    def __init__(self, requests: Iterable[Request | Cancel | None], is_shared: bool):
         self.requests, self.is_shared, self.has_more = iter(requests), is_shared, True
         self._early: Any = None  # item that this host received before host 0
 
-    def poll(self) -> Request | None:
+    def poll(self) -> Request | Cancel | None:
         """Return the next request, or None if there is none yet or no more.
 
         Raises: UsageError if the requests of the hosts differ.
@@ -81,27 +82,61 @@ def _content(request: Any) -> Any:
         return repr(request)
 
 
+class Scheduler:
+    """The batch of `serve`, and the decision in each turn whether a prompt is read."""
+
+    def __init__(
+        self, job: Job, limits: Limits, cache: ProgramCache | None = None, *, prefix_bytes: int = 0,
+        max_slowdown: float = MAX_SLOWDOWN,
+    ):  # fmt: skip
+        """Compile the programs. The arguments are those of `Batch` and `Pace`."""
+        self.batch = Batch(job, limits, cache, prefix_bytes)
+        self.is_shared = spans_hosts(job.parts.target.params)
+        self._pace = Pace(max_slowdown)
+
+    def turn(self) -> Iterator[Served]:
+        """Read a chunk of a prompt or none, dispatch a step, and yield the results of the previous step."""
+        batch, is_decoding = self.batch, self.batch.is_decoding
+        reads = batch.is_reading and (not is_decoding or self._may_read())
+        if reads:
+            batch.read(wait=not is_decoding)
+        batch.step()
+        yield from batch.collect()
+        self._pace.record(decodes=is_decoding, reads=reads)
+
+    def _may_read(self) -> bool:
+        may_read = self._pace.may_read
+        return bool(hosts.choose_first(int(may_read))) if self.is_shared else may_read
+
+
 def serve_requests(
-    job: Job, requests: Iterable[Request | None], limits: Limits, cache: ProgramCache | None = None
-) -> Generator[Served, PyTree, None]:
+    job: Job, requests: Iterable[Request | Cancel | None], limits: Limits, cache: ProgramCache | None = None,
+    **options: Any,
+) -> Generator[Served, Any, None]:  # fmt: skip
     """Serve requests as `specjax.serve` documents.
 
     Args:
       job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
+      options: of `Scheduler`.
     """
-    batch = Batch(job, limits, cache)
-    source = _Source(requests, is_shared=spans_hosts(job.parts.target.params))
+    scheduler = Scheduler(job, limits, cache, **options)
+    batch, source = scheduler.batch, _Source(requests, scheduler.is_shared)
     while True:
         while source.has_more and batch.has_room:
-            request = source.poll()
-            if request is None:
+            item = source.poll()
+            if item is None:
                 break
-            refusal = batch.admit(request)
-            if refusal is not None:
-                batch.set_params((yield refusal))
-        if not batch.step() and not batch.has_results and source.has_more:
+            yield from _exchange(batch, batch.cancel(item.request) if isinstance(item, Cancel) else batch.admit(item))
+        for served in scheduler.turn():
+            yield from _exchange(batch, served)
+        if batch.is_idle:
+            if not source.has_more:
+                return
             time.sleep(IDLE)
-        for served in batch.collect():
-            batch.set_params((yield served))
-        if batch.is_idle and not source.has_more:
-            return
+
+
+def _exchange(batch: Batch, served: Served | None) -> Generator[Served, Any, None]:
+    """Yield an update, if there is one, and apply what the caller sends in return."""
+    while served is not None:
+        sent = yield served
+        served = batch.cancel(sent.request) if isinstance(sent, Cancel) else batch.set_params(sent)

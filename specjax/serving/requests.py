@@ -36,6 +36,13 @@ class Request(NamedTuple):
     stop: Sequence[str] | None = ()  # stop strings, which are not part of the text; `serve` needs a tokenizer
     min_p: float | None = None  # 0 is off; only if `serve` has a min_p
     processors: Sequence[Processor] | None = None  # the processors of `serve`, with other settings
+    salt: str | None = None  # prompts with different salts, such as those of two users, share no prefixes
+
+
+class Cancel(NamedTuple):
+    """An item of the requests that ends request number `request`. It has no effect on a request that has ended."""
+
+    request: int
 
 
 class Limits(NamedTuple):

@@ -28,6 +28,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.persistence import program_cache as kept_module
 from specjax.persistence import program_files, program_key, xla_cache
 from specjax.persistence.program_cache import ProgramCache
+from specjax.serving import admission
 from specjax.serving import batch as serve_module
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5, 4]]
@@ -168,9 +169,11 @@ def test_requests_too(target, tmp_path, monkeypatch):
     tokens = served(target, drafter, first)  # first: XLA cannot write down a sort that has run already
     expected = served(target, drafter)
     assert tokens == expected and first.hit is False
-    for name in ("_empty", "_end", "step", "_admit"):
+    for name in ("_empty", "_end", "step"):
         monkeypatch.setattr(serve_module, name, None)
-    broken = serve_module.SERVING._replace(traced=serve_module.ServePrograms(None, None, None, None))
+    for name in ("begin", "enter", "read", "take_chunk", "put_chunk"):
+        monkeypatch.setattr(admission, name, None)
+    broken = serve_module.SERVING._replace(traced=admission.ServePrograms(*[None] * 8))
     monkeypatch.setattr(serve_module, "SERVING", broken)
     other = ProgramCache(tmp_path)
     assert served(target, drafter, other) == expected and other.hit is True

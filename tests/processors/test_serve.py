@@ -7,7 +7,7 @@ from toy import markov
 
 from specjax import Request, decode, drafters, processors, serve
 from specjax.processors.constraint import following
-from specjax.serving import batch as module
+from specjax.serving import admission
 
 VOCAB = 12
 ROWS = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.4), VOCAB).astype(np.float32)
@@ -44,10 +44,10 @@ def test_each_text_is_that_of_its_own_settings():
             markov(ROWS), "autoregressive", [[i + 1, 3]], key=key, max_new_tokens=12, **settings
         ).to_lists()
     first, _ = texts([request(0)], **options)
-    compiled = module._admit._cache_size()
+    compiled = admission.begin._cache_size()
     served, errors = texts([request(2), request(0), request(1)], **options)
     assert served == [wanted[2], wanted[0], wanted[1]] and first == wanted[:1] and not errors
-    assert module._admit._cache_size() == compiled
+    assert admission.begin._cache_size() == compiled
     other = request(1, processors=[processors.presence(1.0)])
     wider = request(1, processors=[OURS[0], processors.bias({}, room=17), FREE])
     unknown = request(1, processors=[OURS[0], processors.bias({VOCAB: 1.0}), FREE])

@@ -17,8 +17,8 @@ import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve, trees
 from specjax.controllers.spec_kv import Weights
 from specjax.engine.prepare import Settings, prepare
+from specjax.serving import admission, loop
 from specjax.serving import batch as module
-from specjax.serving import loop
 from specjax.types import Drafter
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
@@ -149,13 +149,13 @@ def test_a_step_transfers_nothing_to_the_device(monkeypatch):
 
 def test_nothing_of_the_row_before_is_left(monkeypatch):
     """The texts are the same where every free row is full of NaN before a request comes."""
-    admit = module._admit
+    enter = admission.enter
 
-    def poisoned(parts, state, admission):
-        spoil = lambda x: x.at[admission.slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
-        return admit(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), admission)
+    def poisoned(parts, state, row, slot):
+        spoil = lambda x: x.at[slot].set(jnp.nan) if x.dtype == jnp.float32 and x.ndim > 2 else x
+        return enter(parts, state._replace(cache=jax.tree.map(spoil, state.cache)), row, slot)
 
-    programs = module.SERVING.traced._replace(admit=poisoned)
+    programs = module.SERVING.traced._replace(enter=poisoned)
     monkeypatch.setattr(module, "SERVING", module.SERVING._replace(traced=programs))
     texts, _ = served(DRAFTERS["two_model"](), [0, 1, 2, 3, 4])
     assert texts == {i: alone("two_model", i) for i in range(5)}
@@ -163,7 +163,9 @@ def test_nothing_of_the_row_before_is_left(monkeypatch):
 
 def test_a_second_batch_of_requests_compiles_nothing():
     served(DRAFTERS["prompt_lookup"](), [0, 1])
-    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module.step)]
+    sizes = lambda: [
+        f._cache_size() for f in (admission.begin, admission.read, admission.enter, module._empty, module.step)
+    ]
     num_programs = sizes()
     served(DRAFTERS["prompt_lookup"](), [4, 3, 2, 1])
     assert sizes() == num_programs and min(num_programs) > 0
@@ -179,8 +181,8 @@ def test_what_rows_share_is_kept_and_what_is_theirs_is_new():
     used = state._replace(control=jax.tree.map(lambda x: x + 1, state.control))
     parts = dataclasses.replace(job.parts, eos=np.zeros((2, 0), np.int32))
     request = Request([3, 4], jax.random.key(7))
-    admission = module.pack_request(used, 1, request, jax.random.split(key, 1), 4, [])
-    admitted_state = module._admit(parts, used, admission)
+    packed = admission.pack_request(used.tokens.shape[1], 1, request, jax.random.split(key, 1), 4, [])
+    admitted_state = admission.enter(parts, used, admission.begin(parts, packed), packed.slot)
     control, start = admitted_state.control, state.control
     np.testing.assert_array_equal(control.rate, start.rate + 1)
     np.testing.assert_array_equal(control.visits, start.visits + jnp.array([[1], [0]]))
@@ -339,7 +341,7 @@ def test_what_one_request_taught_serves_the_next_one(name):
     cold = same(drafter)
     warm = same(cold.drafter)
     accepted_of(target, drafter, [new] * 2, **limits)
-    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._end, module.step)]
+    sizes = lambda: [f._cache_size() for f in (admission.begin, module._empty, module._end, module.step)]
     num_programs = sizes()
     accepted, last = accepted_of(target, drafter, [new] * 4, **limits)
     assert sizes() == num_programs
@@ -383,8 +385,9 @@ def admitted(controller, slots, change=lambda control: control):
     _, state = module._empty(job)
     state = state._replace(control=change(state.control))
     old_limits = np.asarray(controller.limit(state.control))
-    admission = module.pack_request(state, min(1, slots - 1), Request([3, 4], key), jax.random.split(key, 1), 4, [])
-    new_state = module._admit(parts, state, admission)
+    slot, size = min(1, slots - 1), state.tokens.shape[1]
+    packed = admission.pack_request(size, slot, Request([3, 4], key), jax.random.split(key, 1), 4, [])
+    new_state = admission.enter(parts, state, admission.begin(parts, packed), packed.slot)
     return old_limits.tolist(), np.asarray(controller.limit(new_state.control)).tolist()
 
 

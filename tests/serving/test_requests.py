@@ -13,6 +13,7 @@ from toy import markov, tiny_llama
 import specjax
 from specjax import Request, UsageError, arrivals, decode, drafters, serve
 from specjax.processors import bias
+from specjax.serving import admission
 from specjax.serving import batch as module
 
 LIMITS = {"slots": 2, "longest_prompt": 12, "max_new_tokens": 14}
@@ -62,7 +63,7 @@ def served(drafter, requests, **options):
 def test_each_text_is_that_of_its_own_settings(name):
     """Greedy beside sampled rows, in either order; one program for all of them."""
     served(DRAFTERS[name](), [request(0)])
-    sizes = lambda: [f._cache_size() for f in (module._admit, module._empty, module._end, module.step)]
+    sizes = lambda: [f._cache_size() for f in (admission.begin, module._empty, module._end, module.step)]
     num_programs = sizes()
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
         tokens, _, reasons = served(DRAFTERS[name](), [request(i) for i in order])

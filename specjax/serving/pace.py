@@ -1,0 +1,51 @@
+"""The pace at which prompts are read while other rows decode."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+MAX_SLOWDOWN = 1.5
+"""Default of the mean time of a turn with reading, in turns without."""
+RECENT = 9
+"""Turns whose median is the time of a step or a chunk. The first ones may compile."""
+
+
+class Pace:
+    """A rule for the turns in which a chunk of a prompt is read.
+
+    Each step earns a part of its time. A chunk is read when its time was earned. So the mean time between two tokens of
+    a row stays within `max_slowdown` of that without reading, and the longest pause is a step and a chunk.
+    """
+
+    def __init__(self, max_slowdown: float = MAX_SLOWDOWN, clock: Callable[[], float] = time.perf_counter):
+        """Start without measurements. `max_slowdown` is at least 1; at 1, prompts are read when no row decodes."""
+        self.max_slowdown, self._clock = max_slowdown, clock
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._chunks: deque[float] = deque(maxlen=RECENT)
+        self._earned, self._time = 0.0, clock()
+        self._decoded = self._read = False  # in the previous turn, whose results this turn waits for
+
+    @property
+    def may_read(self) -> bool:
+        """Return True if the next turn may read a chunk while rows decode."""
+        return self.max_slowdown > 1 and self._earned >= (statistics.median(self._chunks) if self._chunks else 0)
+
+    def record(self, *, decodes: bool, reads: bool) -> None:
+        """Record that a turn ended, which dispatched a step (`decodes`) and a chunk (`reads`)."""
+        now = self._clock()
+        seconds, self._time = now - self._time, now
+        if self._decoded and self._read:
+            step = statistics.median(self._steps) if self._steps else seconds
+            self._chunks.append(max(seconds - step, 0.0))
+        elif self._decoded:
+            self._steps.append(seconds)
+        if reads and decodes:
+            self._earned -= statistics.median(self._chunks) if self._chunks else 0
+        if decodes and self._steps:
+            chunk = statistics.median(self._chunks) if self._chunks else 0.0
+            step = statistics.median(self._steps)
+            self._earned = min(self._earned + (self.max_slowdown - 1) * step, chunk + step)
+        self._decoded, self._read = decodes, reads and decodes

@@ -1,0 +1,152 @@
+"""Chunks of prompts that are stored: they equal chunks that are read, to the bit, for all models and drafters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from heads import tiny_head
+from hybrids import tiny_hybrid
+from tiers import those
+from toy import tiny_llama
+
+from specjax import Request, drafters, serve
+from specjax.arrays.modes import with_standard_modes
+from specjax.drafters.making import make_drafter
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.step import _draft
+from specjax.serving import admission
+from specjax.serving.prefixes import PrefixStore
+from specjax.serving.reading import Reading
+from specjax.types import Context
+
+CHUNK = admission.CHUNK_ON_CPU
+RANDOM = np.random.default_rng(0).integers(1, 60, 400).tolist()
+FIRST = RANDOM[: 3 * CHUNK + 5]
+SECOND = [*RANDOM[: 2 * CHUNK + 7], *RANDOM[300:340]]
+"""The first two chunks are those of FIRST."""
+
+
+def chunk_of(*tokens):
+    return np.array(tokens, np.int32), [np.zeros(len(tokens), np.float32)]
+
+
+def test_a_store_finds_chunks_after_the_same_chunks_only():
+    store = PrefixStore(100)
+    a, b = chunk_of(1, 2), chunk_of(3, 4)
+    first = store.add(store.root(), *a)
+    second = store.add(first, *b)
+    assert store.find(store.root(), a[0]) is first and store.find(first, b[0]) is second
+    assert store.find(store.root(), b[0]) is None and store.find(second, b[0]) is None
+    assert store.find(store.root("another user"), a[0]) is None
+    assert store.num_bytes == 16
+
+
+def test_a_full_store_drops_the_leaf_that_was_used_least_recently():
+    store = PrefixStore(24)
+    root = store.root()
+    first = store.add(root, *chunk_of(1, 2))
+    store.add(first, *chunk_of(3, 4))
+    store.add(root, *chunk_of(5, 6))
+    store.find(first, chunk_of(3, 4)[0])
+    store.add(root, *chunk_of(7, 8))  # instead of (5, 6)
+    assert store.find(root, chunk_of(5, 6)[0]) is None and store.find(first, chunk_of(3, 4)[0]) is not None
+    assert store.num_bytes == 24
+
+
+def test_a_store_without_room_keeps_what_prompts_follow():
+    store = PrefixStore(8)
+    first = store.add(store.root(), *chunk_of(1, 2))
+    first.readers = 1
+    assert store.add(first, *chunk_of(3, 4)) is None and store.add(store.root(), *chunk_of(5, 6)) is None
+    assert store.add(None, *chunk_of(5, 6)) is None
+    assert PrefixStore(0).root() is None
+    first.readers = 0
+    store.clear()
+    assert store.num_bytes == 0 and store.find(store.root(), chunk_of(1, 2)[0]) is None
+
+
+SETTINGS = {
+    "hybrid": (tiny_hybrid, drafters.autoregressive),
+    "int8 cache": (lambda: tiny_llama(cache_dtype="int8"), drafters.autoregressive),
+    "window": (lambda: tiny_llama(window=24), drafters.autoregressive),
+    "unstacked": (lambda: tiny_llama(stacked=False), drafters.autoregressive),
+    "token_recycling": (tiny_llama, lambda: drafters.token_recycling(64, num_nodes=7, read_prompt=True)),
+    "stand": (tiny_llama, lambda: drafters.stand(64, num_nodes=12, buckets=64)),
+    "two_model": (tiny_llama, lambda: drafters.two_model(tiny_llama(seed=1, layers=1), 3)),
+    "eagle3": (tiny_llama, lambda: head_drafter("eagle3")),
+    "medusa": (tiny_llama, lambda: head_drafter("medusa")),
+    "mtp": (tiny_llama, lambda: head_drafter("mtp")),
+    "dflash": (tiny_llama, lambda: head_drafter("dflash")),
+    "auto": (tiny_llama, lambda: drafters.auto(64, costs=(1.0,) * 4, head=tiny_head("eagle3", tiny_llama()))),
+}
+
+
+def head_drafter(kind):
+    return make_drafter(kind, tiny_llama(), tiny_head(kind, tiny_llama()))
+
+
+@pytest.mark.parametrize("name", those(("hybrid", "token_recycling", "eagle3"), SETTINGS))
+def test_stored_chunks_equal_chunks_that_are_read(name):
+    make_target, drafter_of = SETTINGS[name]
+    target = make_target()
+    job = prepare(target, drafter_of(), [SECOND + [1] * 30], Settings(), key=jax.random.key(0), max_new_tokens=4)
+    store = PrefixStore(1 << 30)
+    rows = [read(job.parts, prompt, store, job.tokens.shape[1]) for prompt in (FIRST, SECOND)]
+    assert [found for _, found in rows] == [0, 2 * CHUNK]
+    alone, _ = read(job.parts, SECOND, PrefixStore(0), job.tokens.shape[1])
+    first, second = (outputs(job.parts, row) for row in (alone, rows[1][0]))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    other = outputs(job.parts, rows[0][0])
+    assert not np.array_equal(first[1], other[1])
+
+
+def read(parts, prompt, store, size):
+    """Return the state of a prompt after it was read, and the number of tokens that the store had."""
+    packed = admission.pack_request(size, 0, Request(prompt, 0), jax.random.key(0)[None], 4, [])
+    programs = admission.ServePrograms(
+        None, None, None, admission.begin, None, admission.read, admission.take_chunk, admission.put_chunk
+    )
+    parts = with_settings(parts)
+    row = programs.begin(parts, packed)
+    reading = Reading(None, packed, row, admission.chunk_size(parts), store.root())
+    reading.restore(parts, programs, store)
+    while reading.unread:
+        reading.read(parts, programs, store)
+    reading.leave()
+    return reading.row, reading.found
+
+
+def with_settings(parts):
+    return parts.__class__(**{**vars(parts), "eos": np.zeros((1, 0), np.int32)})
+
+
+@functools.partial(jax.jit)
+@with_standard_modes
+def outputs(parts, state):
+    """Return the tree that is drafted next, and the target's logits of the last token."""
+    context = Context(state.tokens, state.length, parts.sampling, None, state.cache, parts.target)
+    tree, *_ = _draft(parts, state, context)
+    output, _ = parts.target.model.forward(
+        parts.target.params, context.root, state.cache, positions=state.length[:, None] - 1,
+        mask=jnp.ones((1, 1, 1), bool),
+    )  # fmt: skip
+    return tree, output.logits
+
+
+def test_served_texts_with_and_without_a_store():
+    requests = [Request(FIRST, 0), Request(SECOND, 1), Request(SECOND, 1, salt="another user"), Request(FIRST, 2)]
+    texts, cached = [], []
+    for gib in (0.0, 0.1):
+        of_run, found = {}, {}
+        drafter = drafters.prompt_lookup(3, min_ngram=1)
+        for served in serve(
+            tiny_llama(), drafter, requests, slots=2, longest_prompt=140, max_new_tokens=6, prefix_gib=gib
+        ):
+            of_run.setdefault(served.request, []).extend(served.tokens)
+            found[served.request] = served.cached
+        texts.append(of_run)
+        cached.append([found[n] for n in range(4)])
+    assert texts[0] == texts[1] and len(texts[0]) == 4
+    assert cached[0] == [0] * 4 and cached[1][2] == 0 and cached[1][3] == 3 * CHUNK
