@@ -386,6 +386,7 @@ def serve(
     programs: ProgramCache | None = None,
     prefix_gib: float = PREFIX_GIB,
     max_slowdown: float = MAX_SLOWDOWN,
+    max_alternatives: int | None = None,
     **settings: Any,
 ) -> Generator[Served, Any, None]:
     """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
@@ -405,6 +406,8 @@ def serve(
       prefix_gib: GiB of device memory for chunks of prompts that were read. A prompt that begins with the same chunks,
         such as a system prompt or the history of a chat, does not read them again. Its text is the same, to the bit.
       max_slowdown: the largest mean time between two tokens of a row while other prompts are read, in times without.
+      max_alternatives: the most alternatives whose log-probabilities a request may have (`Request.alternatives`, 0 for
+        those of its own tokens only). None: requests have none, and nothing is compiled for them.
       settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity
         apply to all requests. The others are defaults, which a request can override. Requests can have a min_p or
         processors only if `serve` has them too (min_p=0, or processors without effect), because only these are
@@ -427,7 +430,12 @@ def serve(
     if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
         raise UsageError("serve prefills one prompt at a time, which a mesh cannot split over data; use data=1")
     defaults = settings_of(**settings)
-    limits = Limits(longest_prompt, max_new_tokens, target.model.vocab_size, defaults, inputs, tokenizer)
+    if max_alternatives is not None and isinstance(target, Denoiser):
+        raise UsageError("a denoiser has no log-probabilities by position; leave max_alternatives out")
+    if max_alternatives is not None and not 0 <= max_alternatives <= target.model.vocab_size:
+        raise UsageError(f"max_alternatives must be from 0 to the vocabulary size, not {max_alternatives}")
+    vocab = target.model.vocab_size
+    limits = Limits(longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives)
     processor_settings(limits)
     per_row = dataclasses.replace(defaults, **row_settings(limits).sampling._asdict(), eos=())
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)

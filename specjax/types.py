@@ -514,6 +514,14 @@ class Scored(NamedTuple):
     hidden: Array  # float[B, N, D]
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of tokens by the target's own logits, before processors, temperature and filters."""
+
+    tokens: Array  # float32[..., N], of the added tokens
+    likeliest: Array  # int32[..., N, K], the likeliest tokens at their places, best first
+    alternatives: Array  # float32[..., N, K], log-probabilities of `likeliest`
+
+
 class Info(NamedTuple):
     """Diagnostics of one step. The next step never reads them. Controllers learn from `accepted`."""
 
@@ -531,6 +539,7 @@ class Info(NamedTuple):
     signals: Signals | None = None  # set if the controller reads them
     finite: Array | None = None  # bool[B], `DecodeState.finite` after the step
     done: Array | None = None  # bool[B], `DecodeState.done`; only from loops whose rows can end early without eos
+    raw_logprobs: TokenLogprobs | None = None  # on request
 
 
 class Stats(NamedTuple):

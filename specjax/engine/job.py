@@ -20,6 +20,7 @@ class Keep(NamedTuple):
     logprobs: bool = False
     violations: bool = False
     scored: bool = False
+    alternatives: int | None = None  # number of the likeliest tokens in `Info.raw_logprobs`
 
 
 class DecodeLoop(NamedTuple):
@@ -80,6 +81,7 @@ class Parts:
     keep: Keep = field(default=Keep(), metadata=STATIC)
     plain: bool = field(default=False, metadata=STATIC)  # steps draft no tokens, but the state has the drafter's fields
     processors: tuple[Processor, ...] = ()  # in the order in which they change the target's logits
+    reports: Array | None = None  # bool[B], rows whose `Info.raw_logprobs` are read; None: none
     loop: DecodeLoop = field(kw_only=True, metadata=STATIC)
 
 

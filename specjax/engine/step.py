@@ -13,7 +13,7 @@ from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.controllers.fixed import fixed
 from specjax.engine import contract_checks, value_checks
-from specjax.engine.job import DecodeLoop, Parts
+from specjax.engine.job import DecodeLoop, Keep, Parts
 from specjax.engine.prefill import CHUNK, chunk_reader, in_chunks, wide_chunk
 from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
@@ -168,6 +168,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         scored=diagnostics.scored,
         signals=_signals(tree, verdict) if controller.reads_signals else None,
         finite=finite,
+        raw_logprobs=diagnostics.raw_logprobs,
     )
     control = controller.update(state.control, info)
     contract_checks.check_same("the controller's update", state.control, control)
@@ -198,7 +199,7 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
     keys = fold_in(fold_in(state.keys, state.length), jnp.full_like(state.length, DRAFT))
     tree, draft = drafter.propose(drafter.params, keys, state.draft, context, limit)
     contract_checks.check_tree(drafter, tree, batch, vocab_size)
-    if tree.logits is not None and (any(parts.keep) or parts.controller.reads_signals):
+    if tree.logits is not None and (parts.keep != Keep() or parts.controller.reads_signals):
         tree = tree._replace(logits=all_rows(tree.logits))
     violations = None
     if parts.keep.violations:

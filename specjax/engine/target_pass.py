@@ -14,11 +14,23 @@ from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows, are_large
 from specjax.engine import contract_checks, value_checks
-from specjax.engine.job import Parts
+from specjax.engine.job import Keep, Parts
+from specjax.engine.raw_logprobs import raw_logprobs
 from specjax.numerics.sampling import is_greedy, node_keys
 from specjax.processors import pipeline
 from specjax.trees import operations
-from specjax.types import Appended, Array, DecodeState, Output, PyTree, Scored, SoftPrompts, TokenTree, Verdict
+from specjax.types import (
+    Appended,
+    Array,
+    DecodeState,
+    Output,
+    PyTree,
+    Scored,
+    SoftPrompts,
+    TokenLogprobs,
+    TokenTree,
+    Verdict,
+)
 from specjax.verifiers import greedy
 from specjax.verifiers.node_logits import NodeLogits, UnstoredLogits
 
@@ -42,6 +54,7 @@ class Diagnostics(NamedTuple):
     logprobs: Array | None
     violations: Array | None  # violations that need only the target's logits
     scored: Scored | None
+    raw_logprobs: TokenLogprobs | None
 
 
 class Judged(NamedTuple):
@@ -157,6 +170,7 @@ def judge_at(
         logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=value_checks.find_target_violations(part.valid, logits.every()) if parts.keep.violations else None,
         scored=Scored(tree, *batch_axes.widen((logits.every(), raw.hidden), n)) if parts.keep.scored else None,
+        raw_logprobs=batch_axes.widen(raw_logprobs(parts, part, verdict, raw.logits), n),
     )
     sound = value_checks.count_sound_nodes(raw.hidden, processed, verdict, processed=bool(parts.processors))
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
@@ -177,7 +191,7 @@ def _stores_no_logits(parts: Parts, batch: int, width: int) -> bool:
     logits of each node that it visits, which reads the output head again.
     """
     model = parts.target.model
-    reads_rows = parts.verifier.by_row and not parts.processors and not any(parts.keep)
+    reads_rows = parts.verifier.by_row and not parts.processors and parts.keep == Keep()
     return (
         are_large(batch, width, model.vocab_size)
         and reads_rows

@@ -26,7 +26,7 @@ from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.prefixes import PrefixStore
 from specjax.serving.reading import Reading, next_to_read
 from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
-from specjax.types import DecodeState, Drafter, Info, PyTree
+from specjax.types import DecodeState, Drafter, Info, PyTree, TokenLogprobs
 
 
 class Served(NamedTuple):
@@ -43,6 +43,7 @@ class Served(NamedTuple):
     drafter: Callable[[], Drafter] | None = None  # at the end: returns the drafter with its learned parameters
     drafted: int = 0  # depth of the step's draft
     cached: int = 0  # number of tokens of the prompt that were not read, because an earlier prompt began with them
+    logprobs: TokenLogprobs | None = None  # NumPy arrays for `tokens`, if the request has `alternatives`
 
     def __reduce__(self) -> tuple:
         """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
@@ -58,6 +59,7 @@ class RowUpdate(NamedTuple):
     is_eos: bool  # True if the last token is an eos
     is_finite: bool  # False if the row failed
     is_done: bool  # True if the row ended, possibly without eos
+    logprobs: TokenLogprobs | None = None  # of `tokens`
 
 
 @dataclasses.dataclass
@@ -67,6 +69,7 @@ class _Row:
     request: int
     remaining: int  # number of tokens that may still be added
     text: Detokenizer | None
+    alternatives: int | None = None  # as in `Request`
     is_read: bool = False  # True if the prompt was read, so that the row decodes
     found: int = 0  # number of tokens of the prompt that were found in the store of prefixes
 
@@ -87,8 +90,11 @@ class _Row:
                 tokens, reason = tokens[:count], "stop"
             elif reason is not None:
                 text += self.text.flush()
-        accepted = min(update.accepted, len(tokens))
-        return self.served(tokens, accepted, reason, text=text, drafted=update.drafted)
+        accepted, logprobs = min(update.accepted, len(tokens)), None
+        if self.alternatives is not None and update.logprobs is not None:
+            of_tokens, *of_likeliest = (x[: len(tokens)] for x in update.logprobs)
+            logprobs = TokenLogprobs(of_tokens, *(x[:, : self.alternatives] for x in of_likeliest))
+        return self.served(tokens, accepted, reason, text=text, drafted=update.drafted, logprobs=logprobs)
 
 
 class _Dispatched(NamedTuple):
@@ -114,7 +120,8 @@ class Batch:
         """
         self.limits = limits
         self._settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
-        parts = dataclasses.replace(job.parts, serving=True)
+        keep = job.parts.keep._replace(alternatives=limits.max_alternatives)
+        parts = dataclasses.replace(job.parts, serving=True, keep=keep)
         job = dataclasses.replace(job, parts=_with_settings(parts, self._settings))
         self._programs: ServePrograms = programs_of(job, cache, SERVING)
         exported, self._state = self._programs.empty(job)
@@ -167,7 +174,7 @@ class Batch:
             reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
         slot = self._rows.index(None)
-        self._rows[slot] = _Row(number, count, text)
+        self._rows[slot] = _Row(number, count, text, request.alternatives)
         self._settings = _put_row(self._settings, slot, settings)
         self._parts = _with_settings(self._parts, self._settings)
         packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, processors)
@@ -262,9 +269,10 @@ class Batch:
 def _row_updates(dispatched: _Dispatched) -> Iterator[tuple[int, _Row, RowUpdate]]:
     """Yield (slot, row, update) for each row that got tokens or ended in the step."""
     info, rows = dispatched
-    tokens, emitted, accepted, drafted, hit_eos, finite, done = jax.device_get(
-        (info.tokens, info.emitted, info.accepted, info.drafted_depth, info.hit_eos, info.finite, info.done)
-    )
+    fields = info.tokens, info.emitted, info.accepted, info.drafted_depth, info.hit_eos, info.finite, info.done
+    tokens, emitted, accepted, drafted, hit_eos, finite, done = jax.device_get(fields)
+    reported = any(row is not None and row.alternatives is not None for row in rows)
+    logprobs = jax.device_get(info.raw_logprobs) if reported else None
     done = np.zeros(len(rows), bool) if done is None else done
     for slot, row in enumerate(rows):
         if row is not None and (emitted[slot] or done[slot] or not finite[slot]):
@@ -275,6 +283,7 @@ def _row_updates(dispatched: _Dispatched) -> Iterator[tuple[int, _Row, RowUpdate
                 is_eos=bool(hit_eos[slot]),
                 is_finite=bool(finite[slot]),
                 is_done=bool(done[slot]),
+                logprobs=None if logprobs is None else TokenLogprobs(*(x[slot] for x in logprobs)),
             )  # fmt: skip
 
 
@@ -282,7 +291,7 @@ def _with_settings(parts: Parts, settings: RowSettings) -> Parts:
     """Return the parts with the settings on the devices, so that no step transfers them."""
     mesh = parts.target.model.mesh
     placed = jax.device_put(settings) if mesh is None else place(settings, mesh)
-    return dataclasses.replace(parts, **placed._asdict())
+    return dataclasses.replace(parts, **{name: x for name, x in placed._asdict().items() if x is not None})
 
 
 def _put_row(settings: RowSettings, slot: int, row: RowSettings) -> RowSettings:

@@ -36,6 +36,9 @@ class Request(NamedTuple):
     stop: Sequence[str] | None = ()  # stop strings, which are not part of the text; `serve` needs a tokenizer
     min_p: float | None = None  # 0 is off; only if `serve` has a min_p
     processors: Sequence[Processor] | None = None  # the processors of `serve`, with other settings
+    alternatives: int | None = (
+        None  # number of `TokenLogprobs.alternatives`, at most that of `serve`; None: no logprobs
+    )
     salt: str | None = None  # prompts with different salts, such as those of two users, share no prefixes
 
 
@@ -54,6 +57,7 @@ class Limits(NamedTuple):
     settings: Settings
     inputs: PyTree = None  # example inputs of one request, for their shapes
     tokenizer: TextDecoder | None = None
+    max_alternatives: int | None = None  # None: requests have no logprobs
 
     @property
     def num_eos(self) -> int:
@@ -66,6 +70,7 @@ class RowSettings(NamedTuple):
 
     sampling: Sampling
     eos: np.ndarray  # int32[E], padded with EOS_PADDING
+    reports: np.ndarray | None = None  # bool[], True if `Info.raw_logprobs` is read
 
 
 def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
@@ -94,7 +99,8 @@ def row_settings(limits: Limits, request: Request | None = None) -> RowSettings:
         None if min_p is None else np.float32(min_p),
     )
     padding = 0, limits.num_eos - ids.size
-    return RowSettings(Sampling(*values), np.pad(ids, padding, constant_values=EOS_PADDING))
+    reports = None if limits.max_alternatives is None else np.array(request.alternatives is not None)
+    return RowSettings(Sampling(*values), np.pad(ids, padding, constant_values=EOS_PADDING), reports)
 
 
 def _ids(eos) -> np.ndarray:
@@ -143,6 +149,10 @@ def check_request(request: Request, limits: Limits) -> int:
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
+    limit = limits.max_alternatives
+    if request.alternatives is not None and (limit is None or not 0 <= operator.index(request.alternatives) <= limit):
+        largest = "serve reports no logprobs" if limit is None else f"serve reports at most {limit}"
+        raise UsageError(f"its alternatives are {request.alternatives}, but {largest}; pass max_alternatives= to serve")
     stop = request.stop or ()
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise UsageError("its stop must be a list of strings that are not empty")
