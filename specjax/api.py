@@ -442,8 +442,8 @@ def serve(
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
-    for name, value, least in (("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1)):
-        if not least <= value < float("inf"):
-            raise UsageError(f"{name} must be a number of at least {least}, not {value}")
+    for name, value, minimum in (("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1)):
+        if not minimum <= value < float("inf"):
+            raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
     options = {"prefix_bytes": int(prefix_gib * 2**30), "max_slowdown": max_slowdown}
     return serve_requests(job, requests, limits, programs, **options)

@@ -15,7 +15,6 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows, are_large
 from specjax.engine import contract_checks, value_checks
 from specjax.engine.job import Keep, Parts
-from specjax.engine.raw_logprobs import raw_logprobs
 from specjax.numerics.sampling import is_greedy, node_keys
 from specjax.processors import pipeline
 from specjax.trees import operations
@@ -33,6 +32,7 @@ from specjax.types import (
 )
 from specjax.verifiers import greedy
 from specjax.verifiers.node_logits import NodeLogits, UnstoredLogits
+from specjax.verifiers.raw_logprobs import raw_logprobs
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 PromptFn = Callable[[TokenTree], SoftPrompts]
@@ -170,7 +170,9 @@ def judge_at(
         logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
         violations=value_checks.find_target_violations(part.valid, logits.every()) if parts.keep.violations else None,
         scored=Scored(tree, *batch_axes.widen((logits.every(), raw.hidden), n)) if parts.keep.scored else None,
-        raw_logprobs=batch_axes.widen(raw_logprobs(parts, part, verdict, raw.logits), n),
+        raw_logprobs=None
+        if parts.reports is None or parts.keep.alternatives is None
+        else batch_axes.widen(raw_logprobs(part, verdict, raw.logits, parts.reports, parts.keep.alternatives), n),
     )
     sound = value_checks.count_sound_nodes(raw.hidden, processed, verdict, processed=bool(parts.processors))
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)

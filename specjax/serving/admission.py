@@ -152,10 +152,10 @@ def _layout(parts: Parts, row: DecodeState, admission: Admission) -> list[_Slots
     changed: list[bool] = []
 
     def traced(row: DecodeState) -> DecodeState:
-        new = _read(parts, row, admission, jnp.int32(0))
-        pairs = zip(*(jax.tree.leaves((state.cache, state.draft)) for state in (row, new)), strict=True)
-        changed.extend(before is not after for before, after in pairs)
-        return new
+        result = _read(parts, row, admission, jnp.int32(0))
+        pairs = zip(*(jax.tree.leaves((state.cache, state.draft)) for state in (row, result)), strict=True)
+        changed.extend(old is not new for old, new in pairs)
+        return result
 
     jax.eval_shape(traced, row)
     longer = admission._replace(tokens=jnp.pad(jnp.asarray(admission.tokens), ((0, 0), (0, MORE))))

@@ -24,7 +24,7 @@ from specjax.serving import admission
 from specjax.serving.admission import ServePrograms
 from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.prefixes import PrefixStore
-from specjax.serving.reading import Reading, next_to_read
+from specjax.serving.reading import PromptReader, next_to_read
 from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
 from specjax.types import DecodeState, Drafter, Info, PyTree, TokenLogprobs
 
@@ -71,11 +71,11 @@ class _Row:
     text: Detokenizer | None
     alternatives: int | None = None  # as in `Request`
     is_read: bool = False  # True if the prompt was read, so that the row decodes
-    found: int = 0  # number of tokens of the prompt that were found in the store of prefixes
+    num_stored: int = 0  # number of tokens of the prompt that were num_stored in the store of prefixes
 
     def served(self, tokens: list[int], accepted: int, reason: str | None, **fields: Any) -> Served:
         """Return an update of this request."""
-        return Served(self.request, tokens, accepted, reason, cached=self.found, **fields)
+        return Served(self.request, tokens, accepted, reason, cached=self.num_stored, **fields)
 
     def add(self, update: RowUpdate) -> Served:
         """Add the tokens of one step to the request. A row that failed ends with the reason "failed"."""
@@ -131,7 +131,7 @@ class Batch:
         self._finished: _Dispatched | None = None  # the previous step, which `collect` reads
         self._num_requests = self._turn = 0
         self._prefixes = PrefixStore(prefix_bytes)
-        self._readings: list[Reading] = []
+        self._readings: list[PromptReader] = []
 
     @property
     def has_room(self) -> bool:
@@ -180,7 +180,7 @@ class Batch:
         packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, processors)
         row = self._programs.begin(self._parts, packed)
         root = self._prefixes.root(request.salt) if request.inputs is None else None
-        self._readings.append(Reading(self._rows[slot], packed, row, admission.chunk_size(self._parts), root))
+        self._readings.append(PromptReader(self._rows[slot], packed, row, admission.chunk_size(self._parts), root))
         return None
 
     def read(self, *, wait: bool = False) -> None:
@@ -199,12 +199,12 @@ class Batch:
                 jax.block_until_ready(reading.row.length)
             self._enter_if_read(reading)
 
-    def _enter_if_read(self, reading: Reading) -> None:
+    def _enter_if_read(self, reading: PromptReader) -> None:
         if reading.unread:
             return
         reading.leave()
         self._readings.remove(reading)
-        reading.request.is_read, reading.request.found = True, reading.found
+        reading.request.is_read, reading.request.num_stored = True, reading.num_stored
         self._state = self._programs.enter(self._parts, self._state, reading.row, reading.admission.slot)
 
     def cancel(self, number: int) -> Served | None:

@@ -35,8 +35,8 @@ class Pace:
 
     def record(self, *, decodes: bool, reads: bool) -> None:
         """Record that a turn ended, which dispatched a step (`decodes`) and a chunk (`reads`)."""
-        now = self._clock()
-        seconds, self._time = now - self._time, now
+        start, self._time = self._time, self._clock()
+        seconds = self._time - start
         if self._decoded and self._read:
             step = statistics.median(self._steps) if self._steps else seconds
             self._chunks.append(max(seconds - step, 0.0))

@@ -23,13 +23,13 @@ PREFIX_GIB = 0.5
 
 
 @dataclasses.dataclass(eq=False)
-class Prefix:
+class StoredChunk:
     """The arrays of a chunk that follows the chunks of its ancestors. A root has no arrays."""
 
-    parent: Prefix | None
+    parent: StoredChunk | None
     key: Any
     arrays: list[Array] = dataclasses.field(default_factory=list)
-    children: dict[Any, Prefix] = dataclasses.field(default_factory=dict)
+    children: dict[Any, StoredChunk] = dataclasses.field(default_factory=dict)
     used: int = 0  # time of the last use
     readers: int = 0  # prompts that are being read and follow this node
 
@@ -45,24 +45,24 @@ class PrefixStore:
     def __init__(self, max_bytes: int):
         """Create an empty store. With 0 bytes it stores nothing."""
         self.max_bytes, self.num_bytes, self._time = max_bytes, 0, 0
-        self._roots: dict[Any, Prefix] = {}
+        self._roots: dict[Any, StoredChunk] = {}
 
-    def root(self, salt: Any = None) -> Prefix | None:
+    def root(self, salt: Any = None) -> StoredChunk | None:
         """Return the node before the first chunk, or None if nothing is stored."""
-        return self._roots.setdefault(salt, Prefix(None, salt)) if self.max_bytes else None
+        return self._roots.setdefault(salt, StoredChunk(None, salt)) if self.max_bytes else None
 
-    def find(self, node: Prefix | None, tokens: np.ndarray) -> Prefix | None:
+    def find(self, node: StoredChunk | None, tokens: np.ndarray) -> StoredChunk | None:
         """Return the node that continues `node` with the chunk `tokens` int32[C], or None."""
         child = None if node is None else node.children.get(_key(tokens))
         if child is not None:
             child.used = self._tick()
         return child
 
-    def add(self, node: Prefix | None, tokens: np.ndarray, arrays: list[Array]) -> Prefix | None:
+    def add(self, node: StoredChunk | None, tokens: np.ndarray, arrays: list[Array]) -> StoredChunk | None:
         """Add a chunk after `node`. Return its node, or None if there is no room for it."""
         if node is None:
             return None
-        child = Prefix(node, _key(tokens), arrays, used=self._tick())
+        child = StoredChunk(node, _key(tokens), arrays, used=self._tick())
         node.readers += 1  # `_make_room` must not drop it
         has_room = self._make_room(child.num_bytes)
         node.readers -= 1
@@ -94,7 +94,7 @@ class PrefixStore:
         self.num_bytes -= oldest.num_bytes
         return True
 
-    def _nodes(self) -> list[Prefix]:
+    def _nodes(self) -> list[StoredChunk]:
         nodes, queue = [], list(self._roots.values())
         while queue:
             node = queue.pop()

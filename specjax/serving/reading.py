@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.engine.job import Parts
 from specjax.serving.admission import Admission, ServePrograms
-from specjax.serving.prefixes import Prefix, PrefixStore
+from specjax.serving.prefixes import PrefixStore, StoredChunk
 from specjax.types import DecodeState
 
 NEVER_LAST = 4
@@ -17,16 +17,16 @@ NEVER_LAST = 4
 
 
 @dataclasses.dataclass(eq=False)
-class Reading:
+class PromptReader:
     """A prompt of which some chunks are read. `node` is that of the last chunk, or None if nothing is stored."""
 
     request: Any  # the row of the batch that the request occupies, or None to read a text for the store only
     admission: Admission
     row: DecodeState
     chunk: int | None  # tokens of a chunk; None: the prompt was read as a whole
-    node: Prefix | None
-    start: int = 0  # number of tokens that were read or found in the store
-    found: int = 0  # number of tokens that were found
+    node: StoredChunk | None
+    start: int = 0  # number of tokens that were read or num_stored in the store
+    num_stored: int = 0  # number of tokens that were num_stored
 
     @property
     def unread(self) -> int:
@@ -41,7 +41,7 @@ class Reading:
                 return
             self.row = programs.put_chunk(parts, self.row, self.admission, np.int32(self.start), node.arrays)
             self._follow(node)
-            self.found += self.chunk
+            self.num_stored += self.chunk
 
     def read(self, parts: Parts, programs: ServePrograms, store: PrefixStore) -> None:
         """Read the next chunk, and store it if it is complete."""
@@ -64,7 +64,7 @@ class Reading:
     def _tokens(self) -> np.ndarray:
         return self.admission.tokens[0, self.start : self.start + self.chunk]
 
-    def _follow(self, node: Prefix | None) -> None:
+    def _follow(self, node: StoredChunk | None) -> None:
         self.leave()
         self.node = node
         if node is not None:
@@ -72,6 +72,6 @@ class Reading:
         self.start += self.chunk
 
 
-def next_to_read(readings: list[Reading], turn: int) -> Reading:
+def next_to_read(readings: list[PromptReader], turn: int) -> PromptReader:
     """Return the prompt that reads the next chunk: the one with the fewest tokens, or in some turns the oldest."""
     return readings[0] if turn % NEVER_LAST == 0 else min(readings, key=lambda reading: reading.unread)

@@ -18,7 +18,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.step import _draft
 from specjax.serving import admission
 from specjax.serving.prefixes import PrefixStore
-from specjax.serving.reading import Reading
+from specjax.serving.reading import PromptReader
 from specjax.types import Context
 
 CHUNK = admission.CHUNK_ON_CPU
@@ -110,7 +110,7 @@ def read(parts, prompt, store, size):
     )
     parts = with_settings(parts)
     row = programs.begin(parts, packed)
-    reading = Reading(None, packed, row, admission.chunk_size(parts), store.root())
+    reading = PromptReader(None, packed, row, admission.chunk_size(parts), store.root())
     reading.restore(parts, programs, store)
     while reading.unread:
         reading.read(parts, programs, store)

@@ -71,7 +71,7 @@ def test_missing_tokens_are_those_of_python(cli, model, tmp_path, temperature):
 
 
 def test_prompts_of_many_lengths_share_few_programs(cli, monkeypatch, tmp_path):
-    """Without a comparison each batch runs once. Sizes are 1 or 1.5 times a power of two."""
+    """Sizes are 1 or 1.5 times a power of two, and each batch runs once if nothing is compared."""
     shapes, model = [], decoders.AnySubsetModel(None, 3, 2, name="toy")
 
     def fill(model, tokens, missing, *, lengths, **options):

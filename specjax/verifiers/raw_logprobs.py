@@ -6,26 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays import scopes
-from specjax.engine.job import Parts
 from specjax.pallas_kernels.gumbel_topk import likeliest
 from specjax.trees import operations
 from specjax.types import Array, TokenLogprobs, TokenTree, Verdict
 from specjax.verifiers.node_logits import NodeLogits
 
 
-def raw_logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: Array) -> TokenLogprobs | None:
-    """Return the log-probabilities of a verdict, or None if they were not requested. Other places have zeros.
+def raw_logprobs(tree: TokenTree, verdict: Verdict, logits: Array, reports: Array, count: int) -> TokenLogprobs:
+    """Return the log-probabilities of a verdict's tokens. Other places, and rows that are not read, may have zeros.
 
     Args:
-      logits: float[B, N, V], the target's own logits.
+      logits: float[B, N, V], the target's own logits. reports: bool[B], rows that are read.
+      count: number K of alternatives.
     """
-    count = parts.keep.alternatives
-    if count is None or parts.reports is None:
-        return None
     batch, nodes = tree.tokens.shape
     tokens, index = operations.emitted_tokens(tree, verdict), jnp.arange(nodes)
     rows_of = NodeLogits(logits, lambda rows, node: rows)
-    is_read = parts.reports & (verdict.num_nodes > 0)
+    is_read = reports & (verdict.num_nodes > 0)
 
     def at(place: Array, values: TokenLogprobs) -> TokenLogprobs:
         column = lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, keepdims=False)
