@@ -31,10 +31,10 @@ def raw_logprobs(tree: TokenTree, verdict: Verdict, logits: Array, reports: Arra
         is_token = jnp.arange(row.shape[1]) == column(tokens)[:, None]
         of_token = jnp.max(jnp.where(is_token, row, -jnp.inf), 1) - jax.nn.logsumexp(row, 1)
         best, of_best = (x[:, :count] for x in likeliest(row, max(count, 1)))
-        found = TokenLogprobs(of_token, best, of_best)
+        at_place = TokenLogprobs(of_token, best, of_best)
         is_here = (index == place) & (place < verdict.num_nodes[:, None])
         put = lambda x, y: jnp.where(is_here.reshape(batch, nodes, *[1] * (x.ndim - 2)), y[:, None].astype(x.dtype), x)
-        return jax.tree.map(put, values, found)
+        return jax.tree.map(put, values, at_place)
 
     zeros = TokenLogprobs(
         jnp.zeros((batch, nodes)), jnp.zeros((batch, nodes, count), jnp.int32), jnp.zeros((batch, nodes, count))

@@ -94,7 +94,7 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
     job = prepare(target, drafter_of(), [SECOND + [1] * 30], Settings(), key=jax.random.key(0), max_new_tokens=4)
     store = PrefixStore(1 << 30)
     rows = [read(job.parts, prompt, store, job.tokens.shape[1]) for prompt in (FIRST, SECOND)]
-    assert [found for _, found in rows] == [0, 2 * CHUNK]
+    assert [num_stored for _, num_stored in rows] == [0, 2 * CHUNK]
     alone, _ = read(job.parts, SECOND, PrefixStore(0), job.tokens.shape[1])
     first, second = (outputs(job.parts, row) for row in (alone, rows[1][0]))
     jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -115,7 +115,7 @@ def read(parts, prompt, store, size):
     while reading.unread:
         reading.read(parts, programs, store)
     reading.leave()
-    return reading.row, reading.found
+    return reading.row, reading.num_stored
 
 
 def with_settings(parts):
@@ -139,14 +139,14 @@ def test_served_texts_with_and_without_a_store():
     requests = [Request(FIRST, 0), Request(SECOND, 1), Request(SECOND, 1, salt="another user"), Request(FIRST, 2)]
     texts, cached = [], []
     for gib in (0.0, 0.1):
-        of_run, found = {}, {}
+        of_run, num_stored = {}, {}
         drafter = drafters.prompt_lookup(3, min_ngram=1)
         for served in serve(
             tiny_llama(), drafter, requests, slots=2, longest_prompt=140, max_new_tokens=6, prefix_gib=gib
         ):
             of_run.setdefault(served.request, []).extend(served.tokens)
-            found[served.request] = served.cached
+            num_stored[served.request] = served.cached
         texts.append(of_run)
-        cached.append([found[n] for n in range(4)])
+        cached.append([num_stored[n] for n in range(4)])
     assert texts[0] == texts[1] and len(texts[0]) == 4
     assert cached[0] == [0] * 4 and cached[1][2] == 0 and cached[1][3] == 3 * CHUNK
