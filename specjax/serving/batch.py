@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -69,9 +70,11 @@ class _Row:
     request: int
     remaining: int  # number of tokens that may still be added
     text: Detokenizer | None
+    tokens: list[int]  # the prompt and the text
     alternatives: int | None = None  # as in `Request`
+    salt: str | None = None  # as in `Request`
     is_read: bool = False  # True if the prompt was read, so that the row decodes
-    num_stored: int = 0  # number of tokens of the prompt that were num_stored in the store of prefixes
+    num_stored: int = 0  # number of tokens of the prompt that were copied from the store of prefixes
 
     def served(self, tokens: list[int], accepted: int, reason: str | None, **fields: Any) -> Served:
         """Return an update of this request."""
@@ -90,6 +93,7 @@ class _Row:
                 tokens, reason = tokens[:count], "stop"
             elif reason is not None:
                 text += self.text.flush()
+        self.tokens += tokens
         accepted, logprobs = min(update.accepted, len(tokens)), None
         if self.alternatives is not None and update.logprobs is not None:
             of_tokens, *of_likeliest = (x[: len(tokens)] for x in update.logprobs)
@@ -131,7 +135,9 @@ class Batch:
         self._finished: _Dispatched | None = None  # the previous step, which `collect` reads
         self._num_requests = self._turn = 0
         self._prefixes = PrefixStore(prefix_bytes)
-        self._readings: list[PromptReader] = []
+        self._readers: list[PromptReader] = []
+        self._ended: deque[tuple[list[int], str | None]] = deque(maxlen=len(self._rows))  # texts and their salts
+        self._ended_reader: PromptReader | None = None
 
     @property
     def has_room(self) -> bool:
@@ -146,7 +152,12 @@ class Batch:
     @property
     def is_reading(self) -> bool:
         """Return True if a prompt is being read."""
-        return bool(self._readings)
+        return bool(self._readers)
+
+    @property
+    def has_ended_texts(self) -> bool:
+        """Return True if `read_ended` has a text to read."""
+        return bool(self._ended) or self._ended_reader is not None
 
     @property
     def is_decoding(self) -> bool:
@@ -174,46 +185,59 @@ class Batch:
             reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
         slot = self._rows.index(None)
-        self._rows[slot] = _Row(number, count, text, request.alternatives)
+        self._rows[slot] = _Row(number, count, text, [*map(int, request.prompt)], request.alternatives, request.salt)
         self._settings = _put_row(self._settings, slot, settings)
         self._parts = _with_settings(self._parts, self._settings)
         packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, processors)
-        row = self._programs.begin(self._parts, packed)
         root = self._prefixes.root(request.salt) if request.inputs is None else None
-        self._readings.append(PromptReader(self._rows[slot], packed, row, admission.chunk_size(self._parts), root))
+        self._readers.append(PromptReader(self._rows[slot], packed, root))
+        self._drop_ended_reader()
         return None
 
     def read(self, *, wait: bool = False) -> None:
-        """Read one chunk of a prompt, if any is being read. Prompts that were read completely enter their rows.
+        """Read one chunk of a prompt. A prompt that was read completely enters its row.
 
         wait: return when the device has read it.
         """
-        for reading in list(self._readings):
-            reading.restore(self._parts, self._programs, self._prefixes)
-            self._enter_if_read(reading)
-        if self._readings:
-            self._turn += 1
-            reading = next_to_read(self._readings, self._turn)
-            reading.read(self._parts, self._programs, self._prefixes)
-            if wait:
-                jax.block_until_ready(reading.row.length)
-            self._enter_if_read(reading)
+        self._turn += 1
+        reader = next_to_read(self._readers, self._turn)
+        reader.advance(self._parts, self._programs, self._prefixes, wait=wait)
+        if not reader.unread:
+            self._stop_reading(reader)
+            reader.request.is_read, reader.request.num_stored = True, reader.num_stored
+            self._state = self._programs.enter(self._parts, self._state, reader.row, reader.packed.slot)
 
-    def _enter_if_read(self, reading: PromptReader) -> None:
-        if reading.unread:
-            return
-        reading.leave()
-        self._readings.remove(reading)
-        reading.request.is_read, reading.request.num_stored = True, reading.num_stored
-        self._state = self._programs.enter(self._parts, self._state, reading.row, reading.admission.slot)
+    def read_ended(self) -> None:
+        """Read one chunk of a text that ended, if there is one, so that the next turn of its chat need not."""
+        chunk = admission.chunk_size(self._parts)
+        if self._ended_reader is None and self._ended and chunk is not None:
+            tokens, salt = self._ended.popleft()
+            request, key = Request(tokens, 0, salt=salt), row_keys(threefry(0)[None], 1)
+            settings, size = processor_settings(self.limits), self._state.tokens.shape[1]
+            packed = admission.pack_request(size, 0, request, key, 1, settings)
+            self._ended_reader = PromptReader(None, packed, self._prefixes.root(salt))
+        reader = self._ended_reader
+        if reader is not None and chunk is not None:
+            if reader.unread >= chunk:
+                reader.advance(self._parts, self._programs, self._prefixes, wait=True)
+            else:
+                self._drop_ended_reader()
+
+    def _drop_ended_reader(self) -> None:
+        if self._ended_reader is not None:
+            self._ended_reader.leave()
+            self._ended_reader = None
+
+    def _stop_reading(self, reader: PromptReader) -> None:
+        reader.leave()
+        self._readers.remove(reader)
 
     def cancel(self, number: int) -> Served | None:
         """End a request. Return its last update, or None if it has no row."""
         for slot, row in enumerate(self._rows):
             if row is not None and row.request == number:
-                for reading in [each for each in self._readings if each.request is row]:
-                    reading.leave()
-                    self._readings.remove(reading)
+                for reader in [reader for reader in self._readers if reader.request is row]:
+                    self._stop_reading(reader)
                 if row.is_read:
                     self._free(slot)
                 self._rows[slot] = None
@@ -240,6 +264,8 @@ class Batch:
             if served.finish_reason == "failed":
                 served = served._replace(error=explain_failure(self._parts.target, self._parts.processors))
             if served.finish_reason:
+                if served.finish_reason != "failed" and self._prefixes.max_bytes and self.limits.inputs is None:
+                    self._ended.append((row.tokens, row.salt))
                 self._free(slot)
                 served = served._replace(drafter=lambda: self._parts.drafter)
             yield served
@@ -255,6 +281,8 @@ class Batch:
         if form(self._parts.drafter.params) != form(params):
             raise UsageError("parameters sent to serve must have the shapes and dtypes of the drafter's parameters")
         self._parts = dataclasses.replace(self._parts, drafter=self._parts.drafter.replace(params=params))
+        self._ended.clear()
+        self._drop_ended_reader()
         self._prefixes.clear()  # it has the memory of a head with the old parameters
 
     def _free(self, slot: int) -> None:

@@ -11,7 +11,7 @@ Guarantee: the guarantee of `decode` with the same settings. A row's randomness 
 positions. So a text does not depend on its time of arrival or on its neighbours, with one exception. Rows can share
 learned state or draft lengths (`auto`, `choice`, `bass`, goodput, drafters that export). Then the draws of rejection
 rules may depend on the neighbours, as in any batch.
-Deviation: a draft model reads the prompt as a whole, while the other rows wait.
+Deviation: the draft model of `rapid` reads its prompt as a whole, while the other rows wait.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class Scheduler:
         reads = batch.is_reading and (not is_decoding or self._may_read())
         if reads:
             batch.read(wait=not is_decoding)
+        elif not is_decoding and not self.is_shared:
+            batch.read_ended()
         batch.step()
         yield from batch.collect()
         self._pace.record(decodes=is_decoding, reads=reads)
@@ -132,7 +134,8 @@ def serve_requests(
         if batch.is_idle:
             if not source.has_more:
                 return
-            time.sleep(IDLE)
+            if not batch.has_ended_texts:
+                time.sleep(IDLE)
 
 
 def _exchange(batch: Batch, served: Served | None) -> Generator[Served, Any, None]:

@@ -5,54 +5,53 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.engine.job import Parts
+from specjax.serving import admission
 from specjax.serving.admission import Admission, ServePrograms
 from specjax.serving.prefixes import PrefixStore, StoredChunk
 from specjax.types import DecodeState
 
-NEVER_LAST = 4
+OLDEST_TURN = 4
 """The oldest prompt reads every fourth chunk, even if shorter prompts wait."""
+MAX_STARTED = 2
+"""Prompts that are read at the same time. Each one takes the memory of a row."""
 
 
 @dataclasses.dataclass(eq=False)
 class PromptReader:
     """A prompt of which some chunks are read. `node` is that of the last chunk, or None if nothing is stored."""
 
-    request: Any  # the row of the batch that the request occupies, or None to read a text for the store only
-    admission: Admission
-    row: DecodeState
-    chunk: int | None  # tokens of a chunk; None: the prompt was read as a whole
+    request: Any  # the row of the batch that the request occupies; None: a text that is read only to be stored
+    packed: Admission
     node: StoredChunk | None
-    start: int = 0  # number of tokens that were read or num_stored in the store
-    num_stored: int = 0  # number of tokens that were num_stored
+    row: DecodeState | None = None  # None before the first chunk
+    start: int = 0  # number of tokens that were read or copied
+    num_stored: int = 0  # number of tokens that were copied from the store
 
     @property
     def unread(self) -> int:
         """Return the number of tokens that are still to be read. The last token is part of the first step."""
-        return 0 if self.chunk is None else max(int(self.admission.length[0]) - 1 - self.start, 0)
+        return max(int(self.packed.length[0]) - 1 - self.start, 0)
 
-    def restore(self, parts: Parts, programs: ServePrograms, store: PrefixStore) -> None:
-        """Write the following chunks that the store has."""
-        while self.chunk is not None and self.unread >= self.chunk:
-            node = store.find(self.node, self._tokens)
-            if node is None:
-                return
-            self.row = programs.put_chunk(parts, self.row, self.admission, np.int32(self.start), node.arrays)
-            self._follow(node)
-            self.num_stored += self.chunk
-
-    def read(self, parts: Parts, programs: ServePrograms, store: PrefixStore) -> None:
-        """Read the next chunk, and store it if it is complete."""
-        assert self.chunk is not None
-        start, is_complete = np.int32(self.start), self.unread >= self.chunk
-        self.row = programs.read(parts, self.row, self.admission, start)
-        if is_complete and self.node is not None:
-            arrays = programs.take_chunk(parts, self.row, self.admission, start)
-            self._follow(store.add(self.node, self._tokens, arrays))
-        else:
-            self.start += self.chunk
+    def advance(self, parts: Parts, programs: ServePrograms, store: PrefixStore, *, wait: bool) -> None:
+        """Copy the chunks that the store has, and read the one after them. `wait`: until the device has read it."""
+        if self.row is None:
+            self.row = programs.begin(parts, self.packed)
+        size = admission.chunk_size(parts)
+        if size is None:  # `begin` read the prompt
+            self.start = int(self.packed.length[0])
+            return
+        while self.unread >= size and (stored := store.find(self.node, self._tokens(size))) is not None:
+            self.row = programs.put_chunk(parts, self.row, self.packed, np.int32(self.start), stored.arrays)
+            self._follow(stored, size)
+            self.num_stored += size
+        if self.unread:
+            self._read(parts, programs, store, size)
+        if wait:
+            jax.block_until_ready(self.row.length)
 
     def leave(self) -> None:
         """Stop to follow the store, because the prompt was read or its request ended."""
@@ -60,18 +59,29 @@ class PromptReader:
             self.node.readers -= 1
             self.node = None
 
-    @property
-    def _tokens(self) -> np.ndarray:
-        return self.admission.tokens[0, self.start : self.start + self.chunk]
+    def _read(self, parts: Parts, programs: ServePrograms, store: PrefixStore, size: int) -> None:
+        """Read the next chunk, and store it if it is complete."""
+        start, is_complete = np.int32(self.start), self.unread >= size
+        self.row = programs.read(parts, self.row, self.packed, start)
+        if is_complete and self.node is not None:
+            arrays = programs.take_chunk(parts, self.row, self.packed, start)
+            self._follow(store.add(self.node, self._tokens(size), arrays), size)
+        else:
+            self.start += size
 
-    def _follow(self, node: StoredChunk | None) -> None:
+    def _tokens(self, size: int) -> np.ndarray:
+        return self.packed.tokens[0, self.start : self.start + size]
+
+    def _follow(self, node: StoredChunk | None, size: int) -> None:
         self.leave()
         self.node = node
         if node is not None:
             node.readers += 1
-        self.start += self.chunk
+        self.start += size
 
 
-def next_to_read(readings: list[PromptReader], turn: int) -> PromptReader:
+def next_to_read(readers: list[PromptReader], turn: int) -> PromptReader:
     """Return the prompt that reads the next chunk: the one with the fewest tokens, or in some turns the oldest."""
-    return readings[0] if turn % NEVER_LAST == 0 else min(readings, key=lambda reading: reading.unread)
+    started = [reader for reader in readers if reader.row is not None]
+    candidates = started if len(started) >= MAX_STARTED else readers
+    return candidates[0] if turn % OLDEST_TURN == 0 else min(candidates, key=lambda reader: reader.unread)

@@ -18,7 +18,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.step import _draft
 from specjax.serving import admission
 from specjax.serving.prefixes import PrefixStore
-from specjax.serving.reading import PromptReader
+from specjax.serving.reading import PromptReader, next_to_read
 from specjax.types import Context
 
 CHUNK = admission.CHUNK_ON_CPU
@@ -109,13 +109,11 @@ def read(parts, prompt, store, size):
         None, None, None, admission.begin, None, admission.read, admission.take_chunk, admission.put_chunk
     )
     parts = with_settings(parts)
-    row = programs.begin(parts, packed)
-    reading = PromptReader(None, packed, row, admission.chunk_size(parts), store.root())
-    reading.restore(parts, programs, store)
-    while reading.unread:
-        reading.read(parts, programs, store)
-    reading.leave()
-    return reading.row, reading.num_stored
+    reader = PromptReader(None, packed, store.root())
+    while reader.unread:
+        reader.advance(parts, programs, store, wait=False)
+    reader.leave()
+    return reader.row, reader.num_stored
 
 
 def with_settings(parts):
@@ -150,3 +148,43 @@ def test_served_texts_with_and_without_a_store():
         cached.append([num_stored[n] for n in range(4)])
     assert texts[0] == texts[1] and len(texts[0]) == 4
     assert cached[0] == [0] * 4 and cached[1][2] == 0 and cached[1][3] == 3 * CHUNK
+
+
+def test_a_text_that_ended_is_read_while_nothing_else_runs():
+    """The second turn of a chat copies the chunks of the first turn and of its answer."""
+    updates, answer = [], []
+
+    def requests():
+        yield Request(FIRST[: CHUNK + 3], 0)
+        while not (updates and updates[-1].finish_reason):
+            yield None
+        yield from [None] * 10
+        for update in updates:
+            answer.extend(update.tokens)
+        yield Request([*FIRST[: CHUNK + 3], *answer, 1, 2], 1)
+
+    limits = {"slots": 2, "longest_prompt": 3 * CHUNK, "max_new_tokens": CHUNK}
+    for update in serve(tiny_llama(), "autoregressive", requests(), **limits):
+        updates.append(update)
+    assert len(answer) == CHUNK and updates[-1].cached == 2 * CHUNK
+
+
+def test_few_prompts_take_memory_at_the_same_time():
+    readers = [PromptReader(None, packed_of(length), None) for length in (90, 60, 70, 5)]
+    order = []
+    for turn in range(1, 60):
+        reader = next_to_read(readers, turn)
+        reader.row = reader.row or ()
+        order.append(len(reader.packed.tokens[0]))
+        reader.start += 5
+        if not reader.unread:
+            readers.remove(reader)
+        assert sum(each.row is not None for each in readers) <= 2
+        if not readers:
+            break
+    assert not readers and order[0] == 5 and 90 in order[:4]
+
+
+def packed_of(length):
+    packed = admission.pack_request(length, 0, Request([1] * length, 0), jax.random.key(0)[None], 4, [])
+    return packed._replace(length=np.array([length + 1], np.int32))

@@ -173,8 +173,22 @@ def functions(
         prompts = context if shorten is None else shorten(context)
         weights, buffer = weights_of(params), prompts.tokens.shape[1]
         cache = model.start_cache(weights, model.select_inputs(prompts.inputs), prompts.length, buffer + slots)
+        if shorten is None:  # `read` reads the prompt together with the target
+            return State(cache, jnp.zeros_like(prompts.length), jnp.zeros_like(prompts.length))
         cache = prefill(match_vocabulary(model, context.target), weights, cache, prompts.tokens, start(prompts.length))
         return State(cache, start(prompts.length), context.length - prompts.length)
+
+    def read(params, state: State, context: Context, tokens: Array, count: Array, output: Output) -> State:
+        """Commit a chunk of the prompt, except its last `lag` tokens."""
+        del output
+        path = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool)), (*tokens.shape, tokens.shape[1]))
+        _, pending = match_vocabulary(model, context.target).forward(
+            weights_of(params), tokens, state.cache, positions=state.num_cached[:, None] + path, mask=mask
+        )
+        num_new = jnp.clip(start(context.length) - state.num_cached, 0, count)
+        cache = model.commit(state.cache, pending, path, num_new)
+        return state._replace(cache=cache, num_cached=state.num_cached + num_new)
 
     def propose(params, keys, state: State, context: Context, limit):
         length, is_drafting = context.length - state.dropped, jnp.any(limit > 0)
@@ -264,6 +278,7 @@ def functions(
         update=update,
         traits=Traits(draws=builder.draws, rewinds=model.rewind is not None, widths=builder.widths),
         hooks=Hooks(
+            prefill=read if shorten is None else None,
             resume=None if model.rewind is None else resume,
             axes=lambda state: batch_axes.rows_first(state)._replace(cache=model.axes(state.cache)),
         ),
