@@ -30,22 +30,26 @@ class Pace:
 
     @property
     def may_read(self) -> bool:
-        """Return True if the next turn may read a chunk while rows decode."""
-        return self.max_slowdown > 1 and self._earned >= (statistics.median(self._chunks) if self._chunks else 0)
+        """Return True if the next turn may read a chunk while rows decode.
+
+        A step is measured first, and then one chunk.
+        """
+        if self.max_slowdown == 1 or not self._steps:
+            return False
+        return self._earned >= statistics.median(self._chunks) if self._chunks else not self._read
 
     def record(self, *, decodes: bool, reads: bool) -> None:
         """Record that a turn ended, which dispatched a step (`decodes`) and a chunk (`reads`)."""
         start, self._time = self._time, self._clock()
         seconds = self._time - start
         if self._decoded and self._read:
-            step = statistics.median(self._steps) if self._steps else seconds
-            self._chunks.append(max(seconds - step, 0.0))
+            self._chunks.append(max(seconds - statistics.median(self._steps), 0.0))
         elif self._decoded:
             self._steps.append(seconds)
-        if reads and decodes:
-            self._earned -= statistics.median(self._chunks) if self._chunks else 0
-        if decodes and self._steps:
-            chunk = statistics.median(self._chunks) if self._chunks else 0.0
-            step = statistics.median(self._steps)
-            self._earned = min(self._earned + (self.max_slowdown - 1) * step, chunk + step)
         self._decoded, self._read = decodes, reads and decodes
+        if not (decodes and self._steps):
+            return
+        step, chunk = (statistics.median(times) if times else 0.0 for times in (self._steps, self._chunks))
+        if reads:
+            self._earned -= chunk
+        self._earned = min(self._earned + (self.max_slowdown - 1) * step, chunk + step)

@@ -15,15 +15,16 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize("late", [0, 20])  # turns before the first prompt
 @pytest.mark.parametrize(
     "slowdown, step, chunk", [(1.5, 1.0, 1.0), (1.5, 1.0, 4.0), (1.1, 0.01, 0.002), (2.0, 1.0, 9.0)]
 )
-def test_the_mean_time_between_tokens_stays_within_the_slowdown(slowdown, step, chunk):
+def test_the_mean_time_between_tokens_stays_within_the_slowdown(slowdown, step, chunk, late):
     clock = Clock()
     pace, pending, reads = Pace(slowdown, clock), 0.0, 0
     turns = 2000
     for turn in range(turns):
-        may_read = turn >= 20 and pace.may_read  # the first prompt comes later
+        may_read = turn >= late and pace.may_read
         clock.now += pending  # a turn waits for what the turn before dispatched
         pending = step + (chunk if may_read else 0)
         reads += may_read
