@@ -91,7 +91,7 @@ def decode(
     verifier: Verifier | VerifyFn | str | None = None,
     controller: Controller | str | None = None,
     capacity: int | None = None,
-    logprobs: bool = False,
+    logprobs: bool | Literal["processed", "tempered", "raw"] = False,
     debug: bool = False,
     inputs: PyTree = None,
     min_p: float | Array | None = None,
@@ -134,9 +134,10 @@ def decode(
       controller: a controller of `specjax.controllers` or its name, which sets the draft length. Default: goodput for a
         draft model given as `drafter`, else the maximum length.
       capacity: maximum length of prompt plus new tokens. Default: the model's own limit. It also limits buffer sizes.
-      logprobs: also return the log-probability of each token under the distribution that it was drawn from, after
-        temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a lossy verifier
-        accepts.
+      logprobs: also return the log-probability of each token. True or "processed": under the distribution that it was
+        drawn from, after temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a
+        lossy verifier accepts. "tempered": after temperature only, as trainers compute it (1 instead of 0).
+        "raw": by the target's own logits.
       debug: check that every draft is valid for its verifier (`specjax.engine.value_checks`). Inside the caller's
         `jit`, where no error can be raised, read `stats.violations`.
       inputs: arrays [B, ...] that condition the texts in addition to their tokens, for models with such inputs.

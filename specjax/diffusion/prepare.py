@@ -45,6 +45,8 @@ def prepare(
             f'denoising does not support sampling="{settings.sampling}"; leave it out: the noise of all methods '
             "depends only on row, column and number of decided columns"
         )
+    if settings.logprobs not in (False, True, "processed"):
+        raise UsageError(f'denoising does not support logprobs="{settings.logprobs}"; use logprobs=True')
     samples = check_samples(samples)
     count = check_new_tokens(max_new_tokens)
     eos = settings.eos_ids()

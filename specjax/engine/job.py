@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from specjax.types import STATIC, Array, Controller, DecodeState, Drafter, Info, Processor, PyTree, Sampling, Target
 from specjax.verifiers import Verifier
 
+LOGPROBS = "processed", "tempered", "raw"
+"""Forms of log-probabilities: of the distribution of the draw; after temperature only; of the target's own logits."""
+
 
 class Keep(NamedTuple):
     """Flags for the fields of `Info` that cost time or memory. A step computes only the requested ones."""
 
     logits: bool = False
-    logprobs: bool = False
+    logprobs: bool | str = False  # True or one of LOGPROBS
     violations: bool = False
     scored: bool = False
     alternatives: int | None = None  # number of the likeliest tokens in `Info.raw_logprobs`

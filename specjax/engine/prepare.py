@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
-from specjax.engine.job import Job, Keep, Parts
+from specjax.engine.job import LOGPROBS, Job, Keep, Parts
 from specjax.engine.packing import Prompts, check_new_tokens, find_usable_rows, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
@@ -49,7 +49,7 @@ class Settings:
     verifier: Verifier | VerifyFn | None = None
     controller: Controller | None = None
     capacity: int | None = None
-    logprobs: bool = False
+    logprobs: bool | Literal["processed", "tempered", "raw"] = False
     debug: bool = False
     min_p: float | Array | None = None
     processors: Sequence[Processor] = ()
@@ -66,6 +66,8 @@ class Settings:
             raise UsageError(f"processors must be a list of specjax.processors, not {self.processors!r}")
         if self.sampling not in ("speculative", "coupled"):
             raise UsageError(f'sampling must be "speculative" or "coupled", not "{self.sampling}"')
+        if self.logprobs not in (False, True, *LOGPROBS):
+            raise UsageError(f"logprobs must be True, False, or one of {', '.join(LOGPROBS)}, not {self.logprobs!r}")
         if self.sampling == "coupled" and self.verifier is not None:
             raise UsageError('sampling="coupled" always uses the verifier sample_and_match; leave verifier out')
 

@@ -24,6 +24,7 @@ from specjax.types import (
     DecodeState,
     Output,
     PyTree,
+    Sampling,
     Scored,
     SoftPrompts,
     TokenLogprobs,
@@ -167,7 +168,9 @@ def judge_at(
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     diagnostics = Diagnostics(
         logits=batch_axes.widen(take_along(logits.every(), along_path, 1), n) if parts.keep.logits else None,
-        logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits), n) if parts.keep.logprobs else None,
+        logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits, raw.logits), n)
+        if parts.keep.logprobs
+        else None,
         violations=value_checks.find_target_violations(part.valid, logits.every()) if parts.keep.violations else None,
         scored=Scored(tree, *batch_axes.widen((logits.every(), raw.hidden), n)) if parts.keep.scored else None,
         raw_logprobs=None
@@ -257,12 +260,18 @@ def _reject_ended(verdict: Verdict, done: Array) -> Verdict:
     return verdict._replace(path=path, num_nodes=jnp.where(done, 0, verdict.num_nodes))
 
 
-def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogits) -> Array:
-    """Return log p float32[B, N] of each token of the verdict under the distribution of its draw, then zeros.
+def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogits, raw: Array) -> Array:
+    """Return log p float32[B, N] of each token of the verdict in the requested form, then zeros.
 
-    `logits` are the logits of these distributions.
+    Args:
+      logits: the logits of the draws. raw: float[B, N, V], the target's own logits.
     """
-    if parts.verifier.guarantee == "greedy":  # a distribution over one token
+    form, temperature = parts.keep.logprobs, parts.sampling.temperature
+    if form in ("raw", "tempered"):
+        divisor = None if temperature is None else jnp.where(temperature == 0, 1.0, temperature)
+        sampling = None if form == "raw" or divisor is None else Sampling(divisor)
+        logits = NodeLogits(raw, lambda rows, node: rows, sampling)
+    elif parts.verifier.guarantee == "greedy":  # a distribution over one token
         return jnp.zeros(tree.tokens.shape)
     tokens, index = operations.emitted_tokens(tree, verdict), jnp.arange(tree.tokens.shape[1])
 

@@ -7,7 +7,7 @@ import pytest
 from tiers import exhaustive, those
 from toy import tiny_llama, tiny_llama_alike
 
-from specjax import decode, drafters, mesh, shard, stream, trees
+from specjax import UsageError, decode, drafters, mesh, shard, stream, trees
 from specjax.engine.step import buffer_size
 from specjax.numerics.sampling import warp
 from specjax.types import Sampling
@@ -64,6 +64,17 @@ def test_greedy_tokens_are_certain():
         tiny_llama(), drafters.autoregressive(), PROMPTS[:2], temperature=jnp.array([0.0, 1.0]), **options
     ).logprobs
     assert mixed[0].tolist() == [0.0] * NEW and (mixed[1] < 0).any()
+
+
+@pytest.mark.parametrize("form, warping", [("tempered", {"temperature": 0.7}), ("raw", {"temperature": 1.0})])
+def test_other_forms_ignore_what_is_not_theirs(form, warping):
+    options = {"key": jax.random.key(1), "max_new_tokens": NEW, "logprobs": form}
+    result = decode(tiny_llama(), DRAFTERS["chain"](), PROMPTS, **options, **WARPING)
+    np.testing.assert_allclose(result.logprobs, rescored(tiny_llama(), PROMPTS, result, **warping), atol=2e-4)
+    greedy = decode(tiny_llama(), DRAFTERS["chain"](), PROMPTS, **options)
+    np.testing.assert_allclose(greedy.logprobs, rescored(tiny_llama(), PROMPTS, greedy, temperature=1.0), atol=2e-4)
+    with pytest.raises(UsageError, match="logprobs must be True, False, or one of"):
+        decode(tiny_llama(), DRAFTERS["plain"](), PROMPTS, key=0, max_new_tokens=1, logprobs="log")
 
 
 def test_they_come_only_if_asked_for_and_step_by_step_too():
