@@ -49,7 +49,8 @@ class SpecJaxRollout(base_rollout.BaseRollout):
           report: function that receives the cost of each call.
         """
         self._model, self._tokenizer, self._report = rollout_actor, tokenizer, report
-        self._slots = cache or (lambda batch, count: rollout_actor.init_cache(batch, count, _dtype(rollout_actor)))
+        module: Any = rollout_actor
+        self._slots = cache or (lambda batch, count: module.init_cache(batch, count, _dtype(module)))
         self._drafter, self._logprobs = drafter, logprobs
         self._sampler: RolloutSampler | None = None
         self._target: Target | None = None

@@ -44,17 +44,21 @@ class Admission(NamedTuple):
     processors: list[PyTree]  # settings of the processors
 
 
+def _unused(*arguments: Any) -> Any:
+    raise AssertionError("this loop reads a prompt as a whole")
+
+
 class ServePrograms(NamedTuple):
-    """The compiled functions that serve requests. The last three are None if the loop reads a prompt as a whole."""
+    """The compiled functions that serve requests. The last three are unused if the loop reads a prompt as a whole."""
 
     empty: Callable[..., tuple[PyTree, DecodeState]]
     step: Callable[..., tuple[DecodeState, Info, Array]]
     end: Callable[..., tuple[PyTree, DecodeState]]
     begin: Callable[[Parts, Admission], DecodeState]
     enter: Callable[[Parts, DecodeState, DecodeState, Any], DecodeState]
-    read: Callable[[Parts, DecodeState, Admission, Any], DecodeState] | None = None
-    take_chunk: Callable[[Parts, DecodeState, Admission, Any], list[Array]] | None = None
-    put_chunk: Callable[[Parts, DecodeState, Admission, Any, list[Array]], DecodeState] | None = None
+    read: Callable[[Parts, DecodeState, Admission, Any], DecodeState] = _unused
+    take_chunk: Callable[[Parts, DecodeState, Admission, Any], list[Array]] = _unused
+    put_chunk: Callable[[Parts, DecodeState, Admission, Any, list[Array]], DecodeState] = _unused
 
 
 def pack_request(size: int, slot: int, request: Request, key: Array, count: int, processors: list[PyTree]) -> Admission:
@@ -149,6 +153,7 @@ def _layout(parts: Parts, row: DecodeState, admission: Admission) -> list[_Slots
     An array whose size depends on that of the token buffer along one axis has slots along it, token after token.
     """
     size = chunk_size(parts)
+    assert size is not None
     changed: list[bool] = []
 
     def traced(row: DecodeState) -> DecodeState:
@@ -158,19 +163,24 @@ def _layout(parts: Parts, row: DecodeState, admission: Admission) -> list[_Slots
         return result
 
     jax.eval_shape(traced, row)
-    longer = admission._replace(tokens=jnp.pad(jnp.asarray(admission.tokens), ((0, 0), (0, MORE))))
-    shapes = [
-        jax.tree.map(lambda x: x.shape, jax.tree.leaves((state.cache, state.draft)))
+    longer = admission._replace(tokens=np.zeros((1, admission.tokens.shape[1] + MORE), np.int32))
+    short_shapes, long_shapes = (
+        [x.shape for x in jax.tree.leaves((state.cache, state.draft))]
         for state in (jax.eval_shape(functools.partial(_begin, parts, each)) for each in (admission, longer))
-    ]
+    )
     late = [0] * len(jax.tree.leaves(row.cache)) + [LATE] * len(jax.tree.leaves(row.draft))
     return [
-        _slots(*shapes_of_leaf, size, first) if is_changed else None
-        for is_changed, first, *shapes_of_leaf in zip(changed, late, *shapes, strict=True)
+        _slots(shape, longer_shape, size, first) if is_changed else None
+        for shape, longer_shape, is_changed, first in zip(short_shapes, long_shapes, changed, late, strict=True)
     ]
 
 
 def _slots(shape: tuple[int, ...], longer: tuple[int, ...], size: int, late: int) -> _Slots:
+    """Return the place of a chunk of `size` tokens in an array with this shape.
+
+    Args:
+      longer: its shape with MORE tokens in the buffer. late: slots before the chunk that belong to it.
+    """
     axes = [axis for axis, (short, long) in enumerate(zip(shape, longer, strict=True)) if short != long]
     if len(axes) != 1:
         return _Slots()
@@ -190,6 +200,7 @@ def _begin(parts: Parts, admission: Admission) -> DecodeState:
 
 
 def _read(parts: Parts, row: DecodeState, admission: Admission, start: Array) -> DecodeState:
+    assert parts.loop.read is not None
     return parts.loop.read(_of_row(parts, admission), row, start, chunk_size(parts), admission.inputs)
 
 

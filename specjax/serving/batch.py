@@ -202,7 +202,7 @@ class Batch:
         self._turn += 1
         reader = next_to_read(self._readers, self._turn)
         reader.advance(self._parts, self._programs, self._prefixes, wait=wait)
-        if not reader.unread:
+        if not reader.unread and reader.row is not None:
             self._stop_reading(reader)
             reader.request.is_read, reader.request.num_stored = True, reader.num_stored
             self._state = self._programs.enter(self._parts, self._state, reader.row, reader.packed.slot)

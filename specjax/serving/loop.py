@@ -141,5 +141,8 @@ def serve_requests(
 def _exchange(batch: Batch, served: Served | None) -> Generator[Served, Any, None]:
     """Yield an update, if there is one, and apply what the caller sends in return."""
     while served is not None:
-        sent = yield served
-        served = batch.cancel(sent.request) if isinstance(sent, Cancel) else batch.set_params(sent)
+        sent, served = (yield served), None
+        if isinstance(sent, Cancel):
+            served = batch.cancel(sent.request)
+        else:
+            batch.set_params(sent)

@@ -61,6 +61,7 @@ class PromptReader:
 
     def _read(self, parts: Parts, programs: ServePrograms, store: PrefixStore, size: int) -> None:
         """Read the next chunk, and store it if it is complete."""
+        assert self.row is not None
         start, is_complete = np.int32(self.start), self.unread >= size
         self.row = programs.read(parts, self.row, self.packed, start)
         if is_complete and self.node is not None:
