@@ -13,6 +13,7 @@ from specjax.engine.prepare import prepare
 from specjax.models.heads import blocks
 from specjax.models.heads.contract import DraftHead, FeaturePairs
 from specjax.models.heads.eagle import Eagle, EagleConfig, eagle_head
+from specjax.models.heads.mtp import MtpConfig, MtpModule, mtp_head
 from specjax.types import Context
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5], list(range(30)), [7, 7, 7]]
@@ -84,10 +85,21 @@ def permutation(vocab=7, shift=3):
 def knowing(target, token, feature) -> DraftHead:
     """Return an EAGLE head with layers that add zero: its output is token @ E x_{t+1} + feature @ f_t."""
     config = EagleConfig(layer_of(target))
-    params = jax.tree.map(np.asarray, blocks.init_params(Eagle, config, jax.random.key(0)))
+    return DraftHead(eagle_head(config), _without_layers(Eagle, config, token, feature))
+
+
+def knowing_module(target, token, feature, **flags) -> DraftHead:
+    """Return a module for multi-token prediction like `knowing`, but with both inputs and the output normed."""
+    config = MtpConfig(layer_of(target), target.model.vocab_size, target.model.capabilities.num_layers, **flags)
+    parts = (feature, token) if config.hidden_first else (token, feature)
+    return DraftHead(mtp_head(config), _without_layers(MtpModule, config, *parts))
+
+
+def _without_layers(module, config, *parts) -> dict:
+    params = jax.tree.map(np.asarray, blocks.init_params(module, config, jax.random.key(0)))
     layer = params["stack"][0]
     layer["attention"]["o"]["weight"], layer["mlp"]["down"]["weight"] = (
         np.zeros_like(layer[part][last]["weight"]) for part, last in (("attention", "o"), ("mlp", "down"))
     )
-    params["fc"]["weight"] = np.concatenate([token, feature], 1)
-    return DraftHead(eagle_head(config), params)
+    params["fc"]["weight"] = np.concatenate(parts, 1)
+    return params

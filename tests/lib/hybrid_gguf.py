@@ -24,11 +24,19 @@ NAMES = {
 """Names of modules of transformers and of a GGUF file, without the layer."""
 
 
-def write(model, file, kind="F32", *, joined=False):
-    """Write a torch model as GGUF. `joined`: keep the joined matrix of Qwen3-Next, as early converters did."""
+def write(model, file, kind="F32", *, joined=False, module=None):
+    """Write a torch model as GGUF.
+
+    joined: keep the joined matrix of Qwen3-Next, as early converters did.
+    module: tensors of its module for multi-token prediction by their names in Qwen3.5's files, as arrays of NumPy.
+    """
     c = model.config
     writer = gguf.GGUFWriter(str(file), ARCHITECTURES[c.model_type])
-    write_metadata(writer, c)
+    write_metadata(writer, c, modules=int(module is not None))
+    for name, values in (module or {}).items():
+        writer.add_tensor(module_name(name, c.num_hidden_layers), values + ("norm" in name))
+    if module is not None:
+        writer.add_uint32(f"{ARCHITECTURES[c.model_type]}.nextn_predict_layers", 1)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
@@ -45,10 +53,23 @@ def write(model, file, kind="F32", *, joined=False):
     return file
 
 
-def write_metadata(writer, c):
+NEXTN = {
+    "mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head_norm",
+}  # fmt: skip
+
+
+def module_name(name, layer):
+    """Return the name in a GGUF file of a tensor of a module, which is the layer after the last one."""
+    module = name.removesuffix(".weight")
+    local = NAMES[module.removeprefix("mtp.layers.0.")] if module not in NEXTN else f"nextn.{NEXTN[module]}"
+    return f"blk.{layer}.{local}.weight"
+
+
+def write_metadata(writer, c, modules=0):
     """Write the metadata and a tokenizer of `vocab_size` words."""
     attends = [kind == "full_attention" for kind in c.layer_types]
-    writer.add_block_count(c.num_hidden_layers)
+    writer.add_block_count(c.num_hidden_layers + modules)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)

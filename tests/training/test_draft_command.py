@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from shipped_hybrid import FOLDER
 
 import specjax
 from specjax.cli import main
@@ -102,6 +103,37 @@ def test_texts_then_answers_of_its_own_then_it_drafts(cli, target, prompts, tmp_
         "--compare", "--json",
     )  # fmt: skip
     assert code == 0 and json.loads(out_text)["identical"] is True, err_text
+
+
+def test_a_module_for_a_model_that_has_none(cli, target, prompts, tmp_path):
+    common = ("train", "--target", target, "--prompts", prompts, *SMALL)
+    code, out_text, err_text = cli(*common, "--method", "mtp", "--out", tmp_path / "head", "--json")
+    assert code == 0, err_text
+    assert json.loads(out_text)["method"] == "mtp"
+    code, out_text, err_text = cli(
+        "generate", "w2 w3", "--target", target, "--draft", tmp_path / "head", "--method", "mtp", "--max-new-tokens", 6,
+        "--compare", "--json",
+    )  # fmt: skip
+    document = json.loads(out_text)
+    assert code == 0 and document["identical"] is True and document["head"] == "mtp", err_text
+    code, out_text, err_text = cli(*common, "--draft", "native", "--out", tmp_path / "tuned")
+    assert code == 2 and "have no multi-token-prediction module" in err_text and "Traceback" not in out_text + err_text
+
+
+@pytest.mark.exhaustive
+def test_the_module_of_a_target_is_tuned_and_drafts(cli, prompts, tmp_path):
+    arguments = ("--target", FOLDER, "--max-new-tokens", 12)
+    code, out_text, err_text = cli(
+        "train", "--draft", "native", *arguments, "--prompts", prompts, "--held-out", 2, "--rows", 2, "--length", 32,
+        "--every", 1, "--out", tmp_path / "head", "--json",
+    )  # fmt: skip
+    assert code == 0, err_text
+    assert (json.loads(out_text)["method"], json.loads(out_text)["head"]) == ("mtp", "mtp")
+    code, out_text, err_text = cli(
+        "generate", "Eva has 3", *arguments, "--draft", tmp_path / "head", "--method", "mtp", "--compare", "--json"
+    )
+    document = json.loads(out_text)
+    assert code == 0 and document["identical"] is True and document["block_efficiency"] > 1.5, err_text
 
 
 @pytest.mark.parametrize(

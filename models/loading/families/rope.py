@@ -52,20 +52,22 @@ def max_positions(hf: ConfigFields, scaling: RopeScaling | None) -> int:
 
 
 def rotary_from_hf(
-    hf: ConfigFields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False
-) -> Rotary:
+    hf: ConfigFields, head_dim: int, *, base: float = 10000.0, layer_type: str | None = None, partial: bool = False,
+    part: float = 1.0,
+) -> Rotary:  # fmt: skip
     """Read the rotary settings of a Hugging Face config, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
     Args:
       base: the rotary base of the family, for a config without one.
       layer_type: the entry to read if the new form has one per kind of layer.
       partial: True if the family's code can rotate a part of each head.
+      part: the rotated part of each head in the family, for a config that does not state it.
 
     Raises: UsageError for settings that are not supported, or that the config has twice with different values.
     """
     blocks = [fields for name in ("rope_parameters", "rope_scaling") if (fields := hf.subfields(name)).values]
     blocks = blocks or [hf.subfields("rope_parameters")]
-    rotary = [_rotary(hf, block, head_dim, base, layer_type, partial) for block in blocks]
+    rotary = [_rotary(hf, block, head_dim, (base, part), layer_type, partial) for block in blocks]
     if rotary[0] != rotary[-1]:
         raise UsageError(
             f"{hf.where} has rope_parameters and rope_scaling with different settings, and libraries read one or the "
@@ -75,13 +77,14 @@ def rotary_from_hf(
 
 
 def _rotary(
-    hf: ConfigFields, rope: ConfigFields, head_dim: int, base: float, layer_type: str | None, partial: bool
-) -> Rotary:
-    """Read one object of rotary settings."""
+    hf: ConfigFields, rope: ConfigFields, head_dim: int, defaults: tuple[float, float], layer_type: str | None,
+    partial: bool,
+) -> Rotary:  # fmt: skip
+    """Read one object of rotary settings. defaults: the base, and the rotated part of each head."""
     if layer_type is not None and rope.has(layer_type):
         rope = rope.subfields(layer_type)
-    base = _stated_once(hf, rope, "rope_theta", base, **BASE)
-    part = _stated_once(hf, rope, "partial_rotary_factor", 1.0, maximum=1.0)
+    base = _stated_once(hf, rope, "rope_theta", defaults[0], **BASE)
+    part = _stated_once(hf, rope, "partial_rotary_factor", defaults[1], maximum=1.0)
     if part != 1.0 and not partial:
         raise UsageError(f"{hf.where} has partial_rotary_factor {part:g}, which specjax supports for phi3 only")
     rotary_dim = int(head_dim * part)

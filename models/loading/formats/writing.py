@@ -19,6 +19,7 @@ from specjax.models.loading.families import registry
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings, write_denoiser_settings
 from specjax.models.loading.formats import compressed_writing, hf
+from specjax.models.loading.formats.module_copies import copy_module
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor, list_parameters
 from specjax.models.loading.tokenizers import writing
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ def save_model(
     Weights are written to the bit, except Gemma's norms: its files store w - 1, so for w below 0.5 the last bits may
     change. Files of recurrent layers store logarithms of their decays, whose last bits may change too. Quantised
     matrices are written in the format compressed-tensors, which `load` reads back to the bit
-    (`compressed_writing`).
+    (`compressed_writing`). A module for multi-token prediction is copied from the files of the target, and it is not
+    quantised. Those of GGUF files and quantised ones are left out with a warning.
 
     Args:
       target: a model of `specjax.models`, which is written in its dtype and its quantised formats.
@@ -64,6 +66,9 @@ def save_model(
     path = Path(folder).expanduser()
     config: Any = target.model.config
     tensors, forms = _named_tensors(target)
+    if target.native is not None:
+        module, count = copy_module(target.native, config.num_layers)
+        tensors, fields = tensors | module, fields | count
     tensors, more_fields = compressed_writing.compress(tensors, forms, _embedding_name(config), config.name)
     fields |= more_fields
     try:

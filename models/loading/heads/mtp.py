@@ -155,7 +155,9 @@ def _layer_config(fields: ConfigFields, tensors: Tensors, row: MtpDialect, spec:
     kv_heads = fields.size("num_key_value_heads", heads, maximum=HEADS)
     head_dim = fields.size("head_dim", width // heads, maximum=HEADS)
     check_heads(fields, HF_HEADS, heads, kv_heads, head_dim)
-    rotary = rope.rotary_from_hf(fields, head_dim, layer_type=rope.FULL, partial=True)
+    target = spec.target.model.config
+    part = 1.0 if row is OWN else (target.rotary_dim or target.head_dim) / target.head_dim
+    rotary = rope.rotary_from_hf(fields, head_dim, layer_type=rope.FULL, partial=True, part=part)
     return LlamaConfig(
         vocab_size=spec.vocab_size,
         width=width,

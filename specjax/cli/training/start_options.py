@@ -34,7 +34,10 @@ class StartOptions:
     draft: Annotated[
         str | None,
         typer.Option(
-            "--draft", help="Head to continue from, or draft model of --method two_model.", show_default=False
+            "--draft",
+            help="Head to continue from (native: the module in the files of the target), or draft model of --method "
+            "two_model.",
+            show_default=False,
         ),
     ] = None
     head_set: o.HeadSetOption = None

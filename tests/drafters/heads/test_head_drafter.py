@@ -11,7 +11,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_memory import differs, knowing, permutation, run_rounds
+from head_memory import differs, knowing, knowing_module, permutation, run_rounds
 from heads import separate_modules, tiny_head
 from tiers import exhaustive, those
 from toy import tiny_llama
@@ -101,6 +101,23 @@ def test_a_head_that_knows_the_target_is_always_right(knows_by):
     result = decode(target, drafters.head_drafter(head, 4), prompts, key=0, max_new_tokens=20)
     assert result.to_lists() == decode(target, "autoregressive", prompts, key=0, max_new_tokens=20).to_lists()
     # A text of one token has no feature yet: its first round drafts from nothing.
+    assert result.stats.target_passes.tolist() == [5, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("knows_by", "flags"),
+    [("feature", {}), ("feature", {"chained": "raw", "hidden_first": True}), ("token", {})],
+    ids=["feature", "raw", "token"],
+)
+def test_a_module_that_knows_the_target_has_an_acceptance_of_one(knows_by, flags):
+    """The next two tokens are functions of the state, so all four drafts of a pass are accepted."""
+    target, move = permutation()
+    none = np.zeros_like(move)
+    head = knowing_module(target, *((move, none) if knows_by == "token" else (none, move)), **flags)
+    run = lambda drafter: decode(target, drafter, [[0], [1, 4], [3, 6, 2, 5, 1]], key=0, max_new_tokens=20)
+    result = run(make_drafter("mtp", target, head, num_tokens=4))
+    assert result.to_lists() == run("autoregressive").to_lists()
+    # A text of one token has no state yet: its first round drafts from nothing.
     assert result.stats.target_passes.tolist() == [5, 4, 4]
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.catalog.defaults import NATIVE, defaults
 from specjax.drafters.default import default_drafter
-from specjax.errors import UsageError
+from specjax.errors import CheckpointWarning, UsageError
 from specjax.models.loading import mtp_dialects
 from specjax.models.loading.heads import load_head, read_head
 from specjax.models.loading.mtp_dialects import BY_NAME, DIALECTS
@@ -142,6 +142,23 @@ def test_the_module_of_a_gguf_file_is_no_layer_of_its_target(tmp_path):
     logits, features = m.run_head(load_head(NATIVE, target), target, m.TEXT, m.DRAFT)
     tables = model.model.embed_tokens.weight.detach().numpy(), model.lm_head.weight.detach().numpy()
     np.testing.assert_allclose(logits, oracle.logits(features, *tables), atol=1e-3)
+    with pytest.warns(CheckpointWarning, match="is left out, because it is in a GGUF file"):
+        specjax.save_model(tmp_path / "saved", target)
+    assert not [name for name in load_file(tmp_path / "saved" / "model.safetensors") if "nextn" in name]
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_a_written_model_keeps_its_module(loaded, mimo, scheme, tmp_path):
+    """The module is not quantised, and quantization_config names its matrices for other libraries."""
+    target = loaded if scheme is None else specjax.load(mimo[0], quantize=scheme)[0]
+    specjax.save_model(tmp_path, target, mimo[0])
+    again = specjax.load(tmp_path)[0]
+    assert again.native.dialect == "mimo" and again.native.source == str(tmp_path.resolve())
+    jax.tree.map(np.testing.assert_array_equal, load_head(NATIVE, again).params, load_head(NATIVE, loaded).params)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["num_nextn_predict_layers"] == 1
+    if scheme is not None:
+        assert "model.mtp_layers.0.self_attn.q_proj" in fields["quantization_config"]["ignore"]
 
 
 NAMES = {

@@ -81,9 +81,7 @@ def rotary(hf: ConfigFields, head_dim: int) -> rope.Rotary:
 
     Raises: UsageError for an old config that states another part.
     """
-    states_part = hf.has("partial_rotary_factor") or hf.subfields("rope_parameters").has("partial_rotary_factor")
-    hf = hf if states_part else hf.with_defaults({"partial_rotary_factor": ROTATED_PART})
-    settings = rope.rotary_from_hf(hf, head_dim, partial=True)
+    settings = rope.rotary_from_hf(hf, head_dim, partial=True, part=ROTATED_PART)
     rotated = settings.rotary_dim or head_dim
     stated = hf.size("attn_rotary_emb", rotated)
     if stated != rotated:

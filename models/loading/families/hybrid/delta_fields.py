@@ -14,6 +14,7 @@ from specjax.models.loading.families.config_fields import HEADS, ROWS, ConfigFie
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 
+ROTATED_PART = 0.25  # of each head, in files that do not state it
 LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = {LINEAR: LayerKind("gated_delta"), FULL: LayerKind("attention")}
 
@@ -75,7 +76,9 @@ def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> 
     common.check_activation(hf)
     common.refuse_flags(hf, "attention_bias")
     sizes = common.sizes_of_hf(hf)
-    base, scaling, rotary_dim = rope.rotary_from_hf(hf, sizes["head_dim"], layer_type=FULL, partial=True)
+    base, scaling, rotary_dim = rope.rotary_from_hf(
+        hf, sizes["head_dim"], layer_type=FULL, partial=True, part=ROTATED_PART
+    )
     interval = hf.size("full_attention_interval", 4)
     every_nth = lambda: [FULL if full else LINEAR for full in llama.every_nth_layer(interval, sizes["num_layers"])]
     names = common.layer_names(hf, sizes["num_layers"], every_nth, KINDS)
