@@ -1,7 +1,9 @@
 """Multi-token-prediction modules in the files of their targets: one row for each family's form.
 
 Sources: vLLM's and SGLang's classes of each family, transformers' `MtpModel`, and llama.cpp's converter for GGUF. The
-names of the tensors tell the families apart. `specjax.models.heads.mtp` has the mathematics.
+authors' own code counts where these differ: Xiaomi's class in vLLM gives the module of MiMo-7B the states before the
+final norm, and so does Baidu's training of Ernie 4.5, which also norms the module's output by the target's final norm.
+The names of the tensors tell the families apart. `specjax.models.heads.mtp` has the mathematics.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
 
 LAYER, OF_LAYER = r"modules.\1.layers.0.", "layers.0."
@@ -29,11 +32,11 @@ class MtpDialect(NamedTuple):
     hidden_first: bool = False  # the projection reads [hidden; embedding]
     hidden: Literal["normed", "raw"] = "normed"  # the target's hidden state: after or before its final norm
     chained: Literal["normed", "raw", "target"] = "normed"  # see `specjax.models.heads.mtp.Chain`
-    final_norm: bool = True  # there is a norm between the layer and the output layer
+    own_norm: bool = True  # the norm between the layer and the output layer is its own; False: the target's final norm
     own_head: bool = False  # modules have output layers that differ from the target's
     norm_offset: float = 0.0  # added to the stored weights of norms
     interleaved: bool = False  # neighbouring numbers of a query or key are rotated together
-    is_open: bool = False  # sources differ about the chained state
+    open: tuple[str, ...] = ()  # settings about which sources differ
     lacking: str | None = None  # parts of its layer that no tensor shows, and that specjax lacks
 
 
@@ -56,7 +59,8 @@ DIALECTS = (
     ),
     MtpDialect(
         "deepseek", "DeepSeek-V3, R1, V3.1 and V3.2, GLM-4.5, 4.6, 4.7 and 5",
-        r"model\.layers\.(\d+)\.eh_proj\.weight", names=_LIKE_DEEPSEEK, is_open=True, **_NUMBERED,
+        r"model\.layers\.(\d+)\.eh_proj\.weight", names=_LIKE_DEEPSEEK, open=("chained", "hidden"),
+        **_NUMBERED,
     ),
     MtpDialect(
         "mimo", "MiMo-7B", r"model\.mtp_layers\.(\d+)\.input_proj\.weight", r"model\.mtp_layers\.(\d+)\.",
@@ -67,7 +71,7 @@ DIALECTS = (
             (r"^model\.mtp_layers\.(\d+)\.final_layernorm\.", r"modules.\1.norm."),
             (r"^model\.mtp_layers\.(\d+)\.", LAYER),
         ),
-        hidden_first=True,
+        hidden_first=True, hidden="raw", chained="raw", open=("chained",),
     ),
     MtpDialect(
         "mimo_v2", "MiMo-V2", r"model\.mtp\.layers\.(\d+)\.pre_mlp_layernorm\.weight", r"model\.mtp\.layers\.(\d+)\.",
@@ -104,7 +108,7 @@ DIALECTS = (
             (r"^model\.mtp_hidden_norm\.(\d+)\.", r"modules.\1.hnorm."),
             (r"^model\.mtp_linear_proj\.(\d+)\.", r"modules.\1.eh_proj."), (r"^model\.mtp_block\.(\d+)\.", LAYER),
         ),
-        chained="raw", final_norm=False, interleaved=True,
+        hidden="raw", chained="raw", own_norm=False, interleaved=True,
     ),
     MtpDialect(
         "nemotron", "Nemotron-3", r"mtp\.layers\.(\d+)\.eh_proj\.weight", r"mtp\.",
@@ -139,6 +143,13 @@ BY_NAME = {dialect.name: dialect for dialect in (*DIALECTS, GGUF, OWN)}
 
 COPIES = r".*(?:embed_tokens|shared_head\.head|shared_head_head|rotary_emb\.inv_freq)(?:\.weight)?$"
 """Tensors of modules that are copies of the target's, or computed."""
+
+KNOWN = (
+    r"modules\.\d+\.(?:(?:enorm|hnorm|eh_proj|norm|head)|layers\.0\.(?:(?:input|post_attention)_layernorm|"
+    r"self_attn\.(?:[qkvo]_proj|[qk]_norm|output_gate)|mlp\.(?:gate|up|down)_proj))\.weight|"
+    r"modules\.\d+\.layers\.0\.self_attn\.[qkv]_proj\.bias"
+)
+"""Renamed tensors of the parts of a module that specjax has."""
 
 LACKING = {
     r"\.kv_a_proj_with_mqa\.|\.attn_kv_a_mqa\.": "multi-head latent attention (MLA)",
@@ -190,11 +201,15 @@ def rename(dialect: MtpDialect, name: str, first: int) -> str:
 
 def describe(source: str, dialect: MtpDialect, names: Iterable[str]) -> NativeModule:
     """Return the module with these tensors."""
-    names = list(names)
+    names = sorted(names)
     markers = {match[0] for name in names if (match := re.match(dialect.marker, name))}
     parts = [text for pattern, text in LACKING.items() if any(re.search(pattern, name) for name in names)]
-    lacking = list(dict.fromkeys([*parts, *([dialect.lacking] if dialect.lacking else [])]))
-    return NativeModule(source, dialect.name, len(markers), " and ".join(lacking) or None)
+    parts += [dialect.lacking] if dialect.lacking else []
+    unknown = [
+        name for name in names if not re.match(COPIES, name) and not re.fullmatch(KNOWN, rename(dialect, name, 0))
+    ]
+    parts += [f"the tensor {quote(unknown[0])}"] if unknown and not parts else []
+    return NativeModule(source, dialect.name, len(markers), " and ".join(dict.fromkeys(parts)) or None)
 
 
 def num_layers_of(fields: ConfigFields) -> int:

@@ -32,8 +32,8 @@ class Family(NamedTuple):
     names: dict[str, str]  # of a module's parts; {} is the number of the module
     hidden_first: bool = False
     centred: bool = False  # norms store w and multiply by 1 + w
-    final_norm: bool = True
     chained: str = "normed"
+    hidden: str = "normed"  # the hidden state of the target that it reads
     config_prefix: str = ""  # of its config and its rotation, if that is another
     layer_index: int = 0
 
@@ -48,7 +48,7 @@ FAMILIES = {
             "enorm": "model.mtp_layers.{}.token_layernorm", "hnorm": "model.mtp_layers.{}.hidden_layernorm",
             "eh_proj": "model.mtp_layers.{}.input_proj", "norm": "model.mtp_layers.{}.final_layernorm",
             "layer": "model.mtp_layers.{}",
-        }, hidden_first=True,
+        }, hidden_first=True, chained="raw", hidden="raw",
     ),
     "gguf": Family("gguf", "qwen2", "Qwen2", {}, LIKE_DEEPSEEK),
     "glm": Family(
@@ -76,7 +76,7 @@ FAMILIES = {
         "ernie", "ernie4_5", "Ernie4_5", {"use_bias": False}, {
             "enorm": "model.mtp_emb_norm.{}", "hnorm": "model.mtp_hidden_norm.{}",
             "eh_proj": "model.mtp_linear_proj.{}", "layer": "model.mtp_block.{}",
-        }, final_norm=False, chained="raw",
+        }, chained="raw", hidden="raw",
     ),
 }  # fmt: skip
 
@@ -113,8 +113,8 @@ class Oracle:
         self.parts = [
             {
                 "enorm": norm(), "hnorm": norm(), "eh_proj": torch.nn.Linear(2 * D, D, bias=False),
-                "layer": of("DecoderLayer")(self.config, family.layer_index),
-            } | ({"norm": norm()} if family.final_norm else {})
+                "layer": of("DecoderLayer")(self.config, family.layer_index), "norm": norm(),
+            }
             for _ in range(modules)
         ]  # fmt: skip
         rotary = family.config_prefix or family.prefix
@@ -135,8 +135,15 @@ class Oracle:
             f"{self.family.names[name].format(first + j)}.{key}": p.detach().numpy().astype(np.float32)
             for j, part in enumerate(self.parts)
             for name, module in part.items()
+            if name in self.family.names
             for key, p in module.named_parameters()
         }
+
+    def share_norm(self, weight) -> None:
+        """Give the modules the final norm of the target if they have none of their own."""
+        if "norm" not in self.family.names:
+            for part in self.parts:
+                part["norm"].weight.data[:] = part["norm"].weight.new_tensor(np.asarray(weight, np.float64))
 
     def run(self, j: int, embedded, state):
         """Return the outputs [T, D] of the layer of module j, and those after its norm, in torch."""
@@ -150,7 +157,7 @@ class Oracle:
         rotation = self.rotary(x, torch.arange(size)[None])
         y = part["layer"](x, position_embeddings=rotation, attention_mask=mask, position_ids=torch.arange(size)[None])
         y = (y[0] if isinstance(y, tuple) else y)[0]
-        return y, part["norm"](y) if "norm" in part else y
+        return y, part["norm"](y)
 
     def logits(self, features, embedding, head, text=TEXT, draft=DRAFT) -> np.ndarray:
         """Return the logits [n + len(draft), V] after each pair of a text, and after each drafted token.

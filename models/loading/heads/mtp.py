@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote, read_json_object
@@ -52,6 +53,8 @@ TABLE = {
 }
 
 FLAGS = ("hidden_first", "hidden", "chained", "final_norm", "own_head", "zero_first")
+OWN_FLAGS = {"final_norm": True, "zero_first": False}
+"""Flags that only modules of specjax change."""
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
@@ -119,15 +122,22 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
         check_fits_target(config.where, layer.width, fields.size("vocab_size", spec.vocab_size), spec)
     layer = _as_stored(layer, tensors, contents.folder)
     layer = dataclasses.replace(layer, num_layers=count, vocab_size=spec.vocab_size)
-    flags = {name: getattr(row, name) for name in FLAGS if name != "zero_first"} | {"zero_first": False}
+    flags = {name: getattr(row, name) for name in FLAGS if name not in OWN_FLAGS} | OWN_FLAGS
     if row is OWN:
         flags = _own_flags(config.subfields("mtp"), flags)
     mtp = MtpConfig(layer, spec.vocab_size, spec.num_layers, **flags)
     joint = has_joint_queries(layer, tensors, contents.folder)
     return HeadPlan(
         "mtp", dialect, mtp, TABLE, tensors, flags | {"modules": count}, unused=(COPIES,),
-        assumed=("chained",) if row.is_open else (), stored=_stored(row, layer, joint=joint),
+        arrays={} if row.own_norm else _shared_norms(spec, count), assumed=row.open,
+        stored=_stored(row, layer, joint=joint),
     )  # fmt: skip
+
+
+def _shared_norms(spec: TargetSpec, count: int) -> dict[str, np.ndarray]:
+    """Return the final norm of the target as that of each of `count` modules."""
+    norm = np.asarray(spec.target.params["norm"]["weight"])
+    return {f"{'' if count == 1 else f'modules.{number}.'}norm.weight": norm for number in range(count)}
 
 
 def _renamed(contents: Contents, row: MtpDialect) -> Tensors:

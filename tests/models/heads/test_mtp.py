@@ -24,6 +24,7 @@ TARGET = tiny_target(num_layers=2)
 def against(oracle: m.Oracle, head: DraftHead, draft=m.DRAFT) -> float:
     """Return the largest difference of the logits."""
     logits, features = m.run_head(head, TARGET, m.TEXT, draft)
+    oracle.share_norm(params_of("norm", TARGET))
     expected = oracle.logits(features, params_of("embed", TARGET), params_of("head", TARGET), draft=draft)
     return float(np.abs(np.asarray(logits) - expected).max())
 
@@ -39,11 +40,23 @@ def test_logits_equal_the_family_s_own_layer(name, tmp_path):
     folder = m.write_module(tmp_path, family, oracle)
     assert recognise(folder) == ("mtp", family.dialect)
     loaded = read_head(folder, TARGET)
+    assert loaded.head.head.config.hidden == family.hidden
     assert against(oracle, loaded.head) < 2e-4
-    wrong = [{"hidden_first": not family.hidden_first}]
-    wrong += [{"chained": "raw"}] if family.final_norm else []
-    for changes in wrong:
+    for changes in (
+        {"hidden_first": not family.hidden_first},
+        {"chained": "raw" if family.chained == "normed" else "normed"},
+    ):
         assert against(oracle, changed(loaded.head, **changes)) > 0.1, f"{changes} must show"
+
+
+def test_a_module_of_ernie_has_the_final_norm_of_its_target(tmp_path):
+    """Baidu's training norms the output of each module like that of the model, and chains what lies before the norm."""
+    family = m.FAMILIES["ernie"]
+    loaded = read_head(m.write_module(tmp_path, family, m.Oracle(family, modules=2)), TARGET)
+    config = loaded.head.head.config
+    assert (config.hidden, config.chained, config.final_norm) == ("raw", "raw", True) and not loaded.assumed
+    for module in loaded.head.params["modules"].values():
+        np.testing.assert_array_equal(module["norm"]["weight"], params_of("norm", TARGET))
 
 
 @pytest.mark.parametrize("chained", those({"normed"}, ["normed", "raw", "target"]))

@@ -60,15 +60,18 @@ def test_a_checkpoint_with_a_module_is_the_target_and_its_drafter(mimo, loaded, 
     assert (again.native.dialect, again.native.count, again.native.lacking) == ("mimo", 1, None)
     head = read_head(NATIVE, loaded)
     assert head.kind == "mtp" and head.dialect == "mimo" and head.unused == () and head.tensors == 16
+    inputs_of_norm: list = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: inputs_of_norm.append(inputs[0]))
     with torch.no_grad():
-        hidden = model.double().model(torch.tensor(m.TEXT[None, :-1])).last_hidden_state[0].numpy()
+        model.double().model(torch.tensor(m.TEXT[None, :-1]))
+        hidden = inputs_of_norm[0][0].numpy()
         tables = model.model.embed_tokens.weight.numpy(), model.lm_head.weight.numpy()
     logits, features = m.run_head(head.head, loaded, m.TEXT, m.DRAFT)
     np.testing.assert_allclose(features, hidden, atol=1e-4)
     expected = oracle.logits(hidden, *tables)
     np.testing.assert_allclose(logits, expected, atol=1e-3)
-    raw, _ = m.run_head(read_head(NATIVE, loaded, settings={"hidden": "raw"}).head, loaded, m.TEXT, m.DRAFT)
-    assert np.abs(raw - expected).max() > 0.1, "the hidden state before the final norm must show"
+    normed, _ = m.run_head(read_head(NATIVE, loaded, settings={"hidden": "normed"}).head, loaded, m.TEXT, m.DRAFT)
+    assert np.abs(normed - expected).max() > 0.1, "the hidden state after the final norm must show"
 
 
 def test_it_drafts_by_default_and_the_text_is_the_target_s(loaded):
@@ -106,11 +109,24 @@ def test_a_module_of_another_kind_of_layer_is_refused_by_name(mimo, tmp_path):
     assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
 
 
-def test_a_checkpoint_that_lost_its_module_is_a_target(mimo, tmp_path):
-    folder, *_ = mimo
+def copied(folder, to):
+    """Copy a checkpoint, and return its tensors."""
     for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
+        (to / file.name).write_bytes(file.read_bytes())
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_module_with_an_unknown_tensor_does_not_draft(mimo, tmp_path):
+    tensors, name = copied(mimo[0], tmp_path), "model.mtp_layers.0.self_attn.o_proj.bias"
+    save_file(tensors | {name: np.zeros(m.D, np.float32)}, tmp_path / "model.safetensors")
+    target, _ = specjax.load(tmp_path)
+    assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
+    with pytest.raises(UsageError, match=f'whose layer has the tensor "{name}", which specjax does not have in heads'):
+        load_head(NATIVE, target)
+
+
+def test_a_checkpoint_that_lost_its_module_is_a_target(mimo, tmp_path):
+    tensors = copied(mimo[0], tmp_path)
     save_file({name: x for name, x in tensors.items() if ".mtp_layers." not in name}, tmp_path / "model.safetensors")
     assert specjax.load(tmp_path)[0].native is None
     del tensors["model.mtp_layers.0.input_proj.weight"]
