@@ -66,10 +66,12 @@ def defaults(target: Any, draft: Any, backend: str, *, drafter: str | None = Non
         None if draft is None else "model" if head is None else head.kind, target.model.capabilities.trees
     )
     row = find_drafter(name)
-    options, tree = default_budget(row, backend, None if head is None else head.max_depth)
-    native = NATIVE if draft is None and can_draft_natively(target) else None
+    takes_native = draft is None and drafter in (None, NATIVE_METHOD)
+    native = NATIVE if takes_native and can_draft_natively(target) else None
+    max_depth = None if native is None else native_depth(target)
+    options, tree = default_budget(row, backend, max_depth if head is None else head.max_depth)
     if drafter is not None:
-        return Defaults(name, options, tree=tree, head=native if name == NATIVE_METHOD else None)
+        return Defaults(name, options, tree=tree, head=native)
     if name == "two_model":
         return DRAFT_MODEL
     if native is not None:
@@ -83,6 +85,14 @@ def can_draft_natively(target: Any) -> bool:
     """Return True if the files of a target have a multi-token-prediction module whose layer specjax has."""
     native, able = getattr(target, "native", None), target.model.capabilities
     return native is not None and native.lacking is None and able.trees and able.taps
+
+
+def native_depth(target: Any) -> int | None:
+    """Return the maximum draft length of the modules in the files of a target; None: no limit.
+
+    A single module drafts any length, and several modules draft one token each.
+    """
+    return target.native.count if target.native.count > 1 else None
 
 
 def default_method(draft: str | None, trees: bool = True) -> str:

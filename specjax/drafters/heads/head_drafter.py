@@ -40,7 +40,7 @@ def head_drafter(
     the defaults of the options.
 
     Args:
-      num_tokens: length of the chain; default: that of the row, or as many tokens as the head drafts.
+      num_tokens: length of the chain; default: that of the row, and at most as many tokens as the head drafts.
       tree: for example `trees.eagle2()`, the tree of EAGLE-2 and 3, or `trees.medusa()`.
       stop: a stop condition from `trees.stops`; default: that of the row, if any. `trees.stops.confidence(0)` and
         `trees.stops.drafter_confidence(0)` never stop.
@@ -57,7 +57,7 @@ def head_drafter(
     if stop is None and defaults.get("stop") is not None:
         stop = stops.parse(defaults["stop"])
     if num_tokens is None:
-        num_tokens = defaults.get("num_tokens") or head.head.max_depth or 1
+        num_tokens = min(filter(None, (defaults.get("num_tokens"), head.head.max_depth)), default=1)
     return tree_drafter(head, trees.make_builder(num_tokens, tree, stop, keep_logits), max_accepted)
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import specjax
 from specjax.catalog.defaults import NATIVE, defaults
 from specjax.drafters.default import default_drafter
+from specjax.drafters.heads.head_drafter import head_drafter
 from specjax.errors import CheckpointWarning, UsageError
 from specjax.models.loading import mtp_dialects
 from specjax.models.loading.heads import load_head, read_head
@@ -123,6 +124,20 @@ def test_a_module_with_an_unknown_tensor_does_not_draft(mimo, tmp_path):
     assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
     with pytest.raises(UsageError, match=f'whose layer has the tensor "{name}", which specjax does not have in heads'):
         load_head(NATIVE, target)
+
+
+def test_two_modules_draft_two_tokens_by_default(mimo, tmp_path):
+    tensors = copied(mimo[0], tmp_path)
+    first = {name: x for name, x in tensors.items() if ".mtp_layers.0." in name}
+    second = {name.replace("layers.0", "layers.1", 1): x for name, x in first.items()}
+    save_file(tensors | second, tmp_path / "model.safetensors")
+    target, _ = specjax.load(tmp_path)
+    assert target.native.count == 2
+    assert defaults(target, None, "cpu", drafter="mtp").options == {"num_tokens": 2}
+    assert defaults(target, None, "gpu", drafter="mtp").tree == "top:4x2"
+    assert defaults(target, None, "gpu", drafter="eagle").tree == "eagle2:8x6x60", "its modules limit no other head"
+    head = load_head(NATIVE, target)
+    assert head_drafter(head).size.max_depth == default_drafter(target, name="mtp")[0].size.max_depth == 2
 
 
 def test_a_checkpoint_that_lost_its_module_is_a_target(mimo, tmp_path):
