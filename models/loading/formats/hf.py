@@ -17,7 +17,7 @@ from specjax.models.loading.families import denoisers, registry
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.formats import maxtext
 from specjax.models.loading.mtp_dialects import NativeModule, describe, find_dialect, owner
-from specjax.models.loading.quantized import as_matrices, method_of, zero_biases
+from specjax.models.loading.quantized import Quantization, as_matrices, matrix_name, method_of, zero_biases
 from specjax.models.loading.tensors import torch_file
 from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor
 from specjax.models.loading.tensors.tensors import (
@@ -105,7 +105,7 @@ def read(
         )
     ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
     located = _locate_tensors(folder, files, lambda name: without(name) or ignored(name), method is not None)
-    native, located = _split_module(folder, parsed.num_layers, located)
+    native, located = _split_module(folder, parsed.num_layers, located, method)
     tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)
     if parsed.tied:
         parsed = _resolve_tied_head(folder, parsed, tensors, stored)
@@ -114,15 +114,16 @@ def read(
 
 
 def _split_module(
-    folder: Path, num_layers: int, tensors: dict[str, TensorLocation]
+    folder: Path, num_layers: int, tensors: dict[str, TensorLocation], method: Quantization | None
 ) -> tuple[NativeModule | None, dict[str, TensorLocation]]:
     """Return the multi-token-prediction module of a folder, if any, and the tensors without those of the module."""
-    dialect = find_dialect(tensors, num_layers)
+    names = {name: matrix_name(name, method) for name in tensors}
+    dialect = find_dialect(names.values(), num_layers)
     if dialect is None:
         return None, tensors
     owned = owner(dialect, num_layers)
     remaining = {name: tensor for name, tensor in tensors.items() if not owned(name)}
-    return describe(str(folder.resolve()), dialect, tensors.keys() - remaining.keys()), remaining
+    return describe(str(folder.resolve()), dialect, {names[name] for name in names if owned(name)}), remaining
 
 
 def _locate_tensors(

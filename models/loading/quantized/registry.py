@@ -118,6 +118,12 @@ def as_matrices(tensors: Mapping[str, TensorLocation], method: Quantization) -> 
     return result
 
 
+def matrix_name(name: str, method: Quantization | None) -> str:
+    """Return the name under which `as_matrices` stores a tensor, or the matrix that it is a part of."""
+    module, part = _split(name, () if method is None else method.parts)
+    return f"{module}.weight" if part else name
+
+
 def _split(name: str, parts: Collection[str]) -> tuple[str, str]:
     """Return the module and the part of a name; the part is empty for a tensor of no quantised matrix."""
     for part in parts:

@@ -10,6 +10,7 @@ import jax
 import mtp_oracles as m
 import numpy as np
 import pytest
+import quantized_files
 from safetensors.numpy import load_file, save_file
 
 import specjax
@@ -124,6 +125,25 @@ def test_a_module_with_an_unknown_tensor_does_not_draft(mimo, tmp_path):
     assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
     with pytest.raises(UsageError, match=f'whose layer has the tensor "{name}", which specjax does not have in heads'):
         load_head(NATIVE, target)
+
+
+def test_a_quantised_module_is_read(mimo, tmp_path):
+    tensors, matrices = {}, {}
+    for name, x in copied(mimo[0], tmp_path).items():
+        if ".mtp_layers." in name and x.ndim == 2:
+            parts, matrices[name], method = quantized_files.gptq(x.astype(np.float64))
+            tensors |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+        else:
+            tensors[name] = x
+    quantized_files.write(tmp_path / "model.safetensors", tensors)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target, _ = specjax.load(tmp_path)
+    assert target.native.lacking is None and target.native.count == 1
+    params, first = load_head(NATIVE, target).params, "model.mtp_layers.0"
+    np.testing.assert_allclose(params["fc"]["weight"], matrices[f"{first}.input_proj.weight"], atol=1e-6)
+    layer = next(iter(params["stack"].values()))
+    np.testing.assert_allclose(layer["mlp"]["up"]["weight"], matrices[f"{first}.mlp.up_proj.weight"], atol=1e-6)
 
 
 def test_two_modules_draft_two_tokens_by_default(mimo, tmp_path):
