@@ -92,7 +92,7 @@ DIALECTS = (
         ),
     ),
     MtpDialect(
-        "qwen3_5", "Qwen3-Next, Qwen3.5, EXAONE-MoE", r"mtp\.fc\.weight", r"mtp\.", field="mtp_num_hidden_layers",
+        "qwen3_5", "Qwen3-Next, Qwen3.5", r"mtp\.fc\.weight", r"mtp\.", field="mtp_num_hidden_layers",
         names=(
             (r"^mtp\.fc\.", "modules.0.eh_proj."), (r"^mtp\.pre_fc_norm_embedding\.", "modules.0.enorm."),
             (r"^mtp\.pre_fc_norm_hidden\.", "modules.0.hnorm."), (r"^mtp\.norm\.", "modules.0.norm."),

@@ -101,6 +101,8 @@ def native_contents(native: NativeModule, num_layers: int) -> Contents:
 def dialect_of(contents: Contents) -> str | None:
     """Return the form of a folder that has modules only, or None for other files, such as a whole model."""
     names = contents.tensors
+    if contents.config.text("model_type", "").startswith("exaone"):
+        return None  # EXAONE-MoE has the names of Qwen3.5, but norms without the 1, and windows of its own
     if any(re.match(r"(model\.)?layers\.0\.", name) for name in names):
         return None
     dialect = mtp_dialects.find_dialect(names, 0, (OWN, *mtp_dialects.DIALECTS))

@@ -59,6 +59,11 @@ def test_a_module_of_ernie_has_the_final_norm_of_its_target(tmp_path):
         np.testing.assert_array_equal(module["norm"]["weight"], params_of("norm", TARGET))
 
 
+def test_a_module_of_exaone_is_not_read_as_one_of_qwen(tmp_path):
+    family = m.FAMILIES["qwen3_5"]
+    assert recognise(m.write_module(tmp_path, family, m.Oracle(family), model_type="exaone_moe")) is None
+
+
 @pytest.mark.parametrize("chained", those({"normed"}, ["normed", "raw", "target"]))
 def test_separate_modules_stay_at_their_states_and_read_later_ids(chained, tmp_path):
     family = m.FAMILIES["glm"]._replace(chained=chained)
