@@ -264,9 +264,15 @@ def check_heads(config: Any, num_parts: int, axes: tuple[str, ...]) -> None:
 
 
 def fits_heads(config: Any, num_parts: int) -> bool:
-    """Return True if attention can be split into `num_parts` parts, with repeated key/value heads where necessary."""
+    """Return True if attention can be split into `num_parts` parts, with repeated key/value heads where necessary.
+
+    Heads are not repeated if the layers have different heads.
+    """
     if not has_attention(config):
         return True
+    by_layer = {kind.heads(config) for kind in getattr(config, "kinds", ()) if kind.attends}
+    if len(by_layer) > 1:
+        return all(count % num_parts == 0 for heads in by_layer for count in heads[:2])
     return (
         config.num_heads % num_parts == 0 and config.num_kv_heads * kv_head_copies(config, num_parts) % num_parts == 0
     )

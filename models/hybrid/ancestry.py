@@ -30,22 +30,21 @@ class Ancestry(NamedTuple):
         places = jnp.maximum(self.places[:, :, skipped:] - skipped, 0)
         batch, count, window = places.shape
         past = take_along(inputs, places.reshape(batch, count * window, 1), 1)
-        return jnp.concatenate([past.reshape(batch, count, window, -1), new[:, :, None]], 2)
+        return jnp.concatenate([past.reshape(batch, count, window, inputs.shape[2]), new[:, :, None]], 2)
 
 
-def find_ancestry(mask: Array, positions: Array, key_positions: Array, window: int) -> Ancestry:
-    """Return the ancestry of a pass.
+def find_ancestry(mask: Array, window: int) -> Ancestry:
+    """Return the ancestry of a pass, in which parents precede their children.
+
+    Positions do not count: a segment of several tokens may take one slot of the cache.
 
     Args:
       mask: bool[B, T, P + T].
-      positions: int32[B, T] of the new tokens. Only their differences count, so segments of several tokens that take
-        one slot of the cache are possible.
-      key_positions: int32[B, P + T] of the pending and the new tokens.
       window: number of earlier inputs that the longest convolution reads.
     """
     distances = jnp.arange(window, 0, -1)
-    wanted = positions[:, :, None] - distances  # int32[B, T, window]
-    is_wanted = mask[:, :, None] & (key_positions[:, None, None] == wanted[..., None])  # bool[B, T, window, P + T]
+    until_end = jnp.cumsum(mask[..., ::-1], -1)[..., ::-1]  # int32[B, T, P + T], 1 at the token itself
+    is_wanted = mask[:, :, None] & (until_end[:, :, None] - 1 == distances[:, None])  # bool[B, T, window, P + T]
     among_nodes = window + jnp.argmax(is_wanted, -1)
     num_ancestors = jnp.sum(mask, 2)[:, :, None] - 1  # among the nodes
     among_committed = window + num_ancestors - distances

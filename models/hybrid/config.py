@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +36,13 @@ class LayerKind(NamedTuple):
     def recurs(self) -> bool:
         """Return True if the layer has a recurrent memory."""
         return self.mixer in RECURRENT_MIXERS
+
+    def heads(self, config: DecoderConfig) -> tuple[int, int, int]:
+        """Return the number of query heads, that of key/value heads and the head size in a layer of this kind."""
+        names = "num_heads", "num_kv_heads", "head_dim"
+        changes = dict(self.changes)
+        num_heads, num_kv_heads, size = (changes.get(name, getattr(config, name)) for name in names)
+        return num_heads, num_kv_heads, size
 
 
 class GatedDeltaSizes(NamedTuple):
@@ -122,6 +130,22 @@ class HybridConfig(DecoderConfig):
                 f"same_bits does not hold for {self.name}, because its recurrent layers sum over the tokens of a pass; "
                 "leave same_bits out"
             )
+        self._check_unread_fields()
+
+    def _check_unread_fields(self) -> None:
+        """Check the fields that other decoders read. Raises: UsageError for a value that no layer would read."""
+        if self.norms != "before":
+            raise UsageError(f'{self.name} has norms before its sublayers; leave norms at "before", not "{self.norms}"')
+        for name in ("mlp_widths", "is_global"):
+            if getattr(self, name) is not None:
+                field = "mlp_width" if name == "mlp_widths" else "window"
+                raise UsageError(f"{self.name} does not read {name}; set {field} in the changes of each LayerKind")
+        heads = {kind.heads(self) for kind in self.kinds if kind.attends}
+        if "qkv" in self.joined and len(heads) > 1:
+            raise UsageError(
+                f"{self.name} has layers with other heads, whose queries, keys and values cannot be joined; leave qkv "
+                "out of joined"
+            )
 
     @property
     def period(self) -> int:
@@ -137,8 +161,9 @@ class HybridConfig(DecoderConfig):
     @property
     def window_length(self) -> int:
         """Return the number of earlier inputs that convolutions read, the largest of all layers; 0: none has one."""
-        kernels = [sizes.kernel for sizes in (self.gated_delta, self.mamba2) if sizes is not None]
-        return max([*kernels, self.convolution_kernel, 1]) - 1
+        layers = (self.of_layer(member) for member in range(self.num_members))
+        kernels = ((c.convolution_kernel, *(s.kernel for s in (c.gated_delta, c.mamba2) if s)) for c in layers)
+        return max((1, *itertools.chain.from_iterable(kernels))) - 1
 
     def attention_settings(self, positions: Array) -> AttentionSettings:
         settings = super().attention_settings(positions)

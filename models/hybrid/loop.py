@@ -76,7 +76,7 @@ def run_blocks(
     """
     window = config.window_length
     has_recurrent = any(kind.recurs for kind in config.kinds)
-    ancestry = find_ancestry(shared.mask, shared.positions, shared.key_positions, window) if has_recurrent else None
+    ancestry = find_ancestry(shared.mask, window) if has_recurrent else None
     layer_pass = LayerPass(config, shared, ancestry, cache, earlier)
     run = _scanned if config.stacked else _unrolled
     return L.with_full_tile(lambda x: run(layer_pass, blocks, x), x)

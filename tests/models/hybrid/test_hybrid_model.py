@@ -11,6 +11,7 @@ import pytest
 from specjax import models
 from specjax.errors import UsageError
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind, Mamba2Sizes
+from specjax.models.layout import fits_heads
 
 PARENTS = (-1, 0, 0, 1, 1, 2, 4)
 SIZE, ROWS, TEXT, CAPACITY = len(PARENTS), 2, 12, 128
@@ -128,12 +129,29 @@ def test_a_tree_grown_by_levels_equals_the_whole_tree(programs, committed, tree)
             close(updates.total.sum(-1), same.total.sum(-1))
 
 
-def test_convolutions_depend_on_differences_of_positions(programs, committed, tree):
+def test_recurrent_layers_do_not_depend_on_positions(programs, committed, tree):
     """A token of a text of segments takes one slot of the cache, and its position counts all tokens of the text."""
     mask = np.broadcast_to(MASK, (ROWS, SIZE, SIZE))
-    passes = (programs.forward(tree, committed, positions=START[:, None] + DEPTH + n, mask=mask) for n in (0, 7))
-    near, far = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
-    close(near, far)
+    every = START[:, None] + DEPTH, START[:, None] + DEPTH + 7, START[:, None] + 3 * DEPTH
+    passes = (programs.forward(tree, committed, positions=positions, mask=mask) for positions in every)
+    first, *others = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
+    for other in others:
+        close(first, other)
+
+
+def test_layers_with_own_kernels(text):
+    """The layer of the largest kernel sets the window, and a kernel of one tap needs none."""
+    sizes = Mamba2Sizes(4, 8, 2, 8, kernel=1)
+    long = LayerKind("mamba2", "none", (("mamba2", sizes._replace(kernel=6)),))
+    for kinds in ((LayerKind("mamba2", "none"),), (long, LayerKind("mamba2", "none"))):
+        changes = {"kinds": kinds, "num_layers": len(kinds), "mamba2": sizes}
+        config = dataclasses.replace(CONFIG, gated_delta=None, convolution_kernel=0, **changes)
+        programs = Programs(config, models.init_params(config, jax.random.key(0)))
+        logits, whole = programs.read(programs.empty, text, np.zeros(ROWS, np.int32), np.full(ROWS, TEXT))
+        half, cache = programs.read(programs.empty, text[:, :6], np.zeros(ROWS, np.int32), np.full(ROWS, 6))
+        later, cache = programs.read(cache, text[:, 6:], np.full(ROWS, 6), np.full(ROWS, TEXT - 6))
+        close(logits, jnp.concatenate([half, later], 1))
+        close(whole.recurrent, cache.recurrent)
 
 
 def test_rows_that_accept_nothing_stay_the_same_to_the_bit(programs, committed, tree):
@@ -185,3 +203,14 @@ def test_options_that_do_not_fit():
         dataclasses.replace(CONFIG, num_layers=11)
     with pytest.raises(UsageError, match="same_bits does not hold for hybrid"):
         dataclasses.replace(CONFIG, same_bits=True, dtype="bfloat16")
+    with pytest.raises(UsageError, match='leave norms at "before", not "after"'):
+        dataclasses.replace(CONFIG, norms="after")
+    with pytest.raises(UsageError, match="does not read is_global; set window in the changes of each LayerKind"):
+        dataclasses.replace(CONFIG, window=4, is_global=(True,) * 12)
+    with pytest.raises(UsageError, match="does not read mlp_widths; set mlp_width in the changes"):
+        dataclasses.replace(CONFIG, mlp_widths=(48,) * 12)
+    wide = LayerKind(changes=(("num_heads", 4), ("num_kv_heads", 2)))
+    kinds = {"kinds": (wide, LayerKind()), "num_layers": 2}
+    with pytest.raises(UsageError, match="cannot be joined; leave qkv out of joined"):
+        dataclasses.replace(CONFIG, joined=("qkv",), **kinds)
+    assert not fits_heads(dataclasses.replace(CONFIG, **kinds), 2) and fits_heads(CONFIG, 2)
