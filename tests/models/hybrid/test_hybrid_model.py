@@ -134,8 +134,8 @@ def test_recurrent_layers_do_not_depend_on_positions(programs, committed, tree):
     mask = np.broadcast_to(MASK, (ROWS, SIZE, SIZE))
     every = START[:, None] + DEPTH, START[:, None] + DEPTH + 7, START[:, None] + 3 * DEPTH
     passes = (programs.forward(tree, committed, positions=positions, mask=mask) for positions in every)
-    first, *others = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
-    for other in others:
+    first, *shifted = (pending.recurrent[0] for _, pending in passes)  # the first layer reads no output of attention
+    for other in shifted:
         close(first, other)
 
 
@@ -147,11 +147,11 @@ def test_layers_with_own_kernels(text):
         changes = {"kinds": kinds, "num_layers": len(kinds), "mamba2": sizes}
         config = dataclasses.replace(CONFIG, gated_delta=None, convolution_kernel=0, **changes)
         programs = Programs(config, models.init_params(config, jax.random.key(0)))
-        logits, whole = programs.read(programs.empty, text, np.zeros(ROWS, np.int32), np.full(ROWS, TEXT))
+        logits, read_once = programs.read(programs.empty, text, np.zeros(ROWS, np.int32), np.full(ROWS, TEXT))
         half, cache = programs.read(programs.empty, text[:, :6], np.zeros(ROWS, np.int32), np.full(ROWS, 6))
         later, cache = programs.read(cache, text[:, 6:], np.full(ROWS, 6), np.full(ROWS, TEXT - 6))
         close(logits, jnp.concatenate([half, later], 1))
-        close(whole.recurrent, cache.recurrent)
+        close(read_once.recurrent, cache.recurrent)
 
 
 def test_rows_that_accept_nothing_stay_the_same_to_the_bit(programs, committed, tree):
