@@ -328,6 +328,7 @@ class Traits(NamedTuple):
     # Likeliest tokens per node that `observe` reads: from `Output.best` if that is not None, else from `Output.logits`.
     # None: it may read all logits. A drafter without `observe` reads none.
     reads_best: int | None = None
+    lag: int = 1  # last tokens of a prompt that the state does not contain after `Hooks.prefill`
 
 
 class Hooks(NamedTuple):

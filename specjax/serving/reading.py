@@ -44,7 +44,7 @@ class PromptReader:
         if size is None:  # `begin` read the prompt
             self.start = int(self.packed.length[0])
             return
-        while self.unread >= size and (stored := store.find(self.node, self._tokens(size))) is not None:
+        while self._is_complete(parts, size) and (stored := store.find(self.node, self._tokens(size))) is not None:
             self.row = programs.put_chunk(parts, self.row, self.packed, np.int32(self.start), stored.arrays)
             self._follow(stored, size)
             self.num_stored += size
@@ -62,13 +62,17 @@ class PromptReader:
     def _read(self, parts: Parts, programs: ServePrograms, store: PrefixStore, size: int) -> None:
         """Read the next chunk, and store it if it is complete."""
         assert self.row is not None
-        start, is_complete = np.int32(self.start), self.unread >= size
+        start, is_complete = np.int32(self.start), self._is_complete(parts, size)
         self.row = programs.read(parts, self.row, self.packed, start)
         if is_complete and self.node is not None:
             arrays = programs.take_chunk(parts, self.row, self.packed, start)
             self._follow(store.add(self.node, self._tokens(size), arrays), size)
         else:
             self.start += size
+
+    def _is_complete(self, parts: Parts, size: int) -> bool:
+        """Return True if the state of the target and that of the drafter contain all of the next `size` tokens."""
+        return self.unread >= size + parts.drafter.traits.lag - 1
 
     def _tokens(self, size: int) -> np.ndarray:
         return self.packed.tokens[0, self.start : self.start + size]

@@ -1,6 +1,7 @@
 """Chunks of prompts that are stored: they equal chunks that are read, to the bit, for all models and drafters."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from specjax.engine.step import _draft
 from specjax.serving import admission
 from specjax.serving.prefixes import PrefixStore
 from specjax.serving.reading import PromptReader, next_to_read
-from specjax.types import Context
+from specjax.types import Context, Traits
 
 CHUNK = admission.CHUNK_ON_CPU
 RANDOM = np.random.default_rng(0).integers(1, 60, 400).tolist()
@@ -75,6 +76,7 @@ SETTINGS = {
     "token_recycling": (tiny_llama, lambda: drafters.token_recycling(64, num_nodes=7, read_prompt=True)),
     "stand": (tiny_llama, lambda: drafters.stand(64, num_nodes=12, buckets=64)),
     "two_model": (tiny_llama, lambda: drafters.two_model(tiny_llama(seed=1, layers=1), 3)),
+    "hybrid draft": (tiny_llama, lambda: drafters.two_model(tiny_hybrid(seed=1), 3)),
     "eagle3": (tiny_llama, lambda: head_drafter("eagle3")),
     "medusa": (tiny_llama, lambda: head_drafter("medusa")),
     "mtp": (tiny_llama, lambda: head_drafter("mtp")),
@@ -100,6 +102,39 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     other = outputs(job.parts, rows[0][0])
     assert not np.array_equal(first[1], other[1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["two_model", "hybrid draft", "eagle3"])
+def test_a_chunk_at_the_end_of_a_prompt(name):
+    """A draft model does not read the last two tokens of a prompt, which may be the end of a chunk."""
+    target, drafter_of = SETTINGS[name]
+    ending, longer = RANDOM[: 3 * CHUNK + 1], [*RANDOM[: 3 * CHUNK], *RANDOM[300:340]]
+    job = prepare(target(), drafter_of(), [longer + [1] * 30], Settings(), key=jax.random.key(0), max_new_tokens=4)
+    store, size = PrefixStore(1 << 30), job.tokens.shape[1]
+    alone = {len(prompt): read(job.parts, prompt, PrefixStore(0), size)[0] for prompt in (ending, longer)}
+    for prompt in (ending, longer, ending):
+        row, _ = read(job.parts, prompt, store, size)
+        same = alone[len(prompt)]
+        if name != "eagle3":
+            assert row.draft.num_cached == len(prompt) - 2
+        jax.tree.map(np.testing.assert_array_equal, outputs(job.parts, row), outputs(job.parts, same))
+
+
+def test_the_lag_of_a_drafter_leaves_the_last_chunk_to_every_prompt():
+    class Programs:
+        begin = read = put_chunk = staticmethod(lambda *arguments: jnp.zeros(()))
+        take_chunk = staticmethod(lambda *arguments: [np.zeros(1)])
+
+    for lag, num_stored in ((1, 2), (2, 1)):
+        drafter = SimpleNamespace(traits=Traits(lag=lag))
+        parts, store = SimpleNamespace(loop=SimpleNamespace(read=True), drafter=drafter), PrefixStore(100)
+        for expected in (0, num_stored):
+            reader = PromptReader(None, packed_of(2 * CHUNK), store.root())
+            while reader.unread:
+                reader.advance(parts, Programs, store, wait=False)
+            assert reader.num_stored == expected * CHUNK
+            reader.leave()
 
 
 def read(parts, prompt, store, size):

@@ -189,6 +189,7 @@ def _functions(
             widths=tuple(w for w in widths if w < nodes),
             follows_any_tree=True,
             taps=taps_of_each(several),
+            lag=max(drafter.traits.lag for drafter in several),
         ),
         hooks=Hooks(
             axes=axes,

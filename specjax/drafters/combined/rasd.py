@@ -174,6 +174,7 @@ def _functions(model: Drafter, retrieval: Drafter, prune: bool) -> Drafter:
             taps=taps_of_each((model, retrieval)),
             max_accepted=longest_of_each((model, retrieval), max_depth),
             widths=tuple(sorted({w for w in (1, *model.traits.widths, model.num_nodes) if w < nodes})),
+            lag=max(model.traits.lag, retrieval.traits.lag),
         ),
         hooks=Hooks(
             axes=axes,

@@ -276,7 +276,7 @@ def functions(
         size=TreeSize(builder.num_nodes, builder.max_depth),
         init=init,
         update=update,
-        traits=Traits(draws=builder.draws, rewinds=model.rewind is not None, widths=builder.widths),
+        traits=Traits(draws=builder.draws, rewinds=model.rewind is not None, widths=builder.widths, lag=lag),
         hooks=Hooks(
             prefill=read if shorten is None else None,
             resume=None if model.rewind is None else resume,
