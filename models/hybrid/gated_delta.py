@@ -55,7 +55,7 @@ class GatedDelta(nnx.Module):
         every_k = R.join_tokens(None if earlier is None else earlier.key, k)
         o = R.read_state(q, memory.state, decays) + R.read_tokens(q, every_k, every_u, decays)
         z = new(self.output_gate(x)).reshape(*x.shape[:1], count, sizes.num_value_heads, sizes.value_dim)
-        y = self.norm(R.merge_groups(o)) * jax.nn.silu(z.astype(jnp.float32))
+        y = gated_norm(self.norm, R.merge_groups(o), z)
         y = pad_tokens(y.reshape(*y.shape[:2], -1).astype(x.dtype), x.shape[1])
         return shared.sum(self.out(y), "heads"), R.Updates(inputs, k, R.merge_groups(u), decays.decay, decays.total)
 
@@ -67,6 +67,11 @@ class GatedDelta(nnx.Module):
         q, k = (split(part, sizes.key_dim) for part in (y[..., :keys], y[..., keys : 2 * keys]))
         unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + UNIT_EPS)
         return unit(q) * sizes.key_dim**-0.5, unit(k), split(y[..., 2 * keys :], sizes.value_dim)
+
+
+def gated_norm(norm: L.RMSNorm, output: Array, gate: Array) -> Array:
+    """Return norm(output) * silu(gate), float32. The gate is not part of the norm."""
+    return norm(output) * jax.nn.silu(gate.astype(jnp.float32))
 
 
 def solve_delta(

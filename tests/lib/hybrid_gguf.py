@@ -24,10 +24,10 @@ NAMES = {
 """Names of modules of transformers and of a GGUF file, without the layer."""
 
 
-def write(model, file, kind="F32", *, joined=False, module=None):
+def write(model, file, kind="F32", *, module=None):
     """Write a torch model as GGUF.
 
-    joined: keep the joined matrix of Qwen3-Next, as early converters did.
+    kind: the format of matrices whose rows it can store.
     module: tensors of its module for multi-token prediction by their names in Qwen3.5's files, as arrays of NumPy.
     """
     c = model.config
@@ -40,10 +40,10 @@ def write(model, file, kind="F32", *, joined=False, module=None):
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        for stored, values in converted(name, parameter.float().numpy(), c, joined=joined):
-            is_matrix = values.ndim == 2 and "conv" not in stored.rpartition("shortconv.")[2].split("proj")[0]
-            is_matrix = is_matrix and "ssm_conv1d" not in stored
-            quant = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+        for stored, values in converted(name, parameter.float().numpy(), c):
+            is_matrix = values.ndim == 2 and not stored.endswith(("conv.weight", "conv1d.weight"))
+            has_blocks = values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
+            quant = gguf.GGMLQuantizationType[kind if is_matrix and has_blocks else "F32"]
             data = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), quant)
             writer.add_tensor(stored, data, raw_dtype=quant)
     writer.write_header_to_file()
@@ -99,14 +99,14 @@ def write_metadata(writer, c, modules=0):
     writer.add_eos_token_id(2)
 
 
-def converted(name, w, c, *, joined):
+def converted(name, w, c):
     """Yield the names and values in the file of a tensor of transformers."""
     fields = name.split(".")
     in_layer = fields[1] == "layers"
     prefix, local = (f"blk.{fields[2]}.", ".".join(fields[3:])) if in_layer else ("", name)
     module, _, suffix = local.rpartition(".") if local.endswith((".weight", ".bias")) else (local, "", "")
     if module == "linear_attn.in_proj_qkvz":
-        yield from ((prefix + stored, values) for stored, values in split_qkvz(w, c, joined=joined))
+        yield from ((prefix + stored, values) for stored, values in split_qkvz(w, c))
         return
     stored = prefix + NAMES[module] + (f".{suffix}" if suffix else "")
     if module.endswith("A_log"):
@@ -118,11 +118,8 @@ def converted(name, w, c, *, joined):
     yield stored, tiled(module, w, c) if c.model_type == "qwen3_5_text" else w
 
 
-def split_qkvz(w, c, *, joined):
+def split_qkvz(w, c):
     """Yield the matrices of queries, keys and values, and of the gate, from the rows by key heads."""
-    if joined:
-        yield "ssm_in.weight", w
-        return
     heads, keys = c.linear_num_key_heads, c.linear_key_head_dim
     values = c.linear_num_value_heads // heads * c.linear_value_head_dim
     groups = w.reshape(heads, -1, w.shape[1])

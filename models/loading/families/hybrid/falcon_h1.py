@@ -128,7 +128,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     """
     if factors:
         raise UsageError(f"{meta.where} has a {min(factors)}, which specjax does not support for falcon-h1")
-    sizes = mamba_mixer.gguf_sizes_of_model(meta, shapes)
+    sizes = common.gguf_sizes_of_model(meta, shapes)
     base, scaling = rope.rotary_from_gguf(meta)
     meta.skip("rope.dimension_count")  # the whole head
     kinds = (KIND,) * sizes["num_layers"]

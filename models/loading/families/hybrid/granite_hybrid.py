@@ -135,10 +135,10 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     meta.skip("expert_shared_feed_forward_length", "expert_used_count")
     if factors:
         raise UsageError(f"{meta.where} has a {min(factors)}, which specjax does not support for granitehybrid")
-    sizes = mamba_mixer.gguf_sizes_of_model(meta, shapes)
+    sizes = common.gguf_sizes_of_model(meta, shapes)
     attention = common.gguf_attention(meta, sizes["width"])
     kinds_of_parts = {"ssm_in": KINDS["mamba"], "attn_q": KINDS["attention"]}
-    kinds = mamba_mixer.gguf_kinds(shapes, sizes["num_layers"], kinds_of_parts, meta.where)
+    kinds = common.gguf_kinds(shapes, sizes["num_layers"], kinds_of_parts, meta.where)
     base, scaling = rope.rotary_from_gguf(meta)
     is_bamba = meta.flag("rope.scaling.finetuned")
     rotary_dim = common.gguf_rotary_dim(meta, attention["head_dim"])

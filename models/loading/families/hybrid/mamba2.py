@@ -93,7 +93,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
       factors: tensors of rope.GGUF_DIVISORS, which this family does not use.
     """
     meta.skip("attention.head_count")  # llama.cpp writes 0
-    sizes = mamba_mixer.gguf_sizes_of_model(meta, shapes)
+    sizes = common.gguf_sizes_of_model(meta, shapes)
     return HybridConfig(
         **sizes,
         kinds=(KIND,) * sizes["num_layers"],

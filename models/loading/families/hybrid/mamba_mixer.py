@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.hybrid.config import HybridConfig, LayerKind, Mamba2Sizes
-from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields
+from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 
@@ -199,40 +199,6 @@ def gguf_sizes(meta: ConfigFields, shapes: Mapping[str, tuple[int, ...]]) -> Mam
         meta.size("ssm.conv_kernel", minimum=2, maximum=64), conv_bias=has("conv1d.bias"), bias=has("in.bias"),
         out_bias=has("out.bias"), has_norm=has("norm.weight"),
     )  # fmt: skip
-
-
-def gguf_kinds(
-    shapes: Mapping[str, tuple[int, ...]], layers: int, kinds: Mapping[str, LayerKind], where: str
-) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer by its tensors.
-
-    Args:
-      kinds: kinds by a part of the name of a tensor that only they have, such as "ssm_in".
-
-    Raises: UsageError for a layer that has no such tensor, or several.
-    """
-
-    def of_layer(layer: int) -> LayerKind:
-        matches = [kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in shapes]
-        if len(matches) != 1:
-            names = ", ".join(kinds)
-            raise UsageError(f"{where} must have one of {names} in its layer {layer}, but has {len(matches)}")
-        return matches[0]
-
-    return tuple(of_layer(layer) for layer in range(layers))
-
-
-def gguf_sizes_of_model(meta: ConfigFields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the fields of a config that all families have, from the metadata of a GGUF file."""
-    meta.skip("feed_forward_length", "vocab_size", "attention.value_length")  # the tensors show them
-    return {
-        "vocab_size": common.gguf_rows(shapes, "token_embd.weight", meta.where),
-        "width": meta.size("embedding_length", maximum=WIDTH),
-        "num_layers": meta.size("block_count", maximum=LAYERS),
-        "norm_eps": meta.number("attention.layer_norm_rms_epsilon", maximum=1.0),
-        "tied": "output.weight" not in shapes,
-        "max_positions": meta.size("context_length"),
-    }
 
 
 def without_attention() -> dict[str, Any]:

@@ -169,9 +169,9 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     """
     common.refuse_experts(meta, "expert_count")
     meta.skip("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")  # nothing is rotated
-    sizes = mamba_mixer.gguf_sizes_of_model(meta, shapes)
+    sizes = common.gguf_sizes_of_model(meta, shapes)
     kinds_of_parts = {"ssm_in": MAMBA, "attn_q": ATTENTION, "ffn_up": MLP}
-    kinds = mamba_mixer.gguf_kinds(shapes, sizes["num_layers"], kinds_of_parts, meta.where)
+    kinds = common.gguf_kinds(shapes, sizes["num_layers"], kinds_of_parts, meta.where)
     return HybridConfig(
         **sizes,
         **common.gguf_attention(meta, sizes["width"]),

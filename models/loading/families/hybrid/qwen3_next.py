@@ -30,48 +30,50 @@ OF_EXPERTS = (
 )  # fmt: skip
 """Fields without effect in a model without experts."""
 
+_LAYER = "model.layers.*.linear_attn."
 _RECURRENT = "layers.*.recurrent."
 
 
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
-    layer = "model.layers.*.linear_attn."
-    stored = delta_fields.stored_hf(config)
-    return stored | joined_inputs(config, layer + "in_proj_qkvz.weight", layer + "in_proj_ba.weight")
+    stored = delta_fields.stored_hf(config) | joined_gates(config, _LAYER + "in_proj_ba.weight")
+    if config.gated_delta is None:
+        return stored
+    convolved, gate, *_ = grouped_rows(config.gated_delta)
+    part = lambda order: StoredTensor(_LAYER + "in_proj_qkvz.weight", rows=len(convolved) + len(gate), order=order)
+    return stored | {_RECURRENT + "convolved.weight": part(convolved), _RECURRENT + "output_gate.weight": part(gate)}
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a GGUF file.
 
-    The converter joins the heads of queries, keys and values in one matrix, and has the gate in another one.
+    The converter has queries, keys and values of all heads in one matrix, and the gates in another one.
     """
-    stored = delta_fields.stored_gguf(config) | joined_inputs(config, "blk.*.ssm_in.weight", "blk.*.ssm_ba.weight")
-    return stored | {
+    return {
+        **delta_fields.stored_gguf(config),
+        **joined_gates(config, "blk.*.ssm_ba.weight"),
         _RECURRENT + "convolved.weight": StoredTensor("blk.*.attn_qkv.weight"),
         _RECURRENT + "output_gate.weight": StoredTensor("blk.*.attn_gate.weight"),
     }
 
 
-def joined_inputs(config: HybridConfig, qkvz: str, ba: str) -> dict[str, StoredTensor]:
-    """Map the input projections to two matrices with groups of rows, one group for each key head.
-
-    A group has the rows of the query, the key, the values and the gates of its heads, or those of beta and of alpha.
-    """
-    sizes = config.gated_delta
-    if sizes is None:
+def joined_gates(config: HybridConfig, name: str) -> dict[str, StoredTensor]:
+    """Map the projections of beta and alpha to a matrix with the rows of both for each key head."""
+    if config.gated_delta is None:
         return {}
-    convolved, gate, beta, alpha = grouped_rows(sizes)
-    wide, narrow = len(convolved) + len(gate), len(beta) + len(alpha)
+    *_, beta, alpha = grouped_rows(config.gated_delta)
+    rows = len(beta) + len(alpha)
     return {
-        _RECURRENT + "convolved.weight": StoredTensor(qkvz, rows=wide, order=convolved),
-        _RECURRENT + "output_gate.weight": StoredTensor(qkvz, rows=wide, order=gate),
-        _RECURRENT + "beta.weight": StoredTensor(ba, rows=narrow, order=beta),
-        _RECURRENT + "alpha.weight": StoredTensor(ba, rows=narrow, order=alpha),
+        _RECURRENT + "beta.weight": StoredTensor(name, rows=rows, order=beta),
+        _RECURRENT + "alpha.weight": StoredTensor(name, rows=rows, order=alpha),
     }
 
 
 def grouped_rows(sizes: GatedDeltaSizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of the joined matrices that the convolution, the gate, beta and alpha have."""
+    """Return the rows of the joined matrices that the convolution, the gate, beta and alpha have.
+
+    Each key head has the rows of its query, its key, its values and their gates in a row.
+    """
     groups, repeats = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
     keys, values = sizes.key_dim, repeats * sizes.value_dim
     part = lambda size, first: common.head_rows(groups, size, 2 * (keys + values), first)

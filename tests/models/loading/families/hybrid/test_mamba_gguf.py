@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from hybrid_logits import whole_text_logits
+from hybrid_models import torch, varied
 from mamba_gguf import gguf, write
 from mamba_models import FORMS, make
 from tiers import those
@@ -13,8 +14,6 @@ from specjax.errors import UsageError
 from specjax.models.loading.formats import gguf as reader
 from specjax.models.loading.tensors.assembly import assemble, check_tensors
 
-torch = pytest.importorskip("torch")
-
 BOTH_FORMS = [
     form for form in FORMS if "limit" not in form and "before" not in form and form != "granite with rotation"
 ]
@@ -22,18 +21,9 @@ BOTH_FORMS = [
 QUICK = {"mamba2", "bamba", "nemotron_h", "granite without rotation", "falcon_h1"}
 
 
-def varied(form):
-    torch.manual_seed(0)
-    model = make(form)().eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
-
 @pytest.mark.parametrize("form", those(QUICK, BOTH_FORMS))
 def test_logits(form, tmp_path, recwarn):
-    model = varied(form)
+    model = varied(make(form))
     checkpoint, _ = reader.read(write(model, tmp_path / "model.gguf"), dtype="float32")
     assert not [str(warning.message) for warning in recwarn if "not read" in str(warning.message)]
     check_tensors(checkpoint)
@@ -46,7 +36,7 @@ def test_logits(form, tmp_path, recwarn):
 
 
 def test_files_that_do_not_fit(tmp_path):
-    file = write(varied("granite without rotation"), tmp_path / "model.gguf")
+    file = write(varied(make("granite without rotation")), tmp_path / "model.gguf")
     for change, message in {
         "head_count_kv": "attention.head_count_kv .* must be one number in all layers with attention",
         "time_step_rank": "ssm.inner_size 64, which must be a multiple of granitehybrid.ssm.time_step_rank, 5",
