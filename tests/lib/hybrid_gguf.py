@@ -67,7 +67,7 @@ def module_name(name, layer):
 
 
 def write_metadata(writer, c, modules=0):
-    """Write the metadata and a tokenizer of `vocab_size` words."""
+    """Write the metadata and a tokenizer."""
     attends = [kind == "full_attention" for kind in c.layer_types]
     writer.add_block_count(c.num_hidden_layers + modules)
     writer.add_context_length(c.max_position_embeddings)
@@ -93,9 +93,14 @@ def write_metadata(writer, c, modules=0):
         writer.add_rope_dimension_count(int(c.head_dim * c.rope_parameters["partial_rotary_factor"]))
     if c.model_type == "qwen3_5_text":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
+    write_tokenizer(writer, c.vocab_size)
+
+
+def write_tokenizer(writer, vocab_size):
+    """Write a tokenizer of words."""
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"w{i}" for i in range(c.vocab_size)])
-    writer.add_token_scores([0.0] * c.vocab_size)
+    writer.add_token_list([f"w{i}" for i in range(vocab_size)])
+    writer.add_token_scores([0.0] * vocab_size)
     writer.add_eos_token_id(2)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hybrid_gguf import write_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -25,6 +26,7 @@ def write(model, file, kind="F32"):
     """Write a torch model as GGUF."""
     writer = gguf.GGUFWriter(str(file), ARCHITECTURES[model.config.model_type])
     write_metadata(writer, model.config, model.state_dict())
+    write_tokenizer(writer, model.config.vocab_size)
     for name, parameter in model.state_dict().items():
         if (name == "lm_head.weight" and model.config.tie_word_embeddings) or name.endswith("mup_vector"):
             continue

@@ -32,9 +32,14 @@ def nemotron_h(own_limit=False, **changes):
     }  # fmt: skip
     config = transformers.NemotronHConfig(**{**SIZES, **ATTENTION, **sizes, **changes})
     model = transformers.NemotronHForCausalLM(config)
+    return model if own_limit else without_own_limit(model)
+
+
+def without_own_limit(model):
+    """Return a Nemotron-H with the time steps of its config, which its class ignores."""
     for layer in model.model.layers:
-        if not own_limit and hasattr(layer.mixer, "time_step_limit"):
-            layer.mixer.time_step_limit = tuple(config.time_step_limit)
+        if hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = tuple(model.config.time_step_limit)
     return model
 
 

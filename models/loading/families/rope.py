@@ -135,7 +135,7 @@ def _scaling(hf: ConfigFields, rope: ConfigFields, rotary_dim: int) -> RopeScali
         )
     kind = new_name or old_name or "default"
     if kind == "default":
-        rope.skip("mrope_section")
+        rope.skip("mrope_section", "mrope_interleaved")
         hf.skip("original_max_position_embeddings")  # the length before scaling
         return None
     if kind == "linear":

@@ -115,6 +115,18 @@ def refuse_flags(hf: ConfigFields, *names: str) -> None:
             raise UsageError(f"{hf.where} sets {name}, which specjax does not support")
 
 
+def check_only(hf: ConfigFields, values: Mapping[str, Any]) -> None:
+    """Check that fields have the only values that specjax supports, if the config has them.
+
+    Raises: UsageError with the first one that has another value.
+    """
+    for name, supported in values.items():
+        value = hf.value(name)
+        if value is not None and (type(value), value) != (type(supported), supported):
+            stated, only = (str(x).lower() if isinstance(x, bool) else quote(x) for x in (value, supported))
+            raise UsageError(f"{hf.where} has {hf.prefix}{name} {stated}, which specjax does not support (only {only})")
+
+
 def refuse_experts(hf: ConfigFields, name: str) -> None:
     """Check that a field that counts experts is 0 or absent. Raises: UsageError for a mixture of experts."""
     experts = hf.size(name, 0, minimum=0)

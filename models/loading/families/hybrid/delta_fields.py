@@ -75,6 +75,7 @@ def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> 
     hf = rope.with_length(hf).with_defaults(defaults)
     common.check_activation(hf)
     common.refuse_flags(hf, "attention_bias")
+    common.check_only(hf, {"attn_output_gate": True})
     sizes = common.sizes_of_hf(hf)
     base, scaling, rotary_dim = rope.rotary_from_hf(
         hf, sizes["head_dim"], layer_type=FULL, partial=True, part=ROTATED_PART
@@ -82,7 +83,7 @@ def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> 
     interval = hf.size("full_attention_interval", 4)
     every_nth = lambda: [FULL if full else LINEAR for full in llama.every_nth_layer(interval, sizes["num_layers"])]
     names = common.layer_names(hf, sizes["num_layers"], every_nth, KINDS)
-    hf.skip("mamba_ssm_dtype")  # the state is float32
+    hf.skip("mamba_ssm_dtype", "mlp_only_layers")  # the state is float32, and no layer has experts
     return HybridConfig(
         **sizes,
         kinds=tuple(KINDS[name] for name in names),

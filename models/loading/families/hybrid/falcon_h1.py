@@ -40,7 +40,8 @@ FACTORS = {
 """Fields of the config by fields of `Multipliers`."""
 
 NEUTRAL_PARTS = (1.0,) * 5
-UNUSED = "mamba_use_mlp", "attn_layer_indices"
+UNUSED = "mamba_use_mlp", "mlp_expansion_factor", "attn_layer_indices", "mamba_expand"
+"""Fields that the class of transformers does not use, except the last one if `mamba_d_ssm` is null."""
 
 _LAYER = "model.layers.*."
 
@@ -61,18 +62,17 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
-    has_inner = hf.has("mamba_d_ssm") or not hf.is_stated("mamba_d_ssm")
     hf = rope.with_length(hf).with_defaults(FIELDS)
     common.check_activation(hf)
     common.refuse_flags(hf, "attention_bias", "mlp_bias")
     hf.skip(*UNUSED)
     sizes = common.sizes_of_hf(hf)
-    expanded = mamba_mixer.expansion(hf, "mamba_expand", sizes["width"])
+    stated = hf.size("mamba_d_ssm", None, maximum=ROWS)
+    inner = stated or mamba_mixer.expansion(hf, "mamba_expand", sizes["width"])
     base, scaling, _ = rope.rotary_from_hf(hf, sizes["head_dim"])
     parts = _factors(hf, "ssm_multipliers", 5)
     mixer = mamba_mixer.sizes_from_hf(
-        hf, MIXER, hf.size("mamba_d_ssm", maximum=ROWS) if has_inner else expanded,
-        has_norm=hf.flag("mamba_rms_norm"), multipliers=None if parts == NEUTRAL_PARTS else parts,
+        hf, MIXER, inner, has_norm=hf.flag("mamba_rms_norm"), multipliers=None if parts == NEUTRAL_PARTS else parts,
     )  # fmt: skip
     is_first = hf.flag("mamba_norm_before_gate", True) and mixer.has_norm  # without a norm it has no effect
     gate, down = _factors(hf, "mlp_multipliers", 2)

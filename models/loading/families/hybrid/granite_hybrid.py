@@ -25,8 +25,8 @@ FIELDS = {
 }  # fmt: skip
 """Defaults of the class of transformers."""
 
-UNUSED = "intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"
-"""Fields of experts, which a dense model does not have."""
+UNUSED = "intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "init_method"
+"""Fields of experts, which a dense model does not have, and of the initialisation."""
 
 KINDS = {"mamba": LayerKind("mamba2"), "attention": LayerKind("attention")}
 
@@ -64,6 +64,7 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     common.check_activation(hf)
     common.refuse_flags(hf, "attention_bias", "mlp_bias")
     common.refuse_experts(hf, "num_local_experts")
+    common.check_only(hf, {"normalization_function": "rmsnorm"})
     hf.skip(*UNUSED)
     sizes = common.sizes_of_hf(hf)
     layers = sizes["num_layers"]

@@ -25,6 +25,12 @@ FIELDS = {
 }  # fmt: skip
 """Defaults of the class of transformers."""
 
+UNUSED = (
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init", "conv_dim",
+    "conv_dim_out", "conv_use_xavier_init", "num_heads",
+)  # fmt: skip
+"""Fields of published files that the class of transformers does not use."""
+
 _LAYER = "model.layers.*."
 NAMES = common.by_path(
     common.WEIGHTS,
@@ -76,6 +82,8 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     hf = rope.with_length(hf).with_defaults(FIELDS)
+    common.check_only(hf, {"block_use_swiglu": True, "use_pos_enc": True})
+    hf.skip(*UNUSED)
     sizes = common.sizes_of_hf(hf)
     layers = sizes["num_layers"]
     attends = hf.array("full_attn_idxs", int) if hf.has("full_attn_idxs") else list(range(layers))

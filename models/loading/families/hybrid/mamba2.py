@@ -23,6 +23,9 @@ FIELDS = {
 MIXER = MixerFields(
     "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias", "use_bias"
 )
+UNUSED = "intermediate_size", "norm_before_gate"
+"""Fields that the class of transformers does not use. Its norm is behind the gate."""
+
 KIND = LayerKind("mamba2", "none")
 
 
@@ -50,6 +53,8 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     hf = rope.with_length(hf).with_defaults(FIELDS)
+    common.check_only(hf, {"rms_norm": True})
+    hf.skip(*UNUSED)
     width, layers = hf.size("hidden_size", maximum=WIDTH), hf.size("num_hidden_layers", maximum=LAYERS)
     return HybridConfig(
         vocab_size=hf.size("vocab_size", maximum=ROWS),

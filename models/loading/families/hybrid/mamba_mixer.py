@@ -24,7 +24,8 @@ UNLIMITED_TEXT = 1 << 20  # positions of a model whose files state none, as in l
 NO_EFFECT = (
     "chunk_size", "mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype",
     "rescale_prenorm_residual", "residual_in_fp32", "time_step_min", "time_step_max", "time_step_floor",
-    "time_step_rank", "z_loss_coefficient", "mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor",
+    "time_step_rank", "time_step_scale", "time_step_init_scheme", "z_loss_coefficient", "mamba_dt_min", "mamba_dt_max",
+    "mamba_dt_init_floor", "use_mambapy",
 )  # fmt: skip
 """Fields about initialisation, training and kernels. The residual stream always has the dtype of the model."""
 

@@ -37,7 +37,7 @@ UNUSED = (
     "expand", "mamba_expand", "mamba_proj_bias", "rms_norm_eps", "norm_eps", "moe_intermediate_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "n_group", "n_routed_experts",
     "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
-    "output_router_logits", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta",
+    "output_router_logits", "num_query_groups", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta",
 )  # fmt: skip
 """Fields of layers that a dense model does not have, and fields that the class of transformers does not use."""
 

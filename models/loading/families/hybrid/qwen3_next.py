@@ -19,8 +19,7 @@ FIELDS = {
     "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
-    "decoder_sparse_step": 1,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512, "decoder_sparse_step": 1,
 }  # fmt: skip
 """Defaults of the class of transformers."""
 
