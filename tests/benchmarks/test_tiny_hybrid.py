@@ -1,10 +1,13 @@
 """The tiny trained hybrid model that comes with the tests: it drafts with its own module, and most drafts are right."""
 
+import json
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import quantized_files
 import tiny_hybrid
 from safetensors.numpy import load_file
 from shipped_hybrid import FOLDER, NEW, TEXTS, plain, prompts, shipped_hybrid, shipped_module
@@ -14,6 +17,7 @@ from toy_tasks.stories import story
 import specjax
 from specjax import trees
 from specjax.catalog.defaults import NATIVE, defaults
+from specjax.errors import CheckpointWarning
 from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.loading.heads import load_head, read_head
 from specjax.models.loading.heads.checking import check_head
@@ -139,3 +143,37 @@ def test_served_and_resumed_texts_are_those_of_plain_decoding(tmp_path):
         for row, tokens in zip(rows, step.tokens, strict=True):
             row += tokens
     assert rows == plain()
+
+
+def test_a_quantised_module_is_read_and_not_copied(tmp_path):
+    """A file in float8 with a module in float8, of which no other form is written."""
+    stored = {name: np.asarray(x, np.float32) for name, x in load_file(FOLDER / "model.safetensors").items()}
+    tensors, matrices = dict(stored), {}
+    for name in [name for name in stored if "mlp." in name or "self_attn.q_proj" in name]:
+        parts, matrices[name], settings = quantized_files.fp8(stored[name], block=(16, 16))
+        del tensors[name]
+        tensors |= {name.replace("weight", part): x for part, x in parts.items()}
+    quantized_files.write(tmp_path / "model.safetensors", tensors)
+    fields = json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    target = specjax.load(tmp_path, keep_quantized=False)[0]
+    layer = load_head(NATIVE, target).params["stack"][0]
+    up, q = matrices["mtp.layers.0.mlp.up_proj.weight"], matrices["mtp.layers.0.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(layer["mlp"]["up"]["weight"], up, rtol=1e-6)
+    np.testing.assert_allclose(layer["attention"]["q"]["weight"][32:], q[64:96], rtol=1e-6)
+    with pytest.warns(CheckpointWarning, match="is left out, because it is quantised"):
+        specjax.save_model(tmp_path / "saved", target)
+
+
+@pytest.mark.exhaustive
+def test_auto_mixes_the_module_with_copies():
+    """Passes of equal cost: auto copies longer texts than the module drafts, and both save passes."""
+    run = lambda head: specjax.decode(
+        shipped_hybrid(), specjax.drafters.auto(tiny_hybrid.VOCABULARY, head=head, costs=(1.0,) * 4), prompts(), key=0,
+        max_new_tokens=NEW,
+    )  # fmt: skip
+    both, copies = run(shipped_module()), run(None)
+    passes = [int(np.sum(result.stats.target_passes)) for result in (both, copies)]
+    assert both.to_lists() == copies.to_lists() == plain()
+    assert passes[0] < passes[1] and np.sum(both.stats.accepted_by_depth[:, 4:]) > 0, (passes, both.stats)
