@@ -71,8 +71,8 @@ class WalkedDelta(GatedDelta):
         count, heads = shared.positions.shape[1], self.sizes.num_value_heads
         new = lambda y: y[:, :count]
         inputs = new(self.convolved(x))
-        windows = ancestry.windows(memory.window, None, inputs)
-        q, k, v = self._heads(jax.nn.silu(self.convolution(windows)), shared)
+        past = ancestry.past_inputs(memory.window, None, inputs)
+        q, k, v = self._heads(jax.nn.silu(self.convolution([*past, inputs])), shared)
         beta = jax.nn.sigmoid(new(self.beta(x)).astype(jnp.float32))
 
         def step(state, node):
@@ -95,8 +95,8 @@ class WalkedMamba2(Mamba2):
         count, heads = shared.positions.shape[1], self.sizes.num_heads
         new = lambda y: y[:, :count]
         inputs = new(self.convolved(x))
-        windows = ancestry.windows(memory.window, None, inputs)
-        values, key, query = self._heads(jax.nn.silu(self.convolution(windows)), shared)
+        past = ancestry.past_inputs(memory.window, None, inputs)
+        values, key, query = self._heads(jax.nn.silu(self.convolution([*past, inputs])), shared)
         dt = jnp.clip(self.decay.time_steps(new(self.time_step(x))), *self.sizes.time_step_limit)
 
         def step(state, node):

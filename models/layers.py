@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.arrays import platforms, scopes
+from specjax.arrays.texts import traced_mask
 from specjax.models import cache as kv
 from specjax.models.layout import Layout
 from specjax.models.products import fill_tile, matmul, matmul_same_bits, pad_tokens, take_rows
@@ -150,7 +151,7 @@ def make_pass_inputs(
 ) -> PassInputs:
     """Build the `PassInputs` from the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return PassInputs(positions, keys, mask, cache.length, earlier, cache.first, layers, layout)
+    return PassInputs(positions, keys, traced_mask(mask), cache.length, earlier, cache.first, layers, layout)
 
 
 class LayerCache(NamedTuple):

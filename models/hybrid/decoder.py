@@ -7,6 +7,7 @@ from flax import nnx
 
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
+from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
 from specjax.models.hybrid.block import scaled
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.loop import make_blocks, run_blocks
@@ -29,9 +30,15 @@ class HybridDecoder(LanguageModel):
         attention = None if earlier is None else earlier.attention
         shared = L.make_pass_inputs(positions, mask, cache.attention, attention, layout)
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending = run_blocks(self.config, self.layers, x, shared, cache, earlier)
+        stream, pending = run_blocks(self.config, self.layers, x, shared, self._ancestry(mask), cache, earlier)
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+
+    def _ancestry(self, mask: Array) -> Ancestry | None:
+        """Return the ancestry for recurrent layers; None if there are none. A constant `mask` may mark a text."""
+        if not any(kind.recurs for kind in self.config.kinds):
+            return None
+        return find_ancestry(mask, self.config.window_length)
 
     def embed_tokens(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         x = super().embed_tokens(tokens, layout)

@@ -7,6 +7,7 @@ the form of the classes of transformers. `specjax.models.hybrid.recurrence` has 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from specjax.models import layers as L
 from specjax.models.hybrid import recurrence as R
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.reading import TokenInputs, read_pass
 from specjax.models.products import pad_tokens
 from specjax.types import Array
 
@@ -47,17 +49,15 @@ class GatedDelta(nnx.Module):
         assert memory.state is not None
         new = lambda y: shared.place(L.isolated(y)[:, :count], "data", None, None)
         inputs = new(self.convolved(x))
-        windows = ancestry.windows(memory.window, None if earlier is None else earlier.inputs, inputs)
-        q, k, v = self._heads(jax.nn.silu(self.convolution(windows)), shared)
+        past = ancestry.past_inputs(memory.window, None if earlier is None else earlier.inputs, inputs)
+        q, k, v = self._heads(jax.nn.silu(self.convolution([*past, inputs])), shared)
         beta = jax.nn.sigmoid(new(self.beta(x)).astype(jnp.float32))
-        decays = R.find_decays(self.decay(new(self.alpha(x))), ancestry, earlier, sizes.num_key_heads)
-        u, every_u = solve_delta(k, v, beta, memory.state, decays, ancestry, earlier)
-        every_k = R.join_tokens(None if earlier is None else earlier.key, k)
-        o = R.read_state(q, memory.state, decays) + R.read_tokens(q, every_k, every_u, decays)
+        tokens = TokenInputs(q, k, v, self.decay(new(self.alpha(x))), beta)
+        reading = read_pass(tokens, memory.state, ancestry, earlier)
         z = new(self.output_gate(x)).reshape(*x.shape[:1], count, sizes.num_value_heads, sizes.value_dim)
-        y = gated_norm(self.norm, R.merge_groups(o), z)
+        y = gated_norm(self.norm, reading.output, z)
         y = pad_tokens(y.reshape(*y.shape[:2], -1).astype(x.dtype), x.shape[1])
-        return shared.sum(self.out(y), "heads"), R.Updates(inputs, k, R.merge_groups(u), decays.decay, decays.total)
+        return shared.sum(self.out(y), "heads"), R.Updates(inputs, k, *reading[1:])
 
     def _heads(self, y: Array, shared: L.PassInputs) -> tuple[Array, Array, Array]:
         """Split channels [B, T, C] into unit queries and keys float32[B, T, G, d], and values [B, T, H, v]."""
@@ -74,37 +74,6 @@ def gated_norm(norm: L.RMSNorm, output: Array, gate: Array) -> Array:
     return norm(output) * jax.nn.silu(gate.astype(jnp.float32))
 
 
-def solve_delta(
-    key: Array, value: Array, beta: Array, state: Array, decays: R.Decays, ancestry: Ancestry,
-    earlier: R.Updates | None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Return u float32[B, G, r, T, v] of the new tokens, and of the pending and the new tokens.
-
-    The u of pending tokens are known, so only those of the new tokens are solved for.
-
-    key: float32[B, T, G, d]. value: float32[B, T, H, v]. beta: float32[B, T, H].
-    """
-    groups, count = key.shape[2], key.shape[1]
-    beta_by_group = R.by_group(beta, groups)[..., None]  # [B, G, r, T, 1]
-    right = R.split_groups(value, groups) - R.read_state(key, state, decays)
-    among_new = decays.between
-    pending = None
-    if earlier is not None:
-        assert earlier.key is not None and earlier.value is not None
-        num_earlier = earlier.key.shape[1]
-        pending = R.split_groups(earlier.value, groups)
-        to_earlier = decays._replace(between=decays.between[..., :num_earlier])
-        right = right - R.read_tokens(key, earlier.key, pending, to_earlier)
-        among_new = decays.between[..., num_earlier:]
-    if count == 1:
-        u = beta_by_group * right
-    else:
-        products = jnp.einsum("btgd,bsgd->bgts", key, key, precision=R.EXACT)[:, :, None]
-        strict = jnp.where(jnp.eye(count, dtype=bool), 0, among_new)
-        u = R.solve_unit_lower(beta_by_group * strict * products, beta_by_group * right)
-    return u, u if pending is None else jnp.concatenate([pending, u], 3)
-
-
 class ConvolutionWeights(nnx.Module):
     """Weights of a causal depthwise convolution."""
 
@@ -112,9 +81,9 @@ class ConvolutionWeights(nnx.Module):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (channels, kernel), dtype) * kernel**-0.5)
         self.bias = nnx.Param(jnp.zeros((channels,), dtype)) if bias else None
 
-    def __call__(self, windows: Array) -> Array:
-        """Return the convolution float32[B, T, C] of the windows [B, T, kernel, C]."""
-        return R.convolve(windows, self.kernel[...], None if self.bias is None else self.bias[...])
+    def __call__(self, inputs: Sequence[Array]) -> Array:
+        """Return the convolution float32[B, T, C] of the inputs [B, T, C] at distance kernel - 1, ..., 0."""
+        return R.convolve(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
 
 
 class DecayWeights(nnx.Module):

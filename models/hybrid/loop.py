@@ -11,7 +11,7 @@ from flax import nnx
 
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
+from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.block import HybridBlock, HybridInputs, LayerEntries
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.memory import HybridCache, HybridPending
@@ -67,16 +67,13 @@ class LayerPass(NamedTuple):
 
 
 def run_blocks(
-    config: HybridConfig, blocks: nnx.List, x: Array, shared: L.PassInputs, cache: HybridCache,
-    earlier: HybridPending | None,
+    config: HybridConfig, blocks: nnx.List, x: Array, shared: L.PassInputs, ancestry: Ancestry | None,
+    cache: HybridCache, earlier: HybridPending | None,
 ) -> tuple[list | Array, HybridPending]:  # fmt: skip
-    """Run all layers on x [B, T, D].
+    """Run all layers on x [B, T, D]. `ancestry` is None if no layer is recurrent.
 
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the new entries of the cache.
     """
-    window = config.window_length
-    has_recurrent = any(kind.recurs for kind in config.kinds)
-    ancestry = find_ancestry(shared.mask, window) if has_recurrent else None
     layer_pass = LayerPass(config, shared, ancestry, cache, earlier)
     run = _scanned if config.stacked else _unrolled
     return L.with_full_tile(lambda x: run(layer_pass, blocks, x), x)

@@ -18,6 +18,7 @@ from specjax.models.hybrid import recurrence as R
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.gated_delta import ConvolutionWeights, DecayWeights
+from specjax.models.hybrid.reading import TokenInputs, read_pass
 from specjax.models.products import pad_tokens
 from specjax.types import Array
 
@@ -54,20 +55,16 @@ class Mamba2(nnx.Module):
             inputs = inputs * jnp.repeat(
                 jnp.array(scale_xbc, x.dtype), jnp.array(parts), total_repeat_length=sum(parts)
             )
-        windows = ancestry.windows(memory.window, None if earlier is None else earlier.inputs, inputs)
-        values, key, query = self._heads(jax.nn.silu(self.convolution(windows)), shared)
+        past = ancestry.past_inputs(memory.window, None if earlier is None else earlier.inputs, inputs)
+        values, key, query = self._heads(jax.nn.silu(self.convolution([*past, inputs])), shared)
         step = jnp.clip(self.decay.time_steps(new(self.time_step(x)) * scale_dt), *sizes.time_step_limit)
-        decays = R.find_decays(self.decay.rate[...] * step, ancestry, earlier, sizes.num_groups)
-        u = values * step[..., None]
-        pending_key, pending_u = (None, None) if earlier is None else (earlier.key, earlier.value)
-        every_u = R.split_groups(R.join_tokens(pending_u, u), sizes.num_groups)
-        o = R.read_state(query, memory.state, decays)
-        o = o + R.read_tokens(query, R.join_tokens(pending_key, key), every_u, decays)
-        y = R.merge_groups(o) + self.skip.weight[...][:, None] * values
+        tokens = TokenInputs(query, key, values * step[..., None], self.decay.rate[...] * step)
+        reading = read_pass(tokens, memory.state, ancestry, earlier)
+        y = reading.output + self.skip.weight[...][:, None] * values
         y = self._gated_norm(y.reshape(*y.shape[:2], -1), new(self.output_gate(x)).astype(jnp.float32) * scale_z)
         return (
             shared.sum(self.out(pad_tokens(y.astype(x.dtype), x.shape[1])), "heads"),
-            R.Updates(inputs, key, u, decays.decay, decays.total),
+            R.Updates(inputs, key, *reading[1:]),
         )
 
     def _heads(self, y: Array, shared: L.PassInputs) -> tuple[Array, Array, Array]:

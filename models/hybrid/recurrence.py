@@ -22,19 +22,16 @@ Source: Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks (arXiv 2412.06464
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.arrays.indexing import take_along
-from specjax.models.hybrid.ancestry import Ancestry
+from specjax.arrays.texts import is_in_order
 from specjax.types import Array
 
 DECAY_STEPS = 1024
-BLOCK = 64  # tokens whose inverse is computed at once
-UNROLLED = 16  # tokens up to which the steps of an inverse are unrolled
 EXACT = "highest"  # precision of products of float32 numbers, which the state sums up over thousands of tokens
 
 
@@ -64,18 +61,23 @@ class Decays(NamedTuple):
     between: Array  # float32[B, G, r, T, P + T], D; 0 outside of the ancestry
 
 
-def find_decays(decay: Array, ancestry: Ancestry, earlier: Updates | None, groups: int) -> Decays:
-    """Return the decays between tokens. `decay` float32[B, T, H] are the logarithms g, at most 0."""
+def find_decays(decay: Array, mask: Array, earlier: Updates | None, groups: int) -> Decays:
+    """Return the decays between tokens.
+
+    Args:
+      decay: float32[B, T, H], the logarithms g, at most 0.
+      mask: bool[B, T, P + T], each token's ancestors and the token itself.
+    """
     parts = split_decay(decay)
     every_part = join_tokens(None if earlier is None else earlier.decay, parts)
-    total = jnp.einsum("bts,bshp->bthp", ancestry.mask.astype(jnp.float32), every_part, precision=EXACT)
+    total = jnp.einsum("bts,bshp->bthp", mask.astype(jnp.float32), every_part, precision=EXACT)
     s_new, s_all = (
         by_group(total, groups),
         by_group(join_tokens(None if earlier is None else earlier.total, total), groups),
     )
     difference = jnp.sum(s_new[..., :, None, :] - s_all[..., None, :, :], -1)
     # Mask before `exp`: between tokens of different paths the difference may be large and positive.
-    between = jnp.exp(jnp.where(ancestry.mask[:, None, None], difference, -jnp.inf))
+    between = jnp.exp(jnp.where(mask[:, None, None], difference, -jnp.inf))
     return Decays(parts, total, jnp.exp(jnp.sum(s_new, -1)), between)
 
 
@@ -128,61 +130,12 @@ def join_tokens(old: Array | None, new: Array) -> Array:
     return new if old is None else jnp.concatenate([old, new], 1)
 
 
-def unit_lower_inverse(a: Array) -> Array:
-    """Return the inverse of I + a for strictly lower triangular a [..., T, T].
-
-    Inverses of diagonal blocks are joined in pairs: with the block L below and U above, and C between them, the corner
-    of the inverse is -L^-1 C U^-1. So 2 log2(T) products suffice, and each is a form of forward substitution. A product
-    of I + (-a)^(2^i) is as short, but for T = 64 and ones below the diagonal its terms grow to 1e18.
-    """
-    count = a.shape[-1]
-    sizes = [1 << level for level in range((count - 1).bit_length())]
-    blocks = [np.arange(count) // size for size in sizes]
-    corners = np.array([(block[:, None] == block + 1) & (block % 2 == 0) for block in blocks])
-
-    def join_blocks(inverse: Array, is_corner: Array) -> tuple[Array, None]:
-        corner = jnp.where(is_corner, a, 0)
-        product = jnp.matmul(jnp.matmul(inverse, corner, precision=EXACT), inverse, precision=EXACT)
-        return inverse - product, None
-
-    identity = jnp.broadcast_to(jnp.eye(count, dtype=a.dtype), a.shape)
-    if not sizes:
-        return identity
-    # The TPU compiler takes 30 s for one layer and 128 tokens if this is unrolled.
-    return jax.lax.scan(join_blocks, identity, jnp.asarray(corners), unroll=count <= UNROLLED)[0]
-
-
-def solve_unit_lower(a: Array, right: Array) -> Array:
-    """Return the solution x of (I + a) x = right, for strictly lower triangular a [..., T, T] and right [..., T, v].
-
-    Blocks of BLOCK rows are solved one after another. A prompt of 512 tokens then costs a tenth of one inverse.
-    """
-    count = a.shape[-1]
-    if count <= BLOCK:
-        return jnp.matmul(unit_lower_inverse(a), right, precision=EXACT)
-    padding = -count % BLOCK
-    a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, padding)] * 2)
-    right = jnp.pad(right, [(0, 0)] * (right.ndim - 2) + [(0, padding), (0, 0)])
-    starts = range(0, count, BLOCK)
-    diagonal = jnp.stack([a[..., i : i + BLOCK, i : i + BLOCK] for i in starts])
-    inverses = unit_lower_inverse(diagonal)  # [blocks, ..., BLOCK, BLOCK]
-    rows_of = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-2], len(starts), BLOCK, x.shape[-1]), -3, 0)
-
-    def solve_block(solution: Array, block: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
-        start, inverse, below, values = block
-        values = values - jnp.matmul(below, solution, precision=EXACT)  # rows that are not solved yet are zeros
-        new = jnp.matmul(inverse, values, precision=EXACT)
-        return jax.lax.dynamic_update_slice_in_dim(solution, new, start, solution.ndim - 2), None
-
-    blocks = jnp.array(starts), inverses, rows_of(a), rows_of(right)
-    return jax.lax.scan(solve_block, jnp.zeros_like(right), blocks)[0][..., :count, :]
-
-
 def commit_path(memory: RecurrentState, updates: Updates, path: Array, num_nodes: Array) -> RecurrentState:
     """Return the memory after the nodes `path[b, :num_nodes[b]]`. A row with 0 nodes stays the same to the bit.
 
     Args:
-      path: int32[B, P], nodes from the root down. Entries past `num_nodes` are ignored.
+      path: int32[B, P], nodes from the root down. Entries past `num_nodes` are ignored. For a constant path of
+        `specjax.arrays.texts.in_order`, nothing is gathered.
     """
     nodes = jnp.maximum(path, 0)[..., None]
     window = _shift_window(memory.window, take_along(updates.inputs, nodes, 1), num_nodes)
@@ -190,7 +143,8 @@ def commit_path(memory: RecurrentState, updates: Updates, path: Array, num_nodes
         return RecurrentState(window)
     assert updates.key is not None and updates.value is not None and updates.total is not None
     is_committed = jnp.arange(path.shape[1]) < num_nodes[:, None]  # bool[B, P]
-    at_path = lambda x: take_along(x, nodes.reshape(*nodes.shape[:2], *[1] * (x.ndim - 2)), 1)
+    along = lambda x: take_along(x, nodes.reshape(*nodes.shape[:2], *[1] * (x.ndim - 2)), 1)
+    at_path = (lambda x: x) if is_in_order(path) and path.shape[1] == updates.inputs.shape[1] else along
     total = at_path(updates.total)  # [B, P, H, 2]
     last = take_along(total, jnp.maximum(num_nodes - 1, 0)[:, None, None, None], 1)
     weight = jnp.exp(jnp.where(is_committed[..., None], jnp.sum(last - total, -1), -jnp.inf))
@@ -211,7 +165,10 @@ def _shift_window(window: Array, inputs: Array, count: Array) -> Array:
     return take_along(jnp.concatenate([window, inputs.astype(window.dtype)], 1), places[..., None], 1)
 
 
-def convolve(windows: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Return the depthwise convolution float32[B, T, C] of windows [B, T, w + 1, C] with weights [C, w + 1]."""
-    y = jnp.sum(windows.astype(jnp.float32) * weight.T.astype(jnp.float32), 2)
+def convolve(inputs: Sequence[Array], weight: Array, bias: Array | None = None) -> Array:
+    """Return the depthwise convolution float32[B, T, C] of the inputs [B, T, C] at distance w, ..., 0.
+
+    weight: [C, w + 1]. bias: [C].
+    """
+    y = sum(x.astype(jnp.float32) * weight[:, i].astype(jnp.float32) for i, x in enumerate(inputs))
     return y if bias is None else y + bias.astype(jnp.float32)

@@ -39,6 +39,6 @@ class ShortConvolution(nnx.Module):
             shared.place(L.isolated(self.input(x))[:, :count], "data", None, None), 3, -1
         )
         inputs = input_gate * values
-        windows = ancestry.windows(memory.window, None if earlier is None else earlier.inputs, inputs)
-        y = output_gate.astype(jnp.float32) * self.convolution(windows)
+        past = ancestry.past_inputs(memory.window, None if earlier is None else earlier.inputs, inputs)
+        y = output_gate.astype(jnp.float32) * self.convolution([*past, inputs])
         return shared.sum(self.out(pad_tokens(y.astype(x.dtype), x.shape[1])), "heads"), R.Updates(inputs)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.modes import jit
+from specjax.arrays.texts import causal_mask
 from specjax.catalog.schemes import check_scheme
 from specjax.errors import UsageError
 from specjax.models.loading import read_model
@@ -86,7 +87,7 @@ def _window_of(target: Target) -> int:
 def _surprise(target: Target, tokens: Array, length: Array) -> Array:
     """Return the sum of -log p over the tokens int32[1, T] of a window, without the first and those after `length`."""
     model, size = target.model, tokens.shape[1]
-    positions, mask = jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool))
+    positions, mask = jnp.arange(size)[None], causal_mask(1, size)
     cache = model.init_cache(target.params, None, 1, size)
     output, _ = model.forward(target.params, tokens, cache, positions=positions, mask=mask)
     log_p = jax.nn.log_softmax(output.logits[0, :-1].astype(jnp.float32))

@@ -21,6 +21,7 @@ import numpy as np
 from specjax import parallel
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
+from specjax.arrays.texts import causal_mask
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.numerics.filtered_draws import draw_warped
 from specjax.numerics.sampling import node_keys, noise, temperature_of
@@ -214,13 +215,13 @@ def _logits_of_passes(target: Target, cache: PyTree, tokens: Array, length: Arra
     """
     model, params = target.model, target.params
     rows = lambda value: jnp.broadcast_to(value, (len(tokens), *jnp.shape(value)))
-    offset, mask = jnp.arange(width), jnp.tril(jnp.ones((width, width), bool))
+    offset, mask = jnp.arange(width), causal_mask(len(tokens), width)
 
     def read_pass(carry):
         cache, start, logits = carry
         positions = start + offset
         output, pending = model.forward(
-            params, take_along(tokens, rows(positions), 1), cache, positions=rows(positions), mask=rows(mask)
+            params, take_along(tokens, rows(positions), 1), cache, positions=rows(positions), mask=mask
         )
         row = positions - length + NUM_MEASURED
         row = jnp.where((row < 0) | (positions >= length), NUM_MEASURED, row)

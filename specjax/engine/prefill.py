@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import platforms, scopes
+from specjax.arrays import platforms, scopes, texts
 from specjax.arrays.indexing import take_along
 from specjax.engine import contract_checks
 from specjax.types import Array, Model, Output, PyTree
@@ -74,8 +74,7 @@ def chunk_reader(
         cache, state = carry
         offset = jnp.arange(size)
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (len(tokens), size, size))
-        places = jnp.broadcast_to(offset, (len(tokens), size))
+        mask, places = texts.causal_mask(len(tokens), size), texts.in_order(len(tokens), size)
         output, pending = model.forward(params, window, cache, positions=start + places, mask=mask, **options)
         num_new = jnp.clip(count - start, 0, size)
         committed, new_state = model.commit(cache, pending, places, num_new), read(state, window, num_new, output)
@@ -138,8 +137,7 @@ def catch_up(
       dropped: int32[B], number of tokens at the start of the text that this model does not read.
     """
     offset = jnp.arange(chunk)
-    path = jnp.broadcast_to(offset, (cached.shape[0], chunk))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((chunk, chunk), bool)), (*path.shape, chunk))
+    path, mask = texts.in_order(len(cached), chunk), texts.causal_mask(len(cached), chunk)
 
     def read_chunk(carry):
         cache, cached = carry

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from specjax import models
+from specjax.arrays import texts
 from specjax.errors import UsageError
+from specjax.models.hybrid import reading
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind, Mamba2Sizes
 from specjax.models.layout import fits_heads
 
@@ -99,6 +101,24 @@ def test_one_pass_equals_token_by_token(programs, text):
         single.append(step)
     close(logits, jnp.concatenate(single, 1))
     close(cache.recurrent, other.recurrent)
+
+
+def test_a_constant_mask_marks_a_text(programs, monkeypatch):
+    """Prefill reads it in chunks, with the states of a mask that is data."""
+    count, calls = reading.CHUNK + 6, []
+    read_text = reading.read_text
+    monkeypatch.setattr(reading, "read_text", lambda *arguments: calls.append(1) or read_text(*arguments))
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (ROWS, count)).astype(np.int32)
+    mask, path, lengths = texts.causal_mask(ROWS, count), texts.in_order(ROWS, count), np.array([count, count - 3])
+
+    def read(mask, path):
+        output, pending = programs.model.forward(programs.params, tokens, programs.empty, positions=path, mask=mask)
+        return output.logits, programs.model.commit(programs.empty, pending, path, lengths).recurrent
+
+    of_data = jax.jit(read)(mask, path)
+    assert not calls
+    close(of_data, jax.jit(lambda: read(mask, path))())
+    assert calls
 
 
 def test_every_path_of_a_tree_equals_a_text(programs, committed, tree):
