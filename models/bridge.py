@@ -168,7 +168,10 @@ def _attention_fields(config: Config, layout: Layout | None, module_of: Callable
 
 
 def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
-    """Return the fields of a `Model` with recurrent layers, which cannot rewind or skip layers."""
+    """Return the fields of a `Model` with layers of several kinds, which cannot skip layers.
+
+    It can rewind if no layer is recurrent. A model whose layers have inputs of their own reads tokens only.
+    """
     shardings = None if layout is None else functools.partial(hybrid_memory.shardings, layout)
 
     def init_cache(params, inputs, batch: int, capacity: int) -> hybrid_memory.HybridCache:
@@ -186,11 +189,17 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
         "forward": forward,
         "commit": functools.partial(hybrid_memory.commit, layout=layout),
         "shardings": shardings,
+        "rewind": None if config.recurs else hybrid_memory.rewind,
         "widen": hybrid_memory.widen,
         "insert": hybrid_memory.insert,
         "axes": hybrid_memory.axes,
         "capabilities": Capabilities(
-            config.num_layers, taps=True, mixtures=True, streams=True, vectors=True, reads_in_order=True
+            config.num_layers,
+            taps=True,
+            mixtures=True,
+            streams=config.layer_inputs is None,
+            vectors=config.layer_inputs is None,
+            reads_in_order=config.recurs,
         ),
     }
 

@@ -54,6 +54,8 @@ class DecoderConfig:
     query_scale: float | None = None  # factor on q.k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     attention_gate: bool = False  # the output of each head is multiplied by the sigmoid of a projection
+    keys_are_values: bool = False  # values are the projection of the keys, before its norm and rotation
+    value_norm: bool = False  # values are normalised per head, without a weight
     logit_softcap: float | None = None
     scales_embedding: bool = False  # multiply embeddings by the square root of the width
     max_positions: int = 8192
@@ -110,6 +112,7 @@ class DecoderConfig:
         uniform: dict[str, Any] = {
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
+            "keys_are_values": False, "value_norm": False,
         }  # fmt: skip
         defaults: dict[str, Any] = {
             "stacked": False,
@@ -121,13 +124,20 @@ class DecoderConfig:
         return dataclasses.replace(self, num_layers=num_layers, **(uniform | defaults | changes))
 
 
-def make_attention(c: DecoderConfig, *, fan_in: int | None = None, rngs: nnx.Rngs) -> L.Attention:
-    """Create the attention of a layer. `fan_in` is its input width, if it differs from the width of the stream."""
+def make_attention(
+    c: DecoderConfig, *, fan_in: int | None = None, queries_only: bool = False, rngs: nnx.Rngs
+) -> L.Attention:
+    """Create the attention of a layer.
+
+    Args:
+      fan_in: its input width, if it differs from the width of the stream.
+      queries_only: the layer reads the keys and values of another one.
+    """
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
         softcap=c.attention_softcap, gated=c.attention_gate, same_bits=c.same_bits, joined="qkv" in c.joined,
-        dtype=c.dtype, rngs=rngs,
+        queries_only=queries_only, keys_are_values=c.keys_are_values, value_norm=c.value_norm, dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 

@@ -85,8 +85,13 @@ class RMSNorm(nnx.Module):
         if self.same_bits:
             y = reproducible_math.as_bfloat16(x) * reproducible_math.root_mean_square(x, self.eps)
         else:
-            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+            y = divide_by_rms(y, self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def divide_by_rms(y: Array, eps: float) -> Array:
+    """Return y / sqrt(mean(y^2) + eps) along the last axis."""
+    return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
 
 
 class GatedMLP(nnx.Module):
@@ -200,6 +205,7 @@ class LayerInputs(NamedTuple):
     cache: LayerCache
     settings: AttentionSettings
     runs: Sublayers | None = None  # bool[B] each, the sublayers that run; None: both
+    keys: tuple | None = None  # new (k, v) of the layer whose cache a layer without keys of its own reads
 
 
 class Attention(nnx.Module):
@@ -207,7 +213,8 @@ class Attention(nnx.Module):
 
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
-        scale=None, softcap=None, gated=False, same_bits=False, joined=False, dtype, rngs,
+        scale=None, softcap=None, gated=False, same_bits=False, joined=False, queries_only=False,
+        keys_are_values=False, value_norm=False, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
@@ -216,6 +223,9 @@ class Attention(nnx.Module):
           norms_heads: normalise queries and keys per head, with one weight for all heads; otherwise per projection.
           gated: multiply the output of each head by the sigmoid of a projection of the input.
           joined: store the projections as one matrix, see `specjax.models.storage.joined`.
+          queries_only: have no keys and values; a pass reads `LayerInputs.keys` and the cache of another layer.
+          keys_are_values: values are the projection of the keys, before its norm and rotation.
+          value_norm: divide values by their root mean square per head; it has no weight.
         """
         fan_in = width if fan_in is None else fan_in
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
@@ -223,15 +233,16 @@ class Attention(nnx.Module):
             self.qkv = linear(fan_in, (heads + 2 * kv_heads) * head_dim, bias=bias)
         else:
             self.q = linear(fan_in, heads * head_dim, bias=bias)
-            self.k = linear(fan_in, kv_heads * head_dim, bias=bias)
-            self.v = linear(fan_in, kv_heads * head_dim, bias=bias)
+            self.k: Any = None if queries_only else linear(fan_in, kv_heads * head_dim, bias=bias)
+            self.v = None if queries_only or keys_are_values else linear(fan_in, kv_heads * head_dim, bias=bias)
         self.output_gate = linear(fan_in, heads * head_dim) if gated else None
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None
         size = lambda heads: head_dim if norms_heads else heads * head_dim
-        norm = lambda heads: RMSNorm(size(heads), qk_norm_eps, dtype=dtype, same_bits=same_bits)
-        self.q_norm = norm(heads) if has_norm else None
-        self.k_norm = norm(kv_heads) if has_norm else None
+        norm = functools.partial(RMSNorm, eps=qk_norm_eps, dtype=dtype, same_bits=same_bits)
+        self.q_norm = norm(size(heads)) if has_norm else None
+        self.k_norm = norm(size(kv_heads)) if has_norm and not queries_only else None
+        self.value_eps = qk_norm_eps if value_norm else None
         self.norms_heads = norms_heads
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
@@ -246,9 +257,12 @@ class Attention(nnx.Module):
         Returns: the output, like x, and (k, v) [B, K, T, h] of the pass's tokens in the form of the cache.
         """
         shared, layer_cache, settings = inputs.shared, inputs.cache, inputs.settings
-        q, k, v = self._project(x, shared)
+        if inputs.keys is None:
+            q, k, v = self._project(x, shared)
+            new = self._to_cache(k, v, inputs)
+        else:
+            (q,), new = self._by_heads(shared, self.q(x)), inputs.keys
         q = self._rotate(self._normalize(self.q_norm, q), inputs)
-        new = self._to_cache(k, v, inputs)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, layer_cache.earlier, new) if layer_cache.earlier else new
         attend: Callable[..., Array] = functools.partial(
@@ -273,17 +287,23 @@ class Attention(nnx.Module):
         if self.joined:
             _, k, v = self._project(x, inputs.shared)
         else:
-            k, v = self._by_heads(inputs.shared, self.k(x), self.v(x))
+            k, v = self._by_heads(inputs.shared, *self._keys_and_values(x))
         return self._to_cache(k, v, inputs)
 
     def _project(self, x: Array, shared: PassInputs) -> tuple[Array, ...]:
         """Compute queries [B, T, H, h], keys and values [B, T, K, h], before norms and rotation."""
         if not self.joined:
-            return self._by_heads(shared, self.q(x), self.k(x), self.v(x))
+            return self._by_heads(shared, self.q(x), *self._keys_and_values(x))
         size = self.head_dim
         y = shared.place(isolated(self.qkv(x)), "data", None, "heads")[:, : shared.positions.shape[1]]
         parts = split_outputs(y, (self.group * size, size, size))
         return tuple(self._split_heads(shared, y.reshape(*y.shape[:2], -1)) for y in parts)
+
+    def _keys_and_values(self, x: Array) -> tuple[Array, Array]:
+        """Compute the projections [B, T, K h] of keys and values."""
+        assert self.k is not None, "a layer that only has queries needs the keys of another one"
+        keys = self.k(x)
+        return keys, keys if self.v is None else self.v(x)
 
     def _by_heads(self, shared: PassInputs, *projected: Array) -> tuple[Array, ...]:
         """Split projections [B, T, H h] into heads [B, T, H, h]."""
@@ -297,6 +317,7 @@ class Attention(nnx.Module):
     def _to_cache(self, k: Array, v: Array, inputs: LayerInputs):
         """Convert keys and values [B, T, K, h] to the form of the cache [B, K, T, h]."""
         k = self._rotate(self._normalize(self.k_norm, k), inputs)
+        v = v if self.value_eps is None else divide_by_rms(v.astype(jnp.float32), self.value_eps).astype(v.dtype)
         return kv.to_cache_dtype(k.swapaxes(1, 2), inputs.cache.k), kv.to_cache_dtype(v.swapaxes(1, 2), inputs.cache.v)
 
     def _normalize(self, norm: RMSNorm | None, x: Array) -> Array:

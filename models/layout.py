@@ -40,6 +40,7 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
     {
         ("embed", "weight"): ("vocab", None),
         ("head", "weight"): ("vocab", None),
+        ("table", "weight"): ("vocab", None),
         ("q", "weight"): ("heads", None),
         ("k", "weight"): ("heads", None),
         ("v", "weight"): ("heads", None),
@@ -270,9 +271,9 @@ def fits_heads(config: Any, num_parts: int) -> bool:
     """
     if not has_attention(config):
         return True
-    by_layer = {kind.heads(config) for kind in getattr(config, "kinds", ()) if kind.attends}
-    if len(by_layer) > 1:
-        return all(count % num_parts == 0 for heads in by_layer for count in heads[:2])
+    if getattr(config, "has_own_heads", False):
+        layers = (config.of_layer(i) for i, kind in enumerate(config.kinds) if kind.attends)
+        return all(count % num_parts == 0 for layer in layers for count in (layer.num_heads, layer.num_kv_heads))
     return (
         config.num_heads % num_parts == 0 and config.num_kv_heads * kv_head_copies(config, num_parts) % num_parts == 0
     )
@@ -286,7 +287,7 @@ def has_attention(config: Any) -> bool:
 
 def kv_head_copies(config: Any, num_parts: int) -> int:
     """Return the number of copies of each key/value head over `num_parts` devices."""
-    if not has_attention(config) or config.num_heads % num_parts:
+    if not has_attention(config) or config.num_heads % num_parts or getattr(config, "has_own_heads", False):
         return 1
     copies = num_parts // math.gcd(config.num_kv_heads, num_parts)
     return copies if (config.num_heads // config.num_kv_heads) % copies == 0 else 1

@@ -14,6 +14,7 @@ from specjax.models.decoder import activation_function, make_attention
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig, LayerKind
 from specjax.models.hybrid.gated_delta import GatedDelta
+from specjax.models.hybrid.layer_inputs import LayerInputReader, Scale
 from specjax.models.hybrid.mamba2 import Mamba2
 from specjax.models.hybrid.recurrence import RecurrentState, Updates
 from specjax.models.hybrid.short_convolution import ShortConvolution
@@ -36,6 +37,8 @@ class HybridInputs(NamedTuple):
     settings: L.AttentionSettings | None = None
     memory: RecurrentState | None = None
     earlier: Updates | None = None
+    keys: tuple | None = None  # new keys and values of the layer that `LayerKind.keys_of` names
+    layer_input: Array | None = None  # [B, T, w], see `layer_inputs`
 
 
 class LayerEntries(NamedTuple):
@@ -51,11 +54,17 @@ class HybridBlock(nnx.Module):
     def __init__(self, c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs):
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
         self.kind, self.multipliers = kind, c.multipliers
+        post_norm = lambda norm_before: norm() if c.norms == "both" and norm_before is not None else None
         self.mixer_norm = norm() if kind.mixer != "none" else None
-        self.attention = make_attention(with_scaled_keys(c), rngs=rngs) if kind.attends else None
+        self.mixer_post_norm = post_norm(self.mixer_norm)
+        attention = lambda: make_attention(with_scaled_keys(c), queries_only=not kind.has_keys, rngs=rngs)
+        self.attention = attention() if kind.attends else None
         self.recurrent = RECURRENT_LAYERS[kind.mixer](c, rngs) if kind.recurs else None
         self.mlp_norm = norm() if kind.feed != "none" else None
+        self.mlp_post_norm = post_norm(self.mlp_norm)
         self.mlp = make_feed(c, kind, rngs)
+        self.layer_input = None if c.layer_inputs is None else LayerInputReader(c, rngs)
+        self.scale = Scale(c.dtype) if c.layer_scales else None
 
     def __call__(self, x: Array, inputs: HybridInputs) -> tuple[Array, LayerEntries]:
         """Return the residual stream after the layer, and its new entries."""
@@ -70,14 +79,21 @@ class HybridBlock(nnx.Module):
                 outputs.append(scaled(y, m.mamba_out))
             if self.attention is not None:
                 assert inputs.attention is not None and inputs.settings is not None
-                layer = L.LayerInputs(inputs.shared, inputs.attention, inputs.settings)
+                layer = L.LayerInputs(inputs.shared, inputs.attention, inputs.settings, keys=inputs.keys)
                 y, keys = self.attention(scaled(n, m.attention_in), layer)
                 outputs.append(scaled(y, m.attention_out))
-            x = x + scaled(sum(outputs[1:], outputs[0]), m.residual)
+            y = sum(outputs[1:], outputs[0])
+            y = y if self.mixer_post_norm is None else self.mixer_post_norm(y)
+            x = x + scaled(y, m.residual)
         if self.mlp is not None and self.mlp_norm is not None:
             y = inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp")
+            y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
             x = x + scaled(y, m.down * m.residual)
-        return x, LayerEntries(keys, updates)
+        if self.layer_input is not None:
+            assert inputs.layer_input is not None
+            x = x + self.layer_input(x, inputs.layer_input)
+        x = x if self.scale is None else self.scale(x)
+        return x, LayerEntries(keys if self.kind.has_keys else None, updates)
 
 
 def with_scaled_keys(c: HybridConfig) -> HybridConfig:

@@ -26,23 +26,22 @@ class LayerKind(NamedTuple):
     mixer: Mixer = "attention"
     feed: Feed = "gated"
     changes: tuple[tuple[str, Any], ...] = ()  # names and values of fields of `HybridConfig`
+    keys_of: int | None = None  # the layer whose keys and values its attention reads; None: its own
 
     @property
     def attends(self) -> bool:
-        """Return True if the layer has keys and values."""
+        """Return True if the layer has attention."""
         return self.mixer in ATTENTION_MIXERS
+
+    @property
+    def has_keys(self) -> bool:
+        """Return True if the layer has keys and values of its own."""
+        return self.attends and self.keys_of is None
 
     @property
     def recurs(self) -> bool:
         """Return True if the layer has a recurrent memory."""
         return self.mixer in RECURRENT_MIXERS
-
-    def heads(self, config: DecoderConfig) -> tuple[int, int, int]:
-        """Return the number of query heads, that of key/value heads and the head size in a layer of this kind."""
-        names = "num_heads", "num_kv_heads", "head_dim"
-        changes = dict(self.changes)
-        num_heads, num_kv_heads, size = (changes.get(name, getattr(config, name)) for name in names)
-        return num_heads, num_kv_heads, size
 
 
 class GatedDeltaSizes(NamedTuple):
@@ -87,6 +86,13 @@ class Mamba2Sizes(NamedTuple):
         return self.inner + 2 * self.num_groups * self.state_dim
 
 
+class LayerInputSizes(NamedTuple):
+    """Sizes of the inputs that each layer reads besides the stream (Gemma 4: per-layer embeddings)."""
+
+    width: int  # of one layer's input
+    vocab_size: int  # rows of the table of all layers
+
+
 class Multipliers(NamedTuple):
     """Constant factors of a model with scaled activations."""
 
@@ -107,7 +113,10 @@ NO_MULTIPLIERS = Multipliers()
 
 @dataclass(frozen=True)
 class HybridConfig(DecoderConfig):
-    """Shapes and constants of a hybrid decoder. `head_dim`, `num_heads` and `num_kv_heads` describe its attention."""
+    """Shapes and constants of a hybrid decoder. `head_dim`, `num_heads` and `num_kv_heads` describe its attention.
+
+    If layers differ in their heads, queries, keys and values stay separate, whatever `joined` has.
+    """
 
     kinds: tuple[LayerKind, ...] = ()  # one per layer
     model_type: str = ""  # the `model_type` of its files, which names the family
@@ -117,6 +126,8 @@ class HybridConfig(DecoderConfig):
     convolution_bias: bool = False
     rotates: bool = True  # attention rotates queries and keys by their positions
     multipliers: Multipliers = NO_MULTIPLIERS
+    layer_inputs: LayerInputSizes | None = None
+    layer_scales: bool = False  # the stream after each layer is multiplied by a number of the checkpoint
     name: str = "hybrid"
 
     def __post_init__(self):
@@ -126,26 +137,37 @@ class HybridConfig(DecoderConfig):
                 f"{self.name} has {len(self.kinds)} kinds for {self.num_layers} layers; give one LayerKind per layer"
             )
         if self.same_bits:
-            raise UsageError(
-                f"same_bits does not hold for {self.name}, because its recurrent layers sum over the tokens of a pass; "
-                "leave same_bits out"
-            )
+            reason = "recurrent layers sum over the tokens of a pass" if self.recurs else "layers have several kinds"
+            raise UsageError(f"same_bits does not hold for {self.name}, because its {reason}; leave same_bits out")
+        if self.norms == "after":
+            raise UsageError(f'{self.name} has norms "after" its sublayers only; set norms to "before" or "both"')
+        if self.has_own_heads:  # the rows of a joined matrix would differ by layer
+            object.__setattr__(self, "joined", tuple(name for name in self.joined if name != "qkv"))
+        for layer, kind in enumerate(self.kinds):
+            if kind.keys_of is not None and not (kind.keys_of < layer and self.kinds[kind.keys_of].has_keys):
+                raise UsageError(
+                    f"layer {layer} of {self.name} reads the keys of layer {kind.keys_of}, which must be an earlier "
+                    "layer with keys of its own"
+                )
         self._check_unread_fields()
 
     def _check_unread_fields(self) -> None:
         """Check the fields that other decoders read. Raises: UsageError for a value that no layer would read."""
-        if self.norms != "before":
-            raise UsageError(f'{self.name} has norms before its sublayers; leave norms at "before", not "{self.norms}"')
         for name in ("mlp_widths", "is_global"):
             if getattr(self, name) is not None:
                 field = "mlp_width" if name == "mlp_widths" else "window"
                 raise UsageError(f"{self.name} does not read {name}; set {field} in the changes of each LayerKind")
-        heads = {kind.heads(self) for kind in self.kinds if kind.attends}
-        if "qkv" in self.joined and len(heads) > 1:
-            raise UsageError(
-                f"{self.name} has layers with other heads, whose queries, keys and values cannot be joined; leave qkv "
-                "out of joined"
-            )
+
+    @property
+    def recurs(self) -> bool:
+        """Return True if a layer has a recurrent memory."""
+        return any(kind.recurs for kind in self.kinds)
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Return True if layers differ in their heads, or in the projections of these."""
+        fields = {"head_dim", "num_heads", "num_kv_heads", "keys_are_values"}
+        return any(kind.keys_of is not None or fields & dict(kind.changes).keys() for kind in self.kinds)
 
     @property
     def period(self) -> int:
@@ -165,6 +187,11 @@ class HybridConfig(DecoderConfig):
         kernels = ((c.convolution_kernel, *(s.kernel for s in (c.gated_delta, c.mamba2) if s)) for c in layers)
         return max((1, *itertools.chain.from_iterable(kernels))) - 1
 
+    def place_of_keys(self, layer: int) -> int:
+        """Return the place of the keys that a layer reads among those of all layers with keys of their own."""
+        source = self.kinds[layer].keys_of
+        return sum(kind.has_keys for kind in self.kinds[: layer if source is None else source])
+
     def attention_settings(self, positions: Array) -> AttentionSettings:
         settings = super().attention_settings(positions)
         return settings if self.rotates else settings._replace(rotation=None)
@@ -172,7 +199,8 @@ class HybridConfig(DecoderConfig):
     def draft_head_config(self, num_layers: int = 1, **changes) -> LlamaConfig:  # type: ignore[override]
         """Return the config of a draft head, whose layers all attend and have no output gate."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(DecoderConfig)}
-        layer = LlamaConfig(**fields | {"stacked": False, "attention_gate": False})
+        window = None if any("window" in dict(kind.changes) for kind in self.kinds) else self.window
+        layer = LlamaConfig(**fields | {"stacked": False, "attention_gate": False, "window": window})
         return layer.draft_head_config(num_layers, **changes)
 
     def of_layer(self, member: int) -> HybridConfig:

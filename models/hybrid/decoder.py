@@ -10,6 +10,7 @@ from specjax.models.decoder import LanguageModel
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
 from specjax.models.hybrid.block import scaled
 from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.layer_inputs import LayerInputTable
 from specjax.models.hybrid.loop import make_blocks, run_blocks
 from specjax.models.hybrid.memory import HybridCache, HybridPending
 from specjax.types import Appended, Array, Mixture, Output, Stream
@@ -19,6 +20,10 @@ class HybridDecoder(LanguageModel):
     """A decoder-only language model whose layers have different kinds."""
 
     config: HybridConfig
+
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.layer_inputs = None if config.layer_inputs is None else LayerInputTable(config, rngs)
 
     def make_layers(self, rngs: nnx.Rngs) -> nnx.List:
         return make_blocks(self.config, rngs)
@@ -30,7 +35,13 @@ class HybridDecoder(LanguageModel):
         attention = None if earlier is None else earlier.attention
         shared = L.make_pass_inputs(positions, mask, cache.attention, attention, layout)
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending = run_blocks(self.config, self.layers, x, shared, self._ancestry(mask), cache, earlier)
+        of_layers = None
+        if self.layer_inputs is not None:
+            assert not isinstance(tokens, Stream | Appended), "the table needs tokens"
+            of_layers = self.layer_inputs(tokens, x)
+        stream, pending = run_blocks(
+            self.config, self.layers, x, shared, self._ancestry(mask), cache, earlier, of_layers
+        )
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
 

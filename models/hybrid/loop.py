@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.block import HybridBlock, HybridInputs, LayerEntries
-from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.config import HybridConfig, LayerKind
+from specjax.models.hybrid.layer_inputs import at_members
 from specjax.models.hybrid.memory import HybridCache, HybridPending
 from specjax.types import Array, PyTree
 
@@ -26,13 +28,18 @@ class LayerPass(NamedTuple):
     ancestry: Ancestry | None
     cache: HybridCache
     earlier: HybridPending | None
+    layer_inputs: Array | None = None  # [layers, B, T, w]
+
+    def members(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of the entries of `layers`."""
+        return self.config.kinds[: self.config.num_members]
 
     def settings(self) -> list[L.AttentionSettings | None]:
         """Return the rotation and window of each entry of `layers`; None for layers without attention."""
         c = self.config
         by_changes: dict[Any, L.AttentionSettings] = {}
         settings: list[L.AttentionSettings | None] = []
-        for member, kind in enumerate(c.kinds[: c.num_members]):
+        for member, kind in enumerate(self.members()):
             if not kind.attends:
                 settings.append(None)
                 continue
@@ -41,24 +48,29 @@ class LayerPass(NamedTuple):
             settings.append(by_changes[kind.changes])
         return settings
 
-    def inputs_of(self, settings: list, recurrent: tuple, repeat: Array | None = None) -> list[HybridInputs]:
-        """Return the inputs of each entry of `layers`.
+    def inputs_of(
+        self, settings: list, recurrent: tuple, layer_inputs: list, repeat: Array | None = None
+    ) -> list[HybridInputs]:
+        """Return the inputs of each entry of `layers`, without the keys that it reads of another one.
 
         Args:
           settings: result of `settings`.
           recurrent: (state, pending updates or None) of each recurrent layer.
+          layer_inputs: [B, T, w] of each layer; []: there are none.
           repeat: int32[], repetition of the group, if the layers are stacked.
         """
         attention, states = self.cache.attention, iter(recurrent)
         pending = None if self.earlier is None else self.earlier.attention
-        inputs, place = [], 0
-        for kind, setting in zip(self.config.kinds[: self.config.num_members], settings, strict=True):
+        inputs = []
+        for member, (kind, setting) in enumerate(zip(self.members(), settings, strict=True)):
             entry = HybridInputs(self.shared, self.ancestry, settings=setting)
+            if layer_inputs:
+                entry = entry._replace(layer_input=layer_inputs[member])
             if kind.attends:
+                place = self.config.place_of_keys(member)
                 parts = () if pending is None else (pending.k[place], pending.v[place])
                 earlier = parts if repeat is None else L.at_layer(parts, repeat)
                 entry = entry._replace(attention=L.LayerCache(attention.k[place], attention.v[place], repeat, earlier))
-                place += 1
             if kind.recurs:
                 memory, updates = next(states)
                 entry = entry._replace(memory=memory, earlier=updates)
@@ -68,13 +80,15 @@ class LayerPass(NamedTuple):
 
 def run_blocks(
     config: HybridConfig, blocks: nnx.List, x: Array, shared: L.PassInputs, ancestry: Ancestry | None,
-    cache: HybridCache, earlier: HybridPending | None,
+    cache: HybridCache, earlier: HybridPending | None, layer_inputs: Array | None = None,
 ) -> tuple[list | Array, HybridPending]:  # fmt: skip
     """Run all layers on x [B, T, D]. `ancestry` is None if no layer is recurrent.
 
+    layer_inputs: [layers, B, T, w], what each layer reads besides the stream; None: nothing.
+
     Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the new entries of the cache.
     """
-    layer_pass = LayerPass(config, shared, ancestry, cache, earlier)
+    layer_pass = LayerPass(config, shared, ancestry, cache, earlier, layer_inputs)
     run = _scanned if config.stacked else _unrolled
     return L.with_full_tile(lambda x: run(layer_pass, blocks, x), x)
 
@@ -91,9 +105,11 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
     def run_block(graphdef, state, x, inputs):
         return nnx.merge(graphdef, state)(x, inputs)
 
-    stream, entries = [x], []
-    inputs = layer_pass.inputs_of(layer_pass.settings(), _recurrent(layer_pass))
-    for block, layer_inputs in zip(blocks, inputs, strict=True):
+    stream: list[Array] = [x]
+    entries: list[LayerEntries] = []
+    of_layers = at_members(layer_pass.layer_inputs)
+    inputs = layer_pass.inputs_of(layer_pass.settings(), _recurrent(layer_pass), of_layers)
+    for block, layer_inputs in zip(blocks, with_keys(layer_pass, inputs, entries), strict=True):
         x, new = run_block(*nnx.split(block), x, layer_inputs)
         stream.append(x)
         entries.append(new)
@@ -104,10 +120,11 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     settings = layer_pass.settings()
 
-    def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple]):
-        (x, repeat), (weights, recurrent) = carried, scanned
-        stream, entries = [], []
-        inputs = layer_pass.inputs_of(settings, recurrent, repeat)
+    def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple, list]):
+        (x, repeat), (weights, recurrent, of_layers) = carried, scanned
+        stream: list[Array] = []
+        entries: list[LayerEntries] = []
+        inputs = with_keys(layer_pass, layer_pass.inputs_of(settings, recurrent, of_layers, repeat), entries)
         for graphdef, state, layer_inputs in zip(graphdefs, weights, inputs, strict=True):
             x, new = nnx.merge(graphdef, state)(x, layer_inputs)
             stream.append(x)
@@ -115,9 +132,19 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
         return (x, repeat + 1), (jnp.stack(stream), entries)
 
     carried = x, jnp.int32(0)
-    (last, _), (stream, entries) = jax.lax.scan(body, carried, (states, _recurrent(layer_pass)))
+    of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
+    (last, _), (stream, entries) = jax.lax.scan(body, carried, (states, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
     return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
+
+
+def with_keys(layer_pass: LayerPass, inputs: list[HybridInputs], entries: list[LayerEntries]) -> Iterator[HybridInputs]:
+    """Yield the inputs of each entry of `layers`, with the new keys that it reads of an earlier one.
+
+    entries: the new entries of the layers that have run, to which the caller appends.
+    """
+    for kind, layer_inputs in zip(layer_pass.members(), inputs, strict=True):
+        yield layer_inputs if kind.keys_of is None else layer_inputs._replace(keys=entries[kind.keys_of].keys)
 
 
 def _pending(entries: list[LayerEntries], shared: L.PassInputs, x: Array) -> HybridPending:

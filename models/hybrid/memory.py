@@ -1,7 +1,8 @@
 """Cache of a hybrid decoder: keys and values of its attention layers, and the states of its recurrent layers.
 
 Each kind of layer has its own entries, in the order of the layers. Entries of stacked layers have a leading axis, which
-counts the repetitions of the group. A recurrent state cannot go back, so these models do not rewind.
+counts the repetitions of the group. A recurrent state cannot go back, so models with one do not rewind. A layer that
+reads the keys of another has no entries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from specjax.types import Array, PyTree
 class HybridCache(NamedTuple):
     """Memory of the committed text."""
 
-    attention: kv.KVCache  # k and v are tuples with one array per attention layer
+    attention: kv.KVCache  # k and v are tuples with one array per layer with keys of its own
     recurrent: tuple[RecurrentState, ...]  # one per recurrent layer
 
     @property
@@ -56,7 +57,7 @@ def init_cache(c: HybridConfig, batch: int, capacity: int) -> HybridCache:
     repeats = (c.num_layers // c.period,) if c.stacked else ()
     members = [(kind, c.of_layer(i)) for i, kind in enumerate(c.kinds[: c.num_members])]
     keys, values = (
-        tuple(_empty_keys(layer, (*repeats, batch), capacity) for kind, layer in members if kind.attends) for _ in "kv"
+        tuple(_empty_keys(layer, (*repeats, batch), capacity) for kind, layer in members if kind.has_keys) for _ in "kv"
     )
     states = tuple(_empty_state(layer, kind.mixer, (*repeats, batch)) for kind, layer in members if kind.recurs)
     return HybridCache(kv.KVCache(keys, values, jnp.zeros((batch,), jnp.int32)), states)
@@ -101,6 +102,12 @@ def commit(
         is_stacked = _row_axis(memory) == 1
         states.append((jax.vmap(in_layer) if is_stacked else in_layer)(memory, updates))
     return HybridCache(attention, tuple(states))
+
+
+def rewind(cache: HybridCache, length: Array) -> HybridCache:
+    """Forget all but the first `length[b]` tokens of row b, in a model without recurrent layers."""
+    assert not cache.recurrent, "a recurrent state cannot go back"
+    return cache._replace(attention=kv.rewind(cache.attention, length))
 
 
 def _row_axis(entry: RecurrentState | Updates) -> int:

@@ -11,7 +11,11 @@ from specjax.types import Array
 
 
 class RopeScaling(NamedTuple):
-    """Scaling of rotary frequencies. `kind` is "linear" (which uses `factor` only), "llama3", "yarn" or "longrope"."""
+    """Scaling of rotary frequencies.
+
+    `kind` is "linear" (which uses `factor` only), "proportional" (`factor` and `share`), "llama3", "yarn" or
+    "longrope".
+    """
 
     kind: str
     factor: float
@@ -22,6 +26,7 @@ class RopeScaling(NamedTuple):
     whole: bool = True  # yarn: round the ends of the blended range to whole dimensions
     short: tuple[float, ...] = ()  # longrope: divisor of each frequency if the model takes short texts only
     long: tuple[float, ...] = ()  # longrope: divisors if it takes texts longer than `original_positions`
+    share: float = 1.0  # proportional: the part of the frequencies, the fastest ones, that are not zero
 
 
 def rope_frequencies(
@@ -42,6 +47,8 @@ def rope_frequencies(
         return freq / jnp.array(scaling.short if is_short else scaling.long, jnp.float32)
     if scaling.kind == "linear":
         return freq / scaling.factor
+    if scaling.kind == "proportional":
+        return jnp.where(jnp.arange(dim // 2) < int(scaling.share * dim // 2), freq / scaling.factor, 0.0)
     if scaling.kind == "yarn":
         return freq * _yarn_factor(dim, base, scaling)
     # Llama 3: long waves are stretched, short waves stay, and those in between are blended.

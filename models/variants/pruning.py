@@ -22,7 +22,8 @@ from specjax.types import Array, Model, PyTree, Target
 def prune_layers(target: Target, layers: Sequence[int]) -> Target:
     """Return the target with only these of its layers, counted from 0, in this order. It can initialise a draft model.
 
-    Raises: UsageError for layers that it does not have, and for a model that is not from `specjax.models`.
+    Raises: UsageError for layers that it does not have, for a model that is not from `specjax.models`, and for one
+      whose layers share keys or have inputs of their own.
     """
     config, num_layers = target.model.config, target.model.capabilities.num_layers
     if config is None or not isinstance(target.params, dict) or "layers" not in target.params:
@@ -33,6 +34,11 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
             f"the target has layers 0 to {num_layers - 1}; choose one or more of these, not {list(layers)}"
         )
     if isinstance(config, HybridConfig):
+        if config.layer_inputs is not None or any(kind.keys_of is not None for kind in config.kinds):
+            raise UsageError(
+                f"{target.model.name} has layers that read the keys of others or inputs of their own, so none can be "
+                "left out; use another model"
+            )
         target = separate_layers(target)
         config = target.model.config
     layer_params = target.params["layers"]

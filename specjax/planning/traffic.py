@@ -62,10 +62,11 @@ def pass_bytes(
 ) -> float:
     """Return the bytes that one pass moves on a device: its weights, and the cache of `context` tokens.
 
-    An untied embedding is only looked up. Prefill does not use the output head. Windowed layers read their window. The
-    `states` of recurrent layers, a number of bytes, are read by the pass and written by its commit.
+    An untied embedding is only looked up, and so is the table of layer inputs. Prefill does not use the output head.
+    Windowed layers read their window. The `states` of recurrent layers, a number of bytes, are read by the pass and
+    written by its commit.
     """
-    weights = shard_bytes(params)
+    weights = shard_bytes(params) - shard_bytes(params.get("layer_inputs", {}).get("table", {}))
     weights -= 0 if config.tied and head else shard_bytes(params["embed"])
     weights -= 0 if config.tied or head else shard_bytes(params["head"])
     return weights + per_token * _mean_context(config, context) + 2 * states
@@ -114,7 +115,10 @@ def _cache_in(state: PyTree, draft: Target) -> PyTree | None:
 
 def _mean_context(config: Any, context: float) -> float:
     """Return the cached tokens that a layer reads, averaged over layers."""
-    window = getattr(config, "window", None)
+    window, kinds = getattr(config, "window", None), getattr(config, "kinds", ())
+    if kinds:
+        windows = [config.of_layer(i).window for i, kind in enumerate(kinds) if kind.has_keys] or [None]
+        return sum(context if window is None else min(context, window) for window in windows) / len(windows)
     if window is None:
         return context
     full = getattr(config, "is_global", None) or (False,) * config.num_layers

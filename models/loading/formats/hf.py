@@ -44,9 +44,11 @@ SHARD_NAME = r"[^/\\\0]+"  # a file name in the same folder, without its suffix
 PARTS = frozenset({*INTEGERS, *CODES})
 """Storage formats of parts of quantised matrices."""
 
-_NON_TEXT_PREFIXES = tuple(
-    prefix + module for prefix in ("", "model.") for module in ("vision_tower.", "multi_modal_projector.", "visual.")
-)
+_OTHER_INPUTS = (
+    "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
+_NON_TEXT_PREFIXES = tuple(prefix + module for prefix in ("", "model.") for module in _OTHER_INPUTS)
 
 
 def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
@@ -109,8 +111,14 @@ def read(
     tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)
     if parsed.tied:
         parsed = _resolve_tied_head(folder, parsed, tensors, stored)
-    spare = frozenset() if method is None else zero_biases(tensors)
+    spare = _unused(parsed) | (frozenset() if method is None else zero_biases(tensors))
     return Checkpoint(folder, parsed, tensors, stored, spare.__contains__, native)
+
+
+def _unused(config: Config) -> frozenset[str]:
+    """Return the tensors that checkpoints of a family may have, and that its models do not read."""
+    find = getattr(registry.by_config(config), "unused_hf", None)
+    return frozenset() if find is None else find(config)
 
 
 def _split_module(

@@ -7,7 +7,7 @@ import pytest
 import specjax
 from specjax.errors import UsageError
 from specjax.models.loading import is_diffusion
-from specjax.models.loading.families import denoisers, gemma3, llama
+from specjax.models.loading.families import denoisers, gemma3, gemma4, llama
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.hybrid import lfm2, qwen3_5, qwen3_next
 from specjax.models.loading.families.model_classes import PREFIXES, check_class, check_own_code
@@ -21,7 +21,8 @@ def test_the_classes_of_transformers_are_the_families_own():
     transformers = pytest.importorskip("transformers")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    assert set(PREFIXES) == {*llama.HF_TYPES, *gemma3.HF_TYPES, *qwen3_5.HF_TYPES, *qwen3_next.HF_TYPES, *lfm2.HF_TYPES}
+    families = llama, gemma3, qwen3_5, qwen3_next, lfm2, gemma4
+    assert set(PREFIXES) == {kind for family in families for kind in family.HF_TYPES}
     for kind in PREFIXES.keys() - {"mimo"}:  # its class comes with its files
         assert hasattr(transformers, f"{PREFIXES[kind]}Model")
         names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
