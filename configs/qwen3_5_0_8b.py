@@ -3,6 +3,7 @@
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind
 
 HUB_ID = "Qwen/Qwen3.5-0.8B"
+MODULE = "qwen3_5"  # the form of its module for multi-token prediction (`models.loading.mtp_dialects`)
 
 
 def get_config(dtype: str = "bfloat16") -> HybridConfig:

@@ -4,6 +4,7 @@ from specjax.configs.qwen3_5_0_8b import qwen3_5
 from specjax.models.hybrid.config import HybridConfig
 
 HUB_ID = "Qwen/Qwen3.5-9B"
+MODULE = "qwen3_5"  # the form of its module for multi-token prediction (`models.loading.mtp_dialects`)
 
 
 def get_config(dtype: str = "bfloat16") -> HybridConfig:

@@ -43,6 +43,7 @@ _HOMES = {
     "compile_report": "planning",
     "decode": "api",
     "denoise": "api",
+    "describe_model": "planning.description.model",
     "evaluate_quantization": "analysis.perplexity",
     "explain": "analysis.explain",
     "load": "api",

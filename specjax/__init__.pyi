@@ -35,6 +35,7 @@ from specjax.parallel import shard_head as shard_head
 from specjax.persistence.program_cache import ProgramCache as ProgramCache
 from specjax.planning import compile_report as compile_report
 from specjax.planning import plan as plan
+from specjax.planning.description.model import describe_model as describe_model
 from specjax.serving.batch import Served as Served
 from specjax.serving.detokenizer import Detokenizer as Detokenizer
 from specjax.serving.requests import Cancel as Cancel

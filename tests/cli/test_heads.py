@@ -114,7 +114,7 @@ def test_a_word_for_another_head_names_both(refused, saved, tmp_path):
     )
     nothing = refused("generate", "ab", "--draft", eagle, "--speculative-token-map", tmp_path / "freq.pt")
     assert "--speculative-token-map: " in nothing and "freq.pt cannot be read" in nothing
-    assert "is not a draft head of a known kind" in refused("inspect", "draft")
+    assert 'SOURCE: no file or folder "draft" exists' in refused("inspect", "draft")
 
 
 def test_damaged_and_unfit_heads_in_one_sentence(refused, saved, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from specjax.models.loading.families import registry, rope
 from specjax.models.loading.families.config_fields import LAYERS, ROWS, ConfigFields
 from specjax.models.loading.families.unread_fields import warn_of_unread
 from specjax.models.loading.formats.ggml_blocks import quantized_tensor
-from specjax.models.loading.mtp_dialects import GGUF, describe, owner
+from specjax.models.loading.mtp_dialects import GGUF, NativeModule, describe, owner
 from specjax.models.loading.tensors.assembly import Checkpoint
 from specjax.models.loading.tensors.tensors import TensorLocation, check_sizes, read_rows
 
@@ -50,10 +50,19 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     fields = _without_modules(fields)
     config = family.config_from_gguf(fields, shapes, factors, **options)
     warn_of_unread(fields)
-    owned = owner(GGUF, config.num_layers)
-    native = describe(str(file.resolve()), GGUF, filter(owned, tensors)) if any(map(owned, tensors)) else None
+    owned, native = owner(GGUF, config.num_layers), _module_in(file, tensors, config.num_layers)
     stored = {name: quantized_tensor(name, tensor) for name, tensor in tensors.items() if not owned(name)}
     return Checkpoint(file, config, stored, family.stored_gguf(config, arch), ignored, native), meta
+
+
+def find_module(file: Path, num_layers: int) -> NativeModule | None:
+    """Return the multi-token-prediction module of a file whose model has this number of layers, or None."""
+    return _module_in(file, read_header(file)[1], num_layers)
+
+
+def _module_in(file: Path, names: Collection[str], num_layers: int) -> NativeModule | None:
+    owned = list(filter(owner(GGUF, num_layers), names))
+    return describe(str(file.resolve()), GGUF, owned) if owned else None
 
 
 def _without_modules(fields: ConfigFields) -> ConfigFields:

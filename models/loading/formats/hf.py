@@ -121,6 +121,13 @@ def _unused(config: Config) -> frozenset[str]:
     return frozenset() if find is None else find(config)
 
 
+def find_module(folder: Path, num_layers: int) -> NativeModule | None:
+    """Return the multi-token-prediction module of a folder whose model has this number of layers, or None."""
+    files = [file for file in weight_files(folder) if not file.name.startswith(ADAPTER)]
+    tensors = {text_name(name): tensor for file in files for name, tensor in read_tensors(file, PARTS).items()}
+    return _split_module(folder, num_layers, tensors)[0]
+
+
 def _split_module(
     folder: Path, num_layers: int, tensors: dict[str, TensorLocation], method: Quantization | None
 ) -> tuple[NativeModule | None, dict[str, TensorLocation]]:

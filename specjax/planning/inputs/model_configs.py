@@ -29,6 +29,11 @@ from specjax.models.loading.tensors.file_formats import with_file_formats
 from specjax.numerics.quantized_array import QuantizedArray
 
 
+def is_builtin(source: str | Path) -> bool:
+    """Return True if a source is the name of a built-in config, and no file or folder has this name."""
+    return _name(source) in _modules() and not os.path.exists(os.path.expanduser(source))
+
+
 def builtin_configs() -> dict[str, Callable[..., Any]]:
     """Return `get_config` of every file of configs/, by name."""
     return {name: module.get_config for name, module in _modules().items()}
@@ -45,6 +50,11 @@ def hub_id(name: str) -> str:
     if _name(name) not in modules:
         raise UsageError(f'"{name}" is not a built-in config; choose one of {", ".join(modules)}')
     return modules[_name(name)].HUB_ID
+
+
+def module_form(name: str) -> str | None:
+    """Return the form of the multi-token-prediction module in the release of a built-in config; None: it has none."""
+    return getattr(_modules()[_name(name)], "MODULE", None)
 
 
 def _name(source: str | Path) -> str:
@@ -71,7 +81,7 @@ def load_config(
     name = _name(source)
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # False for invalid names, where pathlib may raise
-    if name in configs_by_name and not os.path.exists(path):
+    if is_builtin(source):
         return dataclasses.replace(configs_by_name[name](), dtype=dtype, **storage_options(platform))
     options = {"dtype": dtype, **storage_options(platform), "name": path.resolve().name if is_folder else path.stem}
     try:

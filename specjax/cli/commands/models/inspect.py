@@ -8,23 +8,36 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.cli.options import vllm_sglang_flags as s
-from specjax.errors import require
+from specjax.errors import UsageError, require
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from specjax.cli.options.groups import ModelOptions
     from specjax.cli.runs.session import Session
 
-HELP = """Show the kind and format of a draft head, and its agreement with the target.
+HELP = """Describe a model or a draft head.
 
-A head that is read wrongly drafts slowly, but the text stays right, because
-every draft is verified. Only the agreement shows the error. It is measured for
-four drafts in a row, because some errors show only in the later ones. If it is
-low or falls steeply, the report names the most likely cause and the --head-set
-that mends it.
+Of a model: the kinds of its layers, the memory of a text per row, per token and
+per drafted token, and the multi-token-prediction module in its files. No
+weights are read. Of a draft head: its kind and format, and its agreement with
+the target. A head that is read wrongly drafts slowly, but the text stays right,
+because every draft is verified. Only the agreement shows the error. It is
+measured for four drafts in a row, because some errors show only in the later
+ones. If it is low or falls steeply, the report names the most likely cause and
+the --head-set that mends it.
 """
 
 
 def inspect(
-    head: Annotated[str, typer.Argument(help="The draft head: a hub id or a folder.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help='Model or draft head: a hub id, a folder, a GGUF file or the name of a built-in config. "native" is '
+            "the module of --target.",
+            show_default=False,
+        ),
+    ],
     target: o.TargetOption = None,
     token_map: s.MapOption = None,
     head_set: o.HeadSetOption = None,
@@ -36,18 +49,42 @@ def inspect(
 ) -> None:
     from specjax.cli.options.drafter_flags import find_head_kind
     from specjax.cli.options.groups import ModelOptions
+    from specjax.cli.runs.environment import choose_dtype
+
+    if find_head_kind(source, "SOURCE") is None:
+        for_heads = {"--target": target, "--speculative-token-map": token_map, "--head-set": head_set}
+        for flag, value in for_heads.items():
+            require(value is None, f"{flag} is for draft heads, and SOURCE {source} is none; leave it out")
+        _inspect_model(source, as_json, dtype=choose_dtype(dtype), quantize=quantize, keep_quantized=keep_quantized)
+        return
+    models = ModelOptions(
+        target, source, dtype, no_cache, head_set=head_set, quantize=quantize, keep_quantized=keep_quantized
+    )
+    _inspect_head(models, token_map, as_json)
+
+
+def _inspect_model(source: str, as_json: bool, **options: Any) -> None:
+    from specjax.cli.output.console import Console, print_json
+    from specjax.planning.description.model import describe_model
+    from specjax.planning.description.words import describe_in_lines, document_of
+
+    try:
+        model = describe_model(source, **options)
+    except UsageError as error:
+        raise UsageError(f"SOURCE: {error}") from None
+    if as_json:
+        print_json(document_of(model))
+        return
+    out = Console()
+    for line in describe_in_lines(model):
+        out.print(line, soft_wrap=True)
+
+
+def _inspect_head(models: ModelOptions, token_map: Path | None, as_json: bool) -> None:
     from specjax.cli.output.console import Console, print_json
     from specjax.cli.runs.session import describe_head, describe_length, open_session
 
-    require(
-        find_head_kind(head, "HEAD") is not None,
-        f"HEAD {head} is not a draft head of a known kind, or there is no such folder",
-    )
-    models = ModelOptions(
-        target, head, dtype, no_cache, head_set=head_set, quantize=quantize, keep_quantized=keep_quantized
-    )
-    quiet = Console(stderr=True, quiet=True)
-    session = open_session(quiet, models, has_head=True, token_map=token_map, flag="HEAD")
+    session = open_session(Console(stderr=True, quiet=True), models, has_head=True, token_map=token_map, flag="SOURCE")
     loaded, check = session.head, session.check
     assert loaded is not None and check is not None
     if as_json:

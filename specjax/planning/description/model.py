@@ -1,0 +1,159 @@
+"""Description of a model from its config and the tables of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.catalog.schemes import check_scheme
+from specjax.errors import UsageError
+from specjax.files.untrusted import guarded_read
+from specjax.models import abstract_params, loading, make_model
+from specjax.models.hybrid.memory import HybridCache
+from specjax.models.loading.formats import llama2c
+from specjax.models.storage import num_bytes, quantized_config, storage_options
+from specjax.models.storage.format_names import describe_formats
+from specjax.planning.abstract import cache_shapes
+from specjax.planning.description.layers import LayerPattern, layers_of, sizes_of
+from specjax.planning.description.module import (
+    ModuleDescription,
+    count_stated,
+    describe_module,
+    describe_stated,
+    native_of,
+)
+from specjax.planning.inputs import model_configs
+from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
+from specjax.types import Target
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """Bytes that one text needs beside the weights."""
+
+    states: int  # of recurrent layers, for a text of any length
+    windows: int  # last inputs of convolutions, for a text of any length
+    per_token: float  # keys and values of attention layers
+    per_node: float  # a drafted token, from its pass to its commit
+
+    @property
+    def per_row(self) -> int:
+        """Return the bytes of a text of any length."""
+        return self.states + self.windows
+
+    def total(self, tokens: int) -> float:
+        """Return the bytes of a text of so many tokens."""
+        return self.per_row + self.per_token * tokens
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Sizes, layers and memory of a model, and its multi-token-prediction module."""
+
+    name: str
+    kind: str  # "autoregressive" or "diffusion"
+    parameters: int
+    weights_bytes: int
+    dtype: str
+    formats: str | None  # of quantised matrices, in words
+    vocab_size: int
+    width: int
+    mlp_width: int
+    max_positions: int
+    layers: LayerPattern
+    sizes: dict[str, dict[str, Any]]  # of each mixer
+    memory: RowMemory
+    module: ModuleDescription | None  # None: there is none
+
+
+def describe_model(
+    source: str | Path, *, dtype: str = "float32", quantize: str | None = None, keep_quantized: bool | None = None
+) -> ModelDescription:
+    """Describe a model without reading its weights.
+
+    Args:
+      source: a built-in config such as "qwen3_5_4b", or a model as in `specjax.load`. A folder needs no weights.
+      dtype, quantize, keep_quantized: as in `specjax.load`; the bytes are those on this device's platform.
+
+    Returns: the kinds of its layers, bytes per text and per token, and the module for multi-token prediction.
+
+    Raises: UsageError, in one sentence, for a source that is no model or cannot be read.
+    """
+    check_scheme(quantize)
+    platform, path = jax.default_backend(), _local(source)
+    config = _config(source, path, dtype, platform, platform != "cpu" if keep_quantized is None else keep_quantized)
+    if quantize is not None:
+        config = quantized_config(config, quantize, platform)
+    return _describe(config, source, path)
+
+
+def _local(source: str | Path) -> Path | None:
+    """Return the file or folder of a source; None for a built-in config."""
+    if isinstance(source, str) and model_configs.is_builtin(source):
+        return None
+    try:
+        return loading.resolve(source)
+    except UsageError as error:
+        names = ", ".join(model_configs.builtin_configs())
+        raise UsageError(f"{error}; built-in configs are {names}") from None
+
+
+def _config(source: str | Path, path: Path | None, dtype: str, platform: str, keep_quantized: bool) -> Any:
+    if path is not None and path.suffix == ".bin" and path.is_file():
+        with guarded_read(path):
+            return llama2c.read(path, dtype=dtype, name=path.stem, **storage_options(platform)).config
+    return model_configs.load_config(path or source, dtype, "source", platform, keep_quantized)
+
+
+def _describe(config: Any, source: str | Path, path: Path | None) -> ModelDescription:
+    target = Target(make_model(config), abstract_params(config))
+    return ModelDescription(
+        name=config.name,
+        kind="diffusion" if _is_diffusion(source, path) else "autoregressive",
+        parameters=model_configs.num_params(config),
+        weights_bytes=num_bytes(target.params),
+        dtype=config.dtype,
+        formats=describe_formats(config),
+        vocab_size=config.vocab_size,
+        width=config.width,
+        mlp_width=config.mlp_width,
+        max_positions=config.max_positions,
+        layers=layers_of(config),
+        sizes=sizes_of(config),
+        memory=_memory(target),
+        module=_module(target, source, path),
+    )
+
+
+def _is_diffusion(source: str | Path, path: Path | None) -> bool:
+    if path is None:
+        return model_configs.load_denoiser_settings(source) is not None
+    return loading.is_diffusion(path)
+
+
+def _memory(target: Target) -> RowMemory:
+    cache = cache_shapes(target, 1, 1024)
+    entries = cache.recurrent if isinstance(cache, HybridCache) else ()
+    windows = sum(num_bytes(entry.window) for entry in entries)
+    return RowMemory(
+        states=fixed_bytes(target, 1, cache) - windows,
+        windows=windows,
+        per_token=bytes_per_token(target, 1, cache),
+        per_node=pending_bytes(target, 1),
+    )
+
+
+def _module(target: Target, source: str | Path, path: Path | None) -> ModuleDescription | None:
+    config = target.model.config
+    if path is None:
+        dialect = model_configs.module_form(str(source))
+        return None if dialect is None else describe_stated(config, dialect)
+    with guarded_read(path):
+        native = native_of(path, config.num_layers)
+        if native is not None:
+            return describe_module(Target(target.model, target.params, native))
+        count = count_stated(path) if path.is_dir() else 0
+    return ModuleDescription(None, None, count, False, "the folder has no tensors of it") if count else None
