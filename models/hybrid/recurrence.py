@@ -170,5 +170,6 @@ def convolve(inputs: Sequence[Array], weight: Array, bias: Array | None = None) 
 
     weight: [C, w + 1]. bias: [C].
     """
-    y = sum(x.astype(jnp.float32) * weight[:, i].astype(jnp.float32) for i, x in enumerate(inputs))
+    terms = [x.astype(jnp.float32) * weight[:, i].astype(jnp.float32) for i, x in enumerate(inputs)]
+    y = sum(terms[1:], terms[0])
     return y if bias is None else y + bias.astype(jnp.float32)
