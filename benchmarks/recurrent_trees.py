@@ -27,8 +27,8 @@ from specjax.models import init_params, make_model
 from specjax.models.hybrid import block
 from specjax.models.hybrid import recurrence as R
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind, Mamba2Sizes
-from specjax.models.hybrid.gated_delta import GatedDelta
-from specjax.models.hybrid.mamba2 import Mamba2
+from specjax.models.hybrid.mixers.gated_delta import GatedDelta
+from specjax.models.hybrid.mixers.mamba2 import Mamba2
 from specjax.types import Array, Model
 
 KINDS = LayerKind("gated_delta"), LayerKind("mamba2"), LayerKind("gated_delta"), LayerKind()

@@ -240,6 +240,7 @@ class DFlash(nnx.Module):
         heads = lambda x: step.place(x.reshape(*x.shape[:2], -1, c.head_dim), "data", None, "heads", None)
 
         def project(attention: L.Attention, slots: Array) -> tuple:
+            assert attention.k is not None and attention.v is not None
             k, v = heads(attention.k(context)), heads(attention.v(context))
             k = k if attention.k_norm is None else attention.k_norm(k)
             k = k if rotation is None else rotate(k, rotation)

@@ -13,11 +13,11 @@ from specjax.models import layers as L
 from specjax.models.decoder import activation_function, make_attention
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig, LayerKind
-from specjax.models.hybrid.gated_delta import GatedDelta
 from specjax.models.hybrid.layer_inputs import LayerInputReader, Scale
-from specjax.models.hybrid.mamba2 import Mamba2
+from specjax.models.hybrid.mixers.gated_delta import GatedDelta
+from specjax.models.hybrid.mixers.mamba2 import Mamba2
+from specjax.models.hybrid.mixers.short_convolution import ShortConvolution
 from specjax.models.hybrid.recurrence import RecurrentState, Updates
-from specjax.models.hybrid.short_convolution import ShortConvolution
 from specjax.types import Array
 
 RECURRENT_LAYERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def chunk_reader(
         cache, state = carry
         offset = jnp.arange(size)
         window = jnp.take(tokens, start + offset, axis=1, mode="clip")
-        mask, places = texts.causal_mask(len(tokens), size), texts.in_order(len(tokens), size)
+        mask, places = _text(model, len(tokens), size)
         output, pending = model.forward(params, window, cache, positions=start + places, mask=mask, **options)
         num_new = jnp.clip(count - start, 0, size)
         committed, new_state = model.commit(cache, pending, places, num_new), read(state, window, num_new, output)
@@ -137,7 +138,7 @@ def catch_up(
       dropped: int32[B], number of tokens at the start of the text that this model does not read.
     """
     offset = jnp.arange(chunk)
-    path, mask = texts.in_order(len(cached), chunk), texts.causal_mask(len(cached), chunk)
+    mask, path = _text(model, len(cached), chunk)
 
     def read_chunk(carry):
         cache, cached = carry
@@ -149,3 +150,12 @@ def catch_up(
 
     with jax.named_scope(scopes.CATCH_UP):
         return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < target_length), read_chunk, (cache, cached))[0]
+
+
+def _text(model: Model, batch: int, size: int) -> tuple[Any, Any]:
+    """Return the mask bool[B, T, T] and the path int32[B, T] of a text.
+
+    They are constants for models that read texts in a form of their own, and arrays for others.
+    """
+    mask, path = texts.causal_mask(batch, size), texts.in_order(batch, size)
+    return (mask, path) if model.capabilities.reads_in_order else (texts.traced_mask(mask), jnp.asarray(path))

@@ -38,7 +38,7 @@ class SamplingCost(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """One sample per prompt, in the order of the prompts."""
+    """Samples of a call, with one for each prompt in their order."""
 
     tokens: list[np.ndarray]  # int32[n], with the eos
     logprobs: list[np.ndarray] | None  # float32[n]

@@ -125,7 +125,7 @@ def find_module(folder: Path, num_layers: int) -> NativeModule | None:
     """Return the multi-token-prediction module of a folder whose model has this number of layers, or None."""
     files = [file for file in weight_files(folder) if not file.name.startswith(ADAPTER)]
     tensors = {text_name(name): tensor for file in files for name, tensor in read_tensors(file, PARTS).items()}
-    return _split_module(folder, num_layers, tensors)[0]
+    return _split_module(folder, num_layers, tensors, method_of(read_config(folder), folder))[0]
 
 
 def _split_module(

@@ -12,8 +12,8 @@ import pytest
 from hybrid_families import FAMILIES, OF_MAMBA, logits_of, parity_error, read_both
 from tiers import those
 
-from specjax.models.hybrid import gated_delta
 from specjax.models.hybrid.config import NO_MULTIPLIERS, GatedDeltaSizes
+from specjax.models.hybrid.mixers import gated_delta
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.hybrid import common, lfm2, qwen3_5
 from specjax.models.loading.tensors.assembly import Change

@@ -17,7 +17,7 @@ from specjax.models import layers as L
 from specjax.models.hybrid import recurrence as R
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig
-from specjax.models.hybrid.gated_delta import ConvolutionWeights, DecayWeights
+from specjax.models.hybrid.mixers.gated_delta import ConvolutionWeights, DecayWeights
 from specjax.models.hybrid.reading import TokenInputs, read_pass
 from specjax.models.products import pad_tokens
 from specjax.types import Array
