@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 from hybrids import tiny_hybrid
 from toy import tiny_llama
@@ -55,3 +56,14 @@ def test_states_of_recurrent_layers_count_at_any_length():
     assert traffic.pending_bytes(tiny_llama(), 1) >= traffic.bytes_per_token(
         tiny_llama(), 1, cache_shapes(tiny_llama(), 1, 640)
     )
+
+
+def test_a_pass_reads_states_once_and_its_commit_writes_them_once():
+    target = tiny_hybrid()
+    cache, config = cache_shapes(target, 4, 640), target.model.config
+    shapes = jax.eval_shape(lambda: target.params)
+    weights = 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes)) - 4 * 64 * 32  # the embedding is looked up
+    states = 4 * 4 * ((3 * 64 + 2 * 32 + 3 * 64) + 2 * 4 * 8 * 8)
+    one_pass = traffic._pass_of(config, target, 4, cache)
+    assert one_pass(0) == weights + 2 * states
+    assert one_pass(100) - one_pass(0) == 100 * 4 * 2 * 16 * 4
