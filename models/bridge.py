@@ -200,6 +200,7 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
             streams=config.layer_inputs is None,
             vectors=config.layer_inputs is None,
             reads_in_order=config.recurs,
+            shared_keys=config.shared_keys,
         ),
     }
 

@@ -234,7 +234,7 @@ class Attention(nnx.Module):
         else:
             self.q = linear(fan_in, heads * head_dim, bias=bias)
             self.k: Any = None if queries_only else linear(fan_in, kv_heads * head_dim, bias=bias)
-            self.v = None if queries_only or keys_are_values else linear(fan_in, kv_heads * head_dim, bias=bias)
+            self.v: Any = None if queries_only or keys_are_values else linear(fan_in, kv_heads * head_dim, bias=bias)
         self.output_gate = linear(fan_in, heads * head_dim) if gated else None
         self.o = linear(heads * head_dim, width)
         has_norm = qk_norm_eps is not None

@@ -54,3 +54,17 @@ def check_later_tokens(model: Model, user: str) -> None:
             f"the model {model.name} reads tokens in order, and {user} needs tokens that see later ones; use a model "
             "whose layers all attend"
         )
+
+
+def check_shared_keys(model: Model, user: str) -> tuple[int, int]:
+    """Return the layers whose keys and values other models may read from the cache: a local and a global one.
+
+    Raises: UsageError if the model shares none.
+    """
+    layers = model.capabilities.shared_keys
+    if layers is None:
+        raise UsageError(
+            f"the model {model.name} shares no keys of its cache, which {user} needs; use the Gemma 4 model that the "
+            "assistant was trained for"
+        )
+    return layers

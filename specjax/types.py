@@ -151,6 +151,7 @@ class Capabilities(NamedTuple):
     vectors: bool = False  # accepts `Appended` in place of tokens
     inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
     reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
+    shared_keys: tuple[int, int] | None = None  # the local and the global layer whose keys assistants read in the cache
 
 
 class Model(NamedTuple):

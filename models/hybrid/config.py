@@ -187,6 +187,16 @@ class HybridConfig(DecoderConfig):
         kernels = ((c.convolution_kernel, *(s.kernel for s in (c.gated_delta, c.mamba2) if s)) for c in layers)
         return max((1, *itertools.chain.from_iterable(kernels))) - 1
 
+    @property
+    def shared_keys(self) -> tuple[int, int] | None:
+        """Return the last local and the last global layer with keys of its own, for assistants of Gemma 4."""
+        if self.recurs or self.window is None:
+            return None
+        is_global = ["window" in dict(kind.changes) for kind in self.kinds]
+        last = lambda full: [i for i, k in enumerate(self.kinds) if k.has_keys and is_global[i] == full][-1:]
+        layers = (*last(False), *last(True))
+        return (layers[0], layers[1]) if len(layers) == 2 else None
+
     def place_of_keys(self, layer: int) -> int:
         """Return the place of the keys that a layer reads among those of all layers with keys of their own."""
         source = self.kinds[layer].keys_of

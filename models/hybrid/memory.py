@@ -18,6 +18,7 @@ from specjax.arrays import batch_axes
 from specjax.models import cache as kv
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.recurrence import RecurrentState, Updates, commit_path
+from specjax.models.layers import LayerCache
 from specjax.models.layout import Layout
 from specjax.numerics.quantization import Quantized
 from specjax.types import Array, PyTree
@@ -102,6 +103,13 @@ def commit(
         is_stacked = _row_axis(memory) == 1
         states.append((jax.vmap(in_layer) if is_stacked else in_layer)(memory, updates))
     return HybridCache(attention, tuple(states))
+
+
+def layer_cache(c: HybridConfig, cache: HybridCache, layer: int) -> LayerCache:
+    """Return the keys and values that the layer of this number stores."""
+    place, attention = c.place_of_keys(layer % c.period if c.stacked else layer), cache.attention
+    repeat = jnp.int32(layer // c.period) if c.stacked else None
+    return LayerCache(attention.k[place], attention.v[place], repeat)
 
 
 def rewind(cache: HybridCache, length: Array) -> HybridCache:
