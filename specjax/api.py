@@ -37,7 +37,7 @@ from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
 from specjax.serving.batch import Served
 from specjax.serving.detokenizer import TextDecoder
-from specjax.serving.loop import serve_requests
+from specjax.serving.loop import ServeSetup, serve_requests
 from specjax.serving.pace import MAX_SLOWDOWN
 from specjax.serving.prefixes import PREFIX_GIB
 from specjax.serving.requests import Limits, Request, processor_settings, row_settings
@@ -424,6 +424,33 @@ def serve(
 
     Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
     """
+    setup = serve_setup(
+        target, drafter, slots=slots, longest_prompt=longest_prompt, max_new_tokens=max_new_tokens, tokenizer=tokenizer,
+        inputs=inputs, programs=programs, prefix_gib=prefix_gib, max_slowdown=max_slowdown,
+        max_alternatives=max_alternatives, **settings,
+    )  # fmt: skip
+    return serve_requests(setup, requests)
+
+
+def serve_setup(
+    target: Target | Denoiser,
+    drafter: Drafter | DraftHead | Target | Procedure | str | None,
+    *,
+    slots: int,
+    longest_prompt: int,
+    max_new_tokens: int,
+    tokenizer: TextDecoder | None = None,
+    inputs: PyTree = None,
+    programs: ProgramCache | None = None,
+    prefix_gib: float = PREFIX_GIB,
+    max_slowdown: float = MAX_SLOWDOWN,
+    max_alternatives: int | None = None,
+    **settings: Any,
+) -> ServeSetup:
+    """Check the arguments of `serve`, and return what builds its scheduler. Nothing is compiled.
+
+    Raises: UsageError as `serve` does.
+    """
     refuse(settings, "serve", ("debug", "logprobs"))
     _check_target(target)
     if slots < 1 or longest_prompt < 1:
@@ -446,5 +473,4 @@ def serve(
     for name, value, minimum in (("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1)):
         if not minimum <= value < float("inf"):
             raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
-    options = {"prefix_bytes": int(prefix_gib * 2**30), "max_slowdown": max_slowdown}
-    return serve_requests(job, requests, limits, programs, **options)
+    return ServeSetup(job, limits, programs, int(prefix_gib * 2**30), max_slowdown)

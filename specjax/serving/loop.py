@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.engine.job import Job
 from specjax.errors import UsageError
@@ -111,17 +111,34 @@ class Scheduler:
         return bool(hosts.choose_first(int(may_read))) if self.is_shared else may_read
 
 
-def serve_requests(
-    job: Job, requests: Iterable[Request | Cancel | None], limits: Limits, cache: ProgramCache | None = None,
-    **options: Any,
-) -> Generator[Served, Any, None]:  # fmt: skip
-    """Serve requests as `specjax.serve` documents.
+class ServeSetup(NamedTuple):
+    """The checked arguments of `serve`, from which the programs are compiled."""
 
-    Args:
-      job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
-      options: of `Scheduler`.
-    """
-    scheduler = Scheduler(job, limits, cache, **options)
+    job: Job  # with the number of rows, the longest prompt and the most tokens that any request may have
+    limits: Limits
+    programs: ProgramCache | None = None
+    prefix_bytes: int = 0
+    max_slowdown: float = MAX_SLOWDOWN
+
+    @property
+    def slots(self) -> int:
+        """Return the number of rows of the batch."""
+        return len(self.job.lengths)
+
+    @property
+    def max_depth(self) -> int:
+        """Return the depth of the longest draft."""
+        return self.job.parts.drafter.size.max_depth
+
+    def scheduler(self) -> Scheduler:
+        """Compile the programs and build the scheduler."""
+        job, limits, programs, prefix_bytes, max_slowdown = self
+        return Scheduler(job, limits, programs, prefix_bytes=prefix_bytes, max_slowdown=max_slowdown)
+
+
+def serve_requests(setup: ServeSetup, requests: Iterable[Request | Cancel | None]) -> Generator[Served, Any, None]:
+    """Serve requests as `specjax.serve` documents."""
+    scheduler = setup.scheduler()
     batch, source = scheduler.batch, _Source(requests, scheduler.is_shared)
     while True:
         while source.has_more and batch.has_room:

@@ -19,6 +19,8 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "--regex --json-schema",
         "Training": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "
         "--states --every --patience --budgets --held-out --start --shape --draft-vocab",
+        "Server": "--host --port --slots --longest-prompt --prefix-gib --max-slowdown --max-waiting --queue-seconds "
+        "--request-seconds --shutdown-seconds --api-key --served-model-name --per-request-metrics",
         "Devices and hosts": "--distributed --coordinator --num-processes --process-id --connect-timeout --heartbeat "
         "--data --model --checkpoint --checkpoint-every",
     }

@@ -1,0 +1,164 @@
+"""`specjax serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from specjax.cli.options import common as o
+from specjax.cli.options import completion
+from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions, flag_values, with_groups
+from specjax.errors import optional_import, require
+
+HELP = """Serve a model over HTTP, with the endpoints of the OpenAI API.
+
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
+/detokenize, /health, /version and /metrics (Prometheus).
+
+Requests share one running batch of --slots rows. Each one has its own
+temperature, filters, penalties, stop strings, length and seed, and its text
+is the one that `specjax generate` would give it alone. The flags of sampling
+are the defaults of requests. Prompts that begin with the same tokens, such as
+the turns of a chat, are read once.
+
+One line is printed when the server is ready. Ctrl-C or SIGTERM ends it after
+the running requests; a second Ctrl-C ends it immediately.
+"""
+
+
+@dataclass(frozen=True)
+class ServeSampling(SamplingOptions):
+    """Defaults of the requests."""
+
+    max_new_tokens: o.LengthOption = 1024
+    temperature: o.OptionalTemperatureOption = 1.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The address and the limits of the server."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on. 0.0.0.0 is all networks.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 is any free one.")] = 8000
+    slots: Annotated[int, typer.Option("--slots", help="Requests that are decoded at the same time.")] = 8
+    longest_prompt: Annotated[
+        int | None,
+        typer.Option(
+            "--longest-prompt",
+            help="Maximum tokens of a prompt. Default: the model's limit, at most 4096.",
+            show_default=False,
+        ),
+    ] = None
+    prefix_gib: Annotated[
+        float, typer.Option("--prefix-gib", help="GiB of memory for beginnings of prompts that were read.")
+    ] = 0.5
+    max_slowdown: Annotated[
+        float,
+        typer.Option(
+            "--max-slowdown", help="Mean time between two tokens of a row while prompts are read, in times without."
+        ),
+    ] = 1.5
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", help="Requests that may wait for a row; others get status 429.")
+    ] = 256
+    queue_seconds: Annotated[float, typer.Option("--queue-seconds", help="Longest time of a request in the queue.")] = (
+        120.0
+    )
+    request_seconds: Annotated[
+        float, typer.Option("--request-seconds", help="Longest time from the arrival of a request to its end.")
+    ] = 600.0
+    shutdown_seconds: Annotated[
+        float, typer.Option("--shutdown-seconds", help="Longest time for running requests after a signal.")
+    ] = 30.0
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            help="Key that requests need (bearer token).",
+            envvar="SPECJAX_API_KEY",
+            show_default=False,
+            show_envvar=True,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            help="Name of the model in requests. Repeatable. Default: --target.",
+            show_default=False,
+        ),
+    ] = None
+    per_request_metrics: Annotated[
+        str,
+        typer.Option(
+            "--per-request-metrics",
+            help="Drafting and times in each answer: none, summary or detailed.",
+            autocompletion=completion.one_of("none", "summary", "detailed"),
+        ),
+    ] = "none"
+
+    def __post_init__(self):
+        require(0 <= self.port < 1 << 16, f"--port must be from 0 to 65535, not {self.port}")
+        for name in ("slots", "longest_prompt", "max_waiting"):
+            o.check_minimum("--" + name.replace("_", "-"), getattr(self, name), 1)
+        for name, minimum in (
+            ("prefix_gib", 0), ("max_slowdown", 1), ("queue_seconds", 0), ("request_seconds", 0),
+            ("shutdown_seconds", 0),
+        ):  # fmt: skip
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            require(minimum <= value < float("inf"), f"{flag} must be a number of at least {minimum}, not {value}")
+        require(self.api_key != "", "--api-key is empty; give a key, or leave it out")
+        require(all(self.served_model_name or ()), "--served-model-name is empty; give a name, or leave it out")
+        require(
+            self.per_request_metrics in ("none", "summary", "detailed"),
+            f'--per-request-metrics must be none, summary or detailed, not "{self.per_request_metrics}"',
+        )
+
+
+@with_groups
+def serve(
+    models: ModelOptions,
+    draft: DraftOptions,
+    sampling: ServeSampling,
+    server: ServerOptions,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method", help="A method of `specjax methods`. Default: that of generate.", show_default=False,
+            autocompletion=completion.words("drafters"),
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    with optional_import("server", "specjax serve needs"):
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    from specjax.cli.output.console import Console
+    from specjax.cli.runs.environment import open_program_cache
+    from specjax.cli.runs.selection import select
+    from specjax.cli.runs.serving import ServingOptions, build_service
+    from specjax.cli.runs.session import with_costs
+    from specjax.server.engine_thread import Policy
+    from specjax.server.run import listen, run_server
+
+    log = Console(stderr=True)
+    selection = select([method] if method else [], models, draft, sampling, batch_size=server.slots)
+    listener = listen(server.host, server.port)
+    flags = flag_values(models, draft, sampling, server) | {"method": method}
+    programs = open_program_cache(flags)
+    session, method = selection.open(log)
+    session = with_costs(session, selection.costs, server.slots, log, selection.decoding.settings)
+    drafter = session.drafter(method, selection.options)
+    options = ServingOptions(
+        server.slots, server.longest_prompt, server.prefix_gib, server.max_slowdown,
+        Policy(server.max_waiting, server.queue_seconds, server.request_seconds),
+        tuple(server.served_model_name or ()), server.api_key, server.per_request_metrics,
+        (server.host, listener.getsockname()[1]),
+    )  # fmt: skip
+    service = build_service(session, selection.decoding, drafter, method, options, programs, log)
+    run_server(service, listener, shutdown_seconds=server.shutdown_seconds)
+
+
+serve.__doc__ = HELP

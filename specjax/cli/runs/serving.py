@@ -1,0 +1,74 @@
+"""The run of `specjax serve`: the service of a session."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from specjax.api import serve_setup
+from specjax.cli.output.console import Console
+from specjax.cli.runs.decoding import Decoding
+from specjax.cli.runs.session import DEMO_NAME, Session
+from specjax.errors import require
+from specjax.persistence.fingerprint import digest, digest_model
+from specjax.persistence.program_cache import ProgramCache
+from specjax.server.app import Service
+from specjax.server.engine_thread import Engine, Policy
+from specjax.server.metrics import Metrics
+from specjax.server.sampling import serve_options
+from specjax.types import Drafter
+from specjax.version import __version__
+
+DEFAULT_LONGEST = 4096
+"""Default of the largest number of tokens of a prompt."""
+
+
+class ServingOptions(NamedTuple):
+    """The limits and the address of a server."""
+
+    slots: int
+    longest_prompt: int | None
+    prefix_gib: float
+    max_slowdown: float
+    policy: Policy
+    names: tuple[str, ...]  # of the model in requests
+    api_key: str | None
+    step_metrics: str
+    address: tuple[str, int]  # host and port, for the line that is printed when the server is ready
+
+
+def build_service(
+    session: Session, decoding: Decoding, drafter: Drafter, method: str, options: ServingOptions,
+    programs: ProgramCache | None, log: Console,
+) -> Service:  # fmt: skip
+    """Build the service of a session. Raises: UsageError for lengths that exceed the model's."""
+    length = decoding.max_new_tokens
+    room = session.capacity - length
+    require(room >= 1, f"--max-new-tokens {length} leaves no room in the {session.capacity} tokens of the model")
+    longest = options.longest_prompt
+    require(
+        longest is None or longest <= room,
+        f"--longest-prompt must be at most {room} for this model with --max-new-tokens {length}, not {longest}",
+    )
+    shared = serve_options(session.target.model.vocab_size)
+    settings = dataclasses.replace(
+        session.settings(decoding, method, shared.pop("processors")), min_p=decoding.settings.min_p or 0.0
+    )
+    setup = serve_setup(
+        session.target, drafter, slots=options.slots, longest_prompt=longest or min(room, DEFAULT_LONGEST),
+        max_new_tokens=length, tokenizer=session.tokenizer, programs=programs, prefix_gib=options.prefix_gib,
+        max_slowdown=options.max_slowdown, **shared, **vars(settings),
+    )  # fmt: skip
+    names = options.names or (session.target.model.name or DEMO_NAME,)
+    host, port = options.address
+    ready = f"serving {names[0]} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    engine = Engine(
+        setup, options.policy, Metrics(names[0], setup.max_depth), on_ready=lambda: log.print(ready, soft_wrap=True)
+    )
+    fingerprint = digest((digest_model(session.target), method, __version__, jax.__version__))
+    return Service(
+        engine, session.tokenizer, names, f"fp_{fingerprint[:12]}", options.api_key,
+        step_metrics=options.step_metrics,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The HTTP server of `specjax serve`, with the endpoints of the OpenAI API."""

@@ -1,0 +1,230 @@
+"""The application: endpoints, authorisation, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from specjax.errors import UsageError
+from specjax.server.answers import Answer, AnswerSettings, ClientGoneError, Form
+from specjax.server.chat import CHAT
+from specjax.server.completions import COMPLETION
+from specjax.server.engine_thread import Engine
+from specjax.server.errors import ApiError
+from specjax.server.sampling import TokenTexts, make_requests
+from specjax.server.schemas import (
+    ChatFields,
+    ChatMessage,
+    CompletionFields,
+    DetokenizeFields,
+    FieldsT,
+    SampledFields,
+    TokenizeFields,
+    parse_fields,
+)
+from specjax.version import __version__
+
+LOG = logging.getLogger("specjax.server")
+MAX_BODY = 4 << 20
+"""Default of the largest body of a request, in bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """A model that is served, and who may use it."""
+
+    engine: Engine
+    tokenizer: Any
+    names: tuple[str, ...]  # of the model; the first one is in the answers about models
+    fingerprint: str
+    api_key: str | None = None
+    max_body: int = MAX_BODY
+    step_metrics: str = "none"
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    texts: TokenTexts = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
+
+    @property
+    def max_length(self) -> int:
+        """Return the largest number of tokens of a prompt and its text."""
+        limits = self.engine.setup.limits
+        return limits.longest_prompt + limits.max_new_tokens
+
+    def app(self) -> Starlette:
+        """Return the application. Its lifespan is that of the decoding thread."""
+        routes = [
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
+            Route("/v1/models", self._guarded(self.models)),
+            Route("/v1/models/{name:path}", self._guarded(self.model)),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
+            Route("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version), Route("/metrics", self.metrics),
+        ]  # fmt: skip
+        handlers: Any = {
+            ApiError: _api_error, HTTPException: _http_error, ClientGoneError: _client_gone, Exception: _bug
+        }  # fmt: skip
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.engine.stop)
+
+    def _guarded(self, endpoint: Callable[[HttpRequest], Awaitable[Response]]):
+        """Return an endpoint that needs the key, if there is one."""
+
+        async def guarded(http: HttpRequest) -> Response:
+            if self.api_key is not None:
+                kind, _, key = http.headers.get("authorization", "").partition(" ")
+                is_same = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
+                if kind.lower() != "bearer" or not is_same:
+                    raise ApiError(401, "the request needs the key of this server", code="invalid_api_key")
+            return await endpoint(http)
+
+        return guarded
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer /v1/chat/completions."""
+        fields = await self._read(http, ChatFields)
+        ids = await self._encode_chat(fields.messages, fields.chat_template_kwargs)
+        return await self._answer(http, CHAT, fields, [ids])
+
+    async def complete(self, http: HttpRequest) -> Response:
+        """Answer /v1/completions."""
+        fields = await self._read(http, CompletionFields)
+        prompts = [
+            await _in_thread(self.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+            for prompt in fields.prompts
+        ]  # fmt: skip
+        return await self._answer(http, COMPLETION, fields, prompts)
+
+    async def models(self, http: HttpRequest) -> Response:
+        """Answer /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._describe(name) for name in self.names]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """Answer /v1/models/{name}."""
+        name = http.path_params["name"]
+        self._check_model(name)
+        return JSONResponse(self._describe(name))
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer /tokenize."""
+        fields = await self._read(http, TokenizeFields)
+        if fields.messages is not None:
+            ids = await self._encode_chat(fields.messages, None)
+        else:
+            ids = await _in_thread(self.tokenizer.encode, fields.prompt, special=fields.add_special_tokens)
+        document = {"tokens": list(ids), "count": len(ids), "max_model_len": self.max_length}
+        if fields.return_token_strs:
+            document["token_strs"] = [self.texts.text(token) for token in ids]
+        return JSONResponse(document)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer /detokenize."""
+        fields = await self._read(http, DetokenizeFields)
+        vocab = self.engine.setup.limits.vocab_size
+        wrong = next((token for token in fields.tokens if token >= vocab), None)
+        if wrong is not None:
+            raise ApiError(400, f"there is no token {wrong}; the vocabulary has {vocab}", param="tokens")
+        text = await _in_thread(self.tokenizer.decode, fields.tokens)
+        return JSONResponse({"prompt": text, "content": text})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """Answer /health."""
+        is_healthy = self.engine.is_healthy
+        return JSONResponse({"status": self.engine.state}, 200 if is_healthy else 503)
+
+    async def version(self, http: HttpRequest) -> Response:
+        """Answer /version."""
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        """Answer /metrics."""
+        return PlainTextResponse(
+            self.engine.metrics.text(self.engine.load), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "specjax", "root": self.names[0],
+            "max_model_len": self.max_length,
+        }  # fmt: skip
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"there is no model {name[:80]!r}; this server has {', '.join(self.names)}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    async def _encode_chat(self, messages: list[ChatMessage], variables: dict[str, Any] | None) -> list[int]:
+        turns = [message.as_turn() for message in messages]
+        return await _in_thread(self.tokenizer.chat, turns, **(variables or {}))
+
+    async def _read(self, http: HttpRequest, kind: type[FieldsT]) -> FieldsT:
+        """Return the fields of a request. Raises: ApiError for a large body, a wrong field or an unknown model."""
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > self.max_body:
+                raise ApiError(413, f"the body has more than {self.max_body} bytes", code="body_too_large")
+        fields = parse_fields(kind, bytes(body))
+        self._check_model(getattr(fields, "model", None))
+        return fields
+
+    async def _answer(self, http: HttpRequest, form: Form, fields: SampledFields, prompts: list[list[int]]) -> Response:
+        """Decode the prompts of a call."""
+        limits = self.engine.setup.limits
+        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos))
+        host = http.client.host if http.client else ""
+        call = self.engine.submit(requests, f"{host} {fields.user or ''}")
+        settings = AnswerSettings(self.engine, self.tokenizer, self.texts, self.fingerprint, self.step_metrics)
+        return await Answer(settings, form, fields, call).respond(http.receive)
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the result of a tokenizer. Raises: ApiError for a text that it refuses."""
+    try:
+        return await asyncio.to_thread(function, *arguments, **options)
+    except UsageError as error:
+        raise ApiError(400, str(error)) from None
+    except TypeError as error:  # a variable of the template has the name of an argument
+        raise ApiError(400, f"chat_template_kwargs do not fit ({error})", param="chat_template_kwargs") from None
+
+
+async def _api_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.document(), error.status, error.headers)
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(ApiError(error.status_code, error.detail).document(), error.status_code, error.headers)
+
+
+async def _client_gone(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _bug(http: HttpRequest, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, "the server failed; see its log").document(), 500)

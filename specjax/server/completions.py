@@ -1,0 +1,50 @@
+"""The form of /v1/completions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from specjax.server.answers import Form, ServedChoice
+from specjax.server.chat import LOWEST
+from specjax.server.sampling import TokenTexts
+from specjax.serving.batch import Served
+
+
+def _text(index: int, text: str, **values: Any) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None, **values}
+
+
+def _choice(index: int, choice: ServedChoice, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
+    return _text(
+        index, choice.text, logprobs=logprobs, finish_reason=choice.finish_reason, stop_reason=stop_reason
+    )  # fmt: skip
+
+
+def _logprobs(served: Served, start: int, texts: TokenTexts) -> dict[str, Any]:
+    assert served.logprobs is not None
+    of_tokens, likeliest, alternatives = served.logprobs
+    words = [texts.text(token) for token in served.tokens]
+    tops = [
+        {texts.text(int(token)): max(float(x), LOWEST) for token, x in zip(ids, values, strict=True)}
+        for ids, values in zip(likeliest[: len(words)], alternatives, strict=False)
+    ]
+    offsets = itertools.accumulate(map(len, words), initial=start)
+    return {
+        "tokens": words, "token_logprobs": [max(float(x), LOWEST) for x in of_tokens[: len(words)]],
+        "top_logprobs": tops, "text_offset": list(offsets)[: len(words)],
+    }  # fmt: skip
+
+
+def _join(parts: list[Any]) -> dict[str, Any]:
+    names = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+    return {name: [x for part in parts for x in part[name]] for name in names}
+
+
+COMPLETION = Form(
+    prefix="cmpl", object="text_completion", chunk_object="text_completion", choice=_choice,
+    first=lambda index: None,
+    delta=lambda index, text, logprobs: _text(index, text, logprobs=logprobs),
+    last=lambda index, reason, stop: _text(index, "", finish_reason=reason, stop_reason=stop),
+    logprobs=_logprobs, join=_join,
+)  # fmt: skip

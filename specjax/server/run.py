@@ -1,0 +1,65 @@
+"""A server on a port of this machine, until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from specjax.errors import UsageError
+from specjax.server.app import Service
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Port 0 is any free port. Raises: UsageError if the address is not free."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number is not None and number > 0 else error
+        raise UsageError(f"cannot listen on {host}, port {port} ({reason}); give another --port or --host") from None
+
+
+class HttpServer(uvicorn.Server):
+    """A server that answers what runs before it ends. A second Ctrl-C ends it immediately."""
+
+    def __init__(self, service: Service, *, shutdown_seconds: float = 30.0):
+        """Create the server of a service. shutdown_seconds: longest time for running requests after a signal."""
+        config = uvicorn.Config(
+            service.app(), log_config=None, access_log=False, lifespan="on", timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(shutdown_seconds), server_header=False,
+        )  # fmt: skip
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Refuse new requests, and end after the running ones."""
+        self.service.engine.drain()
+        super().handle_exit(sig, frame)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals during a run. Without this, the signal would end the process after the graceful end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def run_server(service: Service, listener: socket.socket, *, shutdown_seconds: float = 30.0) -> None:
+    """Serve until a signal. Raises: the error that ended the decoding thread before any request."""
+    HttpServer(service, shutdown_seconds=shutdown_seconds).run(sockets=[listener])
+    if service.engine.error is not None:
+        raise service.engine.error

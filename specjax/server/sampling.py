@@ -1,0 +1,121 @@
+"""Requests of the scheduler, from the fields of a call.
+
+All requests use one family of programs. Its processors are penalties and a bias, which are off by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from specjax import processors
+from specjax.errors import UsageError
+from specjax.numerics.sampling import threefry
+from specjax.server.errors import ApiError
+from specjax.server.schemas import MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
+from specjax.serving.requests import Limits, Request, check_request, processor_settings, row_settings
+from specjax.types import Array, Processor
+
+
+def make_processors(
+    repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0, bias: dict[int, float] | None = None
+) -> tuple[Processor, ...]:
+    """Return the processors of the server with some settings. By default, they change nothing."""
+    return (
+        processors.repetition(repetition), processors.presence(presence), processors.frequency(frequency),
+        processors.bias(bias or {}, room=MAX_BIASES),
+    )  # fmt: skip
+
+
+def serve_options(vocab_size: int) -> dict[str, Any]:
+    """Return the arguments of `specjax.serve` that the server needs for any request."""
+    return {"processors": make_processors(), "max_alternatives": min(MAX_TOP_LOGPROBS, vocab_size)}
+
+
+def make_requests(
+    fields: SampledFields, prompts: Sequence[Sequence[int]], limits: Limits, eos: tuple[int, ...]
+) -> list[Request]:
+    """Return `n` requests per prompt, in order.
+
+    The first request has the key of the seed, and request i the key `fold_in(key, i)`.
+
+    Raises: ApiError if one of them does not fit.
+    """
+    for prompt in prompts:
+        if len(prompt) > limits.longest_prompt:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, and this server takes at most {limits.longest_prompt}; shorten "
+                "it, or start the server with a larger --longest-prompt",
+                code="context_length_exceeded",
+            )
+    seed = secrets.randbits(62) if fields.seed is None else fields.seed
+    try:
+        shared = _settings(fields, limits, eos)
+        places = range(len(prompts) * fields.count)
+        requests = [Request(prompts[i // fields.count], _key(seed, i), **shared) for i in places]
+        for request in requests[:: fields.count]:
+            check_request(request, limits)
+            row_settings(limits, request)
+            processor_settings(limits, request)
+    except UsageError as error:
+        raise ApiError(400, f"the request does not fit: {error}") from None
+    return requests
+
+
+def _key(seed: int, index: int) -> Array | int:
+    return jax.random.fold_in(threefry(seed), index) if index else seed
+
+
+def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> dict[str, Any]:
+    """Return the settings of a request. Raises: ApiError for a bias of something else than an id."""
+    ends: tuple[int, ...] | None = None
+    if fields.ignore_eos or fields.stop_token_ids:
+        ends = (*(() if fields.ignore_eos else eos), *(fields.stop_token_ids or ()))
+    return {
+        "max_new_tokens": fields.length,
+        "temperature": fields.temperature,
+        "top_k": limits.vocab_size if fields.top_k in (-1, 0) else fields.top_k,
+        "top_p": fields.top_p,
+        "min_p": fields.min_p,
+        "eos": ends,
+        "stop": fields.stops,
+        "processors": _processors(fields),
+        "alternatives": fields.alternatives,
+        "salt": fields.cache_salt,
+    }
+
+
+def _processors(fields: SampledFields) -> tuple[Processor, ...] | None:
+    repetition = 1.0 if fields.repetition_penalty is None else fields.repetition_penalty
+    values = repetition, fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0
+    entries = fields.logit_bias or {}
+    wrong = next((token for token in entries if not (token.isascii() and token.isdigit())), None)
+    if wrong is not None:
+        raise ApiError(400, f"logit_bias needs ids of tokens, not {wrong[:20]!r}", param="logit_bias")
+    if values == (1.0, 0.0, 0.0) and not entries:
+        return None
+    return make_processors(*values, {int(token): value for token, value in entries.items()})
+
+
+class TokenTexts:
+    """The bytes and the texts of single tokens."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    @functools.cached_property
+    def _spellings(self) -> Sequence[bytes | None]:
+        return self._tokenizer.spellings()
+
+    def spelling(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; none for control tokens."""
+        return (self._spellings[token] or b"") if token < len(self._spellings) else b""
+
+    def text(self, token: int) -> str:
+        """Return the text of a token, with U+FFFD for bytes of incomplete characters."""
+        return self.spelling(token).decode(errors="replace")

@@ -1,0 +1,220 @@
+"""The fields of requests. Unknown fields are ignored, and wrong types are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specjax.server.errors import ApiError
+
+MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 8, 16, 128, 20, 304
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "echo": (False,), "suffix": ("",), "best_of": (), "min_tokens": (0,), "prompt_logprobs": (),
+    "continue_final_message": (False,), "add_generation_prompt": (True,), "structured_outputs": (),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "functions": ([],),
+    "function_call": ("none",), "audio": (), "modalities": (["text"],), "use_beam_search": (False,),
+    "bad_words": ([],), "allowed_token_ids": ([],), "prompt_embeds": (),
+}  # fmt: skip
+"""Known fields that the server does not support, and the values besides null that change nothing."""
+
+Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH, min_length=1)]
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Fields(BaseModel):
+    """Fields of a JSON object, without conversion of types."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(Fields):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class SampledFields(Fields):
+    """Fields that chats and completions share. None is the default of the server."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Id] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    return_drafts: bool | None = None  # of specjax: the accepted tokens of each chunk of a stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unsupported(cls, values: Any) -> Any:
+        for name, neutral in UNSUPPORTED.items() if isinstance(values, Mapping) else ():
+            if values.get(name) is not None and values[name] not in neutral:
+                raise ValueError(f"{name} is not supported; leave it out")
+        return values
+
+    @model_validator(mode="after")
+    def _check_format(self):
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError(
+                f'response_format {self.response_format.type} is not supported, because the programs of a running '
+                "server have no room for other schemas; leave it out, or use specjax generate --json-schema"
+            )  # fmt: skip
+        return self
+
+    @property
+    def count(self) -> int:
+        """Return the number of texts per prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Return True if a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def length(self) -> int | None:
+        """Return the maximum number of new tokens, or None."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Return the number of alternatives with log-probabilities. None: no log-probabilities."""
+        return None
+
+
+class TextPart(Fields):
+    """A part of a message. Other parts, such as images, are errors."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Fields):
+    """A message of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def as_turn(self) -> dict[str, Any]:
+        """Return the message for the chat template."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatFields(SampledFields):
+    """Fields of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    @model_validator(mode="after")
+    def _check_chat(self):
+        if self.tools and self.tool_choice != "none":
+            raise ValueError('tools are not supported; leave tools out, or set tool_choice to "none"')
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            raise ValueError("chat_template_kwargs must not have a chat_template; the server has its model's own")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set logprobs to true")
+        return self
+
+    @property
+    def length(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionFields(SampledFields):
+    """Fields of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each of them a text or ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeFields(Fields):
+    """Fields of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_prompt(self):
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeFields(Fields):
+    """Fields of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Id]
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
+
+
+def parse_fields(kind: type[FieldsT], body: bytes) -> FieldsT:
+    """Parse the JSON of a request. Raises: ApiError that names the first wrong field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"] if part in kind.model_fields or isinstance(part, int))
+        words = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{place}: {words}" if place else words, param=place or None) from None

@@ -1,0 +1,63 @@
+"""`specjax serve`: the flags, and a server in a process of its own."""
+
+import os
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from specjax.server import run
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", 70000], "--port must be from 0 to 65535, not 70000"),
+        (["--slots", 0], "--slots must be at least 1, not 0"),
+        (["--max-slowdown", 0.5], "--max-slowdown must be a number of at least 1, not 0.5"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--per-request-metrics", "all"], "--per-request-metrics must be none, summary or detailed"),
+        (["--port", 0, "--longest-prompt", 500], "--longest-prompt must be at most 448"),
+        (["--port", 0, "--max-new-tokens", 600], "--max-new-tokens 600 leaves no room"),
+        (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1, port 8000"),
+    ],
+)
+def test_wrong_flags(refused, flags, message):
+    assert message in refused("serve", "--max-new-tokens", 64, *flags)
+
+
+def test_a_port_that_is_taken(refused):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert "(Address already in use); give another --port" in refused("serve", "--port", other.getsockname()[1])
+
+
+def test_the_command_serves_until_a_signal(cli, monkeypatch):
+    listeners, answers, listen = [], [], run.listen
+    monkeypatch.setattr(run, "listen", lambda host, port: listeners.append(listen(host, port)) or listeners[-1])
+    start = run.HttpServer.startup
+
+    async def startup(self, sockets=None):
+        await start(self, sockets)
+        threading.Thread(target=ask, args=(self,)).start()
+
+    def ask(server):
+        try:
+            ask_once(server)
+        finally:
+            os.kill(os.getpid(), 15)
+
+    def ask_once(server):
+        while server.service.engine.state == "starting":
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}/v1"
+        headers = {"Authorization": "Bearer secret"}
+        body = {"model": "mine", "prompt": "abcabc", "max_tokens": 12, "temperature": 0, "seed": 0}
+        answers.append(httpx.post(f"{url}/completions", json=body, headers=headers, timeout=60).json())
+
+    monkeypatch.setattr(run.HttpServer, "startup", startup)
+    flags = ("--longest-prompt", 40, "--max-new-tokens", 20, "--slots", 2, "--port", 0, "--api-key", "secret")
+    result = cli("serve", *flags, "--served-model-name", "mine", "--method", "prompt_lookup")
+    assert result.code == 0 and "serving mine at http://127.0.0.1:" in result.err
+    assert answers[0]["model"] == "mine" and answers[0]["usage"]["completion_tokens"] == 12

@@ -1,0 +1,111 @@
+"""Endpoints that decode nothing: malformed bodies, limits, the key, tokens."""
+
+import asyncio
+
+import httpx
+import pytest
+from served import LetterTokenizer, make_setup
+
+from specjax.server.app import Service
+from specjax.server.engine_thread import READY, Engine, Policy
+from specjax.server.metrics import Metrics
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def ask(method, path, *, headers=None, service=None, **options):
+    """Send a request to the application without its thread."""
+    engine = Engine(make_setup(), Policy(max_waiting=0), Metrics("tiny", 3))
+    engine.state = READY
+    app = Service(engine, LetterTokenizer(), ("tiny",), "fp_0", **(service or {})).app()
+
+    async def send():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    return asyncio.run(send())
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+WRONG = [
+    (CHAT, b'{"type":"hiccup"}', "model"), (CHAT, b"schema:123", None), (CHAT, b"", None), (CHAT, b"[]", None),
+    (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"\xff"}]}', None), (CHAT, b"[" * 10000, None),
+    (CHAT, {"messages": MESSAGES}, "model"), (CHAT, {"model": "tiny"}, "messages"),
+    *((CHAT, {"model": "tiny", "messages": x}, "messages") for x in (None, "hi", [123], [{}], [])),
+    (CHAT, {"model": "tiny", "messages": [{"role": 123, "content": "x"}]}, "messages"),
+    (CHAT, {"model": "tiny", "messages": [{"role": "king", "content": "x"}]}, "messages"),
+    (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    *(
+        (CHAT, {"model": "tiny", "messages": MESSAGES, **fields}, next(iter(fields)))
+        for fields in (
+            {"temperature": "1"}, {"temperature": -1}, {"temperature": True}, {"top_p": 0}, {"top_p": 2}, {"n": 0},
+            {"n": 9}, {"n": 1.5}, {"max_tokens": 0}, {"max_tokens": "5"}, {"stream": "yes"}, {"stop": [1]},
+            {"stop": ["a"] * 17}, {"stop": ""}, {"seed": 1 << 63}, {"top_logprobs": 21}, {"logprobs": 1},
+            {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"presence_penalty": 3}, {"stop_token_ids": [-1]},
+            {"user": 5}, {"response_format": "json"}, {"min_p": 1.1}, {"repetition_penalty": 0},
+        )
+    ),
+    (CHAT, {"model": "tiny", "messages": MESSAGES, "top_logprobs": 2}, None),
+    (CHAT, {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ x }}"}}, None),
+    (CHAT, {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"loud": 1}}, "chat_template_kwargs"),
+    (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None),
+    *((COMPLETIONS, {"model": "tiny", "prompt": x}, "prompt") for x in (None, [], [[]], [1.5], [True], ["a", 1], {})),
+    *((COMPLETIONS, {"model": "tiny", "prompt": "a", **x}, None) for x in (
+        {"echo": True}, {"suffix": "b"}, {"best_of": 2}, {"min_tokens": 3}, {"guided_json": {}}
+    )),
+    (COMPLETIONS, {"model": "tiny", "prompt": [259]}, None),
+    (COMPLETIONS, {"model": "tiny", "prompt": "a", "logprobs": 99}, "logprobs"),
+    (COMPLETIONS, {"model": "tiny", "prompt": "a", "logit_bias": {"259": 1}}, None),
+    (COMPLETIONS, {"model": "tiny", "prompt": "a", "stop_token_ids": [300]}, None),
+    (COMPLETIONS, {"model": "tiny", "prompt": "a", "stop_token_ids": list(range(3, 20))}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_malformed_bodies(path, body, param):
+    options = {"content": body} if isinstance(body, bytes) else {"json": body}
+    answer = ask("POST", path, **options)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert param is None or (error["param"] or "").startswith(param), error
+
+
+def test_unknown_fields_are_ignored_and_a_full_queue_answers():
+    body = {"model": "tiny", "messages": MESSAGES, "invented": {"x": 1}, "echo": None, "tools": [], "n": None}
+    assert ask("POST", CHAT, json=body).status_code == 429
+
+
+def test_the_key():
+    for headers in (
+        {},
+        {"Authorization": "Bearer other"},
+        {"Authorization": "secret"},
+        {"Authorization": "Basic secret"},
+    ):
+        for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
+            answer = ask(method, path, headers=headers, service={"api_key": "secret"})
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    headers = {"Authorization": "Bearer secret"}
+    assert ask("GET", "/v1/models", headers=headers, service={"api_key": "secret"}).status_code == 200
+    for path in ("/health", "/ping", "/version", "/metrics"):
+        assert ask("GET", path, service={"api_key": "secret"}).status_code == 200
+
+
+def test_limits_and_unknown_paths():
+    answer = ask("POST", CHAT, content=b"x" * 200, service={"max_body": 100})
+    assert answer.status_code == 413 and "more than 100 bytes" in answer.json()["error"]["message"]
+    assert ask("GET", "/v1/other").status_code == 404 and "error" in ask("GET", "/v1/other").json()
+    assert ask("GET", CHAT).status_code == 405 and "error" in ask("GET", CHAT).json()
+
+
+def test_tokens():
+    answer = ask("POST", "/tokenize", json={"model": "tiny", "prompt": "ab", "return_token_strs": True}).json()
+    assert answer == {"tokens": [1, 68, 69], "count": 3, "max_model_len": 136, "token_strs": ["", "a", "b"]}
+    assert ask("POST", "/tokenize", json={"prompt": "ab", "add_special_tokens": False}).json()["tokens"] == [68, 69]
+    assert ask("POST", "/tokenize", json={"messages": MESSAGES}).json()["tokens"] == LetterTokenizer().chat(MESSAGES)
+    assert ask("POST", "/tokenize", json={"model": "tiny"}).status_code == 400
+    assert ask("POST", "/detokenize", json={"tokens": [68, 69]}).json() == {"prompt": "ab", "content": "ab"}
+    assert ask("POST", "/detokenize", json={"tokens": [259]}).status_code == 400
+    assert ask("POST", "/detokenize", json={"model": "other", "tokens": []}).status_code == 404
