@@ -18,7 +18,7 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.run import export_params, restore_params, step
 from specjax.engine.value_checks import explain_failure
 from specjax.errors import UsageError
-from specjax.numerics.global_arrays import place, replicate
+from specjax.numerics.global_arrays import place, replicate, spans_hosts
 from specjax.numerics.sampling import row_keys, threefry
 from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
 from specjax.serving import admission
@@ -136,6 +136,8 @@ class Batch:
         self._num_requests = self._turn = 0
         self._prefixes = PrefixStore(prefix_bytes)
         self._readers: list[PromptReader] = []
+        # hosts would start to read at different times
+        self._keeps_ended = bool(prefix_bytes) and limits.inputs is None and not spans_hosts(job.parts.target.params)
         self._ended: deque[tuple[list[int], str | None]] = deque(maxlen=len(self._rows))  # texts and their salts
         self._ended_reader: PromptReader | None = None
 
@@ -264,7 +266,7 @@ class Batch:
             if served.finish_reason == "failed":
                 served = served._replace(error=explain_failure(self._parts.target, self._parts.processors))
             if served.finish_reason:
-                if served.finish_reason != "failed" and self._prefixes.max_bytes and self.limits.inputs is None:
+                if served.finish_reason != "failed" and self._keeps_ended:
                     self._ended.append((row.tokens, row.salt))
                 self._free(slot)
                 served = served._replace(drafter=lambda: self._parts.drafter)

@@ -100,7 +100,7 @@ class Scheduler:
         reads = batch.is_reading and (not is_decoding or self._may_read())
         if reads:
             batch.read(wait=not is_decoding)
-        elif not is_decoding and not self.is_shared:
+        elif not is_decoding:
             batch.read_ended()
         batch.step()
         yield from batch.collect()
