@@ -145,7 +145,7 @@ class Answer:
         raise_unfinished(served)
         logprobs, choice = self._add(index, served), self.choices[index]
         events = []
-        if served.text or logprobs is not None:
+        if served.text or logprobs is not None or (served.tokens and self.fields.return_drafts):
             delta = self.form.delta(index, served.text, logprobs)
             if self.fields.return_drafts:
                 words = [self.settings.texts.text(token) for token in served.tokens]

@@ -9,12 +9,13 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from specjax.errors import UsageError
@@ -37,6 +38,9 @@ from specjax.server.schemas import (
 from specjax.version import __version__
 
 LOG = logging.getLogger("specjax.server")
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 MAX_BODY = 4 << 20
 """Default of the largest body of a request, in bytes."""
 
@@ -74,7 +78,7 @@ class Service:
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/version", self.version), Route("/metrics", self.metrics),
+            Route("/version", self.version), Route("/metrics", self.metrics), Route("/", self.page),
         ]  # fmt: skip
         handlers: Any = {
             ApiError: _api_error, HTTPException: _http_error, ClientGoneError: _client_gone, Exception: _bug
@@ -163,6 +167,11 @@ class Service:
         return PlainTextResponse(
             self.engine.metrics.text(self.engine.load), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
+
+    async def page(self, http: HttpRequest) -> Response:
+        """Answer with the page of a chat, which loads nothing else."""
+        text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
     def _describe(self, name: str) -> dict[str, Any]:
         return {

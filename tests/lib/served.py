@@ -32,7 +32,7 @@ class LetterTokenizer:
     eos = (2,)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return [1] * special + [ord(letter) - 29 for letter in text]
+        return [1] * special + [ord(x) - (29 if ord(x) < 128 else 0x400) for x in text]
 
     def decode(self, ids) -> str:
         return "".join(self._letter(i) for i in ids if i >= 3)

@@ -15,7 +15,8 @@ from specjax.errors import optional_import, require
 HELP = """Serve a model over HTTP, with the endpoints of the OpenAI API.
 
 Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
-/detokenize, /health, /version and /metrics (Prometheus).
+/detokenize, /health, /version and /metrics (Prometheus). The page at / is a
+chat.
 
 Requests share one running batch of --slots rows. Each one has its own
 temperature, filters, penalties, stop strings, length and seed, and its text
