@@ -97,6 +97,7 @@ class Engine:
         """Create the engine. `on_ready` is called when all programs are compiled."""
         self.setup, self.policy, self.metrics, self.state = setup, policy, metrics, STARTING
         self.error: BaseException | None = None
+        self.is_compiled = False  # True from the first READY on
         self._on_ready, self._changed = on_ready, threading.Condition()
         self._waiting: FairQueue[Ticket] = FairQueue()
         self._running: dict[int, Ticket] = {}  # by the number of the request in the batch
@@ -127,6 +128,9 @@ class Engine:
         """Put the requests of a call into the queue. Raises: ApiError if the queue is full or the engine has ended."""
         if self.state != READY:
             raise ApiError(503, f"the server is {self.state} and takes no requests", code=self.state)
+        limit = max(self.policy.max_waiting, self.setup.slots)
+        if len(requests) > limit:
+            raise ApiError(400, f"the call has {len(requests)} texts, and this server takes at most {limit} at once")
         call = Call(requests, client)
         with self._changed:
             if len(self._waiting) + len(requests) > self.policy.max_waiting:
@@ -164,6 +168,7 @@ class Engine:
         try:
             scheduler = self.setup.scheduler()
             self._warm_up(scheduler)
+            self.is_compiled = True
             if self.state == STARTING:
                 self.state = READY
                 if self._on_ready is not None:

@@ -44,6 +44,11 @@ class HttpServer(uvicorn.Server):
         self.service.engine.drain()
         super().handle_exit(sig, frame)
 
+    async def on_tick(self, counter: int) -> bool:
+        """End if the programs cannot be compiled. A server that fails later stays, and its health is bad."""
+        engine = self.service.engine
+        return await super().on_tick(counter) or (engine.error is not None and not engine.is_compiled)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals during a run. Without this, the signal would end the process after the graceful end."""

@@ -53,6 +53,13 @@ def make_requests(
                 "it, or start the server with a larger --longest-prompt",
                 code="context_length_exceeded",
             )
+    if fields.length is not None and fields.length > limits.max_new_tokens:
+        raise ApiError(
+            400,
+            f"max_tokens is {fields.length}, and this server writes at most {limits.max_new_tokens}; lower it, or "
+            "start the server with a larger --max-new-tokens",
+            param="max_tokens",
+        )
     seed = secrets.randbits(62) if fields.seed is None else fields.seed
     try:
         shared = _settings(fields, limits, eos)

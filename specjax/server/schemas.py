@@ -22,6 +22,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH, min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Fields(BaseModel):
@@ -48,7 +49,7 @@ class SampledFields(Fields):
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1 and 0 are off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -58,10 +59,10 @@ class SampledFields(Fields):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
     cache_salt: str | None = None

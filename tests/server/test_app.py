@@ -44,9 +44,11 @@ WRONG = [
             {"stop": ["a"] * 17}, {"stop": ""}, {"seed": 1 << 63}, {"top_logprobs": 21}, {"logprobs": 1},
             {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"presence_penalty": 3}, {"stop_token_ids": [-1]},
             {"user": 5}, {"response_format": "json"}, {"min_p": 1.1}, {"repetition_penalty": 0},
+            {"temperature": 1e308}, {"logit_bias": {"3": 1e30}}, {"repetition_penalty": 1e300}, {"max_tokens": 10**30},
         )
     ),
     (CHAT, {"model": "tiny", "messages": MESSAGES, "top_logprobs": 2}, None),
+    (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}', None),
     (CHAT, {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ x }}"}}, None),
     (CHAT, {"model": "tiny", "messages": MESSAGES, "chat_template_kwargs": {"loud": 1}}, "chat_template_kwargs"),
     (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None),

@@ -117,3 +117,28 @@ def test_an_error_of_the_loop_ends_all_requests(monkeypatch, server):
         assert answer.status_code == 500 and "decoding failed (RuntimeError)" in answer.json()["error"]["message"]
         assert httpx.get(f"{other.url}/health").status_code == 503
         assert httpx.post(f"{other.url}/v1/completions", json=body()).status_code == 503
+
+
+def test_a_server_whose_programs_do_not_compile_ends(monkeypatch):
+    def fail(self):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("specjax.serving.loop.ServeSetup.scheduler", fail)
+    with running(wait=False) as other:
+        other.thread.join(20)
+        assert not other.thread.is_alive() and isinstance(other.engine.error, MemoryError)
+
+
+def test_a_call_of_more_texts_than_may_wait(server):
+    answer = asyncio.run(post_all(server.url, [body(["a"] * 300)]))[0]
+    assert answer.status_code == 400 and "300 texts, and this server takes at most 256" in answer.text
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": 1e-30}, {"temperature": 1e-45}, {"temperature": 100}, {"top_p": 1e-30, "temperature": 1},
+    {"min_p": 1, "temperature": 1}, {"repetition_penalty": 100}, {"repetition_penalty": 0.01},
+    {"logit_bias": {str(i): -100 for i in range(259)}}, {"seed": -(1 << 63)}, {"top_k": 0, "temperature": 1},
+])  # fmt: skip
+def test_extreme_settings(server, options):
+    answer = asyncio.run(post_all(server.url, [body(max_tokens=4) | options]))[0]
+    assert answer.status_code == 200, answer.text

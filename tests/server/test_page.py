@@ -31,7 +31,7 @@ def test_a_chat_on_the_page(server, tmp_path):
         page.run("document.getElementById('length').value = 999")
         page.run(SEND.format('"again"'))
         page.wait(f"document.querySelector('.error') !== null && {IDLE}")
-        assert "max_new_tokens is 999" in page.run("document.querySelector('.error').textContent")
+        assert "max_tokens is 999" in page.run("document.querySelector('.error').textContent")
         assert page.run("turns.length") == 2
         page.run("document.getElementById('clear').click()")
         assert page.run("document.getElementById('log').childNodes.length") == 0

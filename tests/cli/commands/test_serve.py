@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 
@@ -61,3 +62,8 @@ def test_the_command_serves_until_a_signal(cli, monkeypatch):
     result = cli("serve", *flags, "--served-model-name", "mine", "--method", "prompt_lookup")
     assert result.code == 0 and "serving mine at http://127.0.0.1:" in result.err
     assert answers[0]["model"] == "mine" and answers[0]["usage"]["completion_tokens"] == 12
+
+
+def test_a_missing_package_is_named(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert "the package starlette; run pip install 'specjax[server]'" in refused("serve")
