@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -124,6 +124,9 @@ def serve(
     draft: DraftOptions,
     sampling: ServeSampling,
     server: ServerOptions,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The model, as with --target.", show_default=False)
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +147,9 @@ def serve(
     from specjax.server.engine_thread import Policy
     from specjax.server.run import listen, run_server
 
+    if model is not None:
+        require(models.target is None, f"the model is given twice, as {model} and as --target {models.target}")
+        models = replace(models, target=model)
     log = Console(stderr=True)
     selection = select([method] if method else [], models, draft, sampling, batch_size=server.slots)
     listener = listen(server.host, server.port)

@@ -23,6 +23,8 @@ from specjax.server import run
         (["--port", 0, "--longest-prompt", 500], "--longest-prompt must be at most 448"),
         (["--port", 0, "--max-new-tokens", 600], "--max-new-tokens 600 leaves no room"),
         (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1, port 8000"),
+        (["one", "--target", "two"], "the model is given twice, as one and as --target two"),
+        (["no-such-model"], "no-such-model"),
     ],
 )
 def test_wrong_flags(refused, flags, message):
