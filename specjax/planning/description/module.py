@@ -66,7 +66,7 @@ def describe_module(target: Target) -> ModuleDescription:
 def describe_stated(config: Any, dialect: str) -> ModuleDescription:
     """Return the description of the module that a built-in config's release has, of the form `dialect`."""
     row = BY_NAME[dialect]
-    flags = {name: getattr(row, name) for name in stored_mtp.FLAGS if name != "zero_first"}
+    flags = {name: getattr(row, name) for name in stored_mtp.FLAGS if name not in stored_mtp.OWN_FLAGS}
     return _of_config(mtp.of_target(config, **flags), dialect, True)
 
 
