@@ -170,6 +170,7 @@ class HeadKind(NamedTuple):
     flags: tuple[str, ...] = ()  # changes that are yes or no
     counts: tuple[str, ...] = ()  # changes that are whole numbers or 0
     choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # changes that are words, each with all of its words
+    trains: bool = True  # specjax can train heads of this kind
 
     @property
     def name(self) -> str:

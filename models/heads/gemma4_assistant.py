@@ -7,21 +7,23 @@ that of a drafted token. E is the target's scaled embedding. Local layers read t
 keys of its own, and global layers the last global one. Every query has the position of the root, whatever its depth,
 and reads committed tokens only. With centroids c, only the tokens of the clusters with the largest c y get logits.
 Guarantee: distribution (a tree of most likely tokens is a point mass; a sampled one is verified with its q).
-Deviations: tokens outside of the chosen clusters get -inf, where transformers gives them the least logit minus 1. The
-method is not in the catalogue yet: `head_drafter` takes the head, and no reader of checkpoints makes one.
+Deviations: tokens outside of the chosen clusters get -inf, where transformers gives them the least logit minus 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.catalog import Method, shared
+from specjax.errors import UsageError
 from specjax.models import layers as L
 from specjax.models.heads.blocks import Ids, embed, get_target
-from specjax.models.heads.contract import Head
+from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.heads.recurrent import recurrent
 from specjax.models.hybrid.block import HybridBlock, HybridInputs
 from specjax.models.hybrid.config import HybridConfig
@@ -29,19 +31,37 @@ from specjax.models.hybrid.memory import layer_cache
 from specjax.models.requirements import check_shared_keys
 from specjax.types import Array, Context
 
+METHOD = Method(
+    name="gemma4_assistant",
+    summary="drafts with the assistant of a Gemma 4 target, which reads the keys and values of the target",
+    paper="Google 2026, Gemma 4",
+    options=shared.head_options(length=4),
+    cpu_options={"num_tokens": 3},
+    wide_tree="top:4x2x1",
+    **shared.HEAD,
+)
+NAME = METHOD.name
+
 EXTRA_REACH = 2
 """Tokens that local layers see beyond the window of the config: transformers counts W + 1 tokens before the root."""
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """Shapes of an assistant."""
+    """Shapes of an assistant. Raises: UsageError for clusters that do not divide the vocabulary."""
 
     decoder: HybridConfig  # its layers, its vocabulary and its width D
     target_width: int  # Db
     centroids: int = 0  # number of clusters of the vocabulary, of equal size; 0: all tokens get logits
     chosen: int = 32  # clusters whose tokens get logits
     layer: None = None  # it stores nothing of the text
+
+    def __post_init__(self):
+        size = self.decoder.vocab_size
+        if self.centroids and size % self.centroids:
+            raise UsageError(f"an assistant has {self.centroids} centroids, which must divide its {size} tokens")
+        if self.centroids and not 1 <= self.chosen <= self.centroids:
+            raise UsageError(f"an assistant chooses {self.chosen} clusters, which must be from 1 to {self.centroids}")
 
     @property
     def dtype(self) -> str:
@@ -97,7 +117,7 @@ class Gemma4Assistant(nnx.Module):
     def _states(self, hidden: Array, tokens: Array, context: Context) -> Array:
         """Return y [B, F, D] for tokens [B, F] and the hidden states [B, F, Db] before them."""
         model, c = get_target(context).model, self.config.decoder
-        local, full = check_shared_keys(model, "gemma4_assistant")
+        local, full = check_shared_keys(model, NAME)
         embedded = embed(None, tokens, context).astype(c.dtype)
         x = self.input(jnp.concatenate([embedded, hidden.astype(c.dtype)], -1))
         positions = jnp.broadcast_to(context.length[:, None] - 1, tokens.shape)
@@ -135,4 +155,12 @@ def assistant_head(config: AssistantConfig) -> Head:
 
     A draft raises a UsageError for a target without `Capabilities.shared_keys`.
     """
-    return recurrent("gemma4_assistant", Gemma4Assistant, config)
+    return recurrent(NAME, Gemma4Assistant, config)
+
+
+def of_target(target: Any, **changes) -> NoReturn:
+    """Refuse to make shapes for a target. Raises: UsageError, as specjax trains no assistants."""
+    raise UsageError(f"specjax makes no {NAME} for {target.name}; use a published assistant with --draft")
+
+
+KIND = HeadKind(METHOD, Gemma4Assistant, assistant_head, of_target, trains=False)

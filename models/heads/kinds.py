@@ -12,6 +12,7 @@ from specjax.models.heads import (
     eagle,
     eagle3,
     falcon,
+    gemma4_assistant,
     hamburger,
     hidden_transfer,
     hydra,
@@ -30,11 +31,14 @@ from specjax.models.heads.contract import DraftHead, HeadKind
 KINDS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
-        chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, hamburger.KIND,
-        hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, m2r2.KIND, medusa.KIND, mlp_speculator.KIND, mtp.KIND,
-        p_eagle.KIND, ppd.KIND, redrafter.KIND,
+        chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, gemma4_assistant.KIND,
+        hamburger.KIND, hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, m2r2.KIND, medusa.KIND, mlp_speculator.KIND,
+        mtp.KIND, p_eagle.KIND, ppd.KIND, redrafter.KIND,
     )
 }  # fmt: skip
+
+TRAINABLE: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.trains)
+"""The kinds that specjax can train."""
 
 
 def format_changes(changes: Mapping[str, Any]) -> list[str]:

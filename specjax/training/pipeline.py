@@ -24,7 +24,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
 from specjax.models import prune_layers
 from specjax.models.heads.contract import DraftHead
-from specjax.models.heads.kinds import KINDS
+from specjax.models.heads.kinds import TRAINABLE
 from specjax.models.variants.expanding import expand_target
 from specjax.parallel import check_same, gather
 from specjax.persistence.fingerprint import digest_model
@@ -46,7 +46,7 @@ from specjax.training.starting_points import DraftModel, NewHead, StartingPoint,
 from specjax.types import Target
 
 DRAFT_MODEL = "two_model"
-"""The kind of a draft model. Other kinds are heads, the keys of `models.heads.kinds.KINDS`."""
+"""The kind of a draft model. Other kinds are heads, those of `models.heads.kinds.TRAINABLE`."""
 
 CHAIN_LENGTH = 3
 """Default length of the measured chain, unless the head has a lower limit."""
@@ -178,8 +178,8 @@ def resolve_kind(kind: str | None, draft: DraftHead | Target | None, layers: Seq
     elif draft is not None or layers:
         implied = DRAFT_MODEL
     kind = kind or implied
-    if kind not in KINDS and kind != DRAFT_MODEL:
-        raise UsageError(f'kind must be {DRAFT_MODEL} or one of {", ".join(KINDS)}, not "{kind}"')
+    if kind not in TRAINABLE and kind != DRAFT_MODEL:
+        raise UsageError(f'kind must be {DRAFT_MODEL} or one of {", ".join(TRAINABLE)}, not "{kind}"')
     if isinstance(draft, DraftHead | Target) and kind != implied:
         raise UsageError(f"`draft` is of kind {implied}, not {kind}; leave out one of the two")
     return kind

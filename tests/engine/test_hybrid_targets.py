@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from heads import tiny_head
+from heads import OF_OTHER_TARGETS, tiny_head
 from hybrids import commits_rejected, tiny_hybrid
 from tiers import those
 from toy import chi_square, tiny_datastore, tiny_llama
@@ -26,7 +26,11 @@ OPTIONS = {
     "auto": {"widths": (1, 3, 6), "costs": (1.0, 1.1, 1.2), "num_recycled": 7},
     "token_recycling": {"num_nodes": 7},
 }
-DRAFTERS = {name: row for name, row in of_kind("drafter").items() if not row.needs & {"denoiser", "fill"}}
+DRAFTERS = {
+    name: row
+    for name, row in of_kind("drafter").items()
+    if not row.needs & {"denoiser", "fill"} and name not in OF_OTHER_TARGETS
+}
 
 
 def make(name: str, target: Target):

@@ -1,6 +1,11 @@
-"""Tiny Gemma 4 models of transformers in the published forms of their config, with random weights."""
+"""Tiny Gemma 4 models and assistants of transformers in the published forms of their config, with random weights."""
 
 import pytest
+
+from specjax.models import make_model
+from specjax.models.loading.formats import hf
+from specjax.models.loading.tensors.assembly import assemble
+from specjax.types import Target
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -29,3 +34,63 @@ def gemma4(form, **changes):
     for i, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.7 + 0.1 * i)
     return model
+
+
+def loaded(reference, folder) -> Target:
+    """Return a model of transformers as a target here. The folder gets its files."""
+    reference.save_pretrained(folder)
+    checkpoint = hf.read(folder, dtype="float32", stacked=False)
+    return Target(make_model(checkpoint.config), assemble(checkpoint))
+
+
+FEW = {"num_hidden_layers": 3, "layer_types": [*LAYERS, "full_attention"], "num_kv_shared_layers": 1}
+"""A target with one layer of each kind that has keys, and one without."""
+CLUSTERS, CHOSEN = 8, 3
+
+
+def assistant(*, clusters=CLUSTERS, **changes):
+    """Return an assistant of the form "small". Its norms, scales of layers and clusters differ too."""
+    shapes = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "layer_types": LAYERS,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "num_key_value_heads": 1, "final_logit_softcapping": None,
+    }  # fmt: skip
+    text = transformers.Gemma4TextConfig(**SIZES | shapes | changes)
+    config = transformers.Gemma4AssistantConfig(
+        text_config=text, backbone_hidden_size=SIZES["hidden_size"], use_ordered_embeddings=clusters > 0,
+        num_centroids=clusters, centroid_intermediate_top_k=CHOSEN,
+    )  # fmt: skip
+    model = transformers.Gemma4AssistantForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    if clusters:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
+    for i, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.8 + 0.1 * i)
+    return model
+
+
+def copying_pair(**changes):
+    """Return a target, and an assistant that has its last two layers, which read the keys of its first two.
+
+    The first two layers add nothing to the stream, so both models differ in two things only: queries of the assistant
+    do not read the root, and have its position.
+    """
+    sizes = {"num_hidden_layers": 4, "layer_types": LAYERS * 2, "num_kv_shared_layers": 2, "initializer_range": 0.3}
+    target = gemma4("small", **sizes | {"use_double_wide_mlp": False} | changes).eval()
+    same = {"hidden_size": SIZES["hidden_size"], "intermediate_size": SIZES["intermediate_size"]}
+    copy, layers = assistant(clusters=0, **same | changes), target.model.layers
+    for layer in layers:
+        layer.layer_scalar.fill_(1.0)
+        layer.post_per_layer_input_norm.weight.data.fill_(0.0)
+    for i, layer in enumerate(layers):
+        layer.post_attention_layernorm.weight.data.fill_(3.0 if i > 1 else 0.0)
+        layer.post_feedforward_layernorm.weight.data.fill_(3.0 if i > 1 else 0.0)
+    for layer, source in zip(copy.model.layers, layers[2:], strict=True):
+        layer.load_state_dict({name: source.state_dict()[name] for name in layer.state_dict()})
+    copy.model.norm.load_state_dict(target.model.norm.state_dict())
+    copy.model.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
+    width = SIZES["hidden_size"]
+    copy.pre_projection.weight.data.copy_(torch.cat([torch.eye(width), torch.zeros(width, width)], 1))
+    return target, copy

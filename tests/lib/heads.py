@@ -31,6 +31,9 @@ from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
 from specjax.models.llama import LlamaConfig
 
+OF_OTHER_TARGETS = frozenset({"gemma4_assistant"})
+"""Methods of heads that draft for none of the tiny targets here, as they read the keys of Gemma 4."""
+
 
 def width_of(target: Target) -> int:
     return jax.eval_shape(target.model.embed, target.params, jnp.zeros((1, 1), jnp.int32)).shape[-1]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from heads import OF_OTHER_TARGETS
 from host_worker import OPTIONS, arrays, cli, drafter_of
 from processes import Hosts, free_port
 from tiers import exhaustive, those
@@ -22,6 +23,7 @@ from specjax.parallel import hosts
 
 ADDRESS = ("ADDRESS", "COUNT", "HOST")
 FLAGS = ("--distributed", "--coordinator", "ADDRESS", "--num-processes", "COUNT", "--process-id", "HOST")
+DENOISERS = {name for name, row in of_kind("drafter").items() if "denoiser" in row.needs}
 SHORT = ("--max-new-tokens", "8", "--temperature", "0.7", "--method", "prompt_lookup")
 
 
@@ -35,8 +37,8 @@ def alone(name):
     [
         (2, ("prompt_lookup",)),
         exhaustive(4, ("token_recycling",)),
-        exhaustive(2, sorted(name for name, row in of_kind("drafter").items() if "denoiser" not in row.needs)),
-        exhaustive(2, sorted(name for name, row in of_kind("drafter").items() if "denoiser" in row.needs)),
+        exhaustive(2, sorted(set(of_kind("drafter")) - OF_OTHER_TARGETS - DENOISERS)),
+        exhaustive(2, sorted(DENOISERS)),
     ],
 )
 def test_texts_are_those_of_one_process(count, names):

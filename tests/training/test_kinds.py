@@ -7,16 +7,16 @@ from tiers import those
 from training_runs import head_of, recipe, target, texts
 
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import KINDS
+from specjax.models.heads.kinds import TRAINABLE
 from specjax.training.loop.trainer import train
 from specjax.training.objectives.recipes import RECIPES
 
 
 def test_every_kind_has_a_recipe():
-    assert set(RECIPES) >= set(KINDS)
+    assert set(RECIPES) >= set(TRAINABLE)
 
 
-@pytest.mark.parametrize("kind", those(("ppd",), KINDS))
+@pytest.mark.parametrize("kind", those(("ppd",), TRAINABLE))
 def test_three_steps_by_its_own_recipe_move_it(kind):
     head, progress_log = head_of(kind), []
     fitted = train(

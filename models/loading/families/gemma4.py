@@ -55,10 +55,15 @@ NAMES = {
 }
 
 
+def names_hf() -> dict[str, str]:
+    """Return the names of tensors of a Hugging Face checkpoint by parameter path, `*` for the layer."""
+    rows = (*common.WEIGHTS, *(row._replace(path=_PATHS.get(row.path, row.path)) for row in llama.POST_NORMS))
+    return {path: row.hf for path, row in common.by_path(rows, hf=NAMES).items()}
+
+
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint."""
-    rows = (*common.WEIGHTS, *(row._replace(path=_PATHS.get(row.path, row.path)) for row in llama.POST_NORMS))
-    return {path: StoredTensor(row.hf) for path, row in common.by_path(rows, hf=NAMES).items()}
+    return {path: StoredTensor(name) for path, name in names_hf().items()}
 
 
 def unused_hf(config: HybridConfig) -> frozenset[str]:

@@ -11,7 +11,7 @@ from specjax.cli.training.drafter_run import TrainingFlags
 from specjax.cli.training.files import check_folder, check_sources, has_conversation, read_files
 from specjax.cli.training.setting_flags import in_flags, read_settings
 from specjax.errors import UsageError, require
-from specjax.models.heads.kinds import KINDS
+from specjax.models.heads.kinds import KINDS, TRAINABLE
 from specjax.training.objectives.recipes import Recipe, recipe_of
 from specjax.training.pipeline import DRAFT_MODEL
 
@@ -54,8 +54,8 @@ def _read_kind(flags: SimpleNamespace) -> tuple[str, str | None]:
     )
     kind = method or head_kind or "eagle3"
     require(
-        kind in KINDS or kind == DRAFT_MODEL,
-        f'--method must be {DRAFT_MODEL} or one of {", ".join(KINDS)}, not "{kind}"',
+        kind in TRAINABLE or kind == DRAFT_MODEL,
+        f'--method must be {DRAFT_MODEL} or one of {", ".join(TRAINABLE)}, not "{kind}"',
     )
     require(
         draft is None or head_kind is not None or method is not None,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead, Head
+from specjax.models.heads.kinds import KINDS, TRAINABLE
 from specjax.training.data.packing import PackedBatch
 from specjax.training.data.vocabulary import use_draft_ids
 from specjax.training.objectives import draft_models, masked, stopping
@@ -95,7 +96,12 @@ def build_objective(trainable: Trainable) -> TrainingObjective:
 
 @functools.cache
 def build_head_objective(head: Head) -> TrainingObjective:
-    """Return the objective of a head that reads the target's features and drafts rounds."""
+    """Return the objective of a head that reads the target's features and drafts rounds.
+
+    Raises: UsageError for a head of a kind that specjax does not train.
+    """
+    if head.kind in KINDS and head.kind not in TRAINABLE:
+        raise UsageError(f"specjax does not train heads of {head.kind}; choose one of {', '.join(TRAINABLE)}")
 
     def sums(
         recipe: Recipe, params: PyTree, target: Target, batch: StepBatch, chunk: int | None, means: Array | None

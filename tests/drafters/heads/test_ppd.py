@@ -17,7 +17,7 @@ from specjax.drafters.heads import ppd
 from specjax.engine import run as engine
 from specjax.engine.prepare import Settings, prepare
 from specjax.models.heads.agreement import prompted_features
-from specjax.models.heads.kinds import KINDS
+from specjax.models.heads.kinds import KINDS, TRAINABLE
 from specjax.types import Context
 
 ACCURACY = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
@@ -146,5 +146,5 @@ def test_given_alone_it_is_its_own_method():
     with pytest.raises(UsageError, match="drafts in the target's own pass; choose method ppd"):
         make_drafter("auto", tiny_llama(), head)
     assert default_drafter(tiny_llama(), head)[0] == make_drafter("ppd", tiny_llama(), head)
-    heads = {kind: built.head(config_of(kind, tiny_llama())) for kind, built in KINDS.items()}
+    heads = {kind: KINDS[kind].head(config_of(kind, tiny_llama())) for kind in TRAINABLE}
     assert {kind for kind in heads if METHODS[kind].alone} == {kind for kind in heads if heads[kind].soft_prompts}

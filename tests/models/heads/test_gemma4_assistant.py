@@ -1,87 +1,67 @@
 """Assistants of Gemma 4 against the classes of transformers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemma4_models import LAYERS, SIZES, gemma4, torch, transformers
-from toy import tiny_llama
+from gemma4_models import CHOSEN, CLUSTERS, FEW, SIZES, assistant, copying_pair, gemma4, loaded, torch
+from rules import takes_all
+from tiers import exhaustive
+from toy import chi_square, tiny_llama
+from toy_models import law_of_triples
 
 import specjax
-from specjax import models
 from specjax.drafters.heads.head_drafter import head_drafter
 from specjax.errors import UsageError
 from specjax.models.heads import gemma4_assistant
-from specjax.models.heads.blocks import abstract_params
-from specjax.models.heads.contract import DraftedNodes, DraftHead
-from specjax.models.loading.families.config_fields import ConfigFields
-from specjax.models.loading.families.gemma4 import config_from_hf
-from specjax.models.loading.formats import hf
-from specjax.models.loading.tensors.assembly import assemble
+from specjax.models.heads.contract import DraftedNodes
+from specjax.models.heads.recurrent import recurrent
+from specjax.models.loading.heads import read_head
+from specjax.training.objectives.trainables import build_head_objective
 from specjax.types import Context, Target
 
-STEPS, CLUSTERS, CHOSEN = 3, 8, 3
+STEPS = 3
 TEXT = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (1, 20))
-SHAPES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "layer_types": LAYERS,
-    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
-    "num_key_value_heads": 1, "final_logit_softcapping": None,
-}  # fmt: skip
-NAMES = {
-    "mixer_norm": "input_layernorm", "mixer_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm", "scale": "layer_scalar",
-    "attention": "self_attn", "q": "q_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
-    "input": "pre_projection", "output": "post_projection", "norm": "model.norm", "head": "lm_head",
-    "clusters": "masked_embedding", "order": "token_ordering", "stack": "model.layers",
-}  # fmt: skip
+
+
+def loaded_pair(tmp_path_factory, **changes):
+    """Return a target of transformers, the same here, and the head of an assistant that copies its last layers."""
+    torch.manual_seed(3)
+    reference, copy = copying_pair(**changes)
+    folder, target = tmp_path_factory.mktemp("assistant"), loaded(reference, tmp_path_factory.mktemp("target"))
+    copy.save_pretrained(folder)
+    return reference, target, read_head(folder, target).head
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     torch.manual_seed(0)
-    few = {"num_hidden_layers": 3, "layer_types": [*LAYERS, "full_attention"], "num_kv_shared_layers": 1}
-    reference, folder = gemma4("small", **few).eval(), tmp_path_factory.mktemp("target")
-    reference.save_pretrained(folder)
-    checkpoint = hf.read(folder, dtype="float32", stacked=False)
-    return reference, Target(models.make_model(checkpoint.config), assemble(checkpoint))
+    reference = gemma4("small", **FEW).eval()
+    return reference, loaded(reference, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def assistant():
-    """Return an assistant of transformers, and its config and parameters here."""
+def head(target, tmp_path_factory):
+    """Return an assistant of transformers, and the head that its folder loads as."""
     torch.manual_seed(1)
-    text = transformers.Gemma4TextConfig(**SIZES | SHAPES)
-    reference = transformers.Gemma4AssistantForCausalLM(
-        transformers.Gemma4AssistantConfig(
-            text_config=text, backbone_hidden_size=SIZES["hidden_size"], use_ordered_embeddings=True,
-            num_centroids=CLUSTERS, centroid_intermediate_top_k=CHOSEN,
-        )
-    ).eval()  # fmt: skip
-    for parameter in reference.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    reference.masked_embedding.token_ordering.copy_(torch.randperm(SIZES["vocab_size"]))
-    for i, layer in enumerate(reference.model.layers):
-        layer.layer_scalar.fill_(0.8 + 0.1 * i)
-    fields = ConfigFields(text.to_dict() | {"num_kv_shared_layers": 0}, "config.json")
-    decoder = config_from_hf(fields, dtype="float32")
-    config = gemma4_assistant.AssistantConfig(decoder, SIZES["hidden_size"], CLUSTERS, CHOSEN)
-    tensors = {name.removesuffix(".weight"): jnp.asarray(x.numpy()) for name, x in reference.state_dict().items()}
-
-    def find(path, shape):
-        keys = [str(part.key) for part in path if part.key != "weight"]
-        return tensors[".".join(NAMES.get(key, key) for key in keys)].reshape(shape.shape)
-
-    params = jax.tree_util.tree_map_with_path(find, abstract_params(gemma4_assistant.Gemma4Assistant, config))
-    return reference, config, params
+    reference, folder = assistant(), tmp_path_factory.mktemp("assistant")
+    reference.save_pretrained(folder)
+    return reference, read_head(folder, target[1]).head
 
 
-def drafted_logits(config, params, target):
-    """Return the logits [STEPS, V] of a chain of likeliest tokens after TEXT."""
-    head, (model, weights) = gemma4_assistant.assistant_head(config), (target.model, target.params)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return loaded_pair(tmp_path_factory)
 
+
+@functools.cache
+def drafting(head, model):
+    """Return a function of both parameters that returns the logits [STEPS, V] of a chain of likeliest tokens."""
+
+    @jax.jit
     def run(params, weights, tokens):
         count = tokens.shape[1] - 1
         places, mask = jnp.arange(count)[None], jnp.tril(jnp.ones((1, count, count), bool))
@@ -98,7 +78,12 @@ def drafted_logits(config, params, target):
             chain.append(logits[0, 0])
         return jnp.stack(chain)
 
-    return np.asarray(jax.jit(run)(params, weights, jnp.asarray(TEXT)))
+    return run
+
+
+def drafted_logits(head, params, target):
+    """Return the logits [STEPS, V] of a chain of likeliest tokens after TEXT."""
+    return np.asarray(drafting(head, target.model)(params, target.params, jnp.asarray(TEXT)))
 
 
 def expected_logits(target, assistant):
@@ -117,44 +102,91 @@ def expected_logits(target, assistant):
     return np.stack(chain)
 
 
-def difference(logits, expected):
-    """Return the largest difference among drafted tokens; tokens of other clusters have the least logit minus 1."""
+def differences(logits, expected):
+    """Return the largest difference among drafted tokens at each depth.
+
+    Tokens of other clusters have the least logit minus 1 in `expected`.
+    """
     is_drafted = np.isfinite(logits)
     assert (is_drafted.sum(-1) == CHOSEN * SIZES["vocab_size"] // CLUSTERS).all()
     minimum = np.where(is_drafted, logits, np.inf).min(-1, keepdims=True) - 1
-    return np.abs(np.where(is_drafted, logits, minimum) - expected).max()
+    return np.abs(np.where(is_drafted, logits, minimum) - expected).max(-1)
 
 
-def test_logits_and_their_rules(target, assistant):
-    (reference, loaded), (of_transformers, config, params) = target, assistant
-    expected = expected_logits(reference, of_transformers)
-    assert difference(drafted_logits(config, params, loaded), expected) < 1e-4
-    decoder = config.decoder
-    weight = params["input"]["weight"]
+def likeliest_text(model, prompt, count):
+    """Return the `count` tokens that a model of transformers continues a prompt with."""
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(count):
+            tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+class GrowingPosition(gemma4_assistant.Gemma4Assistant):
+    """A mutant whose drafted tokens have the positions after that of the root."""
+
+    def below(self, state, tokens, depth, context):
+        return super().below(state, tokens, depth, context._replace(length=context.length + depth[:, 0]))
+
+
+def test_logits_and_their_rules(target, head):
+    (reference, read), (of_transformers, draft_head) = target, head
+    expected, params, config = expected_logits(reference, of_transformers), draft_head.params, draft_head.head.config
+    assert differences(drafted_logits(draft_head.head, params, read), expected).max() < 1e-4
+    decoder, weight = config.decoder, params["input"]["weight"]
+    narrower = dataclasses.replace(config, decoder=dataclasses.replace(decoder, window=decoder.window - 1))
     swapped = params | {"input": {"weight": jnp.roll(weight, weight.shape[1] // 2, 1)}}
     mutants = [
-        (config, swapped),  # [h; E x]
-        (dataclasses.replace(config, decoder=dataclasses.replace(decoder, window=decoder.window - 1)), params),
-        (config, params | {"clusters": params["clusters"] | {"order": params["clusters"]["order"][::-1]}}),
+        (draft_head.head, swapped),  # [h; E x]
+        (gemma4_assistant.assistant_head(narrower), params),
+        (draft_head.head, params | {"clusters": params["clusters"] | {"order": params["clusters"]["order"][::-1]}}),
     ]
-    for changed, arrays in mutants:
-        assert difference(drafted_logits(changed, arrays, loaded), expected) > 1e-2
+    for mutant, arrays in mutants:
+        assert differences(drafted_logits(mutant, arrays, read), expected).max() > 1e-2
+
+
+def test_the_position_of_the_root_is_that_of_all_drafted_tokens(target, head):
+    expected, draft_head = expected_logits(target[0], head[0]), head[1]
+    mutant = recurrent(gemma4_assistant.NAME, GrowingPosition, draft_head.head.config)
+    first, *later = differences(drafted_logits(mutant, draft_head.params, target[1]), expected)
+    assert first < 1e-4 and max(later) > 1e-2
+
+
+@pytest.mark.parametrize("method", ["gemma4_assistant", exhaustive("auto")])
+def test_greedy_text_is_that_of_the_target_and_drafts_are_accepted(method, pair):
+    reference, target, head = pair
+    prompt, count = [1, 2, 3, 4, 5], 24
+    drafter = specjax.make_drafter(method, target, head, **({"num_tokens": 2} if method != "auto" else {}))
+    result = specjax.decode(target, drafter, [prompt], key=0, max_new_tokens=count)
+    expected = likeliest_text(reference, prompt, count)
+    assert result.to_lists() == [expected] and len(set(expected)) > 4
+    assert 0.25 * int(result.stats.drafted.sum()) < int(result.stats.accepted.sum())
 
 
 @pytest.mark.exhaustive
-def test_greedy_text_is_that_of_the_target(target, assistant):
-    loaded, (_, config, params) = target[1], assistant
-    head = DraftHead(gemma4_assistant.assistant_head(config), params)
-    prompts = [[1, 2, 3, 4, 5], [6]]
-    plain, drafted = (
-        specjax.decode(loaded, drafter, prompts, key=0, max_new_tokens=16) for drafter in (None, head_drafter(head, 2))
-    )
-    assert jnp.array_equal(plain.tokens, drafted.tokens)
+@pytest.mark.parametrize("tree", [None, "2x1"])
+def test_a_sampled_draft_has_the_law_of_the_target(tree, tmp_path_factory):
+    _, target, head = loaded_pair(tmp_path_factory, vocab_size=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    drafter = head_drafter(head, 2, tree=tree and specjax.trees.parse(tree))
+    law = law_of_triples(target, [1, 0, 2, 1], temperature=1.5)
+
+    def counts(**changes):
+        options = {"key": jax.random.key(7), "max_new_tokens": 3, "temperature": 1.5, "samples_per_prompt": 2000}
+        result = specjax.decode(target, drafter, [[1, 0, 2, 1]], **options | changes)
+        assert int(result.stats.accepted.sum()) > 0
+        return np.bincount(np.asarray(result.tokens) @ np.array([9, 3, 1]), minlength=27).reshape(3, 3, 3)
+
+    assert chi_square(counts(), law) > 1e-3
+    assert chi_square(counts(verifier=takes_all), law) < 1e-6
 
 
-def test_a_target_that_shares_no_keys_is_refused_by_name(assistant):
-    _, config, params = assistant
-    head = DraftHead(gemma4_assistant.assistant_head(config), params)
-    other = tiny_llama()
+def test_a_target_that_shares_no_keys_is_refused_by_name(head):
     with pytest.raises(UsageError, match="shares no keys of its cache, which gemma4_assistant needs"):
-        specjax.decode(other, head_drafter(head, 2), [[1, 2, 3]], key=0, max_new_tokens=4)
+        specjax.decode(tiny_llama(), head_drafter(head[1], 2), [[1, 2, 3]], key=0, max_new_tokens=4)
+
+
+def test_training_and_shapes_of_a_target_are_refused_by_name(head):
+    with pytest.raises(UsageError, match="does not train heads of gemma4_assistant; choose one of"):
+        build_head_objective(head[1].head)
+    with pytest.raises(UsageError, match="makes no gemma4_assistant for"):
+        gemma4_assistant.KIND.of_target(tiny_llama().model.config)

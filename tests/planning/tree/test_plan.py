@@ -13,7 +13,7 @@ from specjax import UsageError, planning
 from specjax.catalog import METHODS
 from specjax.cli import main
 from specjax.costs.tokens import expected_tokens
-from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.heads.kinds import KINDS, TRAINABLE, abstract_head
 from specjax.planning.inputs.model_configs import load_config
 from specjax.planning.records import ProgramReport
 from specjax.planning.reports.tables import show_plan
@@ -97,7 +97,7 @@ def test_an_acceptance_alone_is_that_of_a_draft_without_cost():
     assert row.choice().tokens == pytest.approx(expected_tokens(row.choice().paths, (0.6, 0.2, 0.1)))
 
 
-HEADS = sorted(name for name, row in METHODS.items() if row.needs == {"head"} and row.kind == "drafter")
+HEADS = sorted(TRAINABLE)
 
 
 @pytest.mark.parametrize("kind", those(("medusa", "eagle3", "ppd"), HEADS))

@@ -11,12 +11,12 @@ import toy
 from tiers import those
 
 from specjax.errors import UsageError
-from specjax.models.heads.kinds import KINDS, init_head
+from specjax.models.heads.kinds import KINDS, TRAINABLE, init_head
 from specjax.models.variants.expanding import expand_target
 from specjax.training.loop.head_init import matching_share, new_head
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINABLE)
 def test_every_kind_begins_with_a_target_of_few_layers(kind):
     target = toy.tiny_llama(layers=3)
     config = KINDS[kind].of_target(target.model.config)
@@ -26,7 +26,7 @@ def test_every_kind_begins_with_a_target_of_few_layers(kind):
     assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, drawn)
 
 
-@pytest.mark.parametrize("kind", those({"eagle3", "dflash", "medusa"}, KINDS))
+@pytest.mark.parametrize("kind", those({"eagle3", "dflash", "medusa"}, TRAINABLE))
 def test_a_head_copies_the_expanded_matrices_of_a_quantised_target(kind):
     target = toy.quantized(toy.tiny_llama(layers=3), "int4-weights", group=16)
     config = KINDS[kind].of_target(target.model.config)

@@ -8,7 +8,7 @@ import pytest
 
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
-from specjax.models.heads.kinds import KINDS, abstract_head
+from specjax.models.heads.kinds import KINDS, TRAINABLE, abstract_head
 from specjax.training.loop.optimizers import is_table, make_learning_rate, make_optimizer
 from specjax.training.objectives.recipes import recipe_of
 
@@ -83,7 +83,7 @@ def test_tables_beside_muon_have_a_share_of_its_rate():
     np.testing.assert_allclose(second(make_optimizer(recipe, 10)), second(alone), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINABLE)
 def test_tables_of_every_head_are_known(kind):
     """Tables are the parameters with a row for each token, and no matrix besides."""
     vocab, width = 997, 64
