@@ -160,13 +160,16 @@ def test_greedy_text_is_that_of_the_target_and_drafts_are_accepted(method, pair)
     result = specjax.decode(target, drafter, [prompt], key=0, max_new_tokens=count)
     expected = likeliest_text(reference, prompt, count)
     assert result.to_lists() == [expected] and len(set(expected)) > 4
-    assert 0.25 * int(result.stats.drafted.sum()) < int(result.stats.accepted.sum())
+    assert int(result.stats.accepted.sum()) > 5 and int(result.stats.target_passes[0]) < 0.75 * count
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tree", [None, "2x1"])
 def test_a_sampled_draft_has_the_law_of_the_target(tree, tmp_path_factory):
     _, target, head = loaded_pair(tmp_path_factory, vocab_size=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    # The drafts of other tokens than the likeliest give the mutant another law.
+    other = {"head": jax.tree.map(lambda x: jnp.roll(x, 1, 0), head.params["head"])}
+    head = head.replace(params=head.params | other)
     drafter = head_drafter(head, 2, tree=tree and specjax.trees.parse(tree))
     law = law_of_triples(target, [1, 0, 2, 1], temperature=1.5)
 
