@@ -11,6 +11,7 @@ from specjax.errors import UsageError
 from specjax.models.decoder import DecoderConfig
 from specjax.models.layers import AttentionSettings
 from specjax.models.llama import LlamaConfig
+from specjax.numerics.same_bits import SameBitsError
 from specjax.types import Array
 
 Mixer = Literal["attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"]
@@ -138,7 +139,7 @@ class HybridConfig(DecoderConfig):
             )
         if self.same_bits:
             reason = "recurrent layers sum over the tokens of a pass" if self.recurs else "layers have several kinds"
-            raise UsageError(f"same_bits does not hold for {self.name}, because its {reason}; leave same_bits out")
+            raise SameBitsError(f"does not hold for {self.name}, because its {reason}")
         if self.norms == "after":
             raise UsageError(f'{self.name} has norms "after" its sublayers only; set norms to "before" or "both"')
         if self.has_own_heads:  # the rows of a joined matrix would differ by layer

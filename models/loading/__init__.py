@@ -36,7 +36,7 @@ from specjax.models.loading.tokenizers import hf as hf_tokenizer
 from specjax.models.loading.tokenizers.companions import SETTINGS, SPECIAL_TOKENS, read_companions
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer, first_difference
 from specjax.models.storage import JOINED, quantized_config, storage_options
-from specjax.numerics.same_bits import check_same_bits
+from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.types import Target
 
 __all__ = [
@@ -167,7 +167,7 @@ def read_model(
         )
     _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
     if same_bits and denoiser_settings is not None:
-        raise UsageError(f"same_bits is for autoregressive models, and {path} is a diffusion model; leave it out")
+        raise SameBitsError(f"is for autoregressive models, and {path} is a diffusion model")
     if fields is not None:
         warn_of_unread(fields, stacklevel=4)
     checkpoint = checkpoint._replace(config=_with_formats(checkpoint, quantize, keep_quantized))

@@ -10,6 +10,19 @@ from jax.sharding import Mesh
 from specjax.errors import UsageError
 
 
+class SameBitsError(UsageError):
+    """Error for a model, device or setting for which `same_bits` was not shown to hold.
+
+    Args:
+      reason: a predicate whose subject is the option. It may end with a fix, after a semicolon.
+      option, fix: the name of the option, and the fix that leaves it out.
+    """
+
+    def __init__(self, reason: str, option: str = "same_bits", fix: str = "leave same_bits out"):
+        self.reason = reason
+        super().__init__(f"{option} {reason}{', or' if ';' in reason else ';'} {fix}")
+
+
 def check_same_bits(
     dtype: str, cache_dtype: str | None = None, mesh: Mesh | None = None, over: tuple[str, ...] | None = None
 ) -> None:
@@ -17,14 +30,14 @@ def check_same_bits(
 
     over: axes that split the model, besides "data"; None: all.
 
-    Raises: UsageError with the reason, where that was not shown.
+    Raises: SameBitsError with the reason, where that was not shown.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     names = () if mesh is None else mesh.axis_names if over is None else ("data", *over)
     axes = {} if mesh is None else {axis: mesh.shape.get(axis, 1) for axis in names}
     reason = unsupported_reason(dtype, cache_dtype, platform, axes)
     if reason is not None:
-        raise UsageError(f"same_bits {reason}, or leave same_bits out")
+        raise SameBitsError(reason)
 
 
 def unsupported_reason(dtype: str, cache_dtype: str | None, platform: str, axes: Mapping[str, int]) -> str | None:

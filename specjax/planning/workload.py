@@ -23,11 +23,14 @@ from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.storage import quantized_config
 from specjax.models.storage.format_names import describe_formats
-from specjax.numerics.same_bits import unsupported_reason
+from specjax.numerics.same_bits import SameBitsError, unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
 from specjax.planning.inputs.warping import GREEDY, Warping
+
+NEW_TOKENS = 128
+"""New tokens of a text by default."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Workload:
     options: tuple[tuple[str, str], ...] = ()  # other options of the method as texts, by name
     batch: int = 1
     context: int = 1024  # tokens in the cache for the costs of a step
-    max_new_tokens: int = 128
+    max_new_tokens: int = NEW_TOKENS
     warping: Warping = GREEDY
     data: int = 1
     model: int = 1
@@ -92,7 +95,7 @@ def make_workload(
     options: Mapping[str, str] = MappingProxyType({}),
     batch: int = 1,
     context: int = 1024,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
     same_bits: bool = False,
@@ -122,6 +125,7 @@ def make_workload(
       options: other options of the method as texts, by name.
       data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
         target's heads can be split over.
+      max_new_tokens: None: 128, or as many as the models' positions leave after the context.
       same_bits, quantize, keep_quantized: as in `specjax.load`, for the target. Quantised files are kept in their
         formats by default, as on TPUs and GPUs.
       temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
@@ -161,7 +165,8 @@ def make_workload(
     _check_needs(row, draft)
     tree = None if tree is None else _tree(row, tree, num_draft_tokens)
     _check_options(row, options, tree, num_draft_tokens)
-    for flag, value in (("--batch-size", batch), ("--context", context), ("--max-new-tokens", max_new_tokens),
+    for flag, value in (("--batch-size", batch), ("--context", context),
+                        ("--max-new-tokens", 1 if max_new_tokens is None else max_new_tokens),
                         ("--data", data), ("--layer", layer), ("--sequence", sequence),
                         ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
                         ("--model", 1 if model is None else model)):  # fmt: skip
@@ -176,8 +181,7 @@ def make_workload(
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
     if same_bits:
-        _check_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
-        target_config = dataclasses.replace(target_config, same_bits=True)
+        target_config = _with_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
     draft_config = None if draft is None else load(draft, "--draft", keep_quantized is not False)
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
@@ -186,9 +190,7 @@ def make_workload(
         )
     head_config = None if head is None else _read_head(head, target_config)
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
-    if context + max_new_tokens > max_positions:
-        total = context + max_new_tokens
-        raise UsageError(f"--context plus --max-new-tokens is {total}, above the models' {max_positions}; lower one")
+    max_new_tokens = _new_tokens(context, max_new_tokens, max_positions)
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
     model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
@@ -275,11 +277,15 @@ def _check_options(row: Method, options: Mapping[str, str], tree: str | None, nu
         option.parse(text, f"--set {name}")
 
 
-def _check_same_bits(config: Any, platform: str, axes: Mapping[str, int]) -> None:
-    """Raise a UsageError if --same-bits was not shown to hold for this dtype, chip or mesh."""
-    reason = unsupported_reason(config.dtype, config.cache_dtype, platform, axes)
-    if reason is not None:
-        raise UsageError(f"--same-bits {reason}, or leave --same-bits out")
+def _with_same_bits(config: Any, platform: str, axes: Mapping[str, int]) -> Any:
+    """Return a config with `same_bits`. Raises: UsageError where it was not shown to hold."""
+    try:
+        reason = unsupported_reason(config.dtype, config.cache_dtype, platform, axes)
+        if reason is not None:
+            raise SameBitsError(reason)
+        return dataclasses.replace(config, same_bits=True)
+    except SameBitsError as error:
+        raise SameBitsError(error.reason, "--same-bits", "leave --same-bits out") from None
 
 
 def _check_layers(draft: Any, layer: int) -> None:
@@ -289,6 +295,17 @@ def _check_layers(draft: Any, layer: int) -> None:
             f"--layer {layer}: {draft.name} has {draft.num_layers} layers, but a group needs {layer} layers between "
             "the first and the last; lower it"
         )
+
+
+def _new_tokens(context: int, max_new_tokens: int | None, max_positions: int) -> int:
+    """Return the new tokens of a text. Raises: UsageError if the context leaves no room for them."""
+    if max_new_tokens is None and context >= max_positions:
+        raise UsageError(f"--context {context} fills the {max_positions} positions of the models; lower it")
+    new = min(NEW_TOKENS, max_positions - context) if max_new_tokens is None else max_new_tokens
+    if context + new > max_positions:
+        total = context + new
+        raise UsageError(f"--context plus --max-new-tokens is {total}, above the models' {max_positions}; lower one")
+    return new
 
 
 def _close(one: int, other: int) -> bool:

@@ -46,7 +46,7 @@ from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED
 from specjax.models.loading.heads.vocabulary import read_token_map
 from specjax.models.storage import num_bytes
 from specjax.models.storage.format_names import describe_formats
-from specjax.numerics.same_bits import check_same_bits
+from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
@@ -221,7 +221,8 @@ def open_session(
         fits = value is None or has_denoiser
         require(fits, f"{name} applies to diffusion models, and neither target nor draft is one; remove it")
     if same_bits:
-        _check_same_bits(models, mesh)
+        with _named_same_bits():
+            check_same_bits("bfloat16", models.cache_dtype, mesh)
     use_compilation_cache(not models.no_cache)
     store = None if datastore is None else parse_flag("--datastore", open_datastore, datastore)
     dtype = "bfloat16" if same_bits else choose_dtype(models.dtype)
@@ -284,16 +285,18 @@ def open_denoiser(log: Console, models: ModelOptions) -> tuple[Session, Denoiser
     return session, denoiser
 
 
-def _check_same_bits(models: ModelOptions, mesh: Mesh | None) -> None:
-    """Raise a UsageError that names the flags if --same-bits was not shown to hold on these devices."""
+@contextlib.contextmanager
+def _named_same_bits() -> Iterator[None]:
+    """Name flags in the error of a model or device for which --same-bits was not shown to hold."""
     try:
-        check_same_bits("bfloat16", models.cache_dtype, mesh)
-    except UsageError as error:
-        raise UsageError(_SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), str(error))) from None
+        yield
+    except SameBitsError as error:
+        reason = _SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), error.reason)
+        raise SameBitsError(reason, "--same-bits", "leave --same-bits out") from None
 
 
-_SETTINGS = re.compile(r"\b(same_bits|cache_dtype|dtype)\b")
-"""The settings that have a flag, in the messages of `check_same_bits`."""
+_SETTINGS = re.compile(r"(?<!-)\b(cache_dtype|dtype)\b")
+"""The settings that have a flag, in the reasons of a `SameBitsError`."""
 
 
 def _print_identity(target: Target, dtype: str, models: ModelOptions, log: Console) -> None:
@@ -326,7 +329,7 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
         "is a diffusion model; in `specjax generate` and `specjax bench` use these as --target, or draft with them by "
         "--method deer, diffuspec or failfast"
     )
-    with _named_errors(flag, source, other_kind):
+    with _named_same_bits(), _named_errors(flag, source, other_kind):
         return specjax.load(source, **options)
 
 
@@ -353,6 +356,8 @@ def _named_errors(flag: str, source: str | None, other_kind: str) -> Iterator[No
         yield
     except ModelKindError:
         raise UsageError(f"{flag}: {source} {other_kind}") from None
+    except SameBitsError:
+        raise
     except UsageError as error:
         raise _name_flag(flag, error) from None
 

@@ -17,7 +17,7 @@ from specjax.planning.inputs.model_configs import builtin_configs, load_config, 
 from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.memory import Memory, available_bytes, memory_of, slots_of, target_of
 from specjax.planning.traffic import pass_bytes
-from specjax.planning.workload import Workload, make_workload
+from specjax.planning.workload import NEW_TOKENS, Workload, make_workload
 from specjax.types import Target
 
 DTYPES = ("bfloat16", "float32")
@@ -124,14 +124,16 @@ def _workload(
     keep = scheme is None and options.get("keep_quantized") is not False
     config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform, keep) if is_name else source
     reading = load_denoiser_settings(source) if is_name else options.get("reading")
-    new = options.get("max_new_tokens", 128)
+    new = options.get("max_new_tokens")
+    if new is None:  # a short context comes before long texts, and a long one leaves them half of the positions
+        new = min(NEW_TOKENS, max(config.max_positions - context, config.max_positions // 2, 1))
     limit = max(config.max_positions - new, 1)
     return make_workload(
         config,
         topology,
         context=min(context, limit),
         quantize=scheme,
-        **{"dtype": dtype} | options | {"reading": reading},
+        **{"dtype": dtype} | options | {"reading": reading, "max_new_tokens": new},
     )
 
 

@@ -43,6 +43,7 @@ def check_bits(
     from specjax.cli.output.console import Console, print_json
     from specjax.cli.runs.environment import stage
     from specjax.cli.runs.session import open_session
+    from specjax.numerics.same_bits import SameBitsError
 
     o.check_minimum("--length", length, 2 * max(check_bits.WIDTHS))
     require(plain or dtype != "float32", "--dtype float32 has no --same-bits; add --without to check it without")
@@ -51,7 +52,11 @@ def check_bits(
         target, None, dtype, no_cache, cache_dtype, same_bits=not plain, quantize=quantize,
         keep_quantized=keep_quantized,
     )  # fmt: skip
-    session = open_session(log, models)
+    try:
+        session = open_session(log, models)
+    except SameBitsError as error:  # the flag that the error names by default is not a flag of this command
+        fix = "add --without to check the model without it"
+        raise SameBitsError(error.reason, "--same-bits", fix) from None
     limit = session.target.model.max_positions
     require(length <= limit, f"--length must be at most {limit}, the model's limit, not {length}")
     tokens = list(session.tokenizer.encode(TEXT * (1 + length // 20)))[:length]
