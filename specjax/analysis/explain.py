@@ -12,7 +12,7 @@ import numpy as np
 from specjax.api import job_of, refuse, settings_of
 from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit, with_standard_modes
-from specjax.costs import Curve, dtype_of, evaluate
+from specjax.costs import Curve, dtype_of, evaluate, shares_of
 from specjax.engine import run, value_checks
 from specjax.engine.job import Keep, Parts
 from specjax.errors import UsageError
@@ -95,7 +95,11 @@ def _round(parts: Parts, info: Info, costs: Curve | None, why: str | None) -> Ro
     added = added[:count].tolist()
     path = _path(tokens[valid], parents, added[: int(accepted)])
     width = min(width for width in drafter.pass_widths(1, parts.target) if width >= valid.sum())
-    cost = float(evaluate(costs, (1, width), 1, dtype_of(parts.target))[1]) if width > 1 else 1.0
+    cost = (
+        float(evaluate(costs, (1, width), 1, dtype_of(parts.target), shares=shares_of(parts.target))[1])
+        if width > 1
+        else 1.0
+    )
     return Round(tokens[valid], parents, chances[valid], path, added, int(accepted), width, cost, why)
 
 

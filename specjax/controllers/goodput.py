@@ -42,6 +42,7 @@ def goodput(
     costs: cost_curves.Costs = None,
     dtype: cost_curves.WeightDtype = "float32",
     draft_cost: float = 0.0,
+    shares: cost_curves.Shares = cost_curves.NO_SHARES,
     start: float = 0.7,
     smoothing: float = 0.05,
     own_after: int = 20,
@@ -56,6 +57,7 @@ def goodput(
         `specjax.costs` or a tuple of numbers. None selects the rule of thumb for the batch and `dtype`.
       dtype: dtype of the target's parameters.
       draft_cost: cost of one drafter pass in the same unit.
+      shares: of the bytes that a pass moves besides the weights (`costs.shares_of`), for the rule of thumb.
       start: initial acceptance rate. smoothing: weight of a new observation in the moving averages.
       own_after: number of observations after which a row uses its own acceptance rate at a position.
       probe_every: one of this many steps drafts the smallest depth above 0 while the chosen depth is 0.
@@ -93,7 +95,7 @@ def goodput(
 
     def best_depth(acceptance: Array, active: Array, depth: Array) -> Array:
         batch = acceptance.shape[0]
-        target = cost_curves.evaluate(costs, [k + 1 for k in depths], batch, dtype)
+        target = cost_curves.evaluate(costs, [k + 1 for k in depths], batch, dtype, shares=shares)
         step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
         value = expected_tokens(acceptance, depths, active) / step
         best, current = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == depth)

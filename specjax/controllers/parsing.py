@@ -13,7 +13,7 @@ from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
 from specjax.controllers.spec_kv import spec_kv
-from specjax.costs import Costs, WeightDtype
+from specjax.costs import NO_SHARES, Costs, Shares, WeightDtype
 from specjax.errors import UsageError
 from specjax.types import Controller
 
@@ -39,11 +39,15 @@ SPEC_KV = (
 """The options of the form `spec_kv:FILE,start=2`."""
 
 
-def parse(spec: str, costs: Costs = None, dtype: WeightDtype = "float32", *, draft_cost: float = 0.0) -> Controller:
+def parse(
+    spec: str, costs: Costs = None, dtype: WeightDtype = "float32", *, draft_cost: float = 0.0,
+    shares: Shares = NO_SHARES,
+) -> Controller:  # fmt: skip
     """Build a controller from one of `FORMS`. Raises: UsageError for any other text.
 
     Args:
-      costs, dtype, draft_cost: as for `goodput`: cost curve, dtype of the target's parameters, cost of a drafter pass.
+      costs, dtype, draft_cost, shares: as for `goodput`: cost curve, dtype of the target's parameters, cost of a
+        drafter pass, bytes besides the weights.
     """
     name, _, number = spec.partition(":")
     if name == "spec_kv":
@@ -54,7 +58,7 @@ def parse(spec: str, costs: Costs = None, dtype: WeightDtype = "float32", *, dra
         "multiplicative": multiplicative,
         "bass": bass,
         "by_batch": by_batch,
-        "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost),
+        "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
     }
     takes_number = name in ("fixed", "additive", "multiplicative", "bass")
     if name not in makers or not (

@@ -20,6 +20,7 @@ import numpy as np
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.modes import jit
 from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
+from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
 from specjax.models.storage import num_bytes
 from specjax.numerics.filtered_draws import draw_warped
@@ -45,6 +46,15 @@ class Curve(NamedTuple):
         return (costs / costs[0]).astype(np.float32)
 
 
+class Shares(NamedTuple):
+    """Bytes that a pass moves besides the weights, as shares of the bytes of the weights."""
+
+    logits: float = 0.0  # of a token
+    states: float = 0.0  # of the recurrent layers of a row
+    updates: float = 0.0  # of the recurrent layers, of a token
+
+
+NO_SHARES = Shares()
 Costs = Curve | tuple[float, ...] | None
 
 
@@ -68,26 +78,29 @@ def check(costs: Costs, count: int, item: str) -> None:
 
 def evaluate(
     costs: Costs, widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None,
-    logits: float = 0.0,
+    shares: Shares = NO_SHARES,
 ) -> np.ndarray:  # fmt: skip
     """Return the relative costs float32[W] of passes over `widths` tokens in each of `batch` rows; the first is 1."""
     if isinstance(costs, Curve):
         return costs(widths)
-    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform, logits)
+    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform, shares)
 
 
-def logits_of(target: Target, platform: str | None = None) -> float:
-    """Return the bytes of one row of float32 logits as a share of the bytes that a pass over one token reads.
+def shares_of(target: Target, platform: str | None = None) -> Shares:
+    """Return the bytes of one row of float32 logits and of recurrent states, as shares of the bytes of the weights.
 
-    These are the bytes of the target's parameters, or on a GPU the bytes that it reads in the time of such a pass
-    (`accelerators.equivalent_bytes`). Without parameters the share is 0.
+    On a GPU they are shares of the bytes that it reads in the time of a pass over one token
+    (`accelerators.equivalent_bytes`). Without parameters all shares are 0.
 
     Args:
       platform: as in `estimated`.
     """
     size = num_bytes(target.params)
     layers = target.model.capabilities.num_layers
-    return 4 * target.model.vocab_size / equivalent_bytes(platform or current_chip(), size, layers) if size else 0.0
+    if not size:
+        return NO_SHARES
+    read, recurrent = equivalent_bytes(platform or current_chip(), size, layers), row_bytes(target)
+    return Shares(4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read)
 
 
 LOGITS_PASSES = 4
@@ -95,8 +108,9 @@ LOGITS_PASSES = 4
 
 
 def estimated(
-    widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None, logits: float = 0.0
-) -> np.ndarray:
+    widths: Sequence[int], batch: int, dtype: Any = jnp.float32, platform: str | None = None,
+    shares: Shares = NO_SHARES,
+) -> np.ndarray:  # fmt: skip
     """Estimate the costs float32[W] of passes over `widths` tokens of `batch` rows by a rule of thumb for the platform.
 
     The numbers for CPU were measured with SmolLM2 on two cores. In float32 a pass over n >= 2 tokens costs 1 + n / 16
@@ -107,12 +121,13 @@ def estimated(
     1.39 to 1.54 for 16 and 2.2 to 2.4 for 32 (two cores with AMX, float32 and bfloat16). Accelerators read the
     weights once for a few hundred tokens, and `accelerators.pass_cost` has the costs by chip and dtype. Each token
     adds LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of
-    4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2.
+    4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2. A pass of a model
+    with recurrent layers also reads and writes a state per row, and writes updates per token that its commit reads.
 
     Args:
       dtype: of the weights, or the result of `dtype_of`.
       platform: a JAX backend, or a chip such as "h200" or "v5e"; the default is the current device.
-      logits: bytes of one row of logits as a share of those that a pass reads (`logits_of`).
+      shares: of the bytes besides the weights (`shares_of`).
     """
     platform = platform or current_chip()
     products = jnp.dtype(dtype.dtype if isinstance(dtype, RoundedWeights) else dtype)
@@ -120,14 +135,17 @@ def estimated(
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return pass_cost(platform, n, products, size) + LOGITS_PASSES * logits * n
+            return pass_cost(platform, n, products, size) + LOGITS_PASSES * shares.logits * n
         if products == jnp.int8:
             return 1 + 0.017 * (min(n, 8) - 1) + 0.045 * max(n - 8, 0)
         if products == jnp.bfloat16:
             return 1 + 0.035 * (n - 1)
         return 1.0 if n == 1 else 1 + n / 16
 
-    return np.asarray([cost(batch * width) / cost(batch) for width in widths], np.float32)
+    def with_states(width: int) -> float:
+        return cost(batch * width) + 2 * batch * (shares.states + width * shares.updates)
+
+    return np.asarray([with_states(width) / with_states(1) for width in widths], np.float32)
 
 
 def dtype_of(target: Target) -> WeightDtype:
@@ -188,7 +206,7 @@ def timed(
 def of_draft(target: Target, draft: Target, platform: str | None = None) -> float:
     """Estimate the cost of a draft model's pass relative to a target pass.
 
-    It is the ratio of the bytes that the passes read, or on a GPU of those that it reads in their time.
+    It is the ratio of the bytes that the passes of one row move, or on a GPU of those that it reads in their time.
 
     Args:
       platform: as in `estimated`.
@@ -196,7 +214,8 @@ def of_draft(target: Target, draft: Target, platform: str | None = None) -> floa
 
     def size(model: Target) -> float:
         layers = model.model.capabilities.num_layers
-        return equivalent_bytes(platform or current_chip(), num_bytes(model.params), layers)
+        weights = equivalent_bytes(platform or current_chip(), num_bytes(model.params), layers)
+        return weights + row_bytes(model).moved()
 
     return size(draft) / size(target)
 

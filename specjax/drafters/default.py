@@ -42,7 +42,9 @@ def default_controller(choice: Defaults, target: Target, draft: Target | DraftHe
     if choice.controller is None:
         return None
     draft_cost = costs.of_draft(target, draft) if isinstance(draft, Target) else 0.0
-    return controllers.parse(choice.controller, None, costs.dtype_of(target), draft_cost=draft_cost)
+    return controllers.parse(
+        choice.controller, None, costs.dtype_of(target), draft_cost=draft_cost, shares=costs.shares_of(target)
+    )
 
 
 _default_heads: dict[tuple[str, Model], DraftHead] = {}

@@ -11,6 +11,7 @@ from toy import ADVERSARY, DRAFT_ROWS, TARGET_ROWS, chi_square, joint_distributi
 
 from specjax import UsageError, controllers, decode, trees
 from specjax.controllers.spec_kv import HIDDEN, Weights
+from specjax.costs import NO_SHARES
 from specjax.drafters import autoregressive, hierarchical, two_model
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start
@@ -227,5 +228,5 @@ def test_specs():
     assert controllers.parse("bass:3") is controllers.bass(3)
     assert controllers.parse("by_batch") is controllers.by_batch()
     assert controllers.parse("goodput", dtype="bfloat16") is controllers.goodput(
-        costs=None, dtype="bfloat16", draft_cost=0.0
+        costs=None, dtype="bfloat16", draft_cost=0.0, shares=NO_SHARES
     )

@@ -79,7 +79,7 @@ def test_small_models_wait_for_launches_on_a_gpu():
     waiting = 25e-6 * 0.83 * 4.8e12 * target.model.capabilities.num_layers
     assert accelerators.equivalent_bytes("h200", size, target.model.capabilities.num_layers) == size + waiting
     assert accelerators.equivalent_bytes("cpu", size, 2) == accelerators.equivalent_bytes("v5e", size, 2) == size
-    assert costs.logits_of(target, "h200") == pytest.approx(4 * target.model.vocab_size / (size + waiting))
+    assert costs.shares_of(target, "h200").logits == pytest.approx(4 * target.model.vocab_size / (size + waiting))
     assert costs.of_draft(target, target, "h200") == costs.of_draft(target, target, "cpu") == 1
 
 

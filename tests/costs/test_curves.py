@@ -83,4 +83,4 @@ def test_an_int8_target_has_costs_of_its_own_and_smaller_weights():
     assert rounded_weights.dtype == "float32" and 1 < rounded_weights.bytes < 1.3
     on_cpu = lambda dtype: costs.estimated((1, 4, 16), 1, dtype, "cpu")
     np.testing.assert_array_equal(on_cpu(rounded_weights), on_cpu("float32"))  # they are expanded
-    assert costs.logits_of(int8, "v5e") > 3 * costs.logits_of(target, "v5e")
+    assert costs.shares_of(int8, "v5e").logits > 3 * costs.shares_of(target, "v5e").logits

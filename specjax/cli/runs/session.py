@@ -181,7 +181,9 @@ class Session(NamedTuple):
         controller = None
         if decoding.controller is not None:
             cost = self._draft_cost(method)
-            controller = controllers.parse(decoding.controller, self.costs, self.dtype, draft_cost=cost)
+            controller = controllers.parse(
+                decoding.controller, self.costs, self.dtype, draft_cost=cost, shares=costs_of.shares_of(self.target)
+            )
         return dataclasses.replace(
             decoding.settings, eos=self.tokenizer.eos, processors=processors, controller=controller
         )

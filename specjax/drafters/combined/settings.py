@@ -55,8 +55,8 @@ class Config:
             return select_passes(
                 self.widths, self.costs, batch, self.vocab_size, self.dtype, self.platform, target
             )  # fmt: skip
-        logits = 0.0 if target is None else costs_of.logits_of(target, self.platform)
-        costs = costs_of.evaluate(self.costs, self.widths, batch, self.dtype, self.platform, logits)
+        shares = costs_of.NO_SHARES if target is None else costs_of.shares_of(target, self.platform)
+        costs = costs_of.evaluate(self.costs, self.widths, batch, self.dtype, self.platform, shares)
         return PassWidths(self.widths, costs)
 
     @cached_property

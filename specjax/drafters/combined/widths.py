@@ -52,13 +52,15 @@ def select_passes(
 
     Args:
       widths: the default widths, rising from 1. costs, dtype, platform: as in `auto`.
-      target: for the share of its logits, and its mesh, which may split rows and the vocabulary. None: one device.
+      target: for the shares of its logits and states, and its mesh, which may split rows and the vocabulary.
+        None: one device.
     """
     mesh = None if target is None else target.model.mesh
     devices, data = (1, 1) if mesh is None else (mesh.size, dict(mesh.shape).get("data", 1))
-    rows, logits = -(-batch // data), 0.0 if target is None else costs_of.logits_of(target, platform)
+    rows = -(-batch // data)
+    shares = costs_of.NO_SHARES if target is None else costs_of.shares_of(target, platform)
     max_width = LOGITS_BYTES * devices / data / (4 * rows * vocab_size)
-    evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, logits)
+    evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, shares)
     passes = _paying(widths, max_width, evaluate(widths))
     # A tuple of numbers has costs for the default widths only, but a curve, also a tuple, has those of any width.
     if len(passes.widths) == len(widths) or (costs and not isinstance(costs, costs_of.Curve)):

@@ -172,7 +172,7 @@ def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) ->
 def _largest_tree(work: Workload, target: Target, memory: Memory, room: float) -> int:
     """Return the nodes of the largest tree that fits and whose pass is cheap. A tree of one node is plain decoding."""
     rows, chip = -(-work.batch // work.data), work.topology.chip.name
-    pass_costs = costs.estimated((1, *TREE_SIZES), rows, costs.dtype_of(target), chip, costs.logits_of(target, chip))[
+    pass_costs = costs.estimated((1, *TREE_SIZES), rows, costs.dtype_of(target), chip, costs.shares_of(target, chip))[
         1:
     ]
     for nodes, cost in zip(TREE_SIZES, pass_costs, strict=True):

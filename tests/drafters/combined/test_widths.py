@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from toy import markov
 
-from specjax.costs import Curve, estimated, logits_of
+from specjax.costs import NO_SHARES, Curve, Shares, estimated, shares_of
 from specjax.drafters import auto, choice, prompt_lookup, suffix
 from specjax.drafters.combined.settings import WIDTHS
 from specjax.drafters.combined.widths import LOGITS_BYTES, select_passes
@@ -47,7 +47,7 @@ def test_a_mesh_splits_rows_and_vocabulary():
         size, shape = 8, {"data": 2, "model": 4}
 
     class Model:
-        mesh, vocab_size, capabilities = Mesh, 0, Capabilities()
+        mesh, vocab_size, capabilities, rewind = Mesh, 0, Capabilities(), True
 
     class Target:
         model, params = Model, {"weight": np.zeros(4)}
@@ -64,7 +64,7 @@ def test_given_widths_are_obeyed():
 def test_a_large_vocabulary_beside_few_weights_costs_more():
     """Gemma 3 270M by the compiler's schedule: a pass over 16 rows of 4 tokens costs 1.43 plain passes."""
     share = 4 * LARGE / (2 * 268e6)
-    small, large = (estimated((1, 4, 16), 16, "bfloat16", "tpu", logits) for logits in (0.0, share))
+    small, large = (estimated((1, 4, 16), 16, "bfloat16", "tpu", shares) for shares in (NO_SHARES, Shares(share)))
     assert small[1] < 1.15 < large[1] == pytest.approx(1.43, abs=0.1)
     assert large[2] > 2.32
 
@@ -76,7 +76,7 @@ def test_a_curve_also_has_costs_of_the_narrow_widths():
 
 
 def test_targets_without_parameters():
-    assert logits_of(Target(markov().model, ())) == 0
+    assert shares_of(Target(markov().model, ())) == NO_SHARES
 
 
 def test_drafters_that_contain_auto_have_its_widths_and_room_for_their_own_chains():
