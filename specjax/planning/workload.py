@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from specjax import parallel, trees
 from specjax.catalog import METHODS, Method, find_drafter, of_kind
+from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
 from specjax.catalog.schemes import check_quantize
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
@@ -26,6 +27,7 @@ from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
+from specjax.planning.inputs.native_heads import native_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
 from specjax.planning.inputs.warping import GREEDY, Warping
 
@@ -120,6 +122,8 @@ def make_workload(
     Args:
       reading: denoiser settings for a `target` that is a config. For names and files they are loaded.
       block: columns of a block of a diffusion model.
+      draft: a built-in config, a folder, a GGUF file or a config; "native" is the multi-token-prediction module of the
+        target's release or files.
       head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
       options: other options of the method as texts, by name.
@@ -137,6 +141,10 @@ def make_workload(
     check_cache_dtype(cache_dtype, "--cache-dtype")
     check_quantize(quantize, keep_quantized, "--quantize")
     slice_ = parse_topology(topology)
+    is_native = isinstance(draft, str) and draft == NATIVE
+    if is_native and head is not None:
+        raise UsageError("--head and --draft both draft; leave one out")
+    draft, head = (None, NATIVE_METHOD) if is_native else (draft, head)
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
         raise UsageError(f'--head: "{kind}" is not a kind of head; choose one of {", ".join(KINDS)}')
@@ -188,7 +196,10 @@ def make_workload(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
             f"{target_config.vocab_size}; choose a draft model of the same family"
         )
-    head_config = None if head is None else _read_head(head, target_config)
+    if is_native:
+        head_config = native_head(target, target_config)
+    else:
+        head_config = None if head is None else _read_head(head, target_config)
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     max_new_tokens = _new_tokens(context, max_new_tokens, max_positions)
     if method == "easyspec" and layer > 1:

@@ -15,6 +15,7 @@ from specjax.cli.options.processing import FrequencyOption, PresenceOption, Repe
 from specjax.cli.output.console import Console
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shapes are read"
+DRAFTS = f"Draft model: {SHAPES}; native: the target's own module"
 TargetOption = Annotated[
     str, typer.Option("--target", help=f"Target model: {SHAPES}.", show_default=False, autocompletion=completion.config)
 ]
@@ -33,7 +34,12 @@ TopologyOption = Annotated[
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", help=f"Draft model: {SHAPES}.", show_default=False, autocompletion=completion.config),
+    typer.Option(
+        "--draft",
+        help=f"{DRAFTS}.",
+        show_default=False,
+        autocompletion=completion.config,
+    ),
 ]
 HeadOption = Annotated[
     str | None,
@@ -47,7 +53,7 @@ DraftsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--draft",
-        help=f"Draft model: {SHAPES}. It can be repeated.",
+        help=f"{DRAFTS}. It can be repeated.",
         show_default=False,
         autocompletion=completion.config,
     ),

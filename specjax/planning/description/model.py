@@ -23,9 +23,9 @@ from specjax.planning.description.module import (
     count_stated,
     describe_module,
     describe_stated,
-    native_of,
 )
 from specjax.planning.inputs import model_configs
+from specjax.planning.inputs.native_heads import native_of
 from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
 from specjax.types import Target
 

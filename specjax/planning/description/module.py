@@ -11,12 +11,13 @@ from specjax.errors import UsageError
 from specjax.models.heads import mtp
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
-from specjax.models.loading.formats import gguf, hf
+from specjax.models.loading.formats import hf
 from specjax.models.loading.heads import mtp as stored_mtp
 from specjax.models.loading.heads.target_fit import target_spec
-from specjax.models.loading.mtp_dialects import BY_NAME, DIALECTS, NativeModule
+from specjax.models.loading.mtp_dialects import BY_NAME, DIALECTS
 from specjax.models.storage import num_bytes
 from specjax.planning.inputs.model_configs import num_params_of_head
+from specjax.planning.inputs.native_heads import stated_config
 from specjax.types import Target
 
 
@@ -39,14 +40,6 @@ class ModuleDescription:
     chained: str | None = None  # the state of a drafted token, see `specjax.models.heads.mtp.Chain`
 
 
-def native_of(path: Path, num_layers: int) -> NativeModule | None:
-    """Return the module in a model's folder or GGUF file, or None. Only the tables of tensors are read."""
-    if path.is_dir():
-        has_weights = any(any(path.glob(f"*{suffix}")) for suffix in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES))
-        return hf.find_module(path, num_layers) if has_weights else None
-    return gguf.find_module(path, num_layers) if path.suffix == ".gguf" else None
-
-
 def describe_module(target: Target) -> ModuleDescription:
     """Return the description of the module `target.native`. The parameters of the target may be shapes.
 
@@ -65,9 +58,7 @@ def describe_module(target: Target) -> ModuleDescription:
 
 def describe_stated(config: Any, dialect: str) -> ModuleDescription:
     """Return the description of the module that a built-in config's release has, of the form `dialect`."""
-    row = BY_NAME[dialect]
-    flags = {name: getattr(row, name) for name in stored_mtp.FLAGS if name not in stored_mtp.OWN_FLAGS}
-    return _of_config(mtp.of_target(config, **flags), dialect, True)
+    return _of_config(stated_config(config, dialect), dialect, True)
 
 
 def count_stated(folder: Path) -> int:

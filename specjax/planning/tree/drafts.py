@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from specjax import costs
 from specjax.catalog import Method, of_kind
+from specjax.catalog.defaults import NATIVE
 from specjax.errors import UsageError
 from specjax.models import abstract_params, make_model
 from specjax.models.heads.kinds import abstract_head
@@ -128,6 +129,8 @@ def flags_of(candidate: Candidate, spec: str | None, depth: int) -> str:
     if spec is None:
         return "--method autoregressive"
     size = f"--num-draft-tokens {depth}" if candidate.is_chain else f"--tree {spec}"
+    if candidate.name == NATIVE:
+        return f"--draft {NATIVE} --method {candidate.method} {size}"
     if candidate.head is not None:
         return f"--draft FOLDER {size}"
     if candidate.draft is not None:

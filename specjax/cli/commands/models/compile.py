@@ -18,6 +18,7 @@ It needs the compiler (pip install 'specjax\\[tpu-compile]' for v5e:2x2 and
 other TPUs, 'specjax\\[gpu-compile]' for h200:1 or h100:8), but no device and no
 weights. --target and --draft are shapes only: a built-in config
 (llama3_8b, smollm2_135m, ...), a folder with a config.json, or a GGUF file.
+--draft native is the multi-token-prediction module of the target's own release.
 
 The report covers prefill, one step and the whole loop, per device: memory in
 the compiler's layout (args + temps + out - alias), the minimum and the actual
@@ -53,8 +54,8 @@ def compile_(
         str | None,
         typer.Option(
             "--method",
-            help="A method of `specjax methods`. Default: that of --head; two_model with --draft; sdar or llada for "
-            "diffusion models.",
+            help="A method of `specjax methods`. Default: that of --head; mtp with --draft native; two_model with "
+            "another --draft; sdar or llada for diffusion models.",
             show_default=False,
             autocompletion=completion.words("drafters", "diffusion"),
         ),
@@ -67,7 +68,7 @@ def compile_(
     same_bits: o.SameBitsOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    named = method or (head and head.partition(":")[0]) or (draft and "two_model")
+    named = method or (head and head.partition(":")[0]) or (draft and ("mtp" if draft == "native" else "two_model"))
     options = read_settings(settings, named or _default_method(target)) if settings else {}
 
     from specjax.cli.output.console import Console, print_json
