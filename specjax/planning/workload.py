@@ -196,10 +196,11 @@ def make_workload(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
             f"{target_config.vocab_size}; choose a draft model of the same family"
         )
+    head_config: Any = None
     if is_native:
         head_config = native_head(target, target_config)
-    else:
-        head_config = None if head is None else _read_head(head, target_config)
+    elif head is not None:
+        head_config = _read_head(head, target_config)
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     max_new_tokens = _new_tokens(context, max_new_tokens, max_positions)
     if method == "easyspec" and layer > 1:
