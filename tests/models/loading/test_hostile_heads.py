@@ -7,7 +7,7 @@ import json
 import dialects as d
 import pytest
 from head_oracles import target
-from heads import numbered_head
+from heads import OF_OTHER_TARGETS, numbered_head
 from hostile import as_json, attacks, changed_json, survives
 
 from specjax import save_head
@@ -16,7 +16,7 @@ from specjax.models.loading.heads import read_head, recognise
 
 
 @pytest.mark.parametrize(("rng", "count"), attacks(10, 6_000))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - OF_OTHER_TARGETS))
 def test_heads(kind, rng, count, tmp_path):
     """The config and the tensor header of every kind are damaged, in the layout that specjax writes."""
     save_head(tmp_path, numbered_head(kind, target()), target=target())
