@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import batch_axes, scopes
+from specjax.arrays import batch_axes
 from specjax.arrays.branching import narrow_or_wide
 from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows, are_large
@@ -33,7 +33,7 @@ from specjax.types import (
 )
 from specjax.verifiers import greedy
 from specjax.verifiers.node_logits import NodeLogits, UnstoredLogits
-from specjax.verifiers.raw_logprobs import raw_logprobs
+from specjax.verifiers.token_logprobs import raw_logprobs, token_logprobs
 
 ObserveFn = Callable[[TokenTree, Verdict, Output], PyTree]
 PromptFn = Callable[[TokenTree], SoftPrompts]
@@ -273,21 +273,7 @@ def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogit
         logits = NodeLogits(raw, lambda rows, node: rows, sampling)
     elif parts.verifier.guarantee == "greedy":  # a distribution over one token
         return jnp.zeros(tree.tokens.shape)
-    tokens, index = operations.emitted_tokens(tree, verdict), jnp.arange(tree.tokens.shape[1])
-
-    def at(place: Array, logprobs: Array) -> Array:
-        column = lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, keepdims=False)
-        row = logits.at(jnp.maximum(column(verdict.path), 0))  # [B, V]
-        # A reduction over the vocabulary, because a mesh may split it.
-        is_token = jnp.arange(row.shape[1]) == column(tokens)[:, None]
-        log_p = jnp.max(jnp.where(is_token, row, -jnp.inf), 1) - jax.nn.logsumexp(row, 1)
-        return jnp.where((index == place) & (place < verdict.num_nodes[:, None]), log_p[:, None], logprobs)
-
-    zeros = jnp.zeros(tree.tokens.shape)
-    if len(index) == 1:
-        return at(jnp.int32(0), zeros)
-    with jax.named_scope(scopes.WALK):
-        return jax.lax.fori_loop(0, jnp.max(verdict.num_nodes), at, zeros)
+    return token_logprobs(tree, verdict, logits)
 
 
 def emit(parts: Parts, state: DecodeState, tree: TokenTree, verdict: Verdict, sound: Array) -> Emitted:

@@ -147,11 +147,6 @@ class Batch:
         return None in self._rows
 
     @property
-    def has_results(self) -> bool:
-        """Return True if `collect` has a step to read."""
-        return self._finished is not None
-
-    @property
     def is_reading(self) -> bool:
         """Return True if a prompt is being read."""
         return bool(self._readers)
