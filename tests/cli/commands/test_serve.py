@@ -9,7 +9,10 @@ import time
 import httpx
 import pytest
 
+from specjax.cli.commands.serve import ServerOptions
 from specjax.server import run
+from specjax.serving.pace import MAX_SLOWDOWN
+from specjax.serving.prefixes import PREFIX_GIB
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,11 @@ from specjax.server import run
 )
 def test_wrong_flags(refused, flags, message):
     assert message in refused("serve", "--max-new-tokens", 64, *flags)
+
+
+def test_defaults_are_those_of_python():
+    options = ServerOptions()
+    assert (options.prefix_gib, options.max_slowdown) == (PREFIX_GIB, MAX_SLOWDOWN)
 
 
 def test_a_port_that_is_taken(refused):
