@@ -151,10 +151,10 @@ def commit_path(memory: RecurrentState, updates: Updates, path: Array, num_nodes
     # Values of other nodes may be anything, so they are masked and not multiplied by 0.
     value = jnp.where(is_committed[..., None, None], at_path(updates.value), 0) * weight[..., None]
     key = jnp.where(is_committed[..., None, None], at_path(updates.key), 0)
-    groups, state = key.shape[2], memory.state
-    grouped = value.reshape(*value.shape[:2], groups, -1, value.shape[3])
-    added = jnp.einsum("bpgd,bpgrv->bgrdv", key, grouped, precision=EXACT)
-    changed = jnp.exp(jnp.sum(last[:, 0], -1))[:, :, None, None] * state + added.reshape(state.shape)
+    state = memory.state
+    key = jnp.repeat(key, value.shape[2] // key.shape[2], 2)
+    added = jnp.einsum("bphd,bphv->bhdv", key, value, precision=EXACT)
+    changed = jnp.exp(jnp.sum(last[:, 0], -1))[:, :, None, None] * state + added
     return RecurrentState(window, jnp.where((num_nodes > 0)[:, None, None, None], changed, state))
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specjax import compile_report, plan
+from specjax.configs.qwen3_5_0_8b import qwen3_5
 from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.planning import hlo, training_report
@@ -167,6 +168,21 @@ def test_a_learned_head_by_its_kind_alone():
     (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",))
     assert step.compiles and step.kernel_calls == 6 + 2 + 2  # a choice of tokens on each level
     assert not [finding for finding in step.findings if finding["kind"] == "copy"]
+
+
+def test_a_tree_over_recurrent_layers_copies_no_state():
+    """The sum over the path is fused with the decay of the state, so the state is read and written once."""
+    hybrid = qwen3_5(
+        "hybrid", width=256, num_layers=4, mlp_width=512, heads=(4, 2), delta_heads=(16, 32), dtype="bfloat16"
+    )
+    hybrid = dataclasses.replace(hybrid, vocab_size=2048, max_positions=4096)
+    work = make_workload(hybrid, "v5e:1x1", context=256, max_new_tokens=32)
+    (step,) = compile_programs(work, cache=False, notify=lambda name: None, only=("step",), nodes=16)
+    state = 32 * 128 * 128 * 4  # bytes of a layer
+    assert step.compiles and step.memory.aliased > 3 * state
+    assert not step.findings
+    large = build(work, 16)[0].programs[1].large
+    assert ("f32", (1, 1, 32, 128, 128)) in large  # copies of states would be findings
 
 
 def test_copies_of_a_draft_model_are_listed_too():
