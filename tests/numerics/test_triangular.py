@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays import platforms
 from specjax.numerics.triangular import solve_unit_lower, unit_lower_inverse
 
 
@@ -22,3 +23,17 @@ def test_long_systems_are_solved_by_blocks():
     a, right = np.tril(rng.normal(size=(2, 150, 150)), -1) / 12, rng.normal(size=(2, 150, 3))
     x = jax.jit(solve_unit_lower)(jnp.asarray(a, jnp.float32), jnp.asarray(right, jnp.float32))
     np.testing.assert_allclose(x, np.linalg.solve(np.eye(150) + a, right), rtol=1e-3, atol=1e-4)
+
+
+def test_the_library_of_gpus_solves_the_same_systems(monkeypatch):
+    """The call is the same on a CPU, which substitutes in LAPACK."""
+    rng = np.random.default_rng(0)
+    a, right = np.tril(rng.normal(size=(2, 3, 16, 16)), -1) / 4, rng.normal(size=(2, 3, 16, 5))
+    matrix = jnp.asarray(a, jnp.float32)
+    by_products = jax.jit(solve_unit_lower)(matrix, jnp.asarray(right, jnp.float32))
+    monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
+    lowered = jax.jit(lambda a, b: solve_unit_lower(a, b)).lower(matrix, jnp.asarray(right, jnp.float32))
+    assert "triangular" in lowered.as_text() or "trsm" in lowered.as_text()
+    x = lowered.compile()(matrix, jnp.asarray(right, jnp.float32))
+    np.testing.assert_allclose(x, np.linalg.solve(np.eye(16) + a, right), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(x, by_products, rtol=1e-4, atol=1e-5)
