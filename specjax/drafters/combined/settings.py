@@ -15,6 +15,7 @@ from specjax.drafters.combined.widths import PassWidths, select_passes
 from specjax.drafters.tables.token_recycling import best_paths, token_recycling
 from specjax.errors import UsageError
 from specjax.models.heads.contract import Head
+from specjax.numerics.validation import MAX_NODES
 from specjax.trees import Builder
 from specjax.trees.node_statistics import DraftShape, make_shape
 from specjax.trees.shape_search.best_shapes import Paths
@@ -119,6 +120,8 @@ def make_config(
         num_recycled = 40 if on_cpu else 80
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
         raise UsageError(f"widths must rise from 1, such as 1, 4, 8, not {list(widths)}")
+    if widths[-1] > MAX_NODES:
+        raise UsageError(f"widths must be at most {MAX_NODES}, not {widths[-1]}")
     costs_of.check(costs, len(widths), "width")
     if head is None and (head_tree is not None or head_cost is not None):
         raise UsageError("head_tree and head_cost need a draft head; give one, or leave them out")

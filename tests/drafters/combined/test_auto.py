@@ -183,6 +183,8 @@ def test_bad_settings():
         auto(9, widths=(2, 4))
     with pytest.raises(UsageError, match="widths must rise from 1"):
         auto(9, widths=())
+    with pytest.raises(UsageError, match="widths must be at most 4096, not 100000000"):
+        auto(9, widths=(1, 10**8))
     with pytest.raises(UsageError, match="num_nodes must be from 1 to 80, not 0"):
         auto(9, num_recycled=0)
     with pytest.raises(UsageError, match="one positive number per width"):
