@@ -148,10 +148,14 @@ def _attention_fields(config: Config, layout: Layout | None, module_of: Callable
             run_layers=run or loop,
         )  # fmt: skip
 
+    def queries(params, streams, positions):
+        return module_of(params).queries(streams, positions)
+
     return {
         "init_cache": init_cache,
         "forward": forward,
         "commit": kv.commit if layout is None else layout.commit,
+        "queries": queries if layout is None else None,
         "shardings": None if layout is None else layout.cache,
         "capabilities": Capabilities(
             config.num_layers,

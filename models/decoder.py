@@ -170,6 +170,9 @@ class DecoderBlock(nnx.Module):
     def keys(self, x, inputs: L.LayerInputs):
         return self.attention.keys(_normalize(self.attention_norm, x), inputs)
 
+    def queries(self, x, shared: L.PassInputs, settings: L.AttentionSettings) -> Array:
+        return self.attention.queries(_normalize(self.attention_norm, x), shared, settings)
+
     def feed(self, x, shared: L.PassInputs):
         return _normalize(self.mlp_post_norm, shared.sum(self.mlp(_normalize(self.mlp_norm, x)), "mlp"))
 
@@ -237,3 +240,17 @@ class Decoder(LanguageModel):
         stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
         hidden = self.norm(stream[-1])
         return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+
+    def queries(self, streams: tuple[Array, ...], positions: Array) -> tuple[Array, ...]:
+        """Return the queries [B, T, H, h] of each layer, rotated and scaled.
+
+        streams: the residual stream [B, T, D] at the input of each layer.
+        """
+        layers, settings = self.layers, self.config.attention_settings(positions)
+        shared = L.PassInputs(positions, positions, jnp.zeros(()), jnp.zeros(()), None)  # attention is not computed
+
+        def of_layer(i: int, x: Array) -> Array:
+            block = layers[i] if isinstance(layers, nnx.List) else L.LayerWeights(*nnx.split(layers), i).block()
+            return block.queries(x, shared, settings.at_layer(i))
+
+        return tuple(of_layer(i, x) for i, x in enumerate(streams))

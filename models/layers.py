@@ -262,7 +262,7 @@ class Attention(nnx.Module):
             new = self._to_cache(k, v, inputs)
         else:
             (q,), new = self._by_heads(shared, self.q(x)), inputs.keys
-        q = self._rotate(self._normalize(self.q_norm, q), inputs)
+        q = self._rotate(self._normalize(self.q_norm, q), settings)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, layer_cache.earlier, new) if layer_cache.earlier else new
         attend: Callable[..., Array] = functools.partial(
@@ -281,6 +281,11 @@ class Attention(nnx.Module):
         if self.output_gate is not None:
             out = out * jax.nn.sigmoid(self.output_gate(x)[:, : out.shape[1]])
         return shared.sum(self.o(pad_tokens(out, x.shape[1])), "heads"), new
+
+    def queries(self, x, shared: PassInputs, settings: AttentionSettings) -> Array:
+        """Compute only the queries [B, T, H, h] of `__call__`, rotated and scaled."""
+        q = self._project(x, shared)[0] if self.joined else self._by_heads(shared, self.q(x))[0]
+        return self._rotate(self._normalize(self.q_norm, q), settings) * self.scale
 
     def keys(self, x, inputs: LayerInputs):
         """Compute only the (k, v) [B, K, T, h] of `__call__`, for a skipped layer whose cache later tokens read."""
@@ -316,7 +321,7 @@ class Attention(nnx.Module):
 
     def _to_cache(self, k: Array, v: Array, inputs: LayerInputs):
         """Convert keys and values [B, T, K, h] to the form of the cache [B, K, T, h]."""
-        k = self._rotate(self._normalize(self.k_norm, k), inputs)
+        k = self._rotate(self._normalize(self.k_norm, k), inputs.settings)
         v = v if self.value_eps is None else divide_by_rms(v.astype(jnp.float32), self.value_eps).astype(v.dtype)
         return kv.to_cache_dtype(k.swapaxes(1, 2), inputs.cache.k), kv.to_cache_dtype(v.swapaxes(1, 2), inputs.cache.v)
 
@@ -326,9 +331,9 @@ class Attention(nnx.Module):
             return x if norm is None else norm(x)
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-    def _rotate(self, x: Array, inputs: LayerInputs) -> Array:
+    def _rotate(self, x: Array, settings: AttentionSettings) -> Array:
         """Rotate queries or keys [B, T, H, h] by their positions, if the model does."""
-        rotation = inputs.settings.rotation
+        rotation = settings.rotation
         return x if rotation is None else rotate(x, rotation, self.same_bits)
 
 

@@ -196,6 +196,10 @@ class Model(NamedTuple):
     these functions. `best(params, hidden[B, T, D], k) -> Best` returns the k likeliest tokens of the head without an
     array of all logits. It must agree with `forward`, so a model with another `forward` replaces it. None: the logits
     are always computed as a whole.
+
+    `queries(params, streams, positions[B, T]) -> queries` returns the queries [B, T, H, h] of each layer, rotated and
+    scaled, so that their products with cached keys are attention scores. `streams` is the residual stream [B, T, D] at
+    the input of each layer. None: the cache is not one of keys and values, or it is spread over a mesh.
     """
 
     init_cache: Callable[..., PyTree]
@@ -214,6 +218,7 @@ class Model(NamedTuple):
     unembed: Callable[[PyTree, Array], Array] | None = None
     head: Callable[[PyTree, Array], Array] | None = None
     best: Callable[[PyTree, Array, int], Best] | None = None
+    queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     base_config: Any = None  # that of the model whose layers a variant without a configuration runs

@@ -7,6 +7,7 @@ from specjax.drafters.heads.head_drafter import head_drafter
 from specjax.drafters.heads.ppd import ppd
 from specjax.drafters.layers.dynamic_exit import dynamic_exit
 from specjax.drafters.layers.early_exit import early_exit
+from specjax.drafters.layers.sparse_cache import sparse_cache
 from specjax.drafters.layers.superposed import superposed
 from specjax.drafters.layers.swift import swift
 from specjax.drafters.layers.thinned import thinned
@@ -47,6 +48,7 @@ __all__ = [
     "rapid",
     "rasd",
     "rest",
+    "sparse_cache",
     "stand",
     "stree",
     "suffix",

@@ -68,6 +68,7 @@ OPTIONS = {
     "suffix": {"num_tokens": 5},
     "rapid": {"num_tokens": 3, "budget": 12, "chunk": 4, "query": 3, "max_new_tokens": 20},
     "rest": {"num_nodes": 7, "depth": 4, "max_span": 4, "num_paths": 8},
+    "sparse_cache": {"budget": 12, "window": 4, "refresh": 6, "pays_from": 0},
     "superposed": {"exit_layer": 1, "num_tokens": 3, "drafts": 2},
     "thinned": {"depth": "calm:0.3,every=1", "num_tokens": 3},
     "stree": {"tree": "beam:2x2"},

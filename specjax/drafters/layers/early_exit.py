@@ -92,8 +92,10 @@ def _propose(builder: Builder, exit_layer: int, params, keys, state, context: Co
     return self_draft(builder, keys, context, limit, layers), state
 
 
-def self_draft(builder: Builder, keys: Array | None, context: Context, limit: Array, layers: Sublayers) -> TokenTree:
-    """Grow a tree with `builder` from the sublayers `layers` of the target.
+def self_draft(
+    builder: Builder, keys: Array | None, context: Context, limit: Array, layers: Sublayers | None
+) -> TokenTree:
+    """Grow a tree with `builder` from the sublayers `layers` of the target; None: from all.
 
     The root is fed first. Every pass reads the target's cache and the earlier passes. A row that has finished its draft
     runs no layers, and a pass that no row needs does not run.
@@ -114,7 +116,7 @@ def self_draft(builder: Builder, keys: Array | None, context: Context, limit: Ar
 
 def score_below(
     context: Context,
-    layers: Sublayers,
+    layers: Sublayers | None,
     tokens: Array | Mixture,
     depth: Array,
     below: Array,
@@ -124,6 +126,7 @@ def score_below(
 ) -> tuple[Array, PyTree]:
     """Run the sublayers `layers` on F nodes at `depth` int32[B, F]; return logits [B, F, V] and pending cache entries.
 
+    Without `layers`, all run.
     No layers run for a row without True in `below` bool[B, F], which marks the nodes to draft below. The logits of such
     a row are meaningless. If no row drafts, the results are zeros and the model does not run.
     """
@@ -131,10 +134,12 @@ def score_below(
     drafting = jnp.any(below, 1)
 
     def run():
-        earlier_too = {} if earlier is None else {"earlier": earlier}
+        optional: dict[str, PyTree] = {} if earlier is None else {"earlier": earlier}
+        if layers is not None:
+            optional["layers"] = jax.tree.map(lambda runs: runs & drafting[:, None], layers)
         output, pending = target.model.forward(
             target.params, tokens, context.cache, positions=context.length[:, None] - 1 + depth, mask=mask,
-            layers=jax.tree.map(lambda runs: runs & drafting[:, None], layers), **earlier_too,
+            **optional,
         )  # fmt: skip
         return output.logits, pending
 

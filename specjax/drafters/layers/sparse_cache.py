@@ -1,0 +1,292 @@
+"""Sparse-cache self-drafting: the target drafts over a small part of its own cache, and verifies over all of it.
+
+With a long text a plain pass mostly reads the cache. A draft pass reads the weights and `budget` cached tokens only.
+The selections of tokens are those of
+  sinks: Xiao et al. 2023, StreamingLLM (arXiv 2309.17453): the first tokens and the most recent ones;
+  snapkv: Li et al. 2024, SnapKV (arXiv 2404.14469), as in Chen et al. 2024, MagicDec (arXiv 2408.11049): the tokens to
+    which the last `window` tokens attend most, and these tokens, for each layer and key/value head;
+  retrieval: Sun et al. 2024, TriForce (arXiv 2404.11912): the chunks whose mean key has the largest product with the
+    newest query, the first chunk and the newest one, for each layer and key/value head.
+
+Rule: q(. | text) is the distribution of the target over the selected tokens and the newer ones. Keys keep the rotation
+of their positions. After a step, the entries of accepted tokens are copied from the target's cache.
+Guarantee: distribution (verified with the q that was sampled).
+Deviations: SnapKV and TriForce select once, after the prompt. Here the tokens are selected again after `refresh` new
+ones, so the memory does not grow with the output. SnapKV's sum of attention is smoothed by a mean over five tokens; the
+papers take a mean or a maximum. TriForce's retrieval takes the sum over the query heads of a key/value head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
+from specjax.arrays.texts import causal_mask
+from specjax.catalog import Method, Option, shared
+from specjax.drafters.layers.early_exit import context_target, self_draft
+from specjax.errors import UsageError
+from specjax.models import cache as kv
+from specjax.numerics.quantization import BITS, Quantized
+from specjax.numerics.validation import check_integer
+from specjax.retrieval import cached_tokens
+from specjax.trees import Builder
+from specjax.types import Array, Context, Drafter, Hooks, Model, PyTree, Target, Traits, TreeSize
+
+METHOD = Method(
+    name="sparse_cache",
+    kind="drafter",
+    guarantee="distribution",
+    summary="drafts with the target over a small part of its own cache, for long texts",
+    paper="Chen et al. 2024, MagicDec, arXiv 2408.11049",
+    options=(
+        shared.num_tokens(3),
+        shared.TREE,
+        shared.STOP,
+        Option("selection", ("sinks", "snapkv", "retrieval"), "snapkv", "selection of cached tokens"),
+        Option("budget", "int", 256, "cached tokens that a draft reads, besides those that are newer"),
+        Option("sinks", "int", 4, "first tokens of the text that the selection sinks keeps"),
+        Option("window", "int", 32, "last tokens whose attention decides, for the selection snapkv"),
+        Option("chunk", "int", 8, "tokens per chunk, for the selection retrieval"),
+        Option("refresh", "int", 256, "new tokens after which the tokens are selected again"),
+        Option(
+            "pays_from", "int", None, "tokens of the text from which a row drafts; default: from the bytes of a pass"
+        ),
+    ),
+    draft_cost=1.0,
+    arguments=("target",),
+)
+
+SELECTIONS = ("sinks", "snapkv", "retrieval")
+
+
+class Settings(NamedTuple):
+    """Settings of the selection, as in `sparse_cache`."""
+
+    selection: str
+    budget: int
+    sinks: int
+    window: int
+    chunk: int
+    refresh: int
+    pays_from: int | None
+
+
+class State(NamedTuple):
+    """The small cache of each row."""
+
+    small: kv.KVCache  # selected tokens in the order of the text, then newer ones
+    read: Array  # int32[B], tokens of the text that it was made from; 0: it is empty
+
+
+def sparse_cache(
+    target: Target,
+    *,
+    num_tokens: int = 3,
+    tree: Builder | None = None,
+    stop: trees.Stop | None = None,
+    selection: str = "snapkv",
+    budget: int = 256,
+    sinks: int = 4,
+    window: int = 32,
+    chunk: int = 8,
+    refresh: int = 256,
+    pays_from: int | None = None,
+) -> Drafter:
+    """Draft a chain of `num_tokens` tokens, or a `tree`, with the target over `budget` tokens of its cache.
+
+    Args:
+      stop: the condition that ends a row's draft, such as `trees.stops.confidence(0.6)`.
+      selection: "sinks", "snapkv" or "retrieval".
+      budget: selected tokens. A draft also reads up to `refresh` newer tokens.
+      pays_from: length of the text from which a row drafts. Shorter rows decode plainly. None: the length at which the
+        cache of all rows has a quarter of the bytes of the weights, and at least twice the budget.
+
+    State: a cache of budget + refresh tokens per row. Raises: UsageError for a setting out of range, and for a target
+      without a cache of keys and values on one device, or with windows of attention.
+    """
+    settings = Settings(selection, budget, sinks, window, chunk, refresh, pays_from)
+    _check(target.model, settings)
+    return _functions(target.model, trees.make_builder(num_tokens, tree, stop), settings)
+
+
+def _check(model: Model, settings: Settings) -> None:
+    if model.queries is None or model.config is None:
+        reason = "has no cache of keys and values on one device"
+    elif model.config.window is not None:
+        reason = "attends within windows, which a selection would shift"
+    else:
+        reason = None
+    if reason:
+        raise UsageError(f"the model {model.name} {reason}, which sparse_cache needs; choose a method such as auto")
+    if settings.selection not in SELECTIONS:
+        raise UsageError(f'selection must be one of {", ".join(SELECTIONS)}, not "{settings.selection}"')
+    for name in ("sinks", "window", "chunk", "refresh"):
+        check_integer(name, getattr(settings, name))
+    check_integer("budget", settings.budget, _smallest_budget(settings))
+    if settings.pays_from is not None:
+        check_integer("pays_from", settings.pays_from, 0)
+
+
+def _smallest_budget(settings: Settings) -> int:
+    """Return the tokens that a selection always keeps, and one more."""
+    always = {"sinks": settings.sinks, "snapkv": settings.window, "retrieval": 2 * settings.chunk}
+    return always[settings.selection] + 1
+
+
+@functools.cache
+def _functions(model: Model, builder: Builder, settings: Settings) -> Drafter:
+    newer = settings.refresh + builder.max_depth + 1
+
+    def init(params, context: Context) -> State:
+        batch = len(context.length)
+        capacity = settings.budget + newer + builder.num_nodes
+        small = model.init_cache(context_target(context).params, None, batch, capacity)
+        return State(small, jnp.zeros((batch,), jnp.int32))
+
+    def propose(params, keys, state: State, context: Context, limit: Array):
+        start = _pays_from(settings, context)
+        limit = jnp.where(context.length >= start, limit, 0)
+        state = _follow(model, settings, builder.max_depth + 1, state, context, limit > 0)
+        tree = self_draft(builder, keys, context._replace(cache=state.small), limit, None)
+        return tree, state
+
+    def resume(params, state: State, length: Array) -> State:
+        is_valid = length > state.read
+        return State(
+            state.small._replace(length=jnp.where(is_valid, state.small.length, 0)), jnp.where(is_valid, state.read, 0)
+        )
+
+    return Drafter(
+        propose=propose,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        init=init,
+        traits=Traits(draws=builder.draws, widths=builder.widths, rewinds=False),
+        hooks=Hooks(resume=resume, axes=lambda state: State(model.axes(state.small), 0)),
+    )
+
+
+def _pays_from(settings: Settings, context: Context) -> int:
+    """Return the length of the text from which a row drafts.
+
+    A draft pass reads W + B b k bytes and the target's pass W + B S k, with W bytes of weights and k bytes per cached
+    token. Three drafts with an acceptance rate of 0.85 pay from about B S k = W / 4 on.
+    """
+    if settings.pays_from is not None:
+        return settings.pays_from
+    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    cache = context.cache
+    per_token = size((cache.k, cache.v)) / _num_slots(cache.k)  # of all rows
+    return max(2 * settings.budget, math.ceil(size(context_target(context).params) / (4 * per_token)))
+
+
+def _follow(
+    model: Model, settings: Settings, count: int, state: State, context: Context, drafting: Array
+) -> State:  # fmt: skip
+    """Bring the small caches of rows that draft, bool[B], up to the text.
+
+    count: the most tokens that a step adds to the text.
+    """
+    cached = context.length - 1  # tokens in the target's cache
+    is_new = state.read == 0
+    is_full = state.small.length + cached - state.read > settings.budget + settings.refresh
+    # A row that did not draft for a while has missed more tokens than are copied at once.
+    is_behind = cached - state.read > count
+    again = drafting & (is_new | is_full | is_behind) & (cached > 0)
+    # A branch would copy the cache; a loop of zero or one iterations writes in place.
+    reselect = lambda _, state: _select(model, settings, state, context, again)
+    state = jax.lax.fori_loop(0, jnp.any(again).astype(jnp.int32), reselect, state)
+    newer = jnp.where(drafting, cached - state.read, 0)
+    pending = _entries(context.cache, state.read, count)
+    path = jnp.broadcast_to(jnp.arange(count), (len(cached), count))
+    return State(model.commit(state.small, pending, path, newer), state.read + newer)
+
+
+def _entries(cache: kv.KVCache, start: Array, count: int) -> kv.Pending:
+    """Return the entries of `count` tokens from `start` int32[B] on, as pending ones."""
+
+    def read(slots: Array, rows: int) -> Array:
+        tokens = rows + kv.ROWS_BEFORE_TOKENS
+        of_row = lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, count, tokens - 1)
+        return jax.vmap(of_row, (rows, 0), rows)(slots, start)
+
+    axes = kv.axes(cache)
+    k, v = jax.tree.map(read, (cache.k, cache.v), (axes.k, axes.v))
+    return kv.Pending(k, v, start[:, None] + jnp.arange(count), jnp.zeros_like(start))
+
+
+def _select(model: Model, settings: Settings, state: State, context: Context, rows: Array) -> State:
+    """Select tokens anew for `rows` bool[B]."""
+    cached, cache, small = context.length - 1, context.cache, state.small
+    slots = _select_slots(model, settings, context, cached)
+    if kv.has_layer_axis(cache.k):
+        gather = lambda old, keys: _gather(old, keys, slots)
+    else:
+        gather = lambda old, keys: tuple(map(_gather, old, keys, slots))
+    length = jnp.sum(slots[0, :, 0] < cached[:, None], -1)
+    selected = State(kv.KVCache(gather(small.k, cache.k), gather(small.v, cache.v), length), cached)
+    return batch_axes.where_rows(rows, selected, state, State(model.axes(small), 0))
+
+
+def _gather(old: PyTree, keys: PyTree, slots: Array) -> PyTree:
+    """Return `old` with the entries of `keys` at `slots` int32[..., B, K or 1, b] in its first b slots."""
+    axis = slots.ndim - 1
+
+    def of_array(old: Array, keys: Array) -> Array:
+        index = jnp.minimum(slots, keys.shape[axis] - 1)  # no token is read at places without one
+        index = index.reshape(index.shape + (1,) * (keys.ndim - index.ndim))
+        return jax.lax.dynamic_update_slice(old, take_along(keys, index, axis), (0,) * old.ndim)
+
+    return jax.tree.map(of_array, old, keys)
+
+
+def _select_slots(model: Model, settings: Settings, context: Context, cached: Array) -> Array:
+    """Return the selected slots of each layer and key/value head, int32[layers, B, K or 1, budget]."""
+    cache, layers = context.cache, model.capabilities.num_layers
+    if settings.selection == "sinks":
+        slots = cached_tokens.ends_of_text(cached, _num_slots(cache.k), settings.budget, settings.sinks)
+        return jnp.broadcast_to(slots[None, :, None], (layers, len(cached), 1, settings.budget))
+    queries, positions = _last_queries(model, context, cached, settings.window if settings.selection == "snapkv" else 1)
+
+    def of_layer(inputs: tuple[Array, PyTree]) -> Array:
+        query, key = inputs[0], _floats(inputs[1])
+        if settings.selection == "snapkv":
+            return cached_tokens.most_attended(query, positions, key, cached, settings.budget)
+        return cached_tokens.nearest_chunks(query[:, 0], key, cached, settings.budget, settings.chunk)
+
+    if kv.has_layer_axis(cache.k):
+        return jax.lax.map(of_layer, (jnp.stack(queries), cache.k))
+    return jnp.stack([of_layer(pair) for pair in zip(queries, cache.k, strict=True)])
+
+
+def _last_queries(model: Model, context: Context, cached: Array, count: int) -> tuple[tuple[Array, ...], Array]:
+    """Return the queries of the last `count` cached tokens in each layer, and their positions int32[B, count]."""
+    target = context_target(context)
+    start = jnp.maximum(cached - count, 0)
+    positions = start[:, None] + jnp.arange(count)
+    tokens = take_along(context.tokens, positions, 1)
+    output, _ = target.model.forward(
+        target.params, tokens, model.rewind_cache(context.cache, start), positions=positions,
+        mask=causal_mask(*tokens.shape), taps=tuple(range(model.capabilities.num_layers)),
+    )  # fmt: skip
+    assert model.queries is not None
+    return model.queries(target.params, output.taps, positions), positions
+
+
+def _floats(key: PyTree) -> Array:
+    """Return the keys of a layer as floating-point numbers."""
+    if isinstance(key, Quantized):
+        return key.values * key.scale[..., None]
+    return jax.lax.bitcast_convert_type(key, jnp.bfloat16) if key.dtype == BITS else key
+
+
+def _num_slots(keys: PyTree) -> int:
+    """Return the slots of a cache."""
+    first = keys if kv.has_layer_axis(keys) else keys[0]
+    return (first.values if isinstance(first, Quantized) else first).shape[-2]
