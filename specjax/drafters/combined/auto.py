@@ -44,7 +44,10 @@ from specjax.drafters.combined.settings import Config
 from specjax.drafters.combined.widths import RECENT, PassWidths, best_width, weight_of
 from specjax.drafters.heads import head_drafter, pending_pairs
 from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup, recycled_tree
+from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.retrieval import rollouts
+from specjax.retrieval.rollouts import Rollouts, RolloutSources
 from specjax.trees import node_statistics, operations
 from specjax.trees.node_statistics import Counts, Drafted, NodeStatistics
 from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, TokenTree, Traits, TreeSize
@@ -92,6 +95,7 @@ class AutoHistory(NamedTuple):
 
     recycled: Recycled | tuple[()]
     counts: Counts  # [CLASSES]
+    rollouts: Rollouts | tuple[()] = ()  # texts to copy from, see `with_rollouts`
 
 
 class Params(NamedTuple):
@@ -118,6 +122,7 @@ class State(NamedTuple):
     matrix: Recycled
     record: DraftRecord
     head: HeadState | tuple[()] = ()
+    sources: RolloutSources | tuple[()] = ()  # the rollouts that each row copies from
 
 
 class RankedDraft(NamedTuple):
@@ -173,6 +178,23 @@ def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Dr
     return auto(target.model.vocab_size, head=head, dtype=costs_of.dtype_of(target), **options)
 
 
+def with_rollouts(drafter: Drafter, texts: Rollouts) -> Drafter:
+    """Return an `auto` whose rows also copy from samples of their prompts: earlier ones and those of the batch.
+
+    The draft of a row then depends on the committed texts of its siblings, never on a token that is still to be drawn.
+    So the guarantee is the same. The arrays are parameters: other texts of the same shape run the same program.
+
+    Raises: UsageError for another drafter.
+    """
+    if getattr(drafter.propose, "func", None) not in (_propose, _propose_with_head):
+        raise UsageError("only the drafter auto copies from rollouts; choose auto, or leave rollouts out")
+    params = drafter.params
+    history = params.history if isinstance(params, Params) else params
+    counts = jnp.zeros(len(node_classes.prior(isinstance(params, Params))))
+    history = (history or AutoHistory((), Counts(counts, counts)))._replace(rollouts=texts)
+    return drafter.replace(params=params._replace(history=history) if isinstance(params, Params) else history)
+
+
 @functools.cache
 def _functions(config: Config) -> Drafter:
     """Return the drafter without its parameters."""
@@ -204,10 +226,12 @@ def _init(config: Config, params, context: Context) -> State:
     matrix = config.recycling.init((), context)
     past = node_statistics.init(len(config.prior), context.tokens.shape[0], config.shape)
     record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0))
+    texts = _history(config, params).rollouts
+    sources = rollouts.find_sources(texts, context) if isinstance(texts, Rollouts) else ()
     if config.head is None:
-        return State(matrix, record)
+        return State(matrix, record, sources=sources)
     read = pending_pairs.init_state(config.head, params.head, context, config.window)
-    return State(matrix, record, HeadState(read, head_schedule.init_schedule()))
+    return State(matrix, record, HeadState(read, head_schedule.init_schedule()), sources)
 
 
 def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHistory:
@@ -233,13 +257,13 @@ def _propose(config: Config, params, keys, state: State, context: Context, limit
     history = _history(config, params)
 
     def draft_tree(
-        successors: SuccessorLookup, counts: Counts, record: DraftRecord, *position
+        successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
     ) -> tuple[TokenTree, DraftRecord]:
-        draft, past = _draft_without_head(config, passes, successors, counts, record, *position)
+        draft, past = _draft_without_head(config, passes, successors, history, state.sources, record, *position)
         return draft.tree, _record_draft(record, draft, past)
 
     def skip(
-        successors: SuccessorLookup, counts: Counts, record: DraftRecord, *position
+        successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
     ) -> tuple[TokenTree, DraftRecord]:
         return _empty_draft(config, *position).tree, _record_pause(record)
 
@@ -247,7 +271,7 @@ def _propose(config: Config, params, keys, state: State, context: Context, limit
     is_resting = state.record.rest > 0
     if passes.is_plain:
         return _empty_draft(config, context, limit).tree, state
-    tree, record = jax.lax.cond(is_resting, skip, draft_tree, successors, history.counts, state.record, context, limit)
+    tree, record = jax.lax.cond(is_resting, skip, draft_tree, successors, history, state.record, context, limit)
     return tree, state._replace(record=record)
 
 
@@ -266,10 +290,10 @@ def _propose_with_head(
         return _empty_draft(config, bare_context, limit).tree, state
     is_resting, schedule = record.rest > 0, state.head.schedule
     draft_others = functools.partial(_draft_without_head, config, passes)
-    skip = lambda successors, counts, record, *position: (_empty_draft(config, *position), record.past)
+    skip = lambda successors, history, sources, record, *position: (_empty_draft(config, *position), record.past)
     successors = SuccessorLookup(state.matrix, history.recycled)
     without_head, past = jax.lax.cond(
-        is_resting, skip, draft_others, successors, history.counts, record, bare_context, limit
+        is_resting, skip, draft_others, successors, history, state.sources, record, bare_context, limit
     )
     cost = _cost(config, context, params)
     runs_head = head_schedule.is_due(schedule, without_head.saved) & ~is_resting & jnp.any(limit > 0)
@@ -307,13 +331,17 @@ def _cost(config: Config, context: Context, params: Params) -> float:
 
 
 def _draft_without_head(
-    config: Config, passes: PassWidths, successors: SuccessorLookup, counts: Counts, record: DraftRecord,
-    context: Context, limit: Array,
+    config: Config, passes: PassWidths, successors: SuccessorLookup, history: AutoHistory,
+    sources: RolloutSources | tuple[()], record: DraftRecord, context: Context, limit: Array,
 ) -> tuple[RankedDraft, NodeStatistics]:  # fmt: skip
     """Draft without the head, and update the statistics of earlier drafts."""
+    counts, texts = history.counts, history.rollouts
     past = node_statistics.count_pending(config.prior, config.shape, record.past, context, counts)
     runners_up = recycled_tree(config.template, successors, context, limit)
-    drafted = node_classes.without_head(config.shape, runners_up, successors, context, limit)
+    copyable = None
+    if isinstance(texts, Rollouts) and isinstance(sources, RolloutSources):
+        copyable = rollouts.extend(texts, sources, context)
+    drafted = node_classes.without_head(config.shape, runners_up, successors, context, limit, copyable)
     return _rank(config, passes, past, counts, drafted, context, limit), past
 
 
@@ -393,7 +421,7 @@ def _export(config: Config, params, state: State) -> AutoHistory | Params:
     export, history = config.recycling.hooks.export, _history(config, params)
     assert export is not None
     counts = node_statistics.merge_counts(history.counts, state.record.past.counts)
-    new_history = AutoHistory(export(history.recycled, state.matrix), counts)
+    new_history = AutoHistory(export(history.recycled, state.matrix), counts, history.rollouts)
     return Params(new_history, params.head) if isinstance(params, Params) else new_history
 
 

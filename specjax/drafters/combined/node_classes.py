@@ -11,9 +11,11 @@ from jax.typing import ArrayLike
 from specjax.arrays.indexing import take_along
 from specjax.drafters.lookup.suffix import find
 from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup
+from specjax.retrieval.rollouts import likeliest_copy
 from specjax.retrieval.suffixes import copied_chain
 from specjax.trees.growing import GrownTree
 from specjax.trees.node_statistics import Drafted, DraftShape
+from specjax.trees.operations import chain
 from specjax.types import Array, Context, TokenTree
 
 MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
@@ -22,7 +24,8 @@ CHANCES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # the sa
 LEVELS = (1, 2, 3)  # the same for depths of recycled tokens
 HEAD_LEVELS = (1, 2, 3, 5)  # the same for depths of a head's tokens
 COPIED = len(MATCHES) * len(DEPTHS)
-CLASSES = COPIED + len(CHANCES) * len(LEVELS)
+RECYCLED = len(CHANCES) * len(LEVELS)
+CLASSES = COPIED + RECYCLED + len(CHANCES) * len(DEPTHS)  # the last ones are of tokens that rollouts vote for
 HEAD_CLASSES = len(CHANCES) * len(HEAD_LEVELS)
 
 
@@ -34,20 +37,29 @@ def prior(has_head: bool = False) -> np.ndarray:
     edges = np.append(CHANCES, 1.0)
     middle = (edges[1:] + edges[:-1]) / 2
     recycled, head_rates = np.repeat(0.6 * middle, len(LEVELS)), np.repeat(0.8 * middle, len(HEAD_LEVELS))
-    return np.concatenate([copied, recycled, *([head_rates] if has_head else [])]).astype(np.float32)
+    voted = np.repeat(0.9 * middle, len(DEPTHS))
+    return np.concatenate([copied, recycled, voted, *([head_rates] if has_head else [])]).astype(np.float32)
 
 
 def without_head(
-    shape: DraftShape, runners_up: TokenTree, successors: SuccessorLookup, context: Context, limit: Array
-) -> Drafted:
-    """Draft without the head: a copied chain, then the recycled tree; the head's nodes stay empty."""
-    count = shape.copied
-    start, match_lengths = find(context.tokens, context.length, count, MATCHES[-1], "latest")
-    root = context.root
-    copy = copied_chain(root, context.tokens, context.length, start, count, limit)
-    copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + class_of(
-        shape.depth[1 : 1 + count], DEPTHS
-    )
+    shape: DraftShape, runners_up: TokenTree, successors: SuccessorLookup, context: Context, limit: Array,
+    texts: Context | None = None,
+) -> Drafted:  # fmt: skip
+    """Draft without the head: a copied chain, then the recycled tree; the head's nodes stay empty.
+
+    texts: the context with rollouts before the text (`retrieval.rollouts.extend`), to copy from; None: only the text.
+    """
+    count, root = shape.copied, context.root
+    depth_class = class_of(shape.depth[1 : 1 + count], DEPTHS)
+    if texts is None:
+        start, match_lengths = find(context.tokens, context.length, count, MATCHES[-1], "latest")
+        copy = copied_chain(root, context.tokens, context.length, start, count, limit)
+        copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + depth_class
+    else:
+        likely = likeliest_copy(texts.tokens, texts.length, count)
+        valid = likely.valid & (jnp.arange(count) < limit[:, None])
+        copy = chain(jnp.concatenate([root, likely.tokens], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1))
+        copied_class = COPIED + RECYCLED + class_of(likely.chance, CHANCES) * len(DEPTHS) + depth_class
     recycled = slice(1 + count, count + runners_up.tokens.shape[1])
     recycled_class = class_of(jnp.exp(_log_chance(successors, runners_up)), CHANCES) * len(LEVELS)
     recycled_class += class_of(shape.depth[recycled], LEVELS)

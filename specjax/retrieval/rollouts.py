@@ -1,0 +1,123 @@
+"""Earlier samples of the same prompts, as a text that precedes the text of each row.
+
+A drafter that copies from the text copies from these samples too if it reads `extend(rollouts, sources, context)`. The
+samples of a prompt resemble each other, in one call and in later epochs of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.arrays.indexing import gather_at, take_along
+from specjax.retrieval.suffixes import last_tokens, match_length
+from specjax.types import Array, Context
+
+END = -3
+"""Value after each sample. No token and no padding of a text equals it, so no match crosses it."""
+MULTIPLIER = 1_000_003
+PLACES = 16
+"""Number of places of the text that vote on a continuation."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rollouts:
+    """The latest samples of P prompts."""
+
+    prompts: Array  # uint32[P], `prompt_hash` of each prompt
+    tokens: Array  # int32[P, S], samples with END after each, the newest last; END before the first
+    siblings: int = field(default=0, metadata={"static": True})  # rows with the same prompt that a row also reads
+
+
+class RolloutSources(NamedTuple):
+    """The texts that each row copies from, in addition to its own. An index of -1 stands for no text."""
+
+    earlier: Array  # int32[B], a prompt of `Rollouts`
+    siblings: Array  # int32[B, G], rows of the batch with the same prompt
+
+
+def pack(prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sequence[int]]], size: int, siblings: int = 0):
+    """Return `Rollouts` of at most `size` tokens per prompt, from the samples of each prompt, the newest last."""
+    tokens = np.full((len(prompts), size), END, np.int32)
+    for row, texts in zip(tokens, samples, strict=True):
+        joined = np.concatenate([np.zeros(0, np.int32), *([*text, END] for text in texts)])[-size:]
+        row[size - len(joined) :] = joined
+    width = max(map(len, prompts))
+    padded = np.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], np.int32)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    return Rollouts(np.asarray(prompt_hash(padded, lengths)), tokens, siblings)
+
+
+def prompt_hash(tokens: Array | np.ndarray, length: Array | np.ndarray) -> Array:
+    """Return uint32[B], a polynomial of the first `length` int32[B] of `tokens` int32[B, L], for any padding."""
+    powers = np.cumprod(np.full(tokens.shape[1], MULTIPLIER, np.uint32), dtype=np.uint32)
+    is_prompt = np.arange(tokens.shape[1]) < length[:, None]
+    terms = jnp.where(is_prompt, (jnp.asarray(tokens).astype(jnp.uint32) + 1) * powers, jnp.uint32(0))
+    return jnp.sum(terms, 1, dtype=jnp.uint32)
+
+
+def find_sources(rollouts: Rollouts, context: Context) -> RolloutSources:
+    """Return the texts of each row's prompt. Equal hashes of different prompts cost acceptance, never exactness."""
+    hashes = prompt_hash(context.tokens, context.length)
+    index_of = lambda same: jnp.where(jnp.any(same, 1), jnp.argmax(same, 1), -1).astype(jnp.int32)
+    earlier = index_of(hashes[:, None] == rollouts.prompts)
+    batch = len(hashes)
+    same = (hashes[:, None] == hashes) & ~jnp.eye(batch, dtype=bool)
+    count = min(rollouts.siblings, batch)
+    nearest = jnp.where(same, batch - jnp.abs(jnp.arange(batch)[:, None] - jnp.arange(batch)), 0)
+    score, siblings = jax.lax.top_k(nearest, count)
+    return RolloutSources(earlier, jnp.where(score > 0, siblings, -1))
+
+
+def extend(rollouts: Rollouts, sources: RolloutSources, context: Context) -> Context:
+    """Return the context with the earlier samples and the present texts of the siblings before each row's text.
+
+    Tokens after the end of a sample are END, which a drafter must not draft.
+    """
+    batch, size = context.tokens.shape
+    earlier = jnp.where(sources.earlier[:, None] >= 0, rollouts.tokens[jnp.maximum(sources.earlier, 0)], END)
+    siblings = jnp.maximum(sources.siblings, 0)
+    is_text = jnp.arange(size) < context.length[siblings][..., None]
+    texts = jnp.where(is_text & (sources.siblings >= 0)[..., None], context.tokens[siblings], END)  # [B, G, L]
+    before = jnp.concatenate([earlier, texts.reshape(batch, -1), jnp.full((batch, 1), END, jnp.int32)], 1)
+    tokens = jnp.concatenate([before, context.tokens], 1)
+    return context._replace(tokens=tokens, length=context.length + before.shape[1])
+
+
+class LikelyCopy(NamedTuple):
+    """A continuation that many similar places of the text share."""
+
+    tokens: Array  # int32[B, D]
+    valid: Array  # bool[B, D]
+    chance: Array  # float32[B, D], share of the votes for each token, given that the tokens before it are correct
+
+
+def likeliest_copy(tokens: Array, length: Array, count: int, max_match: int = 16) -> LikelyCopy:
+    """Return the continuation that the places with the longest matches share most, D = `count`.
+
+    The PLACES best places vote. A match of m tokens has m votes, and m = 0 none. The winner has the largest expected
+    number of correct tokens if the text continues as at a random place. Chances are shrunk by one vote per token.
+
+    Args: tokens: int32[B, L], length: int32[B], a context of `extend`.
+    """
+    matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_match))
+    size = tokens.shape[1]
+    score, place = jax.lax.top_k(matched * size + jnp.arange(size), min(PLACES, size))  # the latest of equal matches
+    weight = (score // size).astype(jnp.float32)  # [B, R]
+    index = place[..., None] + 1 + jnp.arange(count)
+    paths = gather_at(tokens, jnp.arange(len(tokens))[:, None, None], jnp.minimum(index, size - 1))
+    is_text = (index < length[:, None, None]) & (paths >= 0) & (weight > 0)[..., None]
+    is_text = jnp.cumprod(is_text, 2).astype(bool)  # [B, R, D]
+    agrees = jnp.cumprod((paths[:, :, None] == paths[:, None]) & is_text[:, :, None] & is_text[:, None], 3)
+    votes = jnp.sum(agrees * weight[:, None, :, None], 2)  # [B, R, D]
+    best = jnp.argmax(jnp.sum(votes, 2), 1)[:, None, None]
+    take = lambda x: take_along(x, best, 1)[:, 0]
+    votes, total = take(votes), jnp.sum(weight, 1, keepdims=True)
+    chance = votes / (jnp.concatenate([total, votes[:, :-1]], 1) + 1)
+    return LikelyCopy(jnp.maximum(take(paths), 0), take(is_text), chance)
