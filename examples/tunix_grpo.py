@@ -2,17 +2,20 @@
 
     pip install google-tunix==0.1.7
     python examples/tunix_grpo.py --updates 20
+    python examples/tunix_grpo.py --engine vanilla
 
 Tunix (github.com/google/tunix) trains. `ClusterConfig(rollout_engine=SpecJaxRollout)` is the only change. A rollout
 reads the trainer's module as it stands, so there are no weights to send. Speculation keeps the distribution of the
 samples, so the policy that is updated is the one that sampled: the largest difference between the log-probabilities of
 the sampler and those of Tunix's own pass is printed for each rollout. The reward is a toy, the share of even tokens,
-and the policy a tiny random Qwen3, which learns it within a minute on two CPU cores.
+and the policy a tiny random Qwen3, which learns it within a minute on two CPU cores. `--engine vanilla` samples with
+Tunix's own engine, for comparison: its samples have the same distribution, but other random numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -24,7 +27,7 @@ from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
-from tunix.rl.rollout import base_rollout
+from tunix.rl.rollout import base_rollout, vanilla_rollout
 
 from specjax.rollouts import SamplingCost
 from specjax.rollouts.tunix import SpecJaxRollout
@@ -62,8 +65,8 @@ class Rollout(NamedTuple):
     tokens_per_pass: float  # of the policy
 
 
-class Observed(SpecJaxRollout):
-    """The engine, which also records reward, log-probabilities and cost of each call."""
+class Watched:
+    """A part of an engine that records reward, log-probabilities and cost of each call."""
 
     # Tunix builds the engine; this is how its figures get out
     history: list[Rollout] = []  # noqa: RUF012
@@ -79,8 +82,36 @@ class Observed(SpecJaxRollout):
             for ours, row, tokens in zip(output.logprobs, theirs, output.tokens, strict=True)
         ]
         reward = float(np.mean([share_of_even(row) for row in output.tokens]))
-        self.history.append(Rollout(reward, float(max(gaps)), self.costs.pop().tokens_per_pass))
+        tokens_per_pass = self.costs.pop().tokens_per_pass if self.costs else 1.0
+        self.history.append(Rollout(reward, float(max(gaps)), tokens_per_pass))
         return output
+
+
+class Observed(Watched, SpecJaxRollout):
+    """The engine of specjax."""
+
+
+class Vanilla(Watched, vanilla_rollout.VanillaRollout):
+    """Tunix's own engine. Its seed is that of each call, or it would use the same random numbers in all calls."""
+
+    def __init__(self, rollout_actor, tokenizer, mesh=None, rollout_config=None):
+        config = rollout_actor.config
+        super().__init__(
+            rollout_actor,
+            tokenizer,
+            base_rollout.CacheConfig(
+                cache_size=rollout_config.kv_cache_size,
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+            ),
+        )
+        self.calls = 0
+
+    def generate(self, prompts, rollout_config, **options):
+        self.calls += 1
+        seed = 1000 * (rollout_config.seed or 0) + self.calls
+        return super().generate(prompts, dataclasses.replace(rollout_config, seed=seed), **options)
 
 
 def share_of_even(ids) -> float:
@@ -98,10 +129,13 @@ def main(arguments: list[str] | None = None) -> list[Rollout]:
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--drafter", default="prompt_lookup", help="the name of a method; autoregressive for no drafts")
+    parser.add_argument("--engine", choices=("specjax", "vanilla"), default="specjax")
+    parser.add_argument("--seed", type=int, default=0, help="of the policy and its samples")
     options = parser.parse_args(arguments)
-    policy = qwen3.Qwen3(TINY, rngs=nnx.Rngs(0))
+    policy = qwen3.Qwen3(TINY, rngs=nnx.Rngs(options.seed))
+    drafted = functools.partial(Observed, drafter=options.drafter, report=Observed.costs.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    Observed.history.clear()
+    Watched.history.clear()
     cluster = rl_cluster.RLCluster(
         actor=policy,
         tokenizer=Numbers(),
@@ -109,7 +143,7 @@ def main(arguments: list[str] | None = None) -> list[Rollout]:
             role_to_mesh=dict.fromkeys(
                 (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
             ),
-            rollout_engine=functools.partial(Observed, drafter=options.drafter, report=Observed.costs.append),
+            rollout_engine=drafted if options.engine == "specjax" else Vanilla,
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.adam(options.learning_rate), max_steps=options.updates, eval_every_n_steps=10**6
             ),
@@ -118,6 +152,7 @@ def main(arguments: list[str] | None = None) -> list[Rollout]:
                 max_prompt_length=8,
                 temperature=1.0,
                 kv_cache_size=128,
+                seed=options.seed,
                 return_logprobs=True,
             ),
         ),
@@ -127,9 +162,9 @@ def main(arguments: list[str] | None = None) -> list[Rollout]:
     )
     prompts = np.array(["1 2 3 1 2", "4 5", "6 7 8"])
     learner.train([{"prompts": prompts} for _ in range(options.updates)])
-    for step, rollout in enumerate(Observed.history):
+    for step, rollout in enumerate(Watched.history):
         print(f"rollout {step}: " + ", ".join(f"{k} {v:.4g}" for k, v in rollout._asdict().items()), flush=True)
-    return Observed.history
+    return list(Watched.history)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The weights are arguments of the compiled program, so a call with new weights compiles and copies nothing. The text is
 exactly that of the policy whose weights are passed, whatever the drafter has learned from older ones. A drafter that
 learns from text keeps what it learned: the samples of a prompt resemble each other, and those of the next epoch too.
+`auto` also copies from the earlier samples of a prompt, which a `RolloutStore` keeps, and from those of the same call.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import jax
 import numpy as np
 
 from specjax import api
+from specjax.drafters.combined.auto import copies_rollouts, replace_head, with_rollouts
 from specjax.drafters.making import make_drafter
 from specjax.engine.results import DecodeResult
 from specjax.engine.run import canonical
 from specjax.errors import UsageError
+from specjax.rollouts.store import RolloutStore
 from specjax.types import Array, Drafter, PyTree, Target
 
 Form = Literal["processed", "tempered", "raw"]
@@ -51,7 +54,14 @@ class RolloutSampler:
     Guarantee: that of `specjax.decode`. Sampled texts have exactly the distribution of the policy.
     """
 
-    def __init__(self, drafter: Drafter | str = "auto", *, max_prompt_length: int, logprobs: Form | None = "tempered"):
+    def __init__(
+        self,
+        drafter: Drafter | str = "auto",
+        *,
+        max_prompt_length: int,
+        logprobs: Form | None = "tempered",
+        store: RolloutStore | None = None,
+    ):
         """Build a sampler.
 
         Args:
@@ -59,8 +69,10 @@ class RolloutSampler:
             that followed before. Drafters without weights never become stale.
           max_prompt_length: tokens of the longest prompt. All calls with the same number of prompts share a program.
           logprobs: the form of the log-probabilities (`specjax.decode`); None: none. Trainers compute "tempered" ones.
+          store: samples of earlier calls, which `auto` copies from. Default: a new one. Other drafters do not use it.
         """
         self.max_prompt_length, self.logprobs = max_prompt_length, logprobs
+        self.store = RolloutStore() if store is None else store
         self._choice, self._calls = drafter, itertools.count()
         self._drafter: Drafter | None = None  # with what it learned; None before the first call
 
@@ -87,7 +99,11 @@ class RolloutSampler:
         if self._drafter is None:
             drafter = make_drafter(self._choice, target) if isinstance(self._choice, str) else self._choice
             self._drafter = canonical(target, drafter) if drafter.hooks.export else drafter
-        distinct, samples = grouped([tuple(prompt) for prompt in prompts])
+        rows = [tuple(map(int, prompt)) for prompt in prompts]
+        distinct, samples = grouped(rows)
+        uses_store = copies_rollouts(self._drafter)
+        if uses_store:
+            self._drafter = with_rollouts(self._drafter, self.store.pack(distinct))
         key = jax.random.fold_in(jax.random.key(key) if isinstance(key, int) else key, next(self._calls))
         result = api.decode(
             target, self._drafter, self._packed(distinct), key=key, max_new_tokens=max_new_tokens,
@@ -95,16 +111,21 @@ class RolloutSampler:
         )  # fmt: skip
         if result.drafter is not None:
             self._drafter = result.drafter
-        return samples_of(result)
+        drawn = samples_of(result)
+        if uses_store:
+            self.store.add(rows, drawn.tokens)
+        return drawn
 
     def refresh(self, params: PyTree) -> None:
         """Replace the parameters of the drafter, such as a draft head that was trained on own samples.
+
+        In `auto` they replace those of its head. The statistics and texts of earlier calls stay.
 
         Raises: UsageError before the first call.
         """
         if self._drafter is None:
             raise UsageError("the sampler has no drafter before its first call; pass one to RolloutSampler")
-        self._drafter = self._drafter.replace(params=params)
+        self._drafter = replace_head(self._drafter, params)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         lengths = [len(prompt) for prompt in prompts]

@@ -6,7 +6,8 @@ import pytest
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
-from specjax.rollouts import RolloutSampler
+from specjax.drafters import auto
+from specjax.rollouts import RolloutSampler, RolloutStore
 from specjax.rollouts.sampler import grouped, padded_left
 
 PROMPTS = [[1, 2, 3]] * 3 + [[4, 5]] * 3
@@ -64,3 +65,31 @@ def test_bad_prompts_and_an_early_refresh_are_refused():
             sampler.sample(tiny_llama(), prompts, **OPTIONS)
     with pytest.raises(UsageError, match="no drafter before its first call"):
         sampler.refresh(())
+
+
+def test_samples_of_a_prompt_are_copied_in_the_next_epoch_and_the_texts_stay_those_of_plain_decoding():
+    """Use a policy that nearly repeats its samples; the weights change between the calls."""
+    drafter = auto(64, widths=(1, 4), costs=(1.0, 1.1), num_recycled=3)
+    settings = OPTIONS | {"max_new_tokens": 16, "temperature": 0.3}
+    fresh, plain = (RolloutSampler(choice, max_prompt_length=4) for choice in (drafter, "autoregressive"))
+    passes = []
+    for seed in (0, 0, 1):
+        target = tiny_llama(seed=seed)
+        ours, expected = (sampler.sample(target, PROMPTS, **settings) for sampler in (fresh, plain))
+        assert [row.tolist() for row in ours.tokens] == [row.tolist() for row in expected.tokens]
+        for row, other in zip(ours.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(row, other, atol=1e-5)
+        passes.append(ours.report.passes)
+    assert passes[1] < 0.75 * passes[0]
+    assert len(fresh.store) == 2 and len(plain.store) == 0
+
+
+def test_a_full_store_keeps_the_latest_samples_and_prompts():
+    store = RolloutStore(tokens=8, siblings=1, prompts=2)
+    store.add([[1], [1], [2], [1]], [[5, 6, 7], [8, 9], [3], [4, 4]])
+    packed = store.pack([[1], [2], [9]])
+    assert packed.tokens.tolist() == [[7, -3, 8, 9, -3, 4, 4, -3], [-3] * 6 + [3, -3], [-3] * 8]
+    store.add([[7]], [[1]])
+    assert len(store) == 2 and (store.pack([[2]]).tokens == -3).all()
+    with pytest.raises(UsageError, match="siblings at least 0, not 8, 1 and -1"):
+        RolloutStore(tokens=8, siblings=-1, prompts=1)

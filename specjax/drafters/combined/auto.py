@@ -178,6 +178,17 @@ def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Dr
     return auto(target.model.vocab_size, head=head, dtype=costs_of.dtype_of(target), **options)
 
 
+def copies_rollouts(drafter: Drafter) -> bool:
+    """Return True if `with_rollouts` accepts a drafter."""
+    return getattr(drafter.propose, "func", None) in (_propose, _propose_with_head)
+
+
+def replace_head(drafter: Drafter, params: PyTree) -> Drafter:
+    """Replace the parameters of the head of an `auto`, or all parameters of another drafter."""
+    is_auto = copies_rollouts(drafter) and isinstance(drafter.params, Params)
+    return drafter.replace(params=drafter.params._replace(head=params) if is_auto else params)
+
+
 def with_rollouts(drafter: Drafter, texts: Rollouts) -> Drafter:
     """Return an `auto` whose rows also copy from samples of their prompts: earlier ones and those of the batch.
 
@@ -186,7 +197,7 @@ def with_rollouts(drafter: Drafter, texts: Rollouts) -> Drafter:
 
     Raises: UsageError for another drafter.
     """
-    if getattr(drafter.propose, "func", None) not in (_propose, _propose_with_head):
+    if not copies_rollouts(drafter):
         raise UsageError("only the drafter auto copies from rollouts; choose auto, or leave rollouts out")
     params = drafter.params
     history = params.history if isinstance(params, Params) else params
