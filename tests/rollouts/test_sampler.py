@@ -78,7 +78,7 @@ def test_samples_of_a_prompt_are_copied_in_the_next_epoch_and_the_texts_stay_tho
         ours, expected = (sampler.sample(target, PROMPTS, **settings) for sampler in (fresh, plain))
         assert [row.tolist() for row in ours.tokens] == [row.tolist() for row in expected.tokens]
         for row, other in zip(ours.logprobs, expected.logprobs, strict=True):
-            np.testing.assert_allclose(row, other, atol=1e-5)
+            np.testing.assert_allclose(row, other, atol=4e-5)  # after the temperature, logits reach 100: 8e-6 a unit
         passes.append(ours.report.passes)
     assert passes[1] < 0.75 * passes[0]
     assert len(fresh.store) == 2 and len(plain.store) == 0
