@@ -4,12 +4,12 @@
 
 Each step samples a group of answers to one prompt with both samplers, from the same weights and keys, in alternating
 order. Then it takes one policy gradient step on them, whose time counts for both. Both samplers must return the same
-tokens, and their log-probabilities may differ by 1e-5. A sampler of the other side never helps: the draft side learns
+tokens, and the largest difference of their log-probabilities is printed. A sampler of the other side never helps: the draft side learns
 from its own samples only. Epochs repeat the prompts, as GRPO does. The first epoch compiles and is measured like the
 others; medians leave its first step out.
 
 The policy is SmolLM2-135M with float32 weights, and the last `--layers` layers are trained. The reward is 1 if the
-correct number is in the answer.
+correct number is in the answer, and less for numbers near it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from specjax.rollouts import RolloutSampler, RolloutStore, Samples
 from specjax.types import Array, Model, PyTree, Target
 
 CLIP = 0.2
-GAP = 1e-5  # largest difference between the log-probabilities of both samplers
+GAP = 1e-5  # wanted limit of the difference between the log-probabilities of both samplers
 TEMPLATES = (
     ("Ann has {a} apples. She buys {b} more and gives {c} to Ben. How many apples does Ann have?", "{a}+{b}-{c}"),
     ("A box holds {a} pens. Tom has {b} boxes and loses {c} pens. How many pens does Tom have?", "{a}*{b}-{c}"),
@@ -78,8 +78,9 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
 
 
 def reward_of(text: str, answer: int) -> float:
-    """Return 1 if the answer is among the numbers of the text, else 0."""
-    return float(str(answer) in re.findall(r"\d+", text))
+    """Return 1 if the answer is among the numbers of the text, else a reward below 1 for the nearest one."""
+    numbers = [int(number[:9]) for number in re.findall(r"\d+", text)]
+    return max((float(np.exp(-abs(number - answer) / abs(answer))) for number in numbers), default=0.0)
 
 
 def split(params: dict[str, Any], layers: int) -> tuple[PyTree, PyTree]:
