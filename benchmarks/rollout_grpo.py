@@ -4,9 +4,9 @@
 
 Each step samples a group of answers to one prompt with both samplers, from the same weights and keys, in alternating
 order. Then it takes one policy gradient step on them, whose time counts for both. Both samplers must return the same
-tokens, and the largest difference of their log-probabilities is printed. A sampler of the other side never helps: the draft side learns
-from its own samples only. Epochs repeat the prompts, as GRPO does. The first epoch compiles and is measured like the
-others; medians leave its first step out.
+tokens, and the largest difference of their log-probabilities is printed. The samplers share nothing: the drafts come
+from the drafting sampler's own samples. Epochs repeat the prompts, as GRPO does. The first step compiles, and medians
+leave it out.
 
 The policy is SmolLM2-135M with float32 weights, and the last `--layers` layers are trained. The reward is 1 if the
 correct number is in the answer, and less for numbers near it.
