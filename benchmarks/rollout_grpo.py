@@ -30,6 +30,8 @@ import numpy as np
 import optax
 
 import specjax
+from specjax.costs.curves import measured
+from specjax.drafters import auto
 from specjax.files.plotting import hide_top_right_spines, new_figure, to_png
 from specjax.rollouts import RolloutSampler, RolloutStore, Samples
 from specjax.types import Array, Model, PyTree, Target
@@ -157,6 +159,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layers", type=int, default=4, help="last layers that are trained")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--measured-costs", action="store_true", help="measure the cost of each width for auto first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -176,8 +179,11 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
     prompts = [list(tokenizer.chat(task.text)) for task in tasks]
     longest = max(map(len, prompts))
     stores = RolloutStore(siblings=options.group - 1)
+    drafter = options.drafter
+    if options.measured_costs:
+        drafter = auto(target.model.vocab_size, costs=measured(target, batch=options.group))
     samplers = {
-        "drafted": RolloutSampler(options.drafter, max_prompt_length=longest, store=stores),
+        "drafted": RolloutSampler(drafter, max_prompt_length=longest, store=stores),
         "plain": RolloutSampler("autoregressive", max_prompt_length=longest),
     }
     trained, rest = split(target.params, options.layers)

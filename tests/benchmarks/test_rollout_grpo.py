@@ -41,7 +41,7 @@ def test_answers_of_the_problems(bench):
 def test_both_sides_draw_the_same_texts(bench):
     options = argparse.Namespace(
         prompts=2, group=2, epochs=2, max_new_tokens=8, temperature=0.5, layers=1, learning_rate=1e-3, drafter="auto",
-        seed=0,
+        seed=0, measured_costs=False,
     )  # fmt: skip
     report = bench.run(tiny_llama(), Numbers(), options)
     assert report["gap"] < 1e-5 and report["trainer_gap"] < 1e-5 and len(report["steps"]) == 4
