@@ -1,14 +1,18 @@
 """Deterministic automata over tokens: the allowed tokens of each state, and the next state after each of them.
 
-outlines-core compiles regular expressions: `pip install 'specjax[constraints]'`. The result is converted to arrays
-without the states from which no text can end. Decoding therefore never reaches a state without allowed tokens.
+outlines-core compiles regular expressions to automata over bytes: `pip install 'specjax[constraints]'`. Tokens are
+then composed of their bytes. Tokens that lead from every state to the same state form one class. A vocabulary of
+150,000 tokens has a few hundred classes, so the tables are small and are built in about a second.
+
+States from which no text can end are removed. Decoding therefore never reaches a state without allowed tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,8 +22,12 @@ from specjax.processors import schemas
 from specjax.processors.expressions import PatternError, without_anchors
 
 MAX_STATES = 1 << 16
-END, AT_END = "\U0010ffff", (1 << 32) - 1
-"""A character that marks the end of every text without being part of it, and its token.
+MAX_ENTRIES = 1 << 27
+"""Largest number of (state, class) pairs while tokens are composed."""
+NONE = -1
+"""Class of a token without transitions, and the state after a token that is not allowed."""
+END, AT_END = "\U0010ffff", 256
+"""A character that marks the end of every text without being part of it, and its letter.
 
 outlines-core 0.2.14 loses transitions from states where a text may end to states where it may not. For `(ab)*` it
 rejects a and b as two tokens. So a text ends only after END, and a state is accepting if END may follow.
@@ -37,17 +45,19 @@ class Spells(Protocol):
         ...
 
 
-class Automaton(NamedTuple):
-    """A deterministic automaton over the tokens of a vocabulary, as numpy arrays. It starts in state 0.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Automaton:
+    """A deterministic automaton over the tokens of a vocabulary, as numpy arrays. It starts in state 0."""
 
-    The transitions of state s are entries `offsets[s] : offsets[s + 1]` of `tokens` and `following`.
-    """
-
+    classes: np.ndarray  # int32[V], the class of each token, or NONE
+    following: np.ndarray  # int32[S, C], the state after a token of each class, or NONE
     accepting: np.ndarray  # bool[S]
-    offsets: np.ndarray  # int32[S + 1]
-    tokens: np.ndarray  # int32[T], increasing within a state
-    following: np.ndarray  # int32[T], the state after each token
     eos: tuple[int, ...]  # tokens that end a text, in accepting states
+
+    @property
+    def highest(self) -> int:
+        """Return the highest token that any text of the automaton has."""
+        return int(max(*self.eos, np.flatnonzero(self.classes != NONE).max(initial=0)))
 
 
 def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
@@ -61,9 +71,11 @@ def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) 
     """
     subject = "the regular expression"
     try:
-        return _compiled(without_anchors(pattern), tokenizer, eos, subject)
+        bare = without_anchors(pattern)
     except PatternError as error:
         raise UsageError(f"{subject} has {error}") from None
+    _index(bare, {}, subject)  # `_compiled` adds a group, which could make an invalid expression valid
+    return _compiled(bare, tokenizer, eos, subject)
 
 
 def json_schema(
@@ -86,39 +98,6 @@ def json_schema(
     return _compiled(schemas.to_regex(schema), tokenizer, eos, subject)
 
 
-def _library() -> Any:
-    with optional_import("constraints", "regular expressions and JSON schemas need"):
-        import outlines_core
-    return outlines_core
-
-
-def _compiled(pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str) -> Automaton:
-    """Compile a pattern. `subject` names the constraint in errors."""
-    library, ends = _library(), tuple(tokenizer.eos if eos is None else eos)
-    if not ends:
-        raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")
-    ids: dict[bytes, list[int]] = {}
-    for token, spelling in enumerate(tokenizer.spellings()):
-        if spelling and token not in ends:
-            ids.setdefault(spelling, []).append(token)
-    try:
-        # Compile the pattern itself over all bytes first. The wrapping below could make an invalid expression valid.
-        library.Index(pattern, library.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-        index = library.Index(f"(?:{pattern}){END}", library.Vocabulary(ends[0], ids | {END.encode(): [AT_END]}))
-    except (ValueError, TypeError, OverflowError) as error:
-        if "incompatible" in str(error):  # the library's error for a state without any token
-            raise UsageError(f"no text of the model's tokens satisfies {subject}") from None
-        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
-    start, rows = index.get_initial_state(), index.get_transitions()
-    # END is also read as content, by `.` and by negated classes. Only where it completes a text does it lead to an end.
-    complete = set(index.get_final_states())
-    final = {state for state, row in rows.items() if row.get(AT_END) in complete}
-    rows = {
-        s: {token: target for token, target in row.items() if token not in (AT_END, *ends)} for s, row in rows.items()
-    }
-    return automaton(start, rows, final, ends, subject)
-
-
 def automaton(
     start: int, transitions: Mapping[int, Mapping[int, int]], final: set[int], eos: Sequence[int], subject: str = "it"
 ) -> Automaton:
@@ -129,29 +108,140 @@ def automaton(
 
     Raises: UsageError if no text is accepted.
     """
-    predecessors: dict[int, set[int]] = {}
+    states = {start, *final, *transitions, *(target for row in transitions.values() for target in row.values())}
+    place = {state: number for number, state in enumerate([start, *sorted(states - {start})])}
+    tokens = sorted({token for row in transitions.values() for token in row})
+    following = np.full((len(place), len(tokens)), NONE, np.int32)
+    column = {token: number for number, token in enumerate(tokens)}
     for state, row in transitions.items():
-        for target in set(row.values()):
-            predecessors.setdefault(target, set()).add(state)
-    alive, waiting = set(final), list(final)
-    while waiting:
-        new = predecessors.get(waiting.pop(), set()) - alive
-        alive |= new
-        waiting += new
-    if start not in alive:
-        raise UsageError(f"no text of the model's tokens satisfies {subject}")
-    place = {state: number for number, state in enumerate([start, *sorted(alive - {start})])}
-    if len(place) > MAX_STATES:
-        raise UsageError(f"{subject} has {len(place)} states, more than {MAX_STATES}; limit its lengths")
-    counts, tokens, following = [0], [], []
-    for state in place:
-        edges = sorted(
-            (token, place[target]) for token, target in transitions.get(state, {}).items() if target in alive
-        )
-        counts.append(len(edges))
-        pairs = np.array(edges, np.int32).reshape(-1, 2)
-        tokens.append(pairs[:, 0])
-        following.append(pairs[:, 1])
+        for token, target in row.items():
+            following[place[state], column[token]] = place[target]
+    classes = np.full(max(tokens, default=0) + 1, NONE, np.int32)
+    classes[tokens] = np.arange(len(tokens))
     accepting = np.array([state in final for state in place])
-    offsets = np.cumsum(counts, dtype=np.int32)
-    return Automaton(accepting, offsets, np.concatenate(tokens), np.concatenate(following), tuple(eos))
+    return _trimmed(classes, following, accepting, eos, subject)
+
+
+def _library() -> Any:
+    with optional_import("constraints", "regular expressions and JSON schemas need"):
+        import outlines_core
+    return outlines_core
+
+
+def _compiled(pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str) -> Automaton:
+    """Compile a pattern. `subject` names the constraint in errors."""
+    ends = tuple(tokenizer.eos if eos is None else eos)
+    if not ends:
+        raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")
+    following, accepting = _over_bytes(pattern, subject)
+    spellings = [None if token in ends else text for token, text in enumerate(tokenizer.spellings())]
+    classes, columns = _compose(following, spellings, subject)
+    return _trimmed(classes, columns, accepting, ends, subject)
+
+
+def _index(pattern: str, more: Mapping[bytes, list[int]], subject: str) -> Any:
+    """Compile a pattern over bytes and `more` letters. Raises: UsageError for an invalid pattern."""
+    library = _library()
+    letters = {bytes([byte]): [byte] for byte in range(256)} | more
+    try:
+        return library.Index(pattern, library.Vocabulary(AT_END + 1, letters))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
+
+
+def _over_bytes(pattern: str, subject: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the states int32[S, 256] after each byte, and the accepting states bool[S]. State 0 is the first one."""
+    index = _index(f"(?:{pattern}){END}", {END.encode(): [AT_END]}, subject)
+    start, rows = index.get_initial_state(), index.get_transitions()
+    # END is also read as content, by `.` and by negated classes. Only where it completes a text does it lead to an end.
+    complete = set(index.get_final_states())
+    states = {start, *rows, *(target for row in rows.values() for target in row.values())}
+    place = {state: number for number, state in enumerate([start, *sorted(states - {start})])}
+    following = np.full((len(place), 256), NONE, np.int32)
+    accepting = np.zeros(len(place), bool)
+    for state, row in rows.items():
+        accepting[place[state]] = row.pop(AT_END, None) in complete
+        row.pop(AT_END + 1, None)
+        following[place[state], list(row)] = [place[target] for target in row.values()]
+    return following, accepting
+
+
+def _compose(
+    following: np.ndarray, spellings: Sequence[bytes | None], subject: str
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the class of each token, and the states int32[S, C] after the tokens of each class.
+
+    All tokens advance by one byte at a time. Prefixes that lead from every state to the same state are one function.
+    """
+    dead = len(following)
+    columns, letter_of = np.unique(
+        np.pad(following, ((0, 1), (0, 0)), constant_values=NONE), axis=1, return_inverse=True
+    )
+    step, letter_of = np.where(columns == NONE, dead, columns), letter_of.reshape(-1)
+    tokens = np.array([token for token, text in enumerate(spellings) if text], np.int64)
+    sizes = np.array([len(spellings[token] or b"") for token in tokens], np.int64)
+    letters = letter_of[np.frombuffer(b"".join(text for text in spellings if text), np.uint8)]
+    starts = np.cumsum(sizes) - sizes
+    functions = [np.arange(dead + 1), np.full(dead + 1, dead)]  # the states after a prefix, from each state
+    numbers = {function.tobytes(): number for number, function in enumerate(functions)}
+    function_of = np.zeros(len(tokens), np.int64)
+    for place in range(int(sizes.max(initial=0))):
+        active = np.flatnonzero((sizes > place) & (function_of != 1))
+        pairs = function_of[active] * step.shape[1] + letters[starts[active] + place]
+        distinct, inverse = np.unique(pairs, return_inverse=True)
+        results = np.empty(len(distinct), np.int64)
+        for index, (number, letter) in enumerate(zip(*np.divmod(distinct, step.shape[1]), strict=True)):
+            function = step[functions[number], letter]
+            results[index] = numbers.setdefault(function.tobytes(), len(functions))
+            if results[index] == len(functions):
+                functions.append(function)
+        if len(functions) * dead > MAX_ENTRIES:
+            raise UsageError(f"{subject} is too large; limit its lengths or the number of its parts")
+        function_of[active] = results[inverse]
+    used, class_of = np.unique(function_of, return_inverse=True)
+    classes = np.full(len(spellings), NONE, np.int32)
+    classes[tokens] = class_of
+    table = np.stack([functions[number] for number in used], 1) if len(used) else np.empty((dead + 1, 0), np.int64)
+    return classes, np.where(table == dead, NONE, table)[:dead]
+
+
+def _trimmed(
+    classes: np.ndarray, following: np.ndarray, accepting: np.ndarray, eos: Sequence[int], subject: str
+) -> Automaton:
+    """Return the automaton without the states that no text has, and with distinct classes only.
+
+    Raises: UsageError if no text is accepted.
+    """
+    count = len(following)
+    states, columns = np.nonzero(following != NONE)
+    edges = np.unique(states * count + following[states, columns])
+    tails, heads = np.divmod(edges, count)
+    is_used = _reach(heads, tails, np.flatnonzero(accepting), count)
+    if not is_used[0]:
+        raise UsageError(f"no text of the model's tokens satisfies {subject}")
+    inside = is_used[tails] & is_used[heads]
+    is_used = _reach(tails[inside], heads[inside], np.array([0]), count)
+    if is_used.sum() > MAX_STATES:
+        raise UsageError(f"{subject} has {is_used.sum()} states, more than {MAX_STATES}; limit its lengths")
+    place = np.append(np.where(is_used, np.cumsum(is_used) - 1, NONE), NONE)  # entry -1 is that of NONE
+    table, class_of = np.unique(place[following[is_used]], axis=1, return_inverse=True)
+    possible = np.any(table != NONE, 0)
+    number = np.append(np.where(possible, np.cumsum(possible) - 1, NONE)[class_of.reshape(-1)], NONE)
+    return Automaton(
+        number[classes].astype(np.int32), table[:, possible].astype(np.int32), accepting[is_used], tuple(eos)
+    )  # fmt: skip
+
+
+def _reach(tails: np.ndarray, heads: np.ndarray, sources: np.ndarray, count: int) -> np.ndarray:
+    """Return the states bool[count] that the edges tails -> heads reach from some states."""
+    order = np.argsort(tails, kind="stable")
+    targets, bounds = heads[order].tolist(), np.searchsorted(tails[order], np.arange(count + 1)).tolist()
+    reached, waiting = np.zeros(count, bool), sources.tolist()
+    reached[sources] = True
+    while waiting:
+        state = waiting.pop()
+        for target in targets[bounds[state] : bounds[state + 1]]:
+            if not reached[target]:
+                reached[target] = True
+                waiting.append(target)
+    return reached

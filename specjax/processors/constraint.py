@@ -5,10 +5,14 @@ Willard, Louf: Efficient Guided Generation for Large Language Models (2023), arX
 Rule: x = -inf for every token without a transition from the current state. An eos token is allowed only in accepting
 states. The state of a tree node follows from the tokens on the path to it. After an eos, only eos is allowed.
 The same is true after a token without a transition, which only a lossy rule accepts.
+
+The tables of several automata lie one behind the other in one array of integers. A row of the batch has the address of
+its automaton. So other automata in the same room need no compilation (`constraint_room`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,23 +23,29 @@ import numpy as np
 from specjax.arrays.indexing import gather_at
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
-from specjax.processors.automaton import Automaton
+from specjax.processors.automaton import NONE, Automaton
 from specjax.types import Array, Processor, TokenTree
 
 FREE = -1
-"""State of an unconstrained row."""
+"""Address of the automaton of an unconstrained row."""
 WORD = 32
 """Number of tokens whose bits share one integer."""
+HEADER = 3
+"""Numbers before the tables of an automaton: tokens with a class, states, and classes."""
 
 
 class Tables(NamedTuple):
-    """Several concatenated automata: their states in order, and then one state after the end of a text."""
+    """The automata of a constraint."""
 
-    starts: Array  # int32[A], start state of each automaton
-    allowed: Array  # uint32[S, ceil(V / 32)], one bit per token
-    offsets: Array  # int32[S + 1], index of each state's first transition in `tokens` and `following`
-    tokens: Array  # int32[T], increasing within a state
-    following: Array  # int32[T], the state after each token
+    starts: Array  # int32[A], address of each automaton
+    words: Array  # int32[M], the packed automata
+
+
+class Place(NamedTuple):
+    """The automaton of each row, and its state. The last state of an automaton is the one after the end of a text."""
+
+    start: Array  # int32[B], address of the automaton, or FREE
+    state: Array  # int32[B]
 
 
 def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None = 0) -> Processor:
@@ -43,58 +53,75 @@ def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None =
 
     Args:
       follow: number of the automaton, or one number per row. None does not constrain the rows. `following` changes it
-        for a request, if `serve` has `constraint(a, b, follow=None)`.
+        for a request, if `serve` has `constraint(a, b, follow=None)`. `serve` also accepts an automaton per request,
+        if it has a `constraint_mib`.
 
     Raises: UsageError for a number without an automaton.
     """
     if not automata:
         raise UsageError("a constraint needs an automaton, such as processors.regex(...)")
-    starts = np.cumsum([0, *(len(automaton.accepting) for automaton in automata)])
-    end, edges = starts[-1], np.cumsum([0, *(len(automaton.tokens) for automaton in automata)])
-    highest = max(max(*automaton.eos, automaton.tokens.max(initial=0)) for automaton in automata)
-    rows = [_bits(automaton, state, highest) for automaton in automata for state in range(len(automaton.accepting))]
-    rows.append(_packed(sorted({token for automaton in automata for token in automaton.eos}), highest))
-    joined = lambda parts: jnp.asarray(np.concatenate(parts).astype(np.int32))
-    tables = Tables(
-        jnp.asarray(starts[:-1].astype(np.int32)),
-        jnp.asarray(np.stack(rows)),
-        joined([*(a.offsets[:-1] + n for a, n in zip(automata, edges, strict=False)), [edges[-1]] * 2]),
-        joined([*(a.tokens for a in automata), [-1]]),  # never empty
-        joined([*(a.following + n for a, n in zip(automata, starts, strict=False)), [end]]),
-    )
-    assert len(tables.offsets) == end + 2
-    free = Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=tables)
-    return following(free, follow)
+    width = max(automaton.highest for automaton in automata) // WORD + 1
+    parts = [pack(automaton, width) for automaton in automata]
+    starts = np.cumsum([0, *map(len, parts)])[:-1].astype(np.int32)
+    return following(_processor(Tables(jnp.asarray(starts), jnp.asarray(np.concatenate(parts))), width), follow)
 
 
 def following(processor: Processor, follow: int | Sequence[int | None] | None) -> Processor:
     """Return the constraint with other automata for its rows. `follow` is as in `constraint`."""
     rows = follow if isinstance(follow, Sequence) else [follow]
-    count = len(processor.params.starts)
+    starts = gather(processor.params.starts)
     for number in rows:
-        if number is not None and not 0 <= number < count:
-            raise UsageError(f"follow is {number}, but the constraint has {count} automata, numbered from 0")
-    return processor.replace(settings=np.array([FREE if number is None else number for number in rows], np.int32))
+        if number is not None and not 0 <= number < len(starts):
+            raise UsageError(f"follow is {number}, but the constraint has {len(starts)} automata, numbered from 0")
+    return at_addresses(processor, [FREE if number is None else int(starts[number]) for number in rows])
 
 
-def _bits(automaton: Automaton, state: int, highest: int) -> np.ndarray:
-    tokens = automaton.tokens[automaton.offsets[state] : automaton.offsets[state + 1]]
-    return _packed([*tokens, *automaton.eos] if automaton.accepting[state] else tokens, highest)
+def constraint_room(size: int, vocab_size: int) -> Processor:
+    """Return a constraint of unconstrained rows, with room for automata of `size` integers."""
+    width = -(-vocab_size // WORD)
+    tables = Tables(jnp.zeros(0, jnp.int32), jnp.zeros(size, jnp.int32))
+    return at_addresses(_processor(tables, width), [FREE])
 
 
-def _packed(tokens: Sequence[int] | np.ndarray, highest: int) -> np.ndarray:
-    """Pack a set of tokens into bits, uint32[ceil(V / 32)]."""
-    bits = np.zeros((highest // WORD + 1) * WORD, bool)
-    bits[np.asarray(tokens, np.int64)] = True
-    return np.packbits(bits, bitorder="little").view("<u4")
+def at_addresses(processor: Processor, starts: Sequence[int]) -> Processor:
+    """Return the constraint with the automata at these addresses for its rows."""
+    return processor.replace(settings=np.array(starts, np.int32))
+
+
+def pack(automaton: Automaton, width: int) -> np.ndarray:
+    """Return the tables of an automaton as int32[M].
+
+    After the header come the class of each token [V], the state after each class [S + 1, C], the number of each
+    state's set of allowed tokens [S + 1], and these sets, each of them `width` words of bits.
+    """
+    following, end = automaton.following, len(automaton.following)
+    classes = automaton.classes[: automaton.highest + 1]
+    after = np.append(np.where(following == NONE, end, following), np.full((1, following.shape[1]), end), 0)
+    allowed = np.append(following != NONE, automaton.accepting[:, None], 1)  # by class, and at last eos
+    is_end = np.arange(allowed.shape[1]) == following.shape[1]
+    sets, set_of = np.unique(np.append(allowed, is_end[None], 0), axis=0, return_inverse=True)
+    is_member = np.zeros((len(sets), width * WORD), bool)
+    tokens = np.flatnonzero(classes != NONE)
+    is_member[:, tokens] = sets[:, classes[tokens]]
+    is_member[:, list(automaton.eos)] = sets[:, -1:]
+    bits = np.packbits(is_member, 1, bitorder="little").view("<i4")
+    header = [len(classes), len(after), following.shape[1]]
+    tables = (header, classes, after.reshape(-1), set_of.reshape(-1), bits.reshape(-1))
+    return np.concatenate([np.asarray(table, np.int32) for table in tables])
+
+
+def _processor(tables: Tables, width: int) -> Processor:
+    return Processor(
+        process=_process_of(width), init=_init, update=_update, check=_check, by_row=True, params=tables
+    )  # fmt: skip
 
 
 def _check(processor: Processor, vocab_size: int) -> None:
     """Check that the model has all tokens of the automata. Otherwise some states would allow no token."""
-    tokens = processor.params.tokens
-    if isinstance(tokens, jax.core.Tracer):
+    starts, words = processor.params
+    if isinstance(words, jax.core.Tracer) or not starts.size:
         return
-    highest = int(np.max(gather(tokens)))
+    highest = int(np.max(gather(words[starts]))) - 1
     if highest >= vocab_size:
         raise UsageError(
             f"the constraint has tokens up to {highest}, but the model's vocabulary has {vocab_size}; compile it for "
@@ -102,44 +129,67 @@ def _check(processor: Processor, vocab_size: int) -> None:
         )
 
 
-def _init(tables: Tables, follow: Array, tokens: Array, length: Array, vocab_size: int) -> Array:
-    return jnp.where(follow < 0, FREE, gather_at(tables.starts, jnp.maximum(follow, 0)))  # int32[B]
+def _init(tables: Tables, start: Array, tokens: Array, length: Array, vocab_size: int) -> Place:
+    return Place(start, jnp.zeros_like(start))
 
 
-def _process(tables: Tables, state: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
-    drafted = above & (jnp.arange(above.shape[2]) > 0)  # bool[B, R, N]: the path to each row's node, without the root
-    depth = jnp.cumsum(drafted, 2)  # int32[B, R, N], depth of each node of the path
+@functools.cache
+def _process_of(width: int):
+    def process(tables: Tables, place: Place, tree: TokenTree, above: Array, logits: Array) -> Array:
+        drafted = above & (jnp.arange(above.shape[2]) > 0)  # bool[B, R, N]: the path to each node, without the root
+        depth = jnp.cumsum(drafted, 2)  # int32[B, R, N], depth of each node of the path
 
-    def next_level(level: Array, states: Array) -> Array:
-        """Return the states int32[B, R] after the first `level` + 1 drafted nodes of each path."""
-        is_next = drafted & (depth == level + 1)
-        token = jnp.sum(jnp.where(is_next, tree.tokens[:, None], 0), 2)
-        return jnp.where(jnp.any(is_next, 2), _after(tables, states, token), states)
+        def next_level(level: Array, rows: Place) -> Place:
+            """Return the places [B, R] after the first `level` + 1 drafted nodes of each path."""
+            is_next = drafted & (depth == level + 1)
+            token = jnp.sum(jnp.where(is_next, tree.tokens[:, None], 0), 2)
+            state = jnp.where(jnp.any(is_next, 2), _after(tables, rows, token), rows.state)
+            return rows._replace(state=state)
 
-    root = jnp.broadcast_to(state[:, None], drafted.shape[:2])
-    states = jax.lax.fori_loop(0, jnp.max(depth[:, :, -1]), next_level, root)
-    words = gather_at(tables.allowed, jnp.maximum(states, 0))  # uint32[B, R, W]
-    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
-    bits = jnp.pad(bits, ((0, 0), (0, 0), (0, max(vocab - bits.shape[2], 0))))[..., :vocab]
-    return jnp.where((bits > 0) | (states == FREE)[..., None], logits, -jnp.inf)
+        root = Place(*(jnp.broadcast_to(x[:, None], drafted.shape[:2]) for x in place))
+        rows = jax.lax.fori_loop(0, jnp.max(depth[:, :, -1]), next_level, root)
+        words = _allowed(tables, rows, width)  # uint32[B, R, W]
+        bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+        bits, vocab = bits.reshape(*words.shape[:2], -1), logits.shape[2]
+        bits = jnp.pad(bits, ((0, 0), (0, 0), (0, max(vocab - bits.shape[2], 0))))[..., :vocab]
+        return jnp.where((bits > 0) | (rows.start == FREE)[..., None], logits, -jnp.inf)
 
-
-def _update(tables: Tables, state: Array, tokens: Array, count: Array) -> Array:
-    step = lambda i, state: jnp.where(i < count, _after(tables, state, tokens[:, i]), state)
-    return jax.lax.fori_loop(0, jnp.max(count), step, state)
+    return process
 
 
-def _after(tables: Tables, state: Array, token: Array) -> Array:
-    """Look up the states after tokens, int32 of any shape, by bisection among the transitions of each state."""
-    row = jnp.maximum(state, 0)
-    low, stop = gather_at(tables.offsets, row), gather_at(tables.offsets, row + 1)
-    high, last = stop, len(tables.tokens) - 1
-    for _ in range(len(tables.tokens).bit_length()):
-        middle = (low + high) // 2
-        is_less = (middle < high) & (gather_at(tables.tokens, jnp.minimum(middle, last)) < token)
-        low, high = jnp.where(is_less, middle + 1, low), jnp.where(is_less, high, middle)
-    place = jnp.minimum(low, last)
-    exists = (low < stop) & (gather_at(tables.tokens, place) == token)
-    end = len(tables.allowed) - 1
-    return jnp.where(state == FREE, FREE, jnp.where(exists, gather_at(tables.following, place), end))
+def _update(tables: Tables, place: Place, tokens: Array, count: Array) -> Place:
+    def step(i: Array, place: Place) -> Place:
+        return place._replace(state=jnp.where(i < count, _after(tables, place, tokens[:, i]), place.state))
+
+    return jax.lax.fori_loop(0, jnp.max(count), step, place)
+
+
+def _after(tables: Tables, place: Place, token: Array) -> Array:
+    """Return the states after tokens, int32 of the shape of `place`."""
+    start, size, count, classes = _header(tables, place)
+    is_known = (token >= 0) & (token < size)
+    number = _word(tables, start + HEADER + jnp.where(is_known, token, 0))
+    following = start + HEADER + size + place.state * classes
+    state = _word(tables, following + jnp.maximum(number, 0))
+    return jnp.where(place.start == FREE, place.state, jnp.where(is_known & (number >= 0), state, count - 1))
+
+
+def _allowed(tables: Tables, place: Place, width: int) -> Array:
+    """Return the bits of the allowed tokens, uint32[..., width]. Those of unconstrained rows have any value."""
+    start, size, count, classes = _header(tables, place)
+    set_of = start + HEADER + size + count * classes
+    address = set_of + count + _word(tables, set_of + place.state) * width
+    take = lambda address: jax.lax.dynamic_slice_in_dim(tables.words, address, width)
+    words = jax.vmap(take)(address.reshape(-1)).reshape(*address.shape, width)
+    return jax.lax.bitcast_convert_type(words, jnp.uint32)
+
+
+def _header(tables: Tables, place: Place) -> tuple[Array, Array, Array, Array]:
+    """Return the addresses of the automata, and their numbers of tokens, states and classes."""
+    start = jnp.maximum(place.start, 0)
+    return start, *(_word(tables, start + i) for i in range(HEADER))
+
+
+def _word(tables: Tables, address: Array) -> Array:
+    """Look up words. Rows that have ended may have the address of an automaton that was replaced."""
+    return gather_at(tables.words, jnp.clip(address, 0, len(tables.words) - 1))

@@ -33,11 +33,10 @@ def accepts(automaton: Automaton, tokens) -> bool:
     """Return whether a text of these tokens may end."""
     state = 0
     for token in tokens:
-        row = slice(automaton.offsets[state], automaton.offsets[state + 1])
-        place = np.flatnonzero(automaton.tokens[row] == token)
-        if not len(place):
+        number = automaton.classes[token] if token < len(automaton.classes) else -1
+        state = -1 if number < 0 else int(automaton.following[state, number])
+        if state < 0:
             return False
-        state = int(automaton.following[row][place[0]])
     return bool(automaton.accepting[state])
 
 

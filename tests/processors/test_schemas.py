@@ -27,9 +27,10 @@ class Bytes:
 
 def texts_of(automaton, count=40, longest=60):
     """Random texts of an automaton. After `longest` bytes they take the shortest way to an end."""
+    classes = automaton.classes.tolist()
     edges = [
-        list(zip(automaton.tokens[a:b].tolist(), automaton.following[a:b].tolist(), strict=True))
-        for a, b in zip(automaton.offsets, automaton.offsets[1:], strict=False)
+        [(token, row[number]) for token, number in enumerate(classes) if number >= 0 and row[number] >= 0]
+        for row in automaton.following.tolist()
     ]
     distance = np.where(automaton.accepting, 0, len(edges))
     for _ in edges:
