@@ -35,6 +35,7 @@ from specjax.parallel.hosts import check_all_same
 from specjax.persistence import fingerprint
 from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
+from specjax.serving.automata import table_of
 from specjax.serving.batch import Served
 from specjax.serving.detokenizer import TextDecoder
 from specjax.serving.loop import ServeSetup, serve_requests
@@ -388,6 +389,7 @@ def serve(
     prefix_gib: float = PREFIX_GIB,
     max_slowdown: float = MAX_SLOWDOWN,
     max_alternatives: int | None = None,
+    constraint_mib: float = 0.0,
     **settings: Any,
 ) -> Generator[Served, Any, None]:
     """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
@@ -409,6 +411,8 @@ def serve(
       max_slowdown: the largest mean time between two tokens of a row while other prompts are read, in times without.
       max_alternatives: the most alternatives whose log-probabilities a request may have (`Request.alternatives`, 0 for
         those of its own tokens only). None: requests have none, and nothing is compiled for them.
+      constraint_mib: MiB of device memory for the automata of running requests (`Request.constraint`). 0: requests have
+        none, and nothing is compiled for them. A request waits while those of others fill it.
       settings: the settings of `decode` except `logprobs` and `debug`. Sampling, verifier, controller and capacity
         apply to all requests. The others are defaults, which a request can override. Requests can have a min_p or
         processors only if `serve` has them too (min_p=0, or processors without effect), because only these are
@@ -427,7 +431,7 @@ def serve(
     setup = serve_setup(
         target, drafter, slots=slots, longest_prompt=longest_prompt, max_new_tokens=max_new_tokens, tokenizer=tokenizer,
         inputs=inputs, programs=programs, prefix_gib=prefix_gib, max_slowdown=max_slowdown,
-        max_alternatives=max_alternatives, **settings,
+        max_alternatives=max_alternatives, constraint_mib=constraint_mib, **settings,
     )  # fmt: skip
     return serve_requests(setup, requests)
 
@@ -445,6 +449,7 @@ def serve_setup(
     prefix_gib: float = PREFIX_GIB,
     max_slowdown: float = MAX_SLOWDOWN,
     max_alternatives: int | None = None,
+    constraint_mib: float = 0.0,
     **settings: Any,
 ) -> ServeSetup:
     """Check the arguments of `serve`, and return what builds its scheduler. Nothing is compiled.
@@ -463,14 +468,21 @@ def serve_setup(
     if max_alternatives is not None and not 0 <= max_alternatives <= target.model.vocab_size:
         raise UsageError(f"max_alternatives must be from 0 to the vocabulary size, not {max_alternatives}")
     vocab = target.model.vocab_size
-    limits = Limits(longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives)
+    for name, value, minimum in (
+        ("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1), ("constraint_mib", constraint_mib, 0),
+    ):  # fmt: skip
+        if not minimum <= value < float("inf"):
+            raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
+    limits = Limits(
+        longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives, constraint_mib
+    )  # fmt: skip
     processor_settings(limits)
-    per_row = dataclasses.replace(defaults, **row_settings(limits).sampling._asdict(), eos=())
+    processors = *defaults.processors, *table_of(constraint_mib, vocab)
+    per_row = dataclasses.replace(
+        defaults, **row_settings(limits).sampling._asdict(), eos=(), processors=processors
+    )  # fmt: skip
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
-    for name, value, minimum in (("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1)):
-        if not minimum <= value < float("inf"):
-            raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
     return ServeSetup(job, limits, programs, int(prefix_gib * 2**30), max_slowdown)

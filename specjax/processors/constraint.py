@@ -60,8 +60,8 @@ def constraint(*automata: Automaton, follow: int | Sequence[int | None] | None =
     """
     if not automata:
         raise UsageError("a constraint needs an automaton, such as processors.regex(...)")
-    width = max(automaton.highest for automaton in automata) // WORD + 1
-    parts = [pack(automaton, width) for automaton in automata]
+    num_tokens = max(automaton.highest for automaton in automata) + 1
+    parts, width = [pack(automaton, num_tokens) for automaton in automata], _width(num_tokens)
     starts = np.cumsum([0, *map(len, parts)])[:-1].astype(np.int32)
     return following(_processor(Tables(jnp.asarray(starts), jnp.asarray(np.concatenate(parts))), width), follow)
 
@@ -78,7 +78,7 @@ def following(processor: Processor, follow: int | Sequence[int | None] | None) -
 
 def constraint_room(size: int, vocab_size: int) -> Processor:
     """Return a constraint of unconstrained rows, with room for automata of `size` integers."""
-    width = -(-vocab_size // WORD)
+    width = _width(vocab_size)
     tables = Tables(jnp.zeros(0, jnp.int32), jnp.zeros(size, jnp.int32))
     return at_addresses(_processor(tables, width), [FREE])
 
@@ -88,12 +88,21 @@ def at_addresses(processor: Processor, starts: Sequence[int]) -> Processor:
     return processor.replace(settings=np.array(starts, np.int32))
 
 
-def pack(automaton: Automaton, width: int) -> np.ndarray:
+def _width(num_tokens: int) -> int:
+    """Return the number of words of a set of tokens."""
+    return -(-num_tokens // WORD)
+
+
+def pack(automaton: Automaton, num_tokens: int) -> np.ndarray:
     """Return the tables of an automaton as int32[M].
 
     After the header come the class of each token [V], the state after each class [S + 1, C], the number of each
-    state's set of allowed tokens [S + 1], and these sets, each of them `width` words of bits.
+    state's set of allowed tokens [S + 1], and these sets, in bits of words.
+
+    Args:
+      num_tokens: size of the vocabulary, or at least the highest token and one.
     """
+    width = _width(num_tokens)
     following, end = automaton.following, len(automaton.following)
     classes = automaton.classes[: automaton.highest + 1]
     after = np.append(np.where(following == NONE, end, following), np.full((1, following.shape[1]), end), 0)

@@ -21,8 +21,11 @@ from specjax.errors import UsageError
 from specjax.numerics.global_arrays import place, replicate, spans_hosts
 from specjax.numerics.sampling import row_keys, threefry
 from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
+from specjax.processors.automaton import Automaton
+from specjax.processors.constraint import FREE
 from specjax.serving import admission
 from specjax.serving.admission import ServePrograms
+from specjax.serving.automata import AutomatonTable, num_pieces
 from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.prefixes import PrefixStore
 from specjax.serving.reading import PromptReader, next_to_read
@@ -75,6 +78,7 @@ class _Row:
     salt: str | None = None  # as in `Request`
     is_read: bool = False  # True if the prompt was read, so that the row decodes
     num_stored: int = 0  # number of tokens of the prompt that were copied from the store of prefixes
+    automaton: Automaton | None = None  # in the table, with this row as a user
 
     def served(self, tokens: list[int], accepted: int, reason: str | None, **fields: Any) -> Served:
         """Return an update of this request."""
@@ -99,6 +103,17 @@ class _Row:
             of_tokens, *of_likeliest = (x[: len(tokens)] for x in update.logprobs)
             logprobs = TokenLogprobs(of_tokens, *(x[:, : self.alternatives] for x in of_likeliest))
         return self.served(tokens, accepted, reason, text=text, drafted=update.drafted, logprobs=logprobs)
+
+
+class _Admitted(NamedTuple):
+    """A request that has a row, and whose prompt is not read yet."""
+
+    row: _Row
+    slot: int
+    request: Request
+    key: Any  # key[1]
+    count: int  # of new tokens
+    processors: list[PyTree]  # their settings
 
 
 class _Dispatched(NamedTuple):
@@ -140,6 +155,11 @@ class Batch:
         self._keeps_ended = bool(prefix_bytes) and limits.inputs is None and not spans_hosts(job.parts.target.params)
         self._ended: deque[tuple[list[int], str | None]] = deque(maxlen=len(self._rows))  # texts and their salts
         self._ended_reader: PromptReader | None = None
+        self._automata: AutomatonTable | None = None
+        self._blocked: list[_Admitted] = []  # requests with a row that wait for room for their automata
+        if num_pieces(limits.constraint_mib):
+            self._automata = AutomatonTable(self._parts.processors[-1].params, limits.vocab_size)
+            self._place_automata()
 
     @property
     def has_room(self) -> bool:
@@ -182,14 +202,51 @@ class Batch:
             reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
         slot = self._rows.index(None)
-        self._rows[slot] = _Row(number, count, text, [*map(int, request.prompt)], request.alternatives, request.salt)
+        row = _Row(number, count, text, [*map(int, request.prompt)], request.alternatives, request.salt)
+        self._rows[slot] = row
         self._settings = _put_row(self._settings, slot, settings)
         self._parts = _with_settings(self._parts, self._settings)
-        packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, processors)
-        root = self._prefixes.root(request.salt) if request.inputs is None else None
-        self._readers.append(PromptReader(self._rows[slot], packed, root))
+        self._blocked.append(_Admitted(row, slot, request, key, count, processors))
+        self._start_blocked()
         self._drop_ended_reader()
         return None
+
+    def _start_blocked(self) -> None:
+        """Begin to read the prompts of new requests. Those whose automata have no room yet wait, in their order."""
+        blocked, self._blocked = self._blocked, []
+        for admitted in blocked:
+            row, slot, request, key, count, processors = admitted
+            address, automaton = FREE, request.constraint
+            if automaton is not None and self._automata is not None:
+                found = None if self._blocked else self._automata.acquire(automaton)
+                if found is None:
+                    self._blocked.append(admitted)
+                    continue
+                address, row.automaton = found, automaton
+                self._place_automata()
+            settings = self._with_address(processors, address)
+            packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, settings)
+            root = self._prefixes.root(request.salt) if request.inputs is None else None
+            self._readers.append(PromptReader(row, packed, root))
+
+    def _with_address(self, processors: list[PyTree], address: int) -> list[PyTree]:
+        """Return the settings of all processors of a row, whose automaton has an address."""
+        return processors if self._automata is None else [*processors, np.array([address], np.int32)]
+
+    def _place_automata(self) -> None:
+        """Pass the array of the automata to the next step."""
+        assert self._automata is not None
+        *others, last = self._parts.processors
+        processors = (*others, last.replace(params=last.params._replace(words=self._automata.words)))
+        self._parts = dataclasses.replace(self._parts, processors=processors)
+
+    def _clear(self, slot: int) -> None:
+        """Give the row and its automaton to other requests."""
+        row, self._rows[slot] = self._rows[slot], None
+        self._blocked = [admitted for admitted in self._blocked if admitted.row is not row]
+        if row is not None and row.automaton is not None and self._automata is not None:
+            self._automata.release(row.automaton)
+        self._start_blocked()
 
     def read(self, *, wait: bool = False) -> None:
         """Read one chunk of a prompt. A prompt that was read completely enters its row.
@@ -210,7 +267,8 @@ class Batch:
         if self._ended_reader is None and self._ended and chunk is not None:
             tokens, salt = self._ended.popleft()
             request, key = Request(tokens, 0, salt=salt), row_keys(threefry(0)[None], 1)
-            settings, size = processor_settings(self.limits), self._state.tokens.shape[1]
+            settings = self._with_address(processor_settings(self.limits), FREE)
+            size = self._state.tokens.shape[1]
             packed = admission.pack_request(size, 0, request, key, 1, settings)
             self._ended_reader = PromptReader(None, packed, self._prefixes.root(salt))
         reader = self._ended_reader
@@ -237,7 +295,8 @@ class Batch:
                     self._stop_reading(reader)
                 if row.is_read:
                     self._free(slot)
-                self._rows[slot] = None
+                else:
+                    self._clear(slot)
                 return row.served([], 0, "cancelled")
         return None
 
@@ -284,7 +343,7 @@ class Batch:
 
     def _free(self, slot: int) -> None:
         """End the request of a row, and export the parameters that the drafter learned from it."""
-        self._rows[slot] = None
+        self._clear(slot)
         if self._running is not None:
             self._running.rows[slot] = None
         exported, self._state = self._programs.end(self._parts.drafter, self._state, np.int32(slot))

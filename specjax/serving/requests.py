@@ -15,6 +15,8 @@ import numpy as np
 
 from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings
 from specjax.errors import UsageError
+from specjax.processors.automaton import Automaton
+from specjax.serving.automata import check_room, num_pieces
 from specjax.serving.detokenizer import TextDecoder
 from specjax.types import Array, Processor, PyTree, Sampling
 
@@ -40,6 +42,7 @@ class Request(NamedTuple):
         None  # number of `TokenLogprobs.alternatives`, at most that of `serve`; None: no logprobs
     )
     salt: str | None = None  # prompts with different salts, such as those of two users, share no prefixes
+    constraint: Automaton | None = None  # of the text; only if `serve` has a constraint_mib
 
 
 class Cancel(NamedTuple):
@@ -58,6 +61,7 @@ class Limits(NamedTuple):
     inputs: PyTree = None  # example inputs of one request, for their shapes
     tokenizer: TextDecoder | None = None
     max_alternatives: int | None = None  # None: requests have no logprobs
+    constraint_mib: float = 0.0  # room for the automata of all running requests; 0: requests have none
 
     @property
     def num_eos(self) -> int:
@@ -153,12 +157,28 @@ def check_request(request: Request, limits: Limits) -> int:
     if request.alternatives is not None and (limit is None or not 0 <= operator.index(request.alternatives) <= limit):
         largest = "serve reports no logprobs" if limit is None else f"serve reports at most {limit}"
         raise UsageError(f"its alternatives are {request.alternatives}, but {largest}; pass max_alternatives= to serve")
+    _check_constraint(request, limits)
     stop = request.stop or ()
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise UsageError("its stop must be a list of strings that are not empty")
     if stop and limits.tokenizer is None:
         raise UsageError("it has stop strings, which need a tokenizer; pass tokenizer= to serve")
     return count
+
+
+def _check_constraint(request: Request, limits: Limits) -> None:
+    """Check that the automaton of a request fits. Raises: UsageError if it does not."""
+    automaton, room = request.constraint, limits.constraint_mib
+    if automaton is None:
+        return
+    if not num_pieces(room):
+        raise UsageError("it has a constraint, but serve has no room for automata; pass constraint_mib= to serve")
+    if automaton.highest >= limits.vocab_size:
+        raise UsageError(
+            f"its constraint has tokens up to {automaton.highest}, but the model's vocabulary has {limits.vocab_size}; "
+            "compile it for the model's own tokenizer"
+        )
+    check_room(automaton, room, limits.vocab_size, "constraint_mib")
 
 
 Item = TypeVar("Item")
