@@ -19,19 +19,14 @@ import numpy as np
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import first_line
 from specjax.processors import schemas
+from specjax.processors.byte_automaton import NONE, CompileError, compile_bytes, compile_in_process
 from specjax.processors.expressions import PatternError, without_anchors
 
 MAX_STATES = 1 << 16
 MAX_ENTRIES = 1 << 27
+"""Largest number of (state, function) pairs while tokens are composed."""
+MAX_ENTRIES = 1 << 27
 """Largest number of (state, class) pairs while tokens are composed."""
-NONE = -1
-"""Class of a token without transitions, and the state after a token that is not allowed."""
-END, AT_END = "\U0010ffff", 256
-"""A character that marks the end of every text without being part of it, and its letter.
-
-outlines-core 0.2.14 loses transitions from states where a text may end to states where it may not. For `(ab)*` it
-rejects a and b as two tokens. So a text ends only after END, and a state is accepting if END may follow.
-"""
 
 
 class Spells(Protocol):
@@ -60,11 +55,16 @@ class Automaton:
         return int(max(*self.eos, np.flatnonzero(self.classes != NONE).max(initial=0)))
 
 
-def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) -> Automaton:
+def regex(
+    pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None, seconds: float | None = None
+) -> Automaton:  # fmt: skip
     """Compile a regular expression that the complete text must match.
 
     The syntax is that of Rust's regex crate, without look-around and back-references. Anchors at the beginning and at
     the end restrict nothing.
+
+    Args:
+      seconds: compile in a process of its own, with this limit and one of memory. Use it for expressions of strangers.
 
     Raises: UsageError for an invalid expression, an anchor inside, or an expression that no text of these tokens
       matches.
@@ -74,17 +74,23 @@ def regex(pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None) 
         bare = without_anchors(pattern)
     except PatternError as error:
         raise UsageError(f"{subject} has {error}") from None
-    _index(bare, {}, subject)  # `_compiled` adds a group, which could make an invalid expression valid
-    return _compiled(bare, tokenizer, eos, subject)
+    return _compiled(bare, tokenizer, eos, subject, seconds, is_valid=False)
 
 
 def json_schema(
-    schema: str | bool | Mapping[str, Any], tokenizer: Spells, *, eos: Sequence[int] | None = None
+    schema: str | bool | Mapping[str, Any],
+    tokenizer: Spells,
+    *,
+    eos: Sequence[int] | None = None,
+    seconds: float | None = None,
 ) -> Automaton:
     """Compile a JSON schema. Every text that ends is JSON and satisfies the schema.
 
     Properties must have the order of the schema, with at most one space between two parts. `schemas` has the supported
     keywords.
+
+    Args:
+      seconds: as in `regex`.
 
     Raises: UsageError for an invalid schema, an unsupported keyword, or a schema that no text of these tokens
       satisfies.
@@ -95,7 +101,7 @@ def json_schema(
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{subject} is not JSON: {first_line(error)}") from None
-    return _compiled(schemas.to_regex(schema), tokenizer, eos, subject)
+    return _compiled(schemas.to_regex(schema), tokenizer, eos, subject, seconds, is_valid=True)
 
 
 def automaton(
@@ -122,48 +128,24 @@ def automaton(
     return _trimmed(classes, following, accepting, eos, subject)
 
 
-def _library() -> Any:
-    with optional_import("constraints", "regular expressions and JSON schemas need"):
-        import outlines_core
-    return outlines_core
-
-
-def _compiled(pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str) -> Automaton:
+def _compiled(
+    pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str, seconds: float | None, *, is_valid: bool
+) -> Automaton:  # fmt: skip
     """Compile a pattern. `subject` names the constraint in errors."""
     ends = tuple(tokenizer.eos if eos is None else eos)
     if not ends:
         raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")
-    following, accepting = _over_bytes(pattern, subject)
+    with optional_import("constraints", "regular expressions and JSON schemas need"):
+        import outlines_core  # noqa: F401
+    try:
+        arguments = pattern, is_valid
+        compiled = compile_bytes(*arguments) if seconds is None else compile_in_process(*arguments, seconds)
+    except CompileError as error:
+        raise UsageError(f"{subject} {error}") from None
+    following, accepting = compiled
     spellings = [None if token in ends else text for token, text in enumerate(tokenizer.spellings())]
     classes, columns = _compose(following, spellings, subject)
     return _trimmed(classes, columns, accepting, ends, subject)
-
-
-def _index(pattern: str, more: Mapping[bytes, list[int]], subject: str) -> Any:
-    """Compile a pattern over bytes and `more` letters. Raises: UsageError for an invalid pattern."""
-    library = _library()
-    letters = {bytes([byte]): [byte] for byte in range(256)} | more
-    try:
-        return library.Index(pattern, library.Vocabulary(AT_END + 1, letters))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UsageError(f"{subject} is invalid or not supported: {first_line(error)}") from None
-
-
-def _over_bytes(pattern: str, subject: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the states int32[S, 256] after each byte, and the accepting states bool[S]. State 0 is the first one."""
-    index = _index(f"(?:{pattern}){END}", {END.encode(): [AT_END]}, subject)
-    start, rows = index.get_initial_state(), index.get_transitions()
-    # END is also read as content, by `.` and by negated classes. Only where it completes a text does it lead to an end.
-    complete = set(index.get_final_states())
-    states = {start, *rows, *(target for row in rows.values() for target in row.values())}
-    place = {state: number for number, state in enumerate([start, *sorted(states - {start})])}
-    following = np.full((len(place), 256), NONE, np.int32)
-    accepting = np.zeros(len(place), bool)
-    for state, row in rows.items():
-        accepting[place[state]] = row.pop(AT_END, None) in complete
-        row.pop(AT_END + 1, None)
-        following[place[state], list(row)] = [place[target] for target in row.values()]
-    return following, accepting
 
 
 def _compose(

@@ -22,6 +22,7 @@ from specjax.errors import UsageError
 from specjax.server.answers import Answer, AnswerSettings, ClientGoneError, Form
 from specjax.server.chat import CHAT
 from specjax.server.completions import COMPLETION
+from specjax.server.constraints import AutomatonStore
 from specjax.server.engine_thread import Engine
 from specjax.server.errors import ApiError
 from specjax.server.sampling import TokenTexts, make_requests
@@ -58,9 +59,11 @@ class Service:
     step_metrics: str = "none"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     texts: TokenTexts = dataclasses.field(init=False)
+    automata: AutomatonStore = dataclasses.field(init=False)
 
     def __post_init__(self):
         object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
+        object.__setattr__(self, "automata", AutomatonStore(self.tokenizer, self.engine.setup.limits))
 
     @property
     def max_length(self) -> int:
@@ -204,7 +207,10 @@ class Service:
     async def _answer(self, http: HttpRequest, form: Form, fields: SampledFields, prompts: list[list[int]]) -> Response:
         """Decode the prompts of a call."""
         limits = self.engine.setup.limits
-        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos))
+        constraint, automaton = fields.constraint, None
+        if constraint is not None:
+            automaton = await self.automata.automaton(constraint)
+        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton)
         host = http.client.host if http.client else ""
         call = self.engine.submit(requests, f"{host} {fields.user or ''}")
         settings = AnswerSettings(self.engine, self.tokenizer, self.texts, self.fingerprint, self.step_metrics)

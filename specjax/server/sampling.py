@@ -15,6 +15,7 @@ import jax
 from specjax import processors
 from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
+from specjax.processors.automaton import Automaton
 from specjax.server.errors import ApiError
 from specjax.server.schemas import MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
 from specjax.serving.requests import Limits, Request, check_request, processor_settings, row_settings
@@ -37,7 +38,11 @@ def serve_options(vocab_size: int) -> dict[str, Any]:
 
 
 def make_requests(
-    fields: SampledFields, prompts: Sequence[Sequence[int]], limits: Limits, eos: tuple[int, ...]
+    fields: SampledFields,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    eos: tuple[int, ...],
+    automaton: Automaton | None = None,
 ) -> list[Request]:
     """Return `n` requests per prompt, in order.
 
@@ -62,7 +67,7 @@ def make_requests(
         )
     seed = secrets.randbits(62) if fields.seed is None else fields.seed
     try:
-        shared = _settings(fields, limits, eos)
+        shared = _settings(fields, limits, eos) | {"constraint": automaton}
         places = range(len(prompts) * fields.count)
         requests = [Request(prompts[i // fields.count], _key(seed, i), **shared) for i in places]
         for request in requests[:: fields.count]:

@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specjax.server.constraints import Constraint
 from specjax.server.errors import ApiError
 
 MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 8, 16, 128, 20, 304
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",), "best_of": (), "min_tokens": (0,), "prompt_logprobs": (),
-    "continue_final_message": (False,), "add_generation_prompt": (True,), "structured_outputs": (),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "functions": ([],),
+    "continue_final_message": (False,), "add_generation_prompt": (True,), "guided_grammar": (),
+    "functions": ([],),
     "function_call": ("none",), "audio": (), "modalities": (["text"],), "use_beam_search": (False,),
     "bad_words": ([],), "allowed_token_ids": ([],), "prompt_embeds": (),
 }  # fmt: skip
@@ -23,6 +24,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH, min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Pattern = Annotated[str, Field(max_length=1 << 16)]
+Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+ANY_OBJECT = {"type": "object"}
 
 
 class Fields(BaseModel):
@@ -37,10 +41,61 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+class JsonSchema(Fields):
+    """A schema with its name. `strict` changes nothing: every text satisfies its schema."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Fields):
     """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self):
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            amount = "a" if self.json_schema is None else "no"
+            raise ValueError(f"response_format {self.type} needs {amount} json_schema")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, or None."""
+        if self.json_schema is not None:
+            return Constraint.of_schema(self.json_schema.schema_)
+        return Constraint.of_schema(ANY_OBJECT) if self.type == "json_object" else None
+
+
+class StructuredOutputs(Fields):
+    """The form of the text, in the fields of vLLM."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: Pattern | None = None
+    choice: Choice | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unsupported(cls, values: Any) -> Any:
+        for name in ("grammar", "structural_tag") if isinstance(values, Mapping) else ():
+            if values.get(name) is not None:
+                raise ValueError(f"structured_outputs with a {name} is not supported; use json, regex or choice")
+        return values
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """Return the constraints of the text."""
+        return [
+            *([Constraint.of_schema(self.json_)] if self.json_ is not None else []),
+            *([Constraint("regex", self.regex)] if self.regex is not None else []),
+            *([Constraint.of_choice(self.choice)] if self.choice is not None else []),
+            *([Constraint.of_schema(ANY_OBJECT)] if self.json_object else []),
+        ]
 
 
 class SampledFields(Fields):
@@ -64,6 +119,10 @@ class SampledFields(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # and the next two are older names of fields of structured_outputs
+    guided_regex: Pattern | None = None
+    guided_choice: Choice | None = None
     user: str | None = None
     cache_salt: str | None = None
     return_drafts: bool | None = None  # of specjax: the accepted tokens of each chunk of a stream
@@ -77,13 +136,23 @@ class SampledFields(Fields):
         return values
 
     @model_validator(mode="after")
-    def _check_format(self):
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ValueError(
-                f'response_format {self.response_format.type} is not supported, because the programs of a running '
-                "server have no room for other schemas; leave it out, or use specjax generate --json-schema"
-            )  # fmt: skip
+    def _check_constraints(self):
+        if len(self.constraints) > 1:
+            raise ValueError("the text has several constraints; give one of response_format and structured_outputs")
         return self
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """Return the constraints of the text, at most one in valid fields."""
+        older = StructuredOutputs(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice)
+        of_format = None if self.response_format is None else self.response_format.constraint
+        newer = [] if self.structured_outputs is None else self.structured_outputs.constraints
+        return [*([] if of_format is None else [of_format]), *newer, *older.constraints]
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the text, or None."""
+        return next(iter(self.constraints), None)
 
     @property
     def count(self) -> int:

@@ -68,7 +68,8 @@ def make_setup():
     tokenizer = LetterTokenizer()
     return serve_setup(
         make_target(), make_drafter(), slots=SLOTS, longest_prompt=LONGEST, max_new_tokens=LENGTH, tokenizer=tokenizer,
-        eos=tokenizer.eos, temperature=1.0, min_p=0.0, prefix_gib=0.01, **serve_options(CONFIG.vocab_size),
+        eos=tokenizer.eos, temperature=1.0, min_p=0.0, prefix_gib=0.01, constraint_mib=1,
+        **serve_options(CONFIG.vocab_size),
     )  # fmt: skip
 
 

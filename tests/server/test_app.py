@@ -54,7 +54,7 @@ WRONG = [
     (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None),
     *((COMPLETIONS, {"model": "tiny", "prompt": x}, "prompt") for x in (None, [], [[]], [1.5], [True], ["a", 1], {})),
     *((COMPLETIONS, {"model": "tiny", "prompt": "a", **x}, None) for x in (
-        {"echo": True}, {"suffix": "b"}, {"best_of": 2}, {"min_tokens": 3}, {"guided_json": {}}
+        {"echo": True}, {"suffix": "b"}, {"best_of": 2}, {"min_tokens": 3}, {"guided_grammar": "a"}
     )),
     (COMPLETIONS, {"model": "tiny", "prompt": [259]}, None),
     (COMPLETIONS, {"model": "tiny", "prompt": "a", "logprobs": 99}, "logprobs"),

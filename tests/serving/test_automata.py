@@ -51,7 +51,6 @@ def served(requests, send=()):
         "longest_prompt": 4,
         "max_new_tokens": 14,
         "sampling": "coupled",
-        "constraint_mib": 2 * MIB,
         "eos": (9, 10),
     }
     updates = serve(markov(ROWS), drafter, requests, slots=2, constraint_mib=2 * MIB, **options)

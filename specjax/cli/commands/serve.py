@@ -55,6 +55,12 @@ class ServerOptions:
     prefix_gib: Annotated[
         float, typer.Option("--prefix-gib", help="GiB of memory for beginnings of prompts that were read.")
     ] = 0.5
+    constraint_mib: Annotated[
+        float,
+        typer.Option(
+            "--constraint-mib", help="MiB of memory for the automata of JSON schemas and regular expressions; 0: none."
+        ),
+    ] = 64.0
     max_slowdown: Annotated[
         float,
         typer.Option(
@@ -105,7 +111,7 @@ class ServerOptions:
         for name in ("slots", "longest_prompt", "max_waiting"):
             o.check_minimum("--" + name.replace("_", "-"), getattr(self, name), 1)
         for name, minimum in (
-            ("prefix_gib", 0), ("max_slowdown", 1), ("queue_seconds", 0), ("request_seconds", 0),
+            ("prefix_gib", 0), ("constraint_mib", 0), ("max_slowdown", 1), ("queue_seconds", 0), ("request_seconds", 0),
             ("shutdown_seconds", 0),
         ):  # fmt: skip
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -159,7 +165,7 @@ def serve(
     session = with_costs(session, selection.costs, server.slots, log, selection.decoding.settings)
     drafter = session.drafter(method, selection.options)
     options = ServingOptions(
-        server.slots, server.longest_prompt, server.prefix_gib, server.max_slowdown,
+        server.slots, server.longest_prompt, server.prefix_gib, server.constraint_mib, server.max_slowdown,
         Policy(server.max_waiting, server.queue_seconds, server.request_seconds),
         tuple(server.served_model_name or ()), server.api_key, server.per_request_metrics,
         (server.host, listener.getsockname()[1]),

@@ -31,6 +31,7 @@ class ServingOptions(NamedTuple):
     slots: int
     longest_prompt: int | None
     prefix_gib: float
+    constraint_mib: float
     max_slowdown: float
     policy: Policy
     names: tuple[str, ...]  # of the model in requests
@@ -59,7 +60,7 @@ def build_service(
     setup = serve_setup(
         session.target, drafter, slots=options.slots, longest_prompt=longest or min(room, DEFAULT_LONGEST),
         max_new_tokens=length, tokenizer=session.tokenizer, programs=programs, prefix_gib=options.prefix_gib,
-        max_slowdown=options.max_slowdown, **shared, **vars(settings),
+        max_slowdown=options.max_slowdown, constraint_mib=options.constraint_mib, **shared, **vars(settings),
     )  # fmt: skip
     names = options.names or (session.target.model.name or DEMO_NAME,)
     host, port = options.address

@@ -25,6 +25,8 @@ FRACTION = r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 DEPTH = 2
 """Nesting of values that the schema does not restrict."""
 MAX_RECURSION = 3
+MAX_PARTS, MAX_PATTERN = 5000, 1 << 20
+"""Most parts of a schema, those of references counted each time, and most characters of their expressions."""
 MAX_CHAIN = 100
 """Most references one after another."""
 
@@ -90,10 +92,18 @@ class _Compiler:
     """A compiler of the parts of one schema. None is the expression of a part that no text satisfies."""
 
     def __init__(self, root: Schema):
-        self.root = root
+        self.root, self.num_parts, self.num_characters = root, 0, 0
 
     def compile(self, schema: Schema, path: str, trail: tuple[str, ...]) -> str | None:
         """Return the expression of a schema at `path`. `trail` has the references that were followed to it."""
+        self.num_parts += 1
+        pattern = self.part(schema, path, trail) if self.num_parts <= MAX_PARTS else ""
+        self.num_characters = max(self.num_characters, len(pattern or ""))
+        if self.num_parts > MAX_PARTS or self.num_characters > MAX_PATTERN:
+            raise UsageError(f"the JSON schema is too large at {path}; use fewer parts, or fewer references")
+        return pattern
+
+    def part(self, schema: Schema, path: str, trail: tuple[str, ...]) -> str | None:
         if schema is False:
             return None
         if schema is True:
