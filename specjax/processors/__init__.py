@@ -9,6 +9,7 @@ from specjax.processors.automaton import Automaton, json_schema, regex
 from specjax.processors.bias import ban, bias
 from specjax.processors.constraint import constraint, following
 from specjax.processors.frequency import frequency
+from specjax.processors.min_length import min_length
 from specjax.processors.presence import presence
 from specjax.processors.repetition import repetition
 
@@ -20,6 +21,7 @@ __all__ = [
     "following",
     "frequency",
     "json_schema",
+    "min_length",
     "presence",
     "regex",
     "repetition",

@@ -54,6 +54,11 @@ class Automaton:
         """Return the highest token that any text of the automaton has."""
         return int(max(*self.eos, np.flatnonzero(self.classes != NONE).max(initial=0)))
 
+    def content(self) -> list[Any]:
+        """Return all values in a form that can be compared."""
+        arrays = self.classes, self.following, self.accepting
+        return [*(array.tobytes() for array in arrays), self.following.shape, self.eos]
+
 
 def regex(
     pattern: str, tokenizer: Spells, *, eos: Sequence[int] | None = None, seconds: float | None = None
@@ -74,7 +79,7 @@ def regex(
         bare = without_anchors(pattern)
     except PatternError as error:
         raise UsageError(f"{subject} has {error}") from None
-    return _compiled(bare, tokenizer, eos, subject, seconds, is_valid=False)
+    return compile_pattern(bare, tokenizer, eos, subject, seconds, is_valid=False)
 
 
 def json_schema(
@@ -101,7 +106,7 @@ def json_schema(
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{subject} is not JSON: {first_line(error)}") from None
-    return _compiled(schemas.to_regex(schema), tokenizer, eos, subject, seconds, is_valid=True)
+    return compile_pattern(schemas.to_regex(schema), tokenizer, eos, subject, seconds, is_valid=True)
 
 
 def automaton(
@@ -128,10 +133,16 @@ def automaton(
     return _trimmed(classes, following, accepting, eos, subject)
 
 
-def _compiled(
+def compile_pattern(
     pattern: str, tokenizer: Spells, eos: Sequence[int] | None, subject: str, seconds: float | None, *, is_valid: bool
 ) -> Automaton:  # fmt: skip
-    """Compile a pattern. `subject` names the constraint in errors."""
+    """Compile a pattern.
+
+    Args:
+      subject: name of the constraint in errors. is_valid: the pattern was made by `schemas`, and needs no check.
+
+    Raises: UsageError for an invalid expression, or one that no text of these tokens matches.
+    """
     ends = tuple(tokenizer.eos if eos is None else eos)
     if not ends:
         raise UsageError(f"{subject} needs an eos to end texts, but the tokenizer has none; pass eos=")

@@ -41,7 +41,7 @@ class Tables(NamedTuple):
     words: Array  # int32[M], the packed automata
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The automaton of each row, and its state. The last state of an automaton is the one after the end of a text."""
 
     start: Array  # int32[B], address of the automaton, or FREE
@@ -96,8 +96,8 @@ def _width(num_tokens: int) -> int:
 def pack(automaton: Automaton, num_tokens: int) -> np.ndarray:
     """Return the tables of an automaton as int32[M].
 
-    After the header come the class of each token [V], the state after each class [S + 1, C], the number of each
-    state's set of allowed tokens [S + 1], and these sets, in bits of words.
+    The header is followed by the class of each token [V] and the state after each class [S + 1, C]. Then come the
+    number of each state's set of allowed tokens [S + 1], and these sets, in bits of words.
 
     Args:
       num_tokens: size of the vocabulary, or at least the highest token and one.
@@ -105,7 +105,7 @@ def pack(automaton: Automaton, num_tokens: int) -> np.ndarray:
     width = _width(num_tokens)
     following, end = automaton.following, len(automaton.following)
     classes = automaton.classes[: automaton.highest + 1]
-    after = np.append(np.where(following == NONE, end, following), np.full((1, following.shape[1]), end), 0)
+    states = np.append(np.where(following == NONE, end, following), np.full((1, following.shape[1]), end), 0)
     allowed = np.append(following != NONE, automaton.accepting[:, None], 1)  # by class, and at last eos
     is_end = np.arange(allowed.shape[1]) == following.shape[1]
     sets, set_of = np.unique(np.append(allowed, is_end[None], 0), axis=0, return_inverse=True)
@@ -114,8 +114,8 @@ def pack(automaton: Automaton, num_tokens: int) -> np.ndarray:
     is_member[:, tokens] = sets[:, classes[tokens]]
     is_member[:, list(automaton.eos)] = sets[:, -1:]
     bits = np.packbits(is_member, 1, bitorder="little").view("<i4")
-    header = [len(classes), len(after), following.shape[1]]
-    tables = (header, classes, after.reshape(-1), set_of.reshape(-1), bits.reshape(-1))
+    header = [len(classes), len(states), following.shape[1]]
+    tables = (header, classes, states.reshape(-1), set_of.reshape(-1), bits.reshape(-1))
     return np.concatenate([np.asarray(table, np.int32) for table in tables])
 
 
@@ -138,24 +138,24 @@ def _check(processor: Processor, vocab_size: int) -> None:
         )
 
 
-def _init(tables: Tables, start: Array, tokens: Array, length: Array, vocab_size: int) -> Place:
-    return Place(start, jnp.zeros_like(start))
+def _init(tables: Tables, start: Array, tokens: Array, length: Array, vocab_size: int) -> Location:
+    return Location(start, jnp.zeros_like(start))
 
 
 @functools.cache
 def _process_of(width: int):
-    def process(tables: Tables, place: Place, tree: TokenTree, above: Array, logits: Array) -> Array:
+    def process(tables: Tables, place: Location, tree: TokenTree, above: Array, logits: Array) -> Array:
         drafted = above & (jnp.arange(above.shape[2]) > 0)  # bool[B, R, N]: the path to each node, without the root
         depth = jnp.cumsum(drafted, 2)  # int32[B, R, N], depth of each node of the path
 
-        def next_level(level: Array, rows: Place) -> Place:
+        def next_level(level: Array, rows: Location) -> Location:
             """Return the places [B, R] after the first `level` + 1 drafted nodes of each path."""
             is_next = drafted & (depth == level + 1)
             token = jnp.sum(jnp.where(is_next, tree.tokens[:, None], 0), 2)
             state = jnp.where(jnp.any(is_next, 2), _after(tables, rows, token), rows.state)
             return rows._replace(state=state)
 
-        root = Place(*(jnp.broadcast_to(x[:, None], drafted.shape[:2]) for x in place))
+        root = Location(*(jnp.broadcast_to(x[:, None], drafted.shape[:2]) for x in place))
         rows = jax.lax.fori_loop(0, jnp.max(depth[:, :, -1]), next_level, root)
         words = _allowed(tables, rows, width)  # uint32[B, R, W]
         bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
@@ -166,14 +166,14 @@ def _process_of(width: int):
     return process
 
 
-def _update(tables: Tables, place: Place, tokens: Array, count: Array) -> Place:
-    def step(i: Array, place: Place) -> Place:
+def _update(tables: Tables, place: Location, tokens: Array, count: Array) -> Location:
+    def step(i: Array, place: Location) -> Location:
         return place._replace(state=jnp.where(i < count, _after(tables, place, tokens[:, i]), place.state))
 
     return jax.lax.fori_loop(0, jnp.max(count), step, place)
 
 
-def _after(tables: Tables, place: Place, token: Array) -> Array:
+def _after(tables: Tables, place: Location, token: Array) -> Array:
     """Return the states after tokens, int32 of the shape of `place`."""
     start, size, count, classes = _header(tables, place)
     is_known = (token >= 0) & (token < size)
@@ -183,7 +183,7 @@ def _after(tables: Tables, place: Place, token: Array) -> Array:
     return jnp.where(place.start == FREE, place.state, jnp.where(is_known & (number >= 0), state, count - 1))
 
 
-def _allowed(tables: Tables, place: Place, width: int) -> Array:
+def _allowed(tables: Tables, place: Location, width: int) -> Array:
     """Return the bits of the allowed tokens, uint32[..., width]. Those of unconstrained rows have any value."""
     start, size, count, classes = _header(tables, place)
     set_of = start + HEADER + size + count * classes
@@ -193,7 +193,7 @@ def _allowed(tables: Tables, place: Place, width: int) -> Array:
     return jax.lax.bitcast_convert_type(words, jnp.uint32)
 
 
-def _header(tables: Tables, place: Place) -> tuple[Array, Array, Array, Array]:
+def _header(tables: Tables, place: Location) -> tuple[Array, Array, Array, Array]:
     """Return the addresses of the automata, and their numbers of tokens, states and classes."""
     start = jnp.maximum(place.start, 0)
     return start, *(_word(tables, start + i) for i in range(HEADER))

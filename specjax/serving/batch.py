@@ -29,7 +29,15 @@ from specjax.serving.automata import AutomatonTable, num_pieces
 from specjax.serving.detokenizer import Detokenizer
 from specjax.serving.prefixes import PrefixStore
 from specjax.serving.reading import PromptReader, next_to_read
-from specjax.serving.requests import Limits, Request, RowSettings, check_request, processor_settings, row_settings
+from specjax.serving.requests import (
+    Limits,
+    Request,
+    RowSettings,
+    check_request,
+    make_detokenizer,
+    processor_settings,
+    row_settings,
+)
 from specjax.types import DecodeState, Drafter, Info, PyTree, TokenLogprobs
 
 
@@ -76,6 +84,7 @@ class _Row:
     tokens: list[int]  # the prompt and the text
     alternatives: int | None = None  # as in `Request`
     salt: str | None = None  # as in `Request`
+    includes_stop: bool = False  # as in `Request`
     is_read: bool = False  # True if the prompt was read, so that the row decodes
     num_stored: int = 0  # number of tokens of the prompt that were copied from the store of prefixes
     automaton: Automaton | None = None  # in the table, with this row as a user
@@ -92,7 +101,8 @@ class _Row:
         reason = reason if update.is_finite else "failed"
         text = ""
         if self.text is not None:
-            text, count = self.text.add_all(tokens[:-1] if update.is_eos else tokens)
+            hides_eos = update.is_eos and not self.includes_stop
+            text, count = self.text.add_all(tokens[:-1] if hides_eos else tokens)
             if self.text.stopped:
                 tokens, reason = tokens[:count], "stop"
             elif reason is not None:
@@ -197,12 +207,13 @@ class Batch:
             count = check_request(request, limits)
             settings, processors = row_settings(limits, request), processor_settings(limits, request)
             key = row_keys(threefry(request.key)[None], 1)
-            text = None if limits.tokenizer is None else Detokenizer(limits.tokenizer, request.stop or ())
+            text = make_detokenizer(limits, request)
         except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
             reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
         slot = self._rows.index(None)
-        row = _Row(number, count, text, [*map(int, request.prompt)], request.alternatives, request.salt)
+        prompt = [*map(int, request.prompt)]
+        row = _Row(number, count, text, prompt, request.alternatives, request.salt, request.includes_stop)
         self._rows[slot] = row
         self._settings = _put_row(self._settings, slot, settings)
         self._parts = _with_settings(self._parts, self._settings)
@@ -218,11 +229,11 @@ class Batch:
             row, slot, request, key, count, processors = admitted
             address, automaton = FREE, request.constraint
             if automaton is not None and self._automata is not None:
-                found = None if self._blocked else self._automata.acquire(automaton)
-                if found is None:
+                place = None if self._blocked else self._automata.acquire(automaton)
+                if place is None:
                     self._blocked.append(admitted)
                     continue
-                address, row.automaton = found, automaton
+                address, row.automaton = place, automaton
                 self._place_automata()
             settings = self._with_address(processors, address)
             packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, settings)
@@ -236,8 +247,8 @@ class Batch:
     def _place_automata(self) -> None:
         """Pass the array of the automata to the next step."""
         assert self._automata is not None
-        *others, last = self._parts.processors
-        processors = (*others, last.replace(params=last.params._replace(words=self._automata.words)))
+        *first, last = self._parts.processors
+        processors = (*first, last.replace(params=last.params._replace(words=self._automata.words)))
         self._parts = dataclasses.replace(self._parts, processors=processors)
 
     def _clear(self, slot: int) -> None:

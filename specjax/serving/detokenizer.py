@@ -28,8 +28,16 @@ class Detokenizer:
     the part that follows the text of the older tokens.
     """
 
-    def __init__(self, tokenizer: TextDecoder, stop: Sequence[str] = ()):
+    def __init__(
+        self, tokenizer: TextDecoder, stop: Sequence[str] = (), *, includes_stop: bool = False, min_tokens: int = 0
+    ):  # fmt: skip
+        """Create the converter.
+
+        Args:
+          includes_stop: the text ends after its stop string. min_tokens: number of tokens in which none is looked for.
+        """
         self.stopped = False
+        self._includes_stop, self._num_unchecked = includes_stop, min_tokens
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
         self._num_complete = 0  # number of leading ids whose text ends with a complete character
@@ -50,6 +58,9 @@ class Detokenizer:
         if new and not unfinished:
             del self._ids[: self._num_complete]
             self._num_complete, self._num_returned = len(self._ids), len(self._tokenizer.decode(self._ids))
+        if self._num_unchecked:
+            self._num_unchecked -= 1
+            return new
         return self._until_stop(new)
 
     def flush(self) -> str:
@@ -72,10 +83,11 @@ class Detokenizer:
     def _until_stop(self, new: str) -> str:
         """Return the text up to a stop string, without an ending that may be the beginning of a stop string."""
         text = self._tail + new
-        places = [place for place in map(text.find, self._stop) if place >= 0]
+        places = [(place, len(stop)) for stop in self._stop if (place := text.find(stop)) >= 0]
         if places:
             self.stopped, self._tail = True, ""
-            return text[: min(places)]
+            place, size = min(places)
+            return text[: place + size * self._includes_stop]
         prefixes = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         length = max(prefixes, default=0)
         self._tail = text[len(text) - length :]

@@ -77,7 +77,7 @@ def _content(request: Any) -> Any:
     """Return the values of a request, without the functions of its processors."""
     try:
         processors = [processor.settings for processor in request.processors or ()]
-        constraint = None if request.constraint is None else vars(request.constraint)
+        constraint = None if request.constraint is None else request.constraint.content()
         return tuple(request._replace(key=threefry(request.key), processors=processors, constraint=constraint))
     except (UsageError, TypeError, AttributeError):  # not a valid request, which `Batch.admit` refuses
         return repr(request)

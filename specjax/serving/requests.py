@@ -17,7 +17,7 @@ from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings
 from specjax.errors import UsageError
 from specjax.processors.automaton import Automaton
 from specjax.serving.automata import check_room, num_pieces
-from specjax.serving.detokenizer import TextDecoder
+from specjax.serving.detokenizer import Detokenizer, TextDecoder
 from specjax.types import Array, Processor, PyTree, Sampling
 
 AHEAD = 64
@@ -43,12 +43,20 @@ class Request(NamedTuple):
     )
     salt: str | None = None  # prompts with different salts, such as those of two users, share no prefixes
     constraint: Automaton | None = None  # of the text; only if `serve` has a constraint_mib
+    shows_control: bool = False  # True: the text has control tokens, if the tokenizer has `decode(ids, special=True)`
+    includes_stop: bool = False  # True: the text has the stop string or the eos that ends it
+    min_unstopped: int = 0  # number of tokens in which stop strings are not looked for
 
 
 class Cancel(NamedTuple):
     """An item of the requests that ends request number `request`. It has no effect on a request that has ended."""
 
     request: int
+
+
+def padded_size(num_eos: int) -> int:
+    """Return the number of eos ids that a request may have, if `serve` has so many."""
+    return max(-(-num_eos // EOS_UNIT), 1) * EOS_UNIT
 
 
 class Limits(NamedTuple):
@@ -66,7 +74,7 @@ class Limits(NamedTuple):
     @property
     def num_eos(self) -> int:
         """Return the number of eos ids per row, E."""
-        return max(-(-_ids(self.settings.eos).size // EOS_UNIT), 1) * EOS_UNIT
+        return padded_size(_ids(self.settings.eos).size)
 
 
 class RowSettings(NamedTuple):
@@ -164,6 +172,26 @@ def check_request(request: Request, limits: Limits) -> int:
     if stop and limits.tokenizer is None:
         raise UsageError("it has stop strings, which need a tokenizer; pass tokenizer= to serve")
     return count
+
+
+def make_detokenizer(limits: Limits, request: Request) -> Detokenizer | None:
+    """Return what makes the text of a request, or None if `serve` has no tokenizer."""
+    tokenizer: Any = limits.tokenizer
+    if tokenizer is None:
+        return None
+    decoder = _ControlDecoder(tokenizer) if request.shows_control else tokenizer
+    return Detokenizer(
+        decoder, request.stop or (), includes_stop=request.includes_stop, min_tokens=request.min_unstopped
+    )  # fmt: skip
+
+
+class _ControlDecoder(NamedTuple):
+    """A decoder that shows control tokens."""
+
+    tokenizer: Any
+
+    def decode(self, ids: list[int], /) -> str:
+        return self.tokenizer.decode(ids, special=True)
 
 
 def _check_constraint(request: Request, limits: Limits) -> None:

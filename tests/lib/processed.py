@@ -61,6 +61,7 @@ def some(vocab: int) -> dict[str, Processor]:
         "frequency": processors.frequency(0.6),
         "bias": processors.bias({1: 1.5, 2: -2.0, vocab - 1: -np.inf}),
         "constraint": processors.constraint(counting(vocab)),
+        "min_length": processors.min_length(2, [1, vocab - 1]),
     }
 
 
