@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions, flag_values, with_groups
 from specjax.errors import require
 
@@ -42,13 +41,7 @@ def chat(
     models: ModelOptions,
     draft: DraftOptions,
     sampling: ChatSampling,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method", help="A method of `specjax methods`. Default: that of generate.", show_default=False,
-            autocompletion=completion.words("drafters"),
-        ),
-    ] = None,
+    method: o.MethodOption = None,
     system: o.SystemOption = None,
     context: Annotated[
         int | None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion
 from specjax.cli.options.groups import DraftOptions, ModelOptions, PromptOptions, SamplingOptions, with_groups
 from specjax.errors import require
 
@@ -74,13 +73,7 @@ def explain(
     prompts: PromptOptions,
     picture: PictureOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method", help="A method of `specjax methods`. Default: that of generate.", show_default=False,
-            autocompletion=completion.words("drafters"),
-        ),
-    ] = None,
+    method: o.MethodOption = None,
 ) -> None:  # fmt: skip
     require(prompt is not None, "PROMPT is missing; give a text, or - to read it from stdin")
     from specjax.cli.options.prompts import PromptSource

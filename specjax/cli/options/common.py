@@ -143,6 +143,15 @@ VerifierOption = Annotated[
     ),
 ]
 LengthOption = Annotated[int, typer.Option("--max-new-tokens", help="Maximum number of new tokens per prompt.")]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help="A method of `specjax methods`. Default: that of generate.",
+        show_default=False,
+        autocompletion=completion.words("drafters"),
+    ),
+]
 TEMPERATURE_HELP = "Sampling temperature; 0 is greedy."
 TemperatureOption = Annotated[float, typer.Option("--temperature", help=TEMPERATURE_HELP)]
 OptionalTemperatureOption = Annotated[float | None, typer.Option("--temperature", help=TEMPERATURE_HELP)]
