@@ -8,7 +8,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,6 +19,7 @@ from specjax.server.errors import ApiError, raise_unfinished
 from specjax.server.metrics import describe_steps
 from specjax.server.sampling import TokenTexts
 from specjax.server.schemas import SampledFields
+from specjax.server.structured.tools import ToolCall, ToolParser
 from specjax.serving.batch import Served
 
 
@@ -31,27 +32,37 @@ class ServedChoice:
     texts: list[str] = dataclasses.field(default_factory=list)
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (drafted, accepted)
+    calls: list[ToolCall] = dataclasses.field(default_factory=list)
+    parser: ToolParser | None = None  # None: the text has no calls of tools
+    echo: str = ""  # text before that of the model
     cached: int = 0
     reason: str | None = None
 
-    def add(self, served: Served) -> None:
-        """Add an update."""
+    def add(self, served: Served) -> tuple[str, list[ToolCall]]:
+        """Add an update. Return its text without calls of tools, and these calls."""
         self.tokens += served.tokens
-        self.texts.append(served.text)
         self.cached = max(self.cached, served.cached)
         self.reason = served.finish_reason
         if served.tokens:
             self.steps.append((served.drafted, served.accepted))
+        text, calls = (served.text, []) if self.parser is None else self.parser.feed(served.text)
+        if self.parser is not None and served.finish_reason is not None:
+            more, last = self.parser.finish()
+            text, calls = text + more, [*calls, *last]
+        self.texts.append(text)
+        self.calls += calls
+        return text, calls
 
     @property
     def text(self) -> str:
-        """Return the text so far."""
+        """Return the text so far, without calls of tools."""
         return "".join(self.texts)
 
     @property
     def finish_reason(self) -> str | None:
         """Return the reason of the end, in the words of the API."""
-        return "stop" if self.reason == "eos" else self.reason
+        reason = "stop" if self.reason == "eos" else self.reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
     def stop_reason(self, tokenizer: Any) -> str | int | None:
         """Return the stop string or the id of `stop_token_ids` that ended the text."""
@@ -70,8 +81,8 @@ class Form(NamedTuple):
     object: str
     chunk_object: str
     choice: Callable[[int, ServedChoice, Any, Any], dict[str, Any]]  # index, choice, logprobs, stop reason
-    first: Callable[[int], dict[str, Any] | None]  # the first choice of a stream, if there is one
-    delta: Callable[[int, str, Any], dict[str, Any]]  # index, text, logprobs
+    first: Callable[[int, str], dict[str, Any] | None]  # index, echo -> the first choice of a stream, if there is one
+    delta: Callable[[int, str, Any, list[dict[str, Any]]], dict[str, Any]]  # index, text, logprobs, calls of tools
     last: Callable[[int, str | None, Any], dict[str, Any]]  # index, finish reason, stop reason
     logprobs: Callable[[Served, int, TokenTexts], Any]  # update, characters before it
     join: Callable[[list[Any]], Any]  # of the logprobs of several updates
@@ -90,9 +101,15 @@ class AnswerSettings(NamedTuple):
 class Answer:
     """The answer to one call."""
 
-    def __init__(self, settings: AnswerSettings, form: Form, fields: SampledFields, call: Call):
+    def __init__(
+        self, settings: AnswerSettings, form: Form, fields: SampledFields, call: Call, echoes: Sequence[str] = ()
+    ):  # fmt: skip
+        """Create the answer. echoes: the text before that of each prompt, if there is one."""
         self.settings, self.form, self.fields, self.call = settings, form, fields, call
         self.choices = [ServedChoice(ticket) for ticket in call.tickets]
+        for index, choice in enumerate(self.choices):
+            choice.echo = echoes[index // fields.count] if echoes else ""
+            choice.parser = ToolParser(fields.called_names) if fields.called_names else None
         self._updates = call.updates()
         self._head = {
             "id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": fields.model,
@@ -126,7 +143,7 @@ class Answer:
         """Yield the events of a stream."""
         try:
             for index in range(len(self.choices)):
-                choice = self.form.first(index)
+                choice = self.form.first(index, self.choices[index].echo)
                 if choice is not None:
                     yield self._chunk(choice)
             for event in self._update_events(*first):
@@ -143,10 +160,12 @@ class Answer:
     def _update_events(self, index: int, served: Served) -> list[bytes]:
         """Return the events of an update. Raises: ApiError for the end of a text that is not complete."""
         raise_unfinished(served)
-        logprobs, choice = self._add(index, served), self.choices[index]
+        (text, calls, logprobs), choice = self._add(index, served), self.choices[index]
         events = []
-        if served.text or logprobs is not None or (served.tokens and self.fields.return_drafts):
-            delta = self.form.delta(index, served.text, logprobs)
+        if text or calls or logprobs is not None or (served.tokens and self.fields.return_drafts):
+            first = len(choice.calls) - len(calls)
+            documents = [{"index": first + place, **call.document()} for place, call in enumerate(calls)]
+            delta = self.form.delta(index, text, logprobs, documents)
             if self.fields.return_drafts:
                 words = [self.settings.texts.text(token) for token in served.tokens]
                 delta["drafts"] = {"tokens": words, "accepted": served.accepted, "drafted": served.drafted}
@@ -156,19 +175,19 @@ class Answer:
             events.append(self._chunk(self.form.last(index, choice.finish_reason, stop)))
         return events
 
-    def _add(self, index: int, served: Served) -> Any:
-        """Add an update to its choice, and return its log-probabilities in the form of the endpoint."""
+    def _add(self, index: int, served: Served) -> tuple[str, list[ToolCall], Any]:
+        """Add an update to its choice. Return its text, its calls and its log-probabilities."""
         choice = self.choices[index]
         logprobs = None
         if served.logprobs is not None and served.tokens:
-            is_end = served.finish_reason == "eos"  # the token that ends a text is not part of it
+            # the token that ends a text is not part of it
+            is_end = served.finish_reason == "eos" and not choice.ticket.request.includes_stop
             logprobs = self.form.logprobs(
                 served._replace(tokens=served.tokens[: len(served.tokens) - is_end]), len(choice.text),
                 self.settings.texts,
             )  # fmt: skip
             choice.logprobs.append(logprobs)
-        choice.add(served)
-        return logprobs
+        return *choice.add(served), logprobs
 
     def _joined(self, choice: ServedChoice) -> Any:
         is_reported = self.fields.alternatives is not None

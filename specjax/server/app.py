@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from specjax.errors import UsageError
 from specjax.server.answers import Answer, AnswerSettings, ClientGoneError, Form
 from specjax.server.chat import CHAT
 from specjax.server.completions import COMPLETION
-from specjax.server.constraints import AutomatonStore
 from specjax.server.engine_thread import Engine
 from specjax.server.errors import ApiError
 from specjax.server.sampling import TokenTexts, make_requests
@@ -34,8 +34,10 @@ from specjax.server.schemas import (
     FieldsT,
     SampledFields,
     TokenizeFields,
+    Tool,
     parse_fields,
 )
+from specjax.server.structured.store import AutomatonStore
 from specjax.version import __version__
 
 LOG = logging.getLogger("specjax.server")
@@ -54,7 +56,7 @@ class Service:
     tokenizer: Any
     names: tuple[str, ...]  # of the model; the first one is in the answers about models
     fingerprint: str
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()  # () for no authorisation
     max_body: int = MAX_BODY
     step_metrics: str = "none"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -81,7 +83,8 @@ class Service:
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/health", self.health), Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/version", self.version), Route("/metrics", self.metrics), Route("/", self.page),
+            Route("/version", self.version), Route("/metrics", self.metrics), Route("/load", self.load),
+            Route("/", self.page),
         ]  # fmt: skip
         handlers: Any = {
             ApiError: _api_error, HTTPException: _http_error, ClientGoneError: _client_gone, Exception: _bug
@@ -100,11 +103,9 @@ class Service:
         """Return an endpoint that needs the key, if there is one."""
 
         async def guarded(http: HttpRequest) -> Response:
-            if self.api_key is not None:
-                kind, _, key = http.headers.get("authorization", "").partition(" ")
-                is_same = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
-                if kind.lower() != "bearer" or not is_same:
-                    raise ApiError(401, "the request needs the key of this server", code="invalid_api_key")
+            key = _bearer_key(http).encode()
+            if self.api_keys and not any([hmac.compare_digest(key, other.encode()) for other in self.api_keys]):
+                raise ApiError(401, "the request needs a key of this server", code="invalid_api_key")
             return await endpoint(http)
 
         return guarded
@@ -112,7 +113,7 @@ class Service:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer /v1/chat/completions."""
         fields = await self._read(http, ChatFields)
-        ids = await self._encode_chat(fields.messages, fields.chat_template_kwargs)
+        ids = await self._encode_chat(fields.messages, fields.chat_template_kwargs, fields.callable_tools)
         return await self._answer(http, CHAT, fields, [ids])
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -122,7 +123,11 @@ class Service:
             await _in_thread(self.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in fields.prompts
         ]  # fmt: skip
-        return await self._answer(http, COMPLETION, fields, prompts)
+        echoes = [
+            prompt if isinstance(prompt, str) else await _in_thread(self.tokenizer.decode, prompt)
+            for prompt in fields.prompts if fields.echo
+        ]  # fmt: skip
+        return await self._answer(http, COMPLETION, fields, prompts, echoes)
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer /v1/models."""
@@ -165,6 +170,11 @@ class Service:
         """Answer /version."""
         return JSONResponse({"version": __version__})
 
+    async def load(self, http: HttpRequest) -> Response:
+        """Answer /load with the number of requests that run or wait."""
+        load = self.engine.load
+        return JSONResponse({"server_load": load.num_running + load.num_waiting})
+
     async def metrics(self, http: HttpRequest) -> Response:
         """Answer /metrics."""
         return PlainTextResponse(
@@ -189,9 +199,12 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def _encode_chat(self, messages: list[ChatMessage], variables: dict[str, Any] | None) -> list[int]:
+    async def _encode_chat(
+        self, messages: list[ChatMessage], variables: dict[str, Any] | None, tools: list[Tool] | None = None
+    ) -> list[int]:  # fmt: skip
         turns = [message.as_turn() for message in messages]
-        return await _in_thread(self.tokenizer.chat, turns, **(variables or {}))
+        shown = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+        return await _in_thread(self.tokenizer.chat, turns, **{**(variables or {}), **shown})
 
     async def _read(self, http: HttpRequest, kind: type[FieldsT]) -> FieldsT:
         """Return the fields of a request. Raises: ApiError for a large body, a wrong field or an unknown model."""
@@ -204,17 +217,32 @@ class Service:
         self._check_model(getattr(fields, "model", None))
         return fields
 
-    async def _answer(self, http: HttpRequest, form: Form, fields: SampledFields, prompts: list[list[int]]) -> Response:
+    async def _answer(
+        self,
+        http: HttpRequest,
+        form: Form,
+        fields: SampledFields,
+        prompts: list[list[int]],
+        echoes: Sequence[str] = (),
+    ) -> Response:
         """Decode the prompts of a call."""
         limits = self.engine.setup.limits
         constraint, automaton = fields.constraint, None
         if constraint is not None:
             automaton = await self.automata.automaton(constraint)
-        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton)
+        key = _bearer_key(http)
+        owner = hashlib.sha256(key.encode()).hexdigest() if key else ""
+        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton, owner)
         host = http.client.host if http.client else ""
-        call = self.engine.submit(requests, f"{host} {fields.user or ''}")
+        call = self.engine.submit(requests, f"{host} {owner} {fields.user or ''}")
         settings = AnswerSettings(self.engine, self.tokenizer, self.texts, self.fingerprint, self.step_metrics)
-        return await Answer(settings, form, fields, call).respond(http.receive)
+        return await Answer(settings, form, fields, call, echoes).respond(http.receive)
+
+
+def _bearer_key(http: HttpRequest) -> str:
+    """Return the key of a request, or an empty text."""
+    kind, _, key = http.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -13,11 +13,19 @@ LOWEST = -9999.0
 
 
 def _choice(index: int, choice: ServedChoice, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
+    content = choice.text or (None if choice.calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    if choice.calls:
+        message["tool_calls"] = [call.document() for call in choice.calls]
     return {
         "index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason,
         "stop_reason": stop_reason,
     }  # fmt: skip
+
+
+def _delta(index: int, text: str, logprobs: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    content = {"content": text} if text or not calls else {}
+    return _chunk(index, content | ({"tool_calls": calls} if calls else {}), logprobs=logprobs)
 
 
 def _chunk(index: int, delta: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -43,8 +51,8 @@ def _join(parts: list[Any]) -> dict[str, Any]:
 
 CHAT = Form(
     prefix="chatcmpl", object="chat.completion", chunk_object="chat.completion.chunk", choice=_choice,
-    first=lambda index: _chunk(index, {"role": "assistant", "content": ""}),
-    delta=lambda index, text, logprobs: _chunk(index, {"content": text}, logprobs=logprobs),
+    first=lambda index, echo: _chunk(index, {"role": "assistant", "content": ""}),
+    delta=_delta,
     last=lambda index, reason, stop: _chunk(index, {}, finish_reason=reason, stop_reason=stop),
     logprobs=_logprobs, join=_join,
 )  # fmt: skip

@@ -17,7 +17,7 @@ def _text(index: int, text: str, **values: Any) -> dict[str, Any]:
 
 def _choice(index: int, choice: ServedChoice, logprobs: Any, stop_reason: Any) -> dict[str, Any]:
     return _text(
-        index, choice.text, logprobs=logprobs, finish_reason=choice.finish_reason, stop_reason=stop_reason
+        index, choice.echo + choice.text, logprobs=logprobs, finish_reason=choice.finish_reason, stop_reason=stop_reason
     )  # fmt: skip
 
 
@@ -43,8 +43,8 @@ def _join(parts: list[Any]) -> dict[str, Any]:
 
 COMPLETION = Form(
     prefix="cmpl", object="text_completion", chunk_object="text_completion", choice=_choice,
-    first=lambda index: None,
-    delta=lambda index, text, logprobs: _text(index, text, logprobs=logprobs),
+    first=lambda index, echo: _text(index, echo) if echo else None,
+    delta=lambda index, text, logprobs, calls: _text(index, text, logprobs=logprobs),
     last=lambda index, reason, stop: _text(index, "", finish_reason=reason, stop_reason=stop),
     logprobs=_logprobs, join=_join,
 )  # fmt: skip

@@ -18,23 +18,35 @@ from specjax.numerics.sampling import threefry
 from specjax.processors.automaton import Automaton
 from specjax.server.errors import ApiError
 from specjax.server.schemas import MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
-from specjax.serving.requests import Limits, Request, check_request, processor_settings, row_settings
+from specjax.serving.requests import Limits, Request, check_request, padded_size, processor_settings, row_settings
 from specjax.types import Array, Processor
 
 
 def make_processors(
-    repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0, bias: dict[int, float] | None = None
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: dict[int, float] | None = None,
+    length: int = 0,
+    ends: Sequence[int] = (),
+    *,
+    room: int,
 ) -> tuple[Processor, ...]:
-    """Return the processors of the server with some settings. By default, they change nothing."""
+    """Return the processors of the server with some settings. By default, they change nothing.
+
+    Args:
+      length, ends: minimum number of tokens, and those that end a text. room: number of ends of a request.
+    """
     return (
         processors.repetition(repetition), processors.presence(presence), processors.frequency(frequency),
-        processors.bias(bias or {}, room=MAX_BIASES),
+        processors.bias(bias or {}, room=MAX_BIASES), processors.min_length(length, ends, room=room),
     )  # fmt: skip
 
 
-def serve_options(vocab_size: int) -> dict[str, Any]:
+def serve_options(vocab_size: int, eos: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of `specjax.serve` that the server needs for any request."""
-    return {"processors": make_processors(), "max_alternatives": min(MAX_TOP_LOGPROBS, vocab_size)}
+    neutral = make_processors(room=padded_size(len(eos)))
+    return {"processors": neutral, "max_alternatives": min(MAX_TOP_LOGPROBS, vocab_size)}
 
 
 def make_requests(
@@ -43,10 +55,15 @@ def make_requests(
     limits: Limits,
     eos: tuple[int, ...],
     automaton: Automaton | None = None,
+    owner: str = "",
 ) -> list[Request]:
     """Return `n` requests per prompt, in order.
 
-    The first request has the key of the seed, and request i the key `fold_in(key, i)`.
+    The first text of a prompt has the key of the seed, and text i the key `fold_in(key, i)`. Without a seed, each
+    prompt has one of its own.
+
+    Args:
+      automaton: the constraint of the texts. owner: a name for the user, whose prompts share no prefixes with others.
 
     Raises: ApiError if one of them does not fit.
     """
@@ -65,11 +82,13 @@ def make_requests(
             "start the server with a larger --max-new-tokens",
             param="max_tokens",
         )
-    seed = secrets.randbits(62) if fields.seed is None else fields.seed
     try:
-        shared = _settings(fields, limits, eos) | {"constraint": automaton}
-        places = range(len(prompts) * fields.count)
-        requests = [Request(prompts[i // fields.count], _key(seed, i), **shared) for i in places]
+        salt = f"{owner} {fields.cache_salt or ''}"
+        shared = _settings(fields, limits, eos) | {"constraint": automaton, "salt": salt}
+        requests = []
+        for prompt in prompts:
+            seed = secrets.randbits(62) if fields.seed is None else fields.seed
+            requests += [Request(prompt, _key(seed, index), **shared) for index in range(fields.count)]
         for request in requests[:: fields.count]:
             check_request(request, limits)
             row_settings(limits, request)
@@ -85,9 +104,11 @@ def _key(seed: int, index: int) -> Array | int:
 
 def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> dict[str, Any]:
     """Return the settings of a request. Raises: ApiError for a bias of something else than an id."""
-    ends: tuple[int, ...] | None = None
-    if fields.ignore_eos or fields.stop_token_ids:
-        ends = (*(() if fields.ignore_eos else eos), *(fields.stop_token_ids or ()))
+    ends = tuple(dict.fromkeys((*(() if fields.ignore_eos else eos), *(fields.stop_token_ids or ()))))
+    if len(ends) > limits.num_eos:
+        raise ApiError(
+            400, f"stop_token_ids and eos are {len(ends)} ids, more than {limits.num_eos}", param="stop_token_ids"
+        )  # fmt: skip
     return {
         "max_new_tokens": fields.length,
         "temperature": fields.temperature,
@@ -96,22 +117,25 @@ def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> di
         "min_p": fields.min_p,
         "eos": ends,
         "stop": fields.stops,
-        "processors": _processors(fields),
+        "processors": _processors(fields, ends, limits.num_eos),
+        "shows_control": fields.skip_special_tokens is False,
+        "includes_stop": bool(fields.include_stop_str_in_output),
+        "min_unstopped": fields.min_tokens or 0,
         "alternatives": fields.alternatives,
-        "salt": fields.cache_salt,
     }
 
 
-def _processors(fields: SampledFields) -> tuple[Processor, ...] | None:
+def _processors(fields: SampledFields, ends: tuple[int, ...], room: int) -> tuple[Processor, ...] | None:
     repetition = 1.0 if fields.repetition_penalty is None else fields.repetition_penalty
     values = repetition, fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0
     entries = fields.logit_bias or {}
     wrong = next((token for token in entries if not (token.isascii() and token.isdigit())), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias needs ids of tokens, not {wrong[:20]!r}", param="logit_bias")
-    if values == (1.0, 0.0, 0.0) and not entries:
+    if values == (1.0, 0.0, 0.0) and not entries and not fields.min_tokens:
         return None
-    return make_processors(*values, {int(token): value for token, value in entries.items()})
+    biases = {int(token): value for token, value in entries.items()}
+    return make_processors(*values, biases, fields.min_tokens or 0, ends, room=room)
 
 
 class TokenTexts:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specjax.server.constraints import Constraint
 from specjax.server.errors import ApiError
+from specjax.server.structured.constraints import Constraint
+from specjax.server.structured.tools import NO_PARAMETERS, required_call
 
 MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 8, 16, 128, 20, 304
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "suffix": ("",), "best_of": (), "min_tokens": (0,), "prompt_logprobs": (),
+    "suffix": ("",), "prompt_logprobs": (), "truncate_prompt_tokens": (), "length_penalty": (1, 1.0),
     "continue_final_message": (False,), "add_generation_prompt": (True,), "guided_grammar": (),
     "functions": ([],),
     "function_call": ("none",), "audio": (), "modalities": (["text"],), "use_beam_search": (False,),
@@ -123,6 +125,10 @@ class SampledFields(Fields):
     guided_json: dict[str, Any] | str | None = None  # and the next two are older names of fields of structured_outputs
     guided_regex: Pattern | None = None
     guided_choice: Choice | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    best_of: int | None = None
     user: str | None = None
     cache_salt: str | None = None
     return_drafts: bool | None = None  # of specjax: the accepted tokens of each chunk of a stream
@@ -136,9 +142,20 @@ class SampledFields(Fields):
         return values
 
     @model_validator(mode="after")
+    def _check_lengths(self):
+        if self.best_of not in (None, self.count):
+            raise ValueError("best_of is not supported; set n, and choose among the texts")
+        if self.min_tokens and self.constraints:
+            raise ValueError("min_tokens and a constraint cannot both be met; leave min_tokens out")
+        if self.min_tokens and self.length is not None and self.min_tokens > self.length:
+            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens ({self.length}); lower it")
+        return self
+
+    @model_validator(mode="after")
     def _check_constraints(self):
         if len(self.constraints) > 1:
-            raise ValueError("the text has several constraints; give one of response_format and structured_outputs")
+            names = "response_format, structured_outputs and tool_choice"
+            raise ValueError(f"the text has several constraints; give one of {names}")
         return self
 
     @property
@@ -153,6 +170,11 @@ class SampledFields(Fields):
     def constraint(self) -> Constraint | None:
         """Return the constraint of the text, or None."""
         return next(iter(self.constraints), None)
+
+    @property
+    def called_names(self) -> frozenset[str]:
+        """Return the names of the functions that the text may call."""
+        return frozenset()
 
     @property
     def count(self) -> int:
@@ -187,18 +209,91 @@ class TextPart(Fields):
     text: str
 
 
+class CalledFunction(Fields):
+    """A function with its arguments, in JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+    @property
+    def values(self) -> Any:
+        """Return the arguments as templates read them: an object, or the text if it is not JSON."""
+        try:
+            return json.loads(self.arguments) if isinstance(self.arguments, str) else self.arguments
+        except (ValueError, RecursionError):
+            return self.arguments
+
+
+class CalledTool(Fields):
+    """A call of a tool in a message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(Fields):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields):
+    """A tool; all of them are functions."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatMessage(Fields):
     """A message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[CalledTool] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, values: Any) -> Any:
+        content = values.get("content") if isinstance(values, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"the model reads text only; leave out the part of type {kind[:40]}")
+        return values
 
     def as_turn(self) -> dict[str, Any]:
         """Return the message for the chat template."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.function.name, "arguments": call.function.values}}
+                for call in self.tool_calls
+            ]  # fmt: skip
+        names = [self.name, self.tool_call_id]
+        return turn | {key: x for key, x in zip(("name", "tool_call_id"), names, strict=True) if x is not None}
 
 
 class ChatFields(SampledFields):
@@ -209,18 +304,49 @@ class ChatFields(SampledFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self):
-        if self.tools and self.tool_choice != "none":
-            raise ValueError('tools are not supported; leave tools out, or set tool_choice to "none"')
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name; give each one its own")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice names a function that is not in tools; add it, or choose another one")
+        if self.tool_choice == "required" and not names:
+            raise ValueError('tool_choice "required" needs tools; add some')
         if "chat_template" in (self.chat_template_kwargs or {}):
             raise ValueError("chat_template_kwargs must not have a chat_template; the server has its model's own")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs; set logprobs to true")
         return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def called_names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.callable_tools)
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        return [*super().constraints, *([] if self.forced_call is None else [self.forced_call])]
+
+    @property
+    def forced_call(self) -> Constraint | None:
+        """Return the constraint of a text that must call a tool, or None."""
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if only is None and self.tool_choice != "required":
+            return None
+        functions = {
+            tool.function.name: tool.function.parameters or NO_PARAMETERS
+            for tool in self.callable_tools if only in (None, tool.function.name)
+        }  # fmt: skip
+        return required_call(functions, several=only is None and self.parallel_tool_calls is not False)
 
     @property
     def length(self) -> int | None:
@@ -241,6 +367,13 @@ class CompletionFields(SampledFields):
         | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self):
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs would need those of the prompt; leave one of them out")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

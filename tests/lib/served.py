@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import threading
 import time
 
+import httpx
 import jax
 
 import specjax
 from specjax.api import serve_setup
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.server.app import Service
-from specjax.server.engine_thread import Engine, Policy
+from specjax.server.engine_thread import READY, Engine, Policy
 from specjax.server.metrics import Metrics
 from specjax.server.run import HttpServer, listen
 from specjax.server.sampling import serve_options
@@ -23,7 +25,7 @@ CONFIG = LlamaConfig(
     vocab_size=259, width=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, mlp_width=32, max_positions=512,
     name="tiny",
 )  # fmt: skip
-LONGEST, LENGTH, SLOTS = 96, 40, 4
+LONGEST, LENGTH, SLOTS = 96, 96, 4
 
 
 class LetterTokenizer:
@@ -34,8 +36,8 @@ class LetterTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return [1] * special + [ord(x) - (29 if ord(x) < 128 else 0x400) for x in text]
 
-    def decode(self, ids) -> str:
-        return "".join(self._letter(i) for i in ids if i >= 3)
+    def decode(self, ids, *, special: bool = False) -> str:
+        return "".join(self._letter(i) if i >= 3 else "<s>" * special for i in ids)
 
     def spellings(self) -> list[bytes | None]:
         return [None] * 3 + [self._letter(i).encode() for i in range(3, 259)]
@@ -69,7 +71,7 @@ def make_setup():
     return serve_setup(
         make_target(), make_drafter(), slots=SLOTS, longest_prompt=LONGEST, max_new_tokens=LENGTH, tokenizer=tokenizer,
         eos=tokenizer.eos, temperature=1.0, min_p=0.0, prefix_gib=0.01, constraint_mib=1,
-        **serve_options(CONFIG.vocab_size),
+        **serve_options(CONFIG.vocab_size, tokenizer.eos),
     )  # fmt: skip
 
 
@@ -112,3 +114,17 @@ def expected(ids: list[int], seed: int | jax.Array = 0, length: int = LENGTH, **
     key = (jax.random.key(seed) if isinstance(seed, int) else seed)[None]
     result = specjax.decode(make_target(), make_drafter(), [ids], key=key, max_new_tokens=length, **options)
     return result.to_lists()[0]
+
+
+def ask(method, path, *, headers=None, service=None, **options):
+    """Send a request to the application without its thread."""
+    engine = Engine(make_setup(), Policy(max_waiting=0), Metrics("tiny", 3))
+    engine.state = READY
+    app = Service(engine, LetterTokenizer(), ("tiny",), "fp_0", **(service or {})).app()
+
+    async def send():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    return asyncio.run(send())

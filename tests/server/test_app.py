@@ -1,30 +1,9 @@
 """Endpoints that decode nothing: malformed bodies, limits, the key, tokens."""
 
-import asyncio
-
-import httpx
 import pytest
-from served import LetterTokenizer, make_setup
-
-from specjax.server.app import Service
-from specjax.server.engine_thread import READY, Engine, Policy
-from specjax.server.metrics import Metrics
+from served import LetterTokenizer, ask
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-def ask(method, path, *, headers=None, service=None, **options):
-    """Send a request to the application without its thread."""
-    engine = Engine(make_setup(), Policy(max_waiting=0), Metrics("tiny", 3))
-    engine.state = READY
-    app = Service(engine, LetterTokenizer(), ("tiny",), "fp_0", **(service or {})).app()
-
-    async def send():
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, headers=headers, **options)
-
-    return asyncio.run(send())
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -54,7 +33,8 @@ WRONG = [
     (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None),
     *((COMPLETIONS, {"model": "tiny", "prompt": x}, "prompt") for x in (None, [], [[]], [1.5], [True], ["a", 1], {})),
     *((COMPLETIONS, {"model": "tiny", "prompt": "a", **x}, None) for x in (
-        {"echo": True}, {"suffix": "b"}, {"best_of": 2}, {"min_tokens": 3}, {"guided_grammar": "a"}
+        {"echo": True, "logprobs": 1}, {"suffix": "b"}, {"best_of": 2}, {"guided_grammar": "a"},
+        {"min_tokens": 3, "max_tokens": 2}, {"min_tokens": -1}, {"min_tokens": 1, "guided_regex": "a"},
     )),
     (COMPLETIONS, {"model": "tiny", "prompt": [259]}, None),
     (COMPLETIONS, {"model": "tiny", "prompt": "a", "logprobs": 99}, "logprobs"),
@@ -87,12 +67,12 @@ def test_the_key():
         {"Authorization": "Basic secret"},
     ):
         for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
-            answer = ask(method, path, headers=headers, service={"api_key": "secret"})
+            answer = ask(method, path, headers=headers, service={"api_keys": ("other key", "secret")})
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     headers = {"Authorization": "Bearer secret"}
-    assert ask("GET", "/v1/models", headers=headers, service={"api_key": "secret"}).status_code == 200
-    for path in ("/health", "/ping", "/version", "/metrics"):
-        assert ask("GET", path, service={"api_key": "secret"}).status_code == 200
+    assert ask("GET", "/v1/models", headers=headers, service={"api_keys": ("other key", "secret")}).status_code == 200
+    for path in ("/health", "/ping", "/version", "/metrics", "/load"):
+        assert ask("GET", path, service={"api_keys": ("other key", "secret")}).status_code == 200
 
 
 def test_limits_and_unknown_paths():
@@ -104,7 +84,7 @@ def test_limits_and_unknown_paths():
 
 def test_tokens():
     answer = ask("POST", "/tokenize", json={"model": "tiny", "prompt": "ab", "return_token_strs": True}).json()
-    assert answer == {"tokens": [1, 68, 69], "count": 3, "max_model_len": 136, "token_strs": ["", "a", "b"]}
+    assert answer == {"tokens": [1, 68, 69], "count": 3, "max_model_len": 192, "token_strs": ["", "a", "b"]}
     assert ask("POST", "/tokenize", json={"prompt": "ab", "add_special_tokens": False}).json()["tokens"] == [68, 69]
     assert ask("POST", "/tokenize", json={"messages": MESSAGES}).json()["tokens"] == LetterTokenizer().chat(MESSAGES)
     assert ask("POST", "/tokenize", json={"model": "tiny"}).status_code == 400

@@ -15,12 +15,12 @@ from specjax.errors import optional_import, require
 HELP = """Serve a model over HTTP, with the endpoints of the OpenAI API.
 
 Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
-/detokenize, /health, /version and /metrics (Prometheus). The page at / is a
+/detokenize, /health, /load, /version and /metrics (Prometheus). The page at / is a
 chat.
 
 Requests share one running batch of --slots rows. Each one has its own
-temperature, filters, penalties, stop strings, length and seed, and its text
-is the one that `specjax generate` would give it alone. The flags of sampling
+temperature, filters, penalties, stop strings, length, seed and JSON schema,
+and its text is the one that `specjax generate` would give it alone. The flags of sampling
 are the defaults of requests. Prompts that begin with the same tokens, such as
 the turns of a chat, are read once.
 
@@ -34,7 +34,7 @@ class ServeSampling(SamplingOptions):
     """Defaults of the requests."""
 
     max_new_tokens: o.LengthOption = 1024
-    temperature: o.OptionalTemperatureOption = 1.0
+    temperature: o.OptionalTemperatureOption = None  # the value of the model, or else 1
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class ServerOptions:
         float, typer.Option("--shutdown-seconds", help="Longest time for running requests after a signal.")
     ] = 30.0
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--api-key",
-            help="Key that requests need (bearer token).",
+            help="Key that requests need (bearer token). Repeatable. Requests with different keys share no prefixes.",
             envvar="SPECJAX_API_KEY",
             show_default=False,
             show_envvar=True,
@@ -97,6 +97,14 @@ class ServerOptions:
             show_default=False,
         ),
     ] = None
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            "--generation-config",
+            help="Defaults of temperature, top-k, top-p and min-p: auto (those of the model's folder) or none.",
+            autocompletion=completion.one_of("auto", "none"),
+        ),
+    ] = "auto"
     per_request_metrics: Annotated[
         str,
         typer.Option(
@@ -116,8 +124,12 @@ class ServerOptions:
         ):  # fmt: skip
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             require(minimum <= value < float("inf"), f"{flag} must be a number of at least {minimum}, not {value}")
-        require(self.api_key != "", "--api-key is empty; give a key, or leave it out")
+        require(all(self.api_key or ()), "--api-key is empty; give a key, or leave it out")
         require(all(self.served_model_name or ()), "--served-model-name is empty; give a name, or leave it out")
+        require(
+            self.generation_config in ("auto", "none"),
+            f'--generation-config must be auto or none, not "{self.generation_config}"',
+        )
         require(
             self.per_request_metrics in ("none", "summary", "detailed"),
             f'--per-request-metrics must be none, summary or detailed, not "{self.per_request_metrics}"',
@@ -133,13 +145,7 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The model, as with --target.", show_default=False)
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method", help="A method of `specjax methods`. Default: that of generate.", show_default=False,
-            autocompletion=completion.words("drafters"),
-        ),
-    ] = None,
+    method: o.MethodOption = None,
 ) -> None:  # fmt: skip
     with optional_import("server", "specjax serve needs"):
         import pydantic  # noqa: F401
@@ -147,6 +153,7 @@ def serve(
         import uvicorn  # noqa: F401
     from specjax.cli.output.console import Console
     from specjax.cli.runs.environment import open_program_cache
+    from specjax.cli.runs.generation_config import with_recommended
     from specjax.cli.runs.selection import select
     from specjax.cli.runs.serving import ServingOptions, build_service
     from specjax.cli.runs.session import with_costs
@@ -157,6 +164,8 @@ def serve(
         require(models.target is None, f"the model is given twice, as {model} and as --target {models.target}")
         models = replace(models, target=model)
     log = Console(stderr=True)
+    recommended = None if server.generation_config == "none" else models.target
+    sampling = with_recommended(sampling, recommended, default_temperature=1.0)
     selection = select([method] if method else [], models, draft, sampling, batch_size=server.slots)
     listener = listen(server.host, server.port)
     flags = flag_values(models, draft, sampling, server) | {"method": method}
@@ -167,7 +176,7 @@ def serve(
     options = ServingOptions(
         server.slots, server.longest_prompt, server.prefix_gib, server.constraint_mib, server.max_slowdown,
         Policy(server.max_waiting, server.queue_seconds, server.request_seconds),
-        tuple(server.served_model_name or ()), server.api_key, server.per_request_metrics,
+        tuple(server.served_model_name or ()), tuple(server.api_key or ()), server.per_request_metrics,
         (server.host, listener.getsockname()[1]),
     )  # fmt: skip
     service = build_service(session, selection.decoding, drafter, method, options, programs, log)

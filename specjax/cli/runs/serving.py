@@ -35,7 +35,7 @@ class ServingOptions(NamedTuple):
     max_slowdown: float
     policy: Policy
     names: tuple[str, ...]  # of the model in requests
-    api_key: str | None
+    api_keys: tuple[str, ...]
     step_metrics: str
     address: tuple[str, int]  # host and port, for the line that is printed when the server is ready
 
@@ -53,7 +53,7 @@ def build_service(
         longest is None or longest <= room,
         f"--longest-prompt must be at most {room} for this model with --max-new-tokens {length}, not {longest}",
     )
-    shared = serve_options(session.target.model.vocab_size)
+    shared = serve_options(session.target.model.vocab_size, tuple(session.tokenizer.eos))
     settings = dataclasses.replace(
         session.settings(decoding, method, shared.pop("processors")), min_p=decoding.settings.min_p or 0.0
     )
@@ -70,6 +70,6 @@ def build_service(
     )
     fingerprint = digest((digest_model(session.target), method, __version__, jax.__version__))
     return Service(
-        engine, session.tokenizer, names, f"fp_{fingerprint[:12]}", options.api_key,
+        engine, session.tokenizer, names, f"fp_{fingerprint[:12]}", options.api_keys,
         step_metrics=options.step_metrics,
     )  # fmt: skip

@@ -1,49 +1,26 @@
-"""Constraints of requests: JSON schemas and regular expressions, and the automata that are compiled from them."""
+"""The automata that are compiled from the constraints of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import re
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from specjax.errors import UsageError
-from specjax.processors.automaton import Automaton, json_schema, regex
+from specjax.processors.automaton import Automaton, compile_pattern, json_schema, regex
 from specjax.server.errors import ApiError
+from specjax.server.structured.constraints import Constraint
+from specjax.server.structured.tools import form_of, pattern_of_calls
 from specjax.serving.automata import check_room
 from specjax.serving.requests import Limits
 
-SECONDS = 20.0
+SECONDS = 30.0
 """Longest time in which an automaton is compiled."""
 NUM_STORED = 64
 """Automata that are stored for later requests."""
 NUM_COMPILING = 2
 """Automata that are compiled at the same time."""
-
-
-class Constraint(NamedTuple):
-    """The form of a text. Equal constraints share an automaton."""
-
-    kind: str  # "json" or "regex"
-    text: str  # the schema as JSON, or the expression
-
-    @classmethod
-    def of_schema(cls, schema: Any) -> Constraint:
-        """Return the constraint of a JSON schema, whose properties keep their order."""
-        return cls("json", schema if isinstance(schema, str) else json.dumps(schema))
-
-    @classmethod
-    def of_choice(cls, texts: Sequence[str]) -> Constraint:
-        """Return the constraint of some texts."""
-        return cls("regex", "|".join(map(escape, texts)))
-
-
-def escape(text: str) -> str:
-    """Return an expression that matches only this text."""
-    return re.sub(r"[][\\.*+?^$|(){}#&~-]", lambda match: "\\" + match[0], text)
 
 
 @dataclasses.dataclass
@@ -86,9 +63,14 @@ class AutomatonStore:
         room, vocab = self.limits.constraint_mib, self.limits.vocab_size
         if not room:
             raise UsageError("this server has no room for automata; start it with --constraint-mib 64")
-        make = json_schema if constraint.kind == "json" else regex
+        text, tokenizer = constraint.text, self.tokenizer
         try:
-            automaton = make(constraint.text, self.tokenizer, seconds=SECONDS)
+            if constraint.kind == "tools":
+                pattern = pattern_of_calls(text, form_of(tokenizer))
+                automaton = compile_pattern(pattern, tokenizer, None, "the call", SECONDS, is_valid=True)
+            else:
+                make = json_schema if constraint.kind == "json" else regex
+                automaton = make(text, tokenizer, seconds=SECONDS)
         except RecursionError:
             raise UsageError("the JSON schema has too many levels; use fewer") from None
         check_room(automaton, room, vocab, "--constraint-mib")

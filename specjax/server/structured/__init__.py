@@ -1,0 +1,1 @@
+"""Texts of a given form: JSON schemas, regular expressions and calls of tools."""
