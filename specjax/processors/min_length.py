@@ -32,9 +32,10 @@ def min_length(count: int | Sequence[int], ends: Iterable[int], *, room: int = 0
 
     Raises: UsageError for a negative count or id.
     """
-    counts, ids = np.atleast_1d(np.asarray(count, np.int32)), np.asarray([*ends], np.int64).reshape(-1)
-    if np.any(counts < 0) or np.any(ids < 0) or np.any(ids >= 1 << 31):
+    counts, ids = np.atleast_1d(np.asarray(count)), np.asarray([*ends]).reshape(-1)
+    if any(np.any((x < 0) | (x >= 1 << 31)) for x in (counts, ids)):
         raise UsageError(f"min_length needs counts and token ids from 0, not {count} and {ids.tolist()}")
+    counts = counts.astype(np.int32)
     padded = np.pad(ids.astype(np.int32), (0, max(room - len(ids), 0)), constant_values=-1)
     settings = counts, np.broadcast_to(padded, (len(counts), len(padded)))  # int32[B], int32[B, E]
     return Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, settings=settings)

@@ -82,6 +82,11 @@ def make_requests(
             "start the server with a larger --max-new-tokens",
             param="max_tokens",
         )
+    if (fields.min_tokens or 0) > limits.max_new_tokens:
+        raise ApiError(
+            400, f"min_tokens is {fields.min_tokens}, and this server writes at most {limits.max_new_tokens}; lower it",
+            param="min_tokens",
+        )  # fmt: skip
     try:
         salt = f"{owner} {fields.cache_salt or ''}"
         shared = _settings(fields, limits, eos) | {"constraint": automaton, "salt": salt}
