@@ -426,7 +426,7 @@ def serve(
 
     On several hosts, each host must pass the same requests at the same times, and each one receives all texts.
 
-    Raises: UsageError for a setting outside its range, or a mesh that splits the batch.
+    Raises: UsageError for a setting outside its range, or slots that the mesh axis "data" does not divide.
     """
     setup = serve_setup(
         target, drafter, slots=slots, longest_prompt=longest_prompt, max_new_tokens=max_new_tokens, tokenizer=tokenizer,
@@ -460,8 +460,9 @@ def serve_setup(
     _check_target(target)
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
-    if target.model.mesh is not None and target.model.mesh.shape.get("data", 1) > 1:
-        raise UsageError("serve prefills one prompt at a time, which a mesh cannot split over data; use data=1")
+    parts = 1 if target.model.mesh is None else target.model.mesh.shape.get("data", 1)
+    if slots % parts:
+        raise UsageError(f'slots={slots} cannot be split over the {parts} devices of "data"; give a multiple')
     defaults = settings_of(**settings)
     if max_alternatives is not None and isinstance(target, Denoiser):
         raise UsageError("a denoiser has no log-probabilities by position; leave max_alternatives out")

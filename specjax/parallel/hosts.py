@@ -173,7 +173,7 @@ def fail(sentence: str, code: int) -> None:
     """
     if _connection_failed.is_set():
         _exit_now(code)
-    client = _coordination_client()
+    client = coordination_client()
     if client is None:
         return
     if _ended.is_set():  # the monitor is about to exit because another host failed
@@ -249,7 +249,7 @@ def _explain_error(error: Exception, coordinator, num_processes, process_id) -> 
     return f"the hosts could not be connected ({str(error).strip().splitlines()[0]})"
 
 
-def _coordination_client():
+def coordination_client():
     """Return the client of JAX's coordination service, or None if there is only one process."""
     from jax._src import distributed  # Orbax and other libraries import it from this module too
 
@@ -358,7 +358,7 @@ class _FailureMonitor:
 
 
 def _start_monitor(heartbeat: float) -> None:
-    watch = _FailureMonitor(_coordination_client(), jax.process_index(), heartbeat)
+    watch = _FailureMonitor(coordination_client(), jax.process_index(), heartbeat)
     thread = threading.Thread(target=watch.run, daemon=True, name="specjax-hosts")
 
     def end():
@@ -391,6 +391,23 @@ def _record_exit(status: Any = None, /) -> NoReturn:
     raise SystemExit(status)
 
 
+def fail_with(error: BaseException) -> None:
+    """End this process and the others because of an exception, as `fail` does."""
+    if coordination_client() is None:
+        return
+    if _ended.is_set():
+        fail("", EXIT_OTHER_HOST_FAILED)
+    lines = str(error).strip().splitlines() or [""]
+    sentence, code = f"{type(error).__name__}: {lines[0]}", 1
+    if any(word in sentence for word in _COLLECTIVES):
+        sentence, code = (
+            f"a collective operation failed, probably because another host stopped ({sentence[:200]})",
+            EXIT_OTHER_HOST_FAILED,
+        )
+        _print_warning(sentence)
+    fail(sentence, code)
+
+
 def _wrap_excepthook(show):
     """Return an excepthook that also ends the other hosts."""
 
@@ -398,15 +415,7 @@ def _wrap_excepthook(show):
         if _ended.is_set():
             fail("", EXIT_OTHER_HOST_FAILED)
         show(kind, error, trace)
-        lines = str(error).strip().splitlines() or [""]
-        sentence, code = f"{kind.__name__}: {lines[0]}", 1
-        if any(word in sentence for word in _COLLECTIVES):
-            sentence, code = (
-                f"a collective operation failed, probably because another host stopped ({sentence[:200]})",
-                EXIT_OTHER_HOST_FAILED,
-            )
-            _print_warning(sentence)
-        fail(sentence, code)
+        fail_with(error)
 
     return hook
 

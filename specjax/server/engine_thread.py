@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.prefill import CHUNK
+from specjax.parallel import hosts
 from specjax.server.errors import OVERFLOW, QUEUE_TIMEOUT, STOPPED, TIMEOUT, ApiError
 from specjax.server.fair_queue import FairQueue
 from specjax.server.metrics import Load, Metrics, RequestTimes
@@ -105,6 +106,7 @@ class Engine:
         self._touched: set[Call] = set()  # calls with new updates in this turn
         self._num_admitted, self._is_stopped = 0, False
         self._turn_started: float | None = None
+        self._scheduler: Scheduler | None = None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
 
     def start(self) -> None:
@@ -116,6 +118,11 @@ class Engine:
         """Return True if the engine takes requests."""
         started = self._turn_started
         return self.state == READY and (started is None or time.perf_counter() - started < STUCK_SECONDS)
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Return True if another host of this server was told to end."""
+        return self._scheduler is not None and self._scheduler.is_asked_to_end
 
     @property
     def load(self) -> Load:
@@ -166,7 +173,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            scheduler = self.setup.scheduler()
+            self._scheduler = scheduler = self.setup.scheduler(leads=True)
             self._warm_up(scheduler)
             self.is_compiled = True
             if self.state == STARTING:
@@ -179,17 +186,19 @@ class Engine:
                 self._turn(scheduler)
                 self._turn_started = None
             self._end_all(STOPPED, "the server stops")
+            scheduler.close()
         except BaseException as error:  # an error of a device, for example; the server answers with it
             self.state, self.error = FAILED, error
             LOG.exception("the decoding thread failed")
             self._end_all("failed", f"decoding failed ({type(error).__name__}); see the log of the server")
+            hosts.fail_with(error)
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Compile all programs with a text that has two chunks. The second request copies the first one's chunks."""
         size = min(self.setup.limits.longest_prompt, 2 * CHUNK + 1)
         count = min(self.setup.limits.max_new_tokens, 2)
         for _ in range(2):
-            scheduler.batch.admit(Request([0] * size, 0, count, eos=(), stop=(), salt="warm-up"))
+            scheduler.admit(Request([0] * size, 0, count, eos=(), stop=(), salt="warm-up"))
             self._num_admitted += 1
             while not scheduler.batch.is_idle:
                 for _ in scheduler.turn():
@@ -237,7 +246,7 @@ class Engine:
         with self._changed:
             self._waiting.remove(ticket)
         number = next((number for number, running in self._running.items() if running is ticket), -1)
-        scheduler.batch.cancel(number)
+        scheduler.cancel(number)
         self._deliver(ticket, Served(number, [], 0, reason, message))
 
     def _admit(self, scheduler: Scheduler) -> None:
@@ -250,7 +259,7 @@ class Engine:
             ticket.admitted = time.perf_counter()
             number, self._num_admitted = self._num_admitted, self._num_admitted + 1
             self._running[number] = ticket
-            refusal = scheduler.batch.admit(ticket.request)
+            refusal = scheduler.admit(ticket.request)
             if refusal is not None:
                 self._deliver(ticket, refusal)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,10 @@ import uvicorn
 
 from specjax.errors import UsageError
 from specjax.server.app import Service
+from specjax.serving.loop import ServeSetup, follow
+
+SIGNAL_TICKS = 10
+"""Ticks of 0.1 s after which signals to other hosts are noticed."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,6 +52,8 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """End if the programs cannot be compiled. A server that fails later stays, and its health is bad."""
         engine = self.service.engine
+        if counter % SIGNAL_TICKS == 0 and not self.should_exit and engine.is_asked_to_end:
+            self.handle_exit(signal.SIGTERM, None)
         return await super().on_tick(counter) or (engine.error is not None and not engine.is_compiled)
 
     @contextlib.contextmanager
@@ -68,3 +75,20 @@ def run_server(service: Service, listener: socket.socket, *, shutdown_seconds: f
     HttpServer(service, shutdown_seconds=shutdown_seconds).run(sockets=[listener])
     if service.engine.error is not None:
         raise service.engine.error
+
+
+def follow_server(setup: ServeSetup) -> None:
+    """Run the steps of the server on host 0, until it ends. Call it on all other hosts, in the main thread.
+
+    A first signal ends the server on all hosts, after the running requests. A second one ends this host immediately.
+    """
+    signals: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if signals:
+            sys.exit(128 + number)
+        signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    follow(setup, lambda: bool(signals))

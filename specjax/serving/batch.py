@@ -159,6 +159,7 @@ class Batch:
         self._running: _Dispatched | None = None  # the newest step
         self._finished: _Dispatched | None = None  # the previous step, which `collect` reads
         self._num_requests = self._turn = 0
+        self.num_changes = 0  # requests that came or ended, whose programs run beside the steps
         self._prefixes = PrefixStore(prefix_bytes)
         self._readers: list[PromptReader] = []
         # hosts would start to read at different times
@@ -211,6 +212,7 @@ class Batch:
         except (UsageError, TypeError, ValueError, OverflowError, AttributeError) as error:
             reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
             return Served(number, [], 0, "refused", reason)
+        self.num_changes += 1
         slot = self._rows.index(None)
         prompt = [*map(int, request.prompt)]
         row = _Row(number, count, text, prompt, request.alternatives, request.salt, request.includes_stop)
@@ -355,6 +357,7 @@ class Batch:
     def _free(self, slot: int) -> None:
         """End the request of a row, and export the parameters that the drafter learned from it."""
         self._clear(slot)
+        self.num_changes += 1
         if self._running is not None:
             self._running.rows[slot] = None
         exported, self._state = self._programs.end(self._parts.drafter, self._state, np.int32(slot))

@@ -17,7 +17,7 @@ Deviation: the draft model of `rapid` reads its prompt as a whole, while the oth
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from specjax.engine.job import Job
@@ -25,8 +25,11 @@ from specjax.errors import UsageError
 from specjax.numerics.global_arrays import spans_hosts
 from specjax.numerics.sampling import threefry
 from specjax.parallel import hosts
+from specjax.parallel.messages import Channel
 from specjax.persistence.program_cache import ProgramCache
+from specjax.serving import host_commands
 from specjax.serving.batch import Batch, Served
+from specjax.serving.host_commands import Commands
 from specjax.serving.pace import MAX_SLOWDOWN, Pace
 from specjax.serving.requests import Cancel, Limits, Request
 
@@ -88,28 +91,98 @@ class Scheduler:
 
     def __init__(
         self, job: Job, limits: Limits, cache: ProgramCache | None = None, *, prefix_bytes: int = 0,
-        max_slowdown: float = MAX_SLOWDOWN,
+        max_slowdown: float = MAX_SLOWDOWN, leads: bool = False,
     ):  # fmt: skip
-        """Compile the programs. The arguments are those of `Batch` and `Pace`."""
+        """Compile the programs. The arguments are those of `Batch` and `Pace`.
+
+        leads: True if only this host has the requests, and the others `follow` it.
+        """
         self.batch = Batch(job, limits, cache, prefix_bytes)
         self.is_shared = spans_hosts(job.parts.target.params)
-        self._pace = Pace(max_slowdown)
+        self._pace, self._num_changes = Pace(max_slowdown), 0
+        self._channel = Channel("serve") if leads and self.is_shared else None
+        self._commands: list[Request | Cancel] = []  # since the previous turn, for the other hosts
 
-    def turn(self) -> Iterator[Served]:
-        """Read a chunk of a prompt or none, dispatch a step, and yield the results of the previous step."""
+    def admit(self, request: Request) -> Served | None:
+        """Give a request a free row, as `Batch.admit` does."""
+        if self._channel is None:
+            return self.batch.admit(request)
+        try:
+            host_commands.encode(Commands([request]))
+        except (UsageError, TypeError, ValueError, AttributeError) as error:
+            self._commands.append(Request((), 0))  # all hosts refuse it, and count it
+            refusal = self.batch.admit(self._commands[-1])
+            return refusal and refusal._replace(error=f"it is not a valid Request ({error})")
+        self._commands.append(request)
+        return self.batch.admit(request)
+
+    def cancel(self, number: int) -> Served | None:
+        """End a request, as `Batch.cancel` does."""
+        self._commands.append(Cancel(number))
+        return self.batch.cancel(number)
+
+    def turn(self, reads: bool | None = None) -> Iterator[Served]:
+        """Read a chunk of a prompt or none, dispatch a step, and yield the results of the previous step.
+
+        reads: the decision of another host, whether a chunk is read although rows decode. None: this host decides.
+        """
         batch, is_decoding = self.batch, self.batch.is_decoding
-        reads = batch.is_reading and (not is_decoding or self._may_read())
+        if reads is None:
+            reads = self._may_read() if batch.is_reading and is_decoding else False
+            self._send(Commands(self._commands, reads))
+        self._commands = []
+        reads = batch.is_reading and (not is_decoding or reads)
         if reads:
             batch.read(wait=not is_decoding)
         elif not is_decoding:
             batch.read_ended()
         batch.step()
         yield from batch.collect()
-        self._pace.record(decodes=is_decoding, reads=reads)
+        changes, self._num_changes = batch.num_changes != self._num_changes, batch.num_changes
+        self._pace.record(decodes=is_decoding, reads=reads, changes=changes)
+
+    def close(self) -> None:
+        """End the hosts that follow this one."""
+        self._send(Commands([], is_last=True))
+
+    def _send(self, commands: Commands) -> None:
+        if self._channel is not None:
+            self._channel.send(host_commands.encode(commands))
 
     def _may_read(self) -> bool:
         may_read = self._pace.may_read
-        return bool(hosts.choose_first(int(may_read))) if self.is_shared else may_read
+        is_common = self.is_shared and self._channel is None
+        return bool(hosts.choose_first(int(may_read))) if is_common else may_read
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Return True if a host that follows this one was told to end."""
+        return self._channel is not None and bool(self._channel.replies())
+
+
+def follow(setup: ServeSetup, is_told_to_end: Callable[[], bool] = lambda: False) -> None:
+    """Run the turns of the scheduler of host 0, which `leads`, until it ends. Call it on every other host.
+
+    is_told_to_end: returns True when this host shall end, about which it then tells host 0.
+    """
+    scheduler, channel, has_replied = setup.scheduler(), Channel("serve"), False
+    while True:
+        message = channel.receive()
+        if is_told_to_end() and not has_replied:
+            channel.reply("end")
+            has_replied = True
+        if message is None:
+            continue
+        commands = host_commands.decode(message, setup.limits)
+        if commands.is_last:
+            return
+        for item in commands.items:
+            if isinstance(item, Cancel):
+                scheduler.batch.cancel(item.request)
+            else:
+                scheduler.batch.admit(item)
+        for _ in scheduler.turn(commands.reads):
+            pass
 
 
 class ServeSetup(NamedTuple):
@@ -131,10 +204,10 @@ class ServeSetup(NamedTuple):
         """Return the depth of the longest draft."""
         return self.job.parts.drafter.size.max_depth
 
-    def scheduler(self) -> Scheduler:
-        """Compile the programs and build the scheduler."""
+    def scheduler(self, *, leads: bool = False) -> Scheduler:
+        """Compile the programs and build the scheduler. `leads` is as in `Scheduler`."""
         job, limits, programs, prefix_bytes, max_slowdown = self
-        return Scheduler(job, limits, programs, prefix_bytes=prefix_bytes, max_slowdown=max_slowdown)
+        return Scheduler(job, limits, programs, prefix_bytes=prefix_bytes, max_slowdown=max_slowdown, leads=leads)
 
 
 def serve_requests(setup: ServeSetup, requests: Iterable[Request | Cancel | None]) -> Generator[Served, Any, None]:

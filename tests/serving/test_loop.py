@@ -15,6 +15,7 @@ from toy import markov, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve, trees
+from specjax.api import serve_setup
 from specjax.controllers.spec_kv import Weights
 from specjax.engine.prepare import Settings, prepare
 from specjax.serving import admission, loop
@@ -114,11 +115,41 @@ def test_a_row_ends_with_its_eos():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model", [2, 4])
-def test_over_a_mesh(model):
-    target = specjax.shard(tiny_llama(), specjax.mesh(data=1, model=model))
+@pytest.mark.parametrize("data, model", [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_over_a_mesh(data, model):
+    """Rows are split over "data", and prompts of one row are read by all of its devices."""
+    target = specjax.shard(tiny_llama(), specjax.mesh(data=data, model=model))
     texts, _ = served(DRAFTERS["token_recycling"](), [0, 1, 2, 3], target)
     assert texts == {i: alone("token_recycling", i) for i in range(4)}
+
+
+@pytest.mark.exhaustive
+def test_over_a_mesh_prompts_are_read_in_chunks_and_prefixes_are_copied():
+    prompts = [np.random.default_rng(0).integers(1, 60, count).tolist() for count in (70, 3, 130, 140)]
+    prompts[3][:64] = prompts[2][:64]
+    limits = {"slots": 2, "longest_prompt": 150, "max_new_tokens": 10}
+    results = []
+    for mesh in (None, specjax.mesh(data=2, model=2)):
+        target, texts, cached = tiny_llama(layers=1), {}, {}
+        target = target if mesh is None else specjax.shard(target, mesh)
+        requests = [Request(prompt, number) for number, prompt in enumerate(prompts)]
+        for update in serve(target, "prompt_lookup", requests, **limits):
+            texts.setdefault(update.request, []).extend(update.tokens)
+            cached[update.request] = update.cached
+        results.append((texts, cached))
+    assert results[0] == results[1] and results[0][1] == {0: 0, 1: 0, 2: 0, 3: 64}
+
+
+def test_over_a_mesh_a_row_enters_without_communication():
+    """Each device keeps its own rows of the cache, and nothing of it is moved."""
+    target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=2))
+    setup = serve_setup(target, "autoregressive", slots=4, longest_prompt=12, max_new_tokens=4)
+    batch = setup.scheduler().batch
+    assert batch._state.cache.k.sharding.spec[0] == "data"
+    packed = admission.pack_request(batch._state.tokens.shape[1], 0, request(0), jax.random.key(0)[None], 4, [])
+    row = admission.begin(batch._parts, packed)
+    text = admission.enter.lower(batch._parts, batch._state, row, np.int32(1)).compile().as_text()
+    assert not any(words in text for words in ("all-gather(", "all-reduce(", "all-to-all(", "collective-permute("))
 
 
 def test_over_a_mesh_all_is_compiled_by_the_end_of_the_first_request(caplog):
@@ -277,8 +308,8 @@ def test_bad_settings():
         serve(tiny_llama().model, None, [], **LIMITS)
     with pytest.raises(UsageError, match="more than the capacity"):
         serve(tiny_llama(), None, [], **LIMITS, capacity=20)
-    with pytest.raises(UsageError, match="use data=1"):
-        serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS)
+    with pytest.raises(UsageError, match='slots=3 cannot be split over the 2 devices of "data"; give a multiple'):
+        serve(specjax.shard(tiny_llama(), specjax.mesh(data=2)), None, [], **LIMITS | {"slots": 3})
     assert list(serve(tiny_llama(), None, [], **LIMITS)) == []
 
 

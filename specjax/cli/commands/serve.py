@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion
+from specjax.cli.options import completion, hosts
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions, flag_values, with_groups
 from specjax.errors import optional_import, require
 
@@ -24,8 +24,13 @@ and its text is the one that `specjax generate` would give it alone. The flags o
 are the defaults of requests. Prompts that begin with the same tokens, such as
 the turns of a chat, are read once.
 
+With --data and --model, the rows of the batch and the weights are split over
+devices. With --distributed, the same command runs on every host; host 0 has
+the port, and all hosts run the same steps.
+
 One line is printed when the server is ready. Ctrl-C or SIGTERM ends it after
-the running requests; a second Ctrl-C ends it immediately.
+the running requests; a second Ctrl-C ends it immediately. On several hosts, a
+signal to any of them ends all, and so does a host that fails.
 """
 
 
@@ -142,7 +147,8 @@ def serve(
     draft: DraftOptions,
     sampling: ServeSampling,
     server: ServerOptions,
-    model: Annotated[
+    devices: hosts.HostOptions,
+    name: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The model, as with --target.", show_default=False)
     ] = None,
     method: o.MethodOption = None,
@@ -158,29 +164,44 @@ def serve(
     from specjax.cli.runs.serving import ServingOptions, build_service
     from specjax.cli.runs.session import with_costs
     from specjax.server.engine_thread import Policy
-    from specjax.server.run import listen, run_server
+    from specjax.server.run import follow_server, listen, run_server
 
-    if model is not None:
-        require(models.target is None, f"the model is given twice, as {model} and as --target {models.target}")
-        models = replace(models, target=model)
-    log = Console(stderr=True)
+    if name is not None:
+        require(models.target is None, f"the model is given twice, as {name} and as --target {models.target}")
+        models = replace(models, target=name)
     recommended = None if server.generation_config == "none" else models.target
     sampling = with_recommended(sampling, recommended, default_temperature=1.0)
     selection = select([method] if method else [], models, draft, sampling, batch_size=server.slots)
-    listener = listen(server.host, server.port)
-    flags = flag_values(models, draft, sampling, server) | {"method": method}
+    require(
+        not devices.distributed or draft.costs != "measured",
+        "--costs measured differs between hosts, and all must run one program; give a file of `specjax plan`",
+    )
+    require(
+        server.slots % (devices.data or 1) == 0,
+        f"--slots {server.slots} cannot be split over --data {devices.data}; give a multiple",
+    )
+    flags = flag_values(models, draft, sampling, server, devices) | {"method": method}
+    hosts.join(flags)
+    is_first = hosts.is_first()
+    log = Console(stderr=True, quiet=not is_first)
+    listener = listen(server.host, server.port) if is_first else None
+    mesh = hosts.make_mesh(devices.distributed, devices.data, devices.model)
     programs = open_program_cache(flags)
-    session, method = selection.open(log)
+    session, method = selection.open(log, mesh)
+    hosts.check_models(session.target, session.draft, session.head and session.head.head)
     session = with_costs(session, selection.costs, server.slots, log, selection.decoding.settings)
     drafter = session.drafter(method, selection.options)
     options = ServingOptions(
         server.slots, server.longest_prompt, server.prefix_gib, server.constraint_mib, server.max_slowdown,
         Policy(server.max_waiting, server.queue_seconds, server.request_seconds),
         tuple(server.served_model_name or ()), tuple(server.api_key or ()), server.per_request_metrics,
-        (server.host, listener.getsockname()[1]),
+        (server.host, server.port if listener is None else listener.getsockname()[1]),
     )  # fmt: skip
     service = build_service(session, selection.decoding, drafter, method, options, programs, log)
-    run_server(service, listener, shutdown_seconds=server.shutdown_seconds)
+    if listener is None:
+        follow_server(service.engine.setup)
+    else:
+        run_server(service, listener, shutdown_seconds=server.shutdown_seconds)
 
 
 serve.__doc__ = HELP

@@ -62,7 +62,7 @@ EveryOption = Annotated[int, typer.Option("--checkpoint-every", help="Steps betw
 LONGEST = 1_000_000
 """Maximum timeout in seconds."""
 
-OF_ONE_HOST = ("coordinator", "process_id", "batch_file", "connect_timeout", "no_cache")
+OF_ONE_HOST = ("coordinator", "process_id", "batch_file", "connect_timeout", "no_cache", "host", "port", "api_key")
 """Flags that may differ between hosts. The prompts themselves are compared."""
 
 

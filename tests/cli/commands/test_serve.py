@@ -26,6 +26,9 @@ from specjax.serving.prefixes import PREFIX_GIB
         (["--port", 0, "--longest-prompt", 500], "--longest-prompt must be at most 448"),
         (["--port", 0, "--max-new-tokens", 600], "--max-new-tokens 600 leaves no room"),
         (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1, port 8000"),
+        (["--slots", 3, "--data", 2], "--slots 3 cannot be split over --data 2; give a multiple"),
+        (["--process-id", 1], "--process-id needs --distributed"),
+        (["--data", 64, "--slots", 64], "--data, --model: "),
         (["one", "--target", "two"], "the model is given twice, as one and as --target two"),
         (["no-such-model"], "no-such-model"),
     ],
@@ -68,7 +71,20 @@ def test_the_command_serves_until_a_signal(cli, monkeypatch):
         answers.append(httpx.post(f"{url}/completions", json=body, headers=headers, timeout=60).json())
 
     monkeypatch.setattr(run.HttpServer, "startup", startup)
-    flags = ("--longest-prompt", 40, "--max-new-tokens", 20, "--slots", 2, "--port", 0, "--api-key", "secret")
+    flags = (
+        "--longest-prompt",
+        40,
+        "--max-new-tokens",
+        20,
+        "--slots",
+        2,
+        "--port",
+        0,
+        "--data",
+        2,
+        "--api-key",
+        "secret",
+    )
     result = cli("serve", *flags, "--served-model-name", "mine", "--method", "prompt_lookup")
     assert result.code == 0 and "serving mine at http://127.0.0.1:" in result.err
     assert answers[0]["model"] == "mine" and answers[0]["usage"]["completion_tokens"] == 12
