@@ -142,10 +142,10 @@ def test_over_a_mesh_prompts_are_read_in_chunks_and_prefixes_are_copied():
 
 def test_over_a_mesh_a_row_enters_without_communication():
     """Each device keeps its own rows of the cache, and nothing of it is moved."""
-    target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=2))
+    target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=2, model=1))
     setup = serve_setup(target, "autoregressive", slots=4, longest_prompt=12, max_new_tokens=4)
     batch = setup.scheduler().batch
-    assert batch._state.cache.k.sharding.spec[0] == "data"
+    assert jax.tree.leaves(batch._state.cache)[0].sharding.spec[0] == "data"
     packed = admission.pack_request(batch._state.tokens.shape[1], 0, request(0), jax.random.key(0)[None], 4, [])
     row = admission.begin(batch._parts, packed)
     text = admission.enter.lower(batch._parts, batch._state, row, np.int32(1)).compile().as_text()
