@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, topology: Topology, log: Console) -> dict:
     options = {"batch": args.rows * data, "context": args.context, "data": data, "model": model}
     row = {"slice": topology.name, "chips": total, "data": data, "model": model, "reason": ""}
     try:
-        plain = make_workload(args.target, topology.name, **options)
+        plain = make_workload(args.target, topology.name, method="autoregressive", **options)
         tree = make_workload(args.target, topology.name, draft=args.draft, tree=args.tree, **options)
     except UsageError as error:
         return row | {"reason": str(error)}

@@ -170,7 +170,7 @@ def main() -> None:
         config = builtin_configs()[args.target]()
         step, where = step_here(config, args.rows, args.context), f"{jax.default_backend()}, measured"
     else:
-        work = make_workload(args.target, args.topology, batch=args.rows, context=args.context)
+        work = make_workload(args.target, args.topology, method="autoregressive", batch=args.rows, context=args.context)
         plain = compile_programs(work, True, lambda what: None, only=("step",))[0]
         if not plain.compiles:
             log.print(f"the plain step does not compile: {plain.reason}")

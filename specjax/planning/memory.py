@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
+from specjax import parallel
 from specjax.engine.prefill import CHUNK, wide_chunk
 from specjax.engine.step import buffer_size
 from specjax.models import abstract_params, make_model
+from specjax.models.heads.kinds import abstract_head
 from specjax.numerics.global_arrays import with_shardings
 from specjax.planning import denoising
 from specjax.planning.abstract import cache_shapes, shard_bytes, spread
 from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
 from specjax.planning.workload import Workload
-from specjax.types import Target
+from specjax.types import PyTree, Target
 
 RESERVED = 0.03
 """Share of the memory that is left free for the program itself and for temporaries without a formula.
@@ -29,7 +32,8 @@ The largest of those that the TPU compiler reported are 0.39 GiB, in SmolLM2 in 
 class Memory:
     """Bytes that a decode needs on one device, as a function of the slots of its cache and the nodes of its tree."""
 
-    weights: int
+    weights: int  # of the target and its module
+    module: int  # of these, the weights of the module for multi-token prediction
     per_slot: float  # of the cache, all rows
     states: int  # of the cache, all rows, at any length: those of recurrent layers
     per_node: float  # logits, twice in float32, and pending entries of the cache
@@ -41,30 +45,59 @@ class Memory:
 
 
 def memory_of(work: Workload, target: Target) -> Memory:
-    """Return the memory of a workload's decode, for the model of `target_of(work)`."""
+    """Return the memory of a workload's decode, for the model of `target_of(work)`, with its own module if it has one.
+
+    The cache of a module is that of one attention layer for each of its layers.
+    """
     config, parts = work.target, work.devices // work.data
     rows = -(-work.batch // work.data)
-    cache = cache_shapes(target, work.batch, 1024)
-    if target.model.shardings is not None:
-        cache = with_shardings(cache, target.model.shardings(cache))
+    cache = sharded_cache(target, work.batch)
     per_slot = bytes_per_token(target, work.batch, cache)
+    per_node = pending_bytes(target, work.batch)
+    module = 0
+    if work.head is not None:
+        layers = spread_target(work, work.head.layer)
+        module = shard_bytes(_module_params(work))
+        per_slot += bytes_per_token(layers, work.batch, sharded_cache(layers, work.batch))
+        per_node += pending_bytes(layers, work.batch)
     tokens = rows * (wide_chunk(rows, work.platform) if work.reading is None else CHUNK)
     inner = 2 * config.mlp_width + config.num_heads * config.head_dim
     item = jnp.dtype(config.dtype).itemsize
     return Memory(
-        weights=shard_bytes(target.params),
+        weights=shard_bytes(target.params) + module,
+        module=module,
         per_slot=per_slot,
         states=fixed_bytes(target, work.batch, cache),
-        per_node=2 * 4 * rows * config.vocab_size / parts + pending_bytes(target, work.batch),
+        per_node=2 * 4 * rows * config.vocab_size / parts + per_node,
         chunk=tokens * (4 * config.width + inner / parts) * item,
     )
 
 
 def target_of(work: Workload) -> Target:
     """Return the shapes of the workload's target. Several devices need the compiler, for the order of a slice."""
+    return spread_target(work, work.target)
+
+
+def spread_target(work: Workload, config: Any) -> Target:
+    """Return the shapes of a model on the devices of a workload."""
     if work.devices == 1:
-        return Target(make_model(work.target), abstract_params(work.target))
-    return spread(work.target, work.mesh(describe_devices(work.topology)))
+        return Target(make_model(config), abstract_params(config))
+    return spread(config, work.mesh(describe_devices(work.topology)))
+
+
+def sharded_cache(target: Target, batch: int) -> PyTree:
+    """Return the shapes of a cache of 1,024 tokens, with the shardings of its model."""
+    cache = cache_shapes(target, batch, 1024)
+    return cache if target.model.shardings is None else with_shardings(cache, target.model.shardings(cache))
+
+
+def _module_params(work: Workload) -> PyTree:
+    """Return the shapes of the parameters of a workload's head on its devices."""
+    head = abstract_head(work.method, work.head)
+    if work.devices == 1:
+        return head.params
+    mesh = work.mesh(describe_devices(work.topology))
+    return with_shardings(head.params, parallel.head_shardings(head, mesh))
 
 
 def slots_of(work: Workload, context: int, nodes: int) -> int:

@@ -27,7 +27,7 @@ from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
-from specjax.planning.inputs.native_heads import native_head
+from specjax.planning.inputs.native_heads import default_native, native_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
 from specjax.planning.inputs.warping import GREEDY, Warping
 
@@ -123,7 +123,7 @@ def make_workload(
       reading: denoiser settings for a `target` that is a config. For names and files they are loaded.
       block: columns of a block of a diffusion model.
       draft: a built-in config, a folder, a GGUF file or a config; "native" is the multi-token-prediction module of the
-        target's release or files.
+        target's release or files, which is the default for a target that has one.
       head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
       options: other options of the method as texts, by name.
@@ -144,6 +144,7 @@ def make_workload(
     is_native = isinstance(draft, str) and draft == NATIVE
     if is_native and head is not None:
         raise UsageError("--head and --draft both draft; leave one out")
+    uses_default = draft is None and head is None and method in (None, NATIVE_METHOD)
     draft, head = (None, NATIVE_METHOD) if is_native else (draft, head)
     kind = None if head is None else head.partition(":")[0]
     if kind is not None and kind not in KINDS:
@@ -157,6 +158,8 @@ def make_workload(
     target_config = load(target, "--target", quantize is None and keep_quantized is not False)
     if quantize is not None:
         target_config = quantized_config(target_config, quantize, slice_.chip.platform)
+    if same_bits:
+        target_config = _with_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
     reading = load_denoiser_settings(target) if isinstance(target, str | Path) else reading
     if reading is None:
         check_autoregressive(target_config, method, block)
@@ -167,9 +170,13 @@ def make_workload(
         }  # fmt: skip
         method = check_denoiser(target_config, reading, method, drafts)
         reading, options = in_blocks(reading, METHODS[method], options, block)
+    head_config: Any = native_head(target, target_config) if is_native else None
+    if uses_default and reading is None:
+        head_config = default_native(target, target_config)
+        kind = None if head_config is None else NATIVE_METHOD
     method = method or kind or ("two_model" if draft is not None else "autoregressive")
     row = METHODS[method] if reading is not None else _drafter(method)
-    _check_head(row, head, draft)
+    _check_head(row, kind, draft)
     _check_needs(row, draft)
     tree = None if tree is None else _tree(row, tree, num_draft_tokens)
     _check_options(row, options, tree, num_draft_tokens)
@@ -188,18 +195,13 @@ def make_workload(
     if batch % data:
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
-    if same_bits:
-        target_config = _with_same_bits(target_config, slice_.chip.platform, {"data": data, "sequence": sequence})
     draft_config = None if draft is None else load(draft, "--draft", keep_quantized is not False)
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "
             f"{target_config.vocab_size}; choose a draft model of the same family"
         )
-    head_config: Any = None
-    if is_native:
-        head_config = native_head(target, target_config)
-    elif head is not None:
+    if head is not None and not is_native:
         head_config = _read_head(head, target_config)
     max_positions = min(c.max_positions for c in (target_config, draft_config) if c is not None)
     max_new_tokens = _new_tokens(context, max_new_tokens, max_positions)
@@ -242,9 +244,8 @@ def _tree(row: Method, text: str, num_draft_tokens: int | None) -> str:
     return trees.inline(text)
 
 
-def _check_head(row: Method, head: str | None, draft: Any) -> None:
-    """Raise a UsageError for a missing head, or a head that the method does not use."""
-    kind = None if head is None else head.partition(":")[0]
+def _check_head(row: Method, kind: str | None, draft: Any) -> None:
+    """Raise a UsageError for a missing head, or a kind of head that the method does not use."""
     if kind is not None and draft is not None:
         raise UsageError("--head and --draft both draft; leave one out")
     if kind is not None and kind != row.name and "head" in row.takes:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from specjax.catalog.defaults import can_draft_natively
 from specjax.errors import UsageError
 from specjax.models import abstract_params, make_model
 from specjax.models.heads import mtp
@@ -38,6 +39,29 @@ def native_head(source: str | Path | Any, config: Any) -> mtp.MtpConfig:
             "name a draft model or leave --draft out"
         )
     return head
+
+
+def default_native(source: str | Path | Any, config: Any) -> mtp.MtpConfig | None:
+    """Return the shapes of the module that drafts for a target by default, or None if there is none.
+
+    Args: as in `native_head`.
+
+    Raises: UsageError that names --target, for files with a damaged module.
+    """
+    if not isinstance(source, str | Path):
+        return None
+    try:
+        return native_head(source, config) if has_default_native(source, config) else None
+    except UsageError as error:
+        raise UsageError(f"--target: {str(error).removeprefix('--draft native: ')}") from None
+
+
+def has_default_native(source: str | Path, config: Any) -> bool:
+    """Return True if a target has a module that drafts by default, as in `specjax.catalog.defaults`."""
+    if is_builtin(source):
+        return module_form(str(source)) is not None
+    native = native_of(Path(os.path.expanduser(source)), config.num_layers)
+    return native is not None and can_draft_natively(Target(make_model(config), {}, native))
 
 
 def native_of(path: Path, num_layers: int) -> NativeModule | None:

@@ -38,6 +38,11 @@ def show_fits(fits: Fits, out) -> None:
         for model in fits.models:
             if model.reason:
                 write(f"{model.target} in {_kind(model)} does not fit: {model.reason}", style="yellow")
+    if any(model.module_bytes for model in fits.models):
+        names = dict.fromkeys(model.target for model in fits.models if model.module_bytes)
+        write(
+            f"with its own module, which drafts too (without: --method autoregressive): {', '.join(names)}", style="dim"
+        )
     if any(model.scheme for model in fits.models):
         write("int8, int8-weights, int4-weights, fp8: schemes of --quantize, other parts in bfloat16", style="dim")
     for formats in dict.fromkeys(model.formats for model in fits.models if model.formats):

@@ -235,6 +235,8 @@ def show_plan(plan_result: Plan, out) -> None:
     _show_passes(plan_result, out)
     _show_drafts(plan_result, out)
     write(f"the fastest by the schedule: {plan_result.best.name}, specjax generate {plan_result.best.flags}")
+    for note in plan_result.notes:
+        write(note)
     write("a tree in the options is the best of the form AxBxC; --json has the best tree of any form", style="dim")
     write("tokens per second depend on the acceptance, which is assumed:", style="dim")
     for row in plan_result.drafts:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.catalog import find_drafter
+from specjax.catalog.defaults import NATIVE
 from specjax.costs.roofline import CLOCKS, clocks_of
 from specjax.errors import UsageError
 from specjax.planning.compiler import Notify, compile_programs
@@ -36,6 +37,10 @@ FIXED = {"tree", "num_draft_tokens", "options"}
 """Arguments of `make_workload` that a plan does not have, because it chooses them."""
 SIDES = ("schedule", "roofline")  # keys of CLOCKS, in the order of the report
 PLAIN = "autoregressive"
+NO_RATES = (
+    f"the target's own module ({NATIVE}) is not compared, because its acceptance depends on the checkpoint; give it "
+    f"with --acceptance {NATIVE}=.6,.2"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Plan:
     choices: tuple[Choice, ...]  # of the fastest draft that the user named, or of the fastest one
     draft_passes: tuple[ProgramReport, ...]  # one pass of each draft model
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # meaning of the time estimates
+    notes: tuple[str, ...] = ()  # sentences about drafts that are not compared
     meshes: tuple[ProgramReport, ...] = ()  # plain steps by the size of the axis "model"; (): it was given
 
     @property
@@ -101,7 +107,8 @@ def plan(
       acceptance: probabilities by rank, as a text ".6,.2,.1" or as numbers. The r-th is the probability that the r-th
         child of an accepted node is accepted. It can also be a JSON file of `specjax compare-verifiers` or
         `specjax bench`. It applies to all drafts that are given. Without any it is that of a draft without cost. A dict
-        has acceptance by the name of a draft. Drafts without one use the typical acceptance of the catalogue.
+        has acceptance by the name of a draft. Without a given draft it is that of the target's own module, "native", if
+        there is one. Drafts without one use the typical acceptance of the catalogue.
       draft: draft models, as in `make_workload`. head: kinds of heads, as in `make_workload`. method: more drafters
         without a model.
       widths: numbers of nodes for which a target pass is compiled. Costs are interpolated between them.
@@ -121,7 +128,14 @@ def plan(
         raise UsageError(
             f"--target: {plain.target.name} is a diffusion model, which drafts no tree; use specjax compile"
         )
-    candidates = list(find_candidates(_given_drafts(target, topology, draft, head, method, options), acceptance))
+    drafts = _given_drafts(target, topology, draft, head, method, options)
+    notes: tuple[str, ...] = ()
+    if plain.head is not None and not _items(draft) and not _items(head):
+        has_rates = NATIVE in acceptance if isinstance(acceptance, Mapping) else acceptance is not None and not drafts
+        drafts |= {NATIVE: plain} if has_rates else {}
+        notes = () if has_rates else (NO_RATES,)
+    plain = plain.plain
+    candidates = list(find_candidates(drafts, acceptance))
     notify = on_step or (lambda name: None)
     work, meshes = choose_mesh(plain, cache, notify) if options.get("model") is None else (plain, ())
     reports = []
@@ -135,7 +149,7 @@ def plan(
     named_rows = [row for row in rows if row.is_given] or rows
     return Plan(
         describe(work), versions(), tuple(reports), tuple(rows), named_rows[0].choices, tuple(passes.values()),
-        clocks_of(work.topology.chip), meshes,
+        clocks_of(work.topology.chip), notes, meshes,
     )  # fmt: skip
 
 

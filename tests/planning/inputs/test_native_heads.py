@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mtp_oracles
 import pytest
 
 from specjax import UsageError
@@ -22,6 +23,25 @@ def test_native_is_the_module_of_the_release():
     chain = make_workload(**NATIVE, num_draft_tokens=3)
     assert (chain.head, chain.num_draft_tokens) == (work.head, 3)
     assert chain.plain.head is None
+
+
+def test_a_target_with_a_module_drafts_with_it_by_default(tmp_path):
+    """As in `generate`; only a config and `--method autoregressive` are plain."""
+    default = make_workload(NATIVE["target"], NATIVE["topology"])
+    assert default == make_workload(**NATIVE) == make_workload(NATIVE["target"], NATIVE["topology"], method="mtp")
+    for changes in ({"method": "autoregressive"}, {"target": default.target}, {"target": "lfm2_1_2b"}):
+        plain = make_workload(**{"target": NATIVE["target"], "topology": NATIVE["topology"]} | changes)
+        assert (plain.method, plain.head) == ("autoregressive", None)
+    folder, _, _ = mtp_oracles.write_checkpoint(tmp_path, "qwen3_5")
+    stored = make_workload(folder, "v5e:1x1", context=8, max_new_tokens=8)
+    assert stored.method == "mtp" and stored.head.layer.width == stored.target.width
+    assert stored.plain.target == stored.target and stored.plain.head is None
+
+
+def test_settings_of_compile_are_those_of_the_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compile", "--target", NATIVE["target"], "--topology", "v5e:1x1", "--set", "nothing=1"])
+    assert stop.value.code == 2 and "mtp" in capsys.readouterr().err
 
 
 def test_its_cost_is_that_of_its_stored_bytes():

@@ -13,11 +13,14 @@ from specjax.cli import main
 from specjax.costs.chips import CHIPS, GIB
 from specjax.errors import UsageError
 from specjax.models import abstract_params
+from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading import resolve
 from specjax.models.storage import num_bytes
 from specjax.planning import what_fits
 from specjax.planning.inputs.model_configs import builtin_configs
+from specjax.planning.memory import slots_of
 from specjax.planning.reports.fits_table import show_fits
+from specjax.planning.workload import make_workload
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +102,40 @@ def test_a_prompt_beyond_the_limit_of_a_model():
         ({"batch": 0}, ("--batch-size",)),
         ({"context": 0}, ("--context",)),
         ({"draft": "llama3_1b"}, ("draft", "leave it out")),
+        ({"draft": "native"}, ("--draft native", "no multi-token-prediction module")),
+        ({"method": "suffix"}, ("--method suffix", "leave the other out")),
     ],
 )
 def test_bad_options(options, words):
     with pytest.raises(UsageError) as refusal:
         what_fits("v5e:1x1", **{"target": "smollm2_135m"} | options)
     assert all(word in str(refusal.value) for word in words)
+
+
+def test_the_module_of_a_model_counts():
+    """Its weights, and a layer of keys and values for each token."""
+    options = {"target": "qwen3_5_0_8b", "dtype": "bfloat16"}
+    (one,) = what_fits("v5e:1x1", **options).models
+    (plain,) = what_fits("v5e:1x1", **options, method="autoregressive").models
+    work = make_workload(options["target"], "v5e:1x1")
+    head = abstract_head("mtp", work.head)
+    assert one == what_fits("v5e:1x1", **options, draft="native").models[0]
+    assert (one.module_bytes, plain.module_bytes) == (num_bytes(head.params), 0)
+    layer = 2 * 2 * 256 * 2  # keys and values of 2 heads of 256 numbers, in bfloat16
+    assert one.needed_bytes - plain.needed_bytes - one.module_bytes == slots_of(work, 1024, 1) * layer
+    assert (one.weights_bytes, one.step_seconds) == (plain.weights_bytes, plain.step_seconds)
+    assert one.largest_context < plain.largest_context or plain.largest_context == 262_144 - 128
+
+
+def test_native_lists_the_models_with_a_module(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--fits", "--topology", "v5e:1x1", "--draft", "native", "--json"])
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert not stop.value.code and all(model["module_bytes"] for model in models)
+    assert {model["target"] for model in models} == {"qwen3_5_0_8b", "qwen3_5_4b", "qwen3_5_9b"}
+    out = io.StringIO()
+    show_fits(what_fits("v5e:1x1", target="qwen3_5_0_8b", dtype="bfloat16"), Console(file=out, width=80))
+    assert "with its own module" in out.getvalue()
 
 
 def test_the_command_prints_the_same(colab, capsys):
@@ -135,6 +166,7 @@ def test_the_table_is_narrow(colab):
     [
         (["--fits", "--acceptance", ".5"], ("--fits", "--acceptance")),
         (["--fits", "--draft", "llama3_1b"], ("--fits", "--draft")),
+        (["--fits", "--draft", "native", "--draft", "native"], ("--draft", "leave the others out")),
         (["--fits", "--widths", "1,2"], ("--fits", "--widths")),
         (["--acceptance", ".5"], ("--target", "--fits")),
     ],

@@ -20,7 +20,7 @@ from specjax.planning.reports.tables import show_plan
 from specjax.planning.tree import mesh
 from specjax.planning.tree import plan as plan_module
 
-SECONDS = {"llama3-8b": 4e-3, "llama3-1b": 0.8e-3, "smollm2-135m": 0.6e-3}
+SECONDS = {"llama3-8b": 4e-3, "llama3-1b": 0.8e-3, "smollm2-135m": 0.6e-3, "qwen3.5-0.8b": 2e-3}
 WIDE = {1: 1.0, 2: 1.01, 4: 1.02, 8: 1.03, 16: 1.05, 32: 1.08, 64: 1.12}
 
 
@@ -95,6 +95,20 @@ def test_an_acceptance_alone_is_that_of_a_draft_without_cost():
     row = by_name(result)["given acceptance"]
     assert row.choice().num_nodes == 8 and result.choices == row.choices
     assert row.choice().tokens == pytest.approx(expected_tokens(row.choice().paths, (0.6, 0.2, 0.1)))
+
+
+def test_the_module_of_the_target_is_compared_with_an_acceptance_and_named_without():
+    give = lambda **more: planning.plan("qwen3_5_0_8b", "h200:1", widths=(1, 8), **more)
+    given = give(acceptance=".7,.1")
+    row = by_name(given)["native"]
+    assert (row.method, row.acceptance, row.is_given) == ("mtp", (0.7, 0.1), True) and not given.notes
+    assert by_name(give(acceptance={"native": [0.7, 0.1]}))["native"] == row
+    assert by_name(give(acceptance=".7,.1", draft="native"))["native"] == row
+    named = give()
+    assert "native" not in by_name(named) and "--acceptance native=.6,.2" in named.notes[0]
+    shown = Console(file=io.StringIO(), width=160)
+    show_plan(named, shown)
+    assert named.notes[0] in shown.file.getvalue()
 
 
 HEADS = sorted(TRAINABLE)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
 from specjax.cli.options import common as o
 from specjax.cli.options import completion
 from specjax.cli.options import planning as p
@@ -18,7 +19,8 @@ It needs the compiler (pip install 'specjax\\[tpu-compile]' for v5e:2x2 and
 other TPUs, 'specjax\\[gpu-compile]' for h200:1 or h100:8), but no device and no
 weights. --target and --draft are shapes only: a built-in config
 (llama3_8b, smollm2_135m, ...), a folder with a config.json, or a GGUF file.
---draft native is the multi-token-prediction module of the target's own release.
+--draft native is the multi-token-prediction module of the target's own release
+or files, and the default for a target that has one.
 
 The report covers prefill, one step and the whole loop, per device: memory in
 the compiler's layout (args + temps + out - alias), the minimum and the actual
@@ -54,8 +56,8 @@ def compile_(
         str | None,
         typer.Option(
             "--method",
-            help="A method of `specjax methods`. Default: that of --head; mtp with --draft native; two_model with "
-            "another --draft; sdar or llada for diffusion models.",
+            help="A method of `specjax methods`. Default: that of --head; mtp with the target's own module; two_model "
+            "with another --draft; sdar or llada for diffusion models; else autoregressive.",
             show_default=False,
             autocompletion=completion.words("drafters", "diffusion"),
         ),
@@ -68,7 +70,8 @@ def compile_(
     same_bits: o.SameBitsOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    named = method or (head and head.partition(":")[0]) or (draft and ("mtp" if draft == "native" else "two_model"))
+    of_draft = draft and (NATIVE_METHOD if draft == NATIVE else "two_model")
+    named = method or (head and head.partition(":")[0]) or of_draft
     options = read_settings(settings, named or _default_method(target)) if settings else {}
 
     from specjax.cli.output.console import Console, print_json
@@ -91,10 +94,14 @@ def compile_(
 def _default_method(target: str) -> str:
     """Return the method of a run without flags for drafting."""
     from specjax.planning.inputs.denoiser_inputs import default_method
-    from specjax.planning.inputs.model_configs import load_denoiser_settings
+    from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings
+    from specjax.planning.inputs.native_heads import has_default_native
 
     settings = load_denoiser_settings(target)
-    return "autoregressive" if settings is None else default_method(settings)
+    if settings is not None:
+        return default_method(settings)
+    has_module = has_default_native(target, load_config(target, "bfloat16"))
+    return NATIVE_METHOD if has_module else "autoregressive"
 
 
 compile_.__doc__ = HELP

@@ -27,14 +27,16 @@ weights. On several devices without --model, a plain step is compiled for 1, 2,
 accepted node is the accepted one, joined by commas. It can also be the JSON
 of `specjax compare-verifiers` (ranks from its --drafts), or of `specjax
 bench` (the first rank only, so a chain is proposed). It applies to each --draft,
---head and --method, or to NAME with NAME=.6,.2. Without any of them it is the
-acceptance of a draft without cost. Drafts without --acceptance use a typical
+--head and --method, or to NAME with NAME=.6,.2. Without any of them it is that
+of the target's own module (native), or of a draft without cost. Drafts without --acceptance use a typical
 one, which the output names with its source.
 
 --fits compiles nothing. It estimates from shapes what fits on the chips, for
 all built-in configs or for --target: the dtypes and the schemes of --quantize,
 the longest prompt, and the largest tree whose pass costs at most 1.25 passes
-over one token.
+over one token. It counts the model's own multi-token-prediction module, which
+drafts by default; --draft native lists the models that have one, and --method
+autoregressive leaves the modules out.
 """
 
 WIDTHS = "1,2,4,8,16,32,64"
@@ -64,10 +66,10 @@ def plan(
 ) -> None:
     if fits:
         unused = {
-            "--acceptance": acceptance, "--draft": draft, "--head": head, "--method": method,
+            "--acceptance": acceptance, "--head": head,
             "--widths": None if widths == WIDTHS else widths,
         }  # fmt: skip
-        _show_fits(topology, programs, target, unused, as_json)
+        _show_fits(topology, programs, target, {"draft": draft, "method": method}, unused, as_json)
         return
     require(target is not None, "plan needs --target; give it, or --fits to see which models fit on the chips")
     assert target is not None
@@ -105,18 +107,26 @@ def _by_draft(texts: list[str]) -> str | dict[str, str] | None:
 
 
 def _show_fits(
-    topology: str, programs: p.ProgramOptions, target: str | None, unused: dict[str, Any], as_json: bool
+    topology: str,
+    programs: p.ProgramOptions,
+    target: str | None,
+    repeated: dict[str, list[str] | None],
+    unused: dict[str, Any],
+    as_json: bool,
 ) -> None:
-    """Print what fits on the chips. Raises: UsageError for a flag of `unused` that is set."""
+    """Print what fits on the chips. Raises: UsageError for a flag of `unused` that is set, or a repeated flag."""
     for flag, value in unused.items():
         require(value is None, f"--fits compiles no draft and has no {flag}; leave one of them out")
+    for name, values in repeated.items():
+        require(len(values or ()) <= 1, f"--fits has at most one --{name}; leave the others out")
+    choices = {name: values[0] if values else None for name, values in repeated.items()}
 
     from specjax import planning
     from specjax.cli.output.console import Console, print_json
     from specjax.planning.reports.fits_table import show_fits
 
     options = {name: value for name, value in programs.arguments.items() if name != "cache"}
-    result = planning.what_fits(topology, target=target, **options)
+    result = planning.what_fits(topology, target=target, **choices, **options)
     if as_json:
         print_json(result.to_json())
     else:
