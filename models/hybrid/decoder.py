@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.errors import UsageError
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
@@ -37,7 +38,11 @@ class HybridDecoder(LanguageModel):
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         of_layers = None
         if self.layer_inputs is not None:
-            assert not isinstance(tokens, Stream | Appended), "the table needs tokens"
+            if isinstance(tokens, Stream | Appended):
+                raise UsageError(
+                    f"{self.config.name} has per-layer embeddings, which need tokens, so it reads no soft prompts or "
+                    "other vectors; choose a method without them, such as token_recycling or eagle3"
+                )
             of_layers = self.layer_inputs(tokens, x)
         stream, pending = run_blocks(
             self.config, self.layers, x, shared, self._ancestry(mask), cache, earlier, of_layers

@@ -24,11 +24,12 @@ NAMES = {
 """Names of modules of transformers and of a GGUF file, without the layer."""
 
 
-def write(model, file, kind="F32", *, module=None):
+def write(model, file, kind="F32", *, module=None, earlier=False):
     """Write a torch model as GGUF.
 
     kind: the format of matrices whose rows it can store.
     module: tensors of its module for multi-token prediction by their names in Qwen3.5's files, as arrays of NumPy.
+    earlier: the form of earlier converters of Qwen3-Next, with one matrix `ssm_in`.
     """
     c = model.config
     writer = gguf.GGUFWriter(str(file), ARCHITECTURES[c.model_type])
@@ -40,7 +41,7 @@ def write(model, file, kind="F32", *, module=None):
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        for stored, values in converted(name, parameter.float().numpy(), c):
+        for stored, values in converted(name, parameter.float().numpy(), c, earlier):
             is_matrix = values.ndim == 2 and not stored.endswith(("conv.weight", "conv1d.weight"))
             has_blocks = values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
             quant = gguf.GGMLQuantizationType[kind if is_matrix and has_blocks else "F32"]
@@ -104,12 +105,15 @@ def write_tokenizer(writer, vocab_size):
     writer.add_eos_token_id(2)
 
 
-def converted(name, w, c):
+def converted(name, w, c, earlier=False):
     """Yield the names and values in the file of a tensor of transformers."""
     fields = name.split(".")
     in_layer = fields[1] == "layers"
     prefix, local = (f"blk.{fields[2]}.", ".".join(fields[3:])) if in_layer else ("", name)
     module, _, suffix = local.rpartition(".") if local.endswith((".weight", ".bias")) else (local, "", "")
+    if module == "linear_attn.in_proj_qkvz" and earlier:
+        yield prefix + "ssm_in.weight", w
+        return
     if module == "linear_attn.in_proj_qkvz":
         yield from ((prefix + stored, values) for stored, values in split_qkvz(w, c))
         return

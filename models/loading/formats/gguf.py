@@ -52,7 +52,10 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     warn_of_unread(fields)
     owned, native = owner(GGUF, config.num_layers), _module_in(file, tensors, config.num_layers)
     stored = {name: quantized_tensor(name, tensor) for name, tensor in tensors.items() if not owned(name)}
-    return Checkpoint(file, config, stored, family.stored_gguf(config, arch), ignored, native), meta
+    form = family.stored_gguf(config, arch)
+    if hasattr(family, "earlier_gguf"):
+        form |= family.earlier_gguf(config, shapes)
+    return Checkpoint(file, config, stored, form, ignored, native), meta
 
 
 def find_module(file: Path, num_layers: int) -> NativeModule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,8 @@ _RECURRENT = "layers.*.recurrent."
 
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
-    stored = delta_fields.stored_hf(config) | joined_gates(config, _LAYER + "in_proj_ba.weight")
-    if config.gated_delta is None:
-        return stored
-    convolved, gate, *_ = grouped_rows(config.gated_delta)
-    part = lambda order: StoredTensor(_LAYER + "in_proj_qkvz.weight", rows=len(convolved) + len(gate), order=order)
-    return stored | {_RECURRENT + "convolved.weight": part(convolved), _RECURRENT + "output_gate.weight": part(gate)}
+    gates = joined_gates(config, _LAYER + "in_proj_ba.weight")
+    return delta_fields.stored_hf(config) | gates | joined_inputs(config, _LAYER + "in_proj_qkvz.weight")
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
@@ -54,6 +51,21 @@ def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
         _RECURRENT + "convolved.weight": StoredTensor("blk.*.attn_qkv.weight"),
         _RECURRENT + "output_gate.weight": StoredTensor("blk.*.attn_gate.weight"),
     }
+
+
+def earlier_gguf(config: HybridConfig, names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files of earlier converters, which have the joined matrix of Hugging Face."""
+    is_earlier = any(name.endswith(".ssm_in.weight") for name in names)
+    return joined_inputs(config, "blk.*.ssm_in.weight") if is_earlier else {}
+
+
+def joined_inputs(config: HybridConfig, name: str) -> dict[str, StoredTensor]:
+    """Map the inputs of the convolution and the gate to a matrix with the rows of both for each key head."""
+    if config.gated_delta is None:
+        return {}
+    convolved, gate, *_ = grouped_rows(config.gated_delta)
+    part = lambda order: StoredTensor(name, rows=len(convolved) + len(gate), order=order)
+    return {_RECURRENT + "convolved.weight": part(convolved), _RECURRENT + "output_gate.weight": part(gate)}
 
 
 def joined_gates(config: HybridConfig, name: str) -> dict[str, StoredTensor]:

@@ -27,3 +27,13 @@ def test_logits(name, tmp_path, recwarn):
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(logits_of(checkpoint, tokens), expected, atol=1e-5 * max(1.0, np.abs(expected).max()))
+
+
+def test_the_earlier_form_of_qwen3_next_has_the_same_parameters(tmp_path):
+    """Its `ssm_in` has queries, keys, values and gates by key heads."""
+    model = varied(MAKERS["qwen3_next"])
+    read = lambda name, **form: reader.read(write(model, tmp_path / name, **form), dtype="float32")[0]
+    earlier, later = read("earlier.gguf", earlier=True), read("later.gguf")
+    check_tensors(earlier)
+    assert "blk.0.ssm_in.weight" in earlier.tensors and "blk.0.ssm_in.weight" not in later.tensors
+    jax.tree.map(np.testing.assert_array_equal, assemble(earlier), assemble(later))
