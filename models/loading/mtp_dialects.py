@@ -8,8 +8,9 @@ The names of the tensors tell the families apart. `specjax.models.heads.mtp` has
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -197,6 +198,25 @@ def rename(dialect: MtpDialect, name: str, first: int) -> str:
     for pattern, replacement in dialect.names:
         name = re.sub(pattern, replacement, name)
     return re.sub(r"^modules\.(\d+)\.", lambda match: f"modules.{int(match[1]) - first}.", name)
+
+
+def name_in_files(dialect: MtpDialect, name: str, first: int) -> str:
+    """Return the name that `rename` maps to `name`, for errors about missing tensors; `name` if there is none."""
+    if not name.startswith("modules."):
+        return name
+    number = int(name.split(".")[1]) + first
+    tails = [name[match.end() :] for match in re.finditer(r"\.", name)]
+    prefixes = (prefix for pattern, _ in dialect.names for prefix in _examples(pattern, number))
+    candidates = (prefix + tail for prefix in prefixes for tail in tails)
+    return next((candidate for candidate in candidates if rename(dialect, candidate, first) == name), name)
+
+
+def _examples(pattern: str, number: int) -> Iterator[str]:
+    """Yield texts that a pattern of `MtpDialect.names` matches, with the number of a module or layer."""
+    plain = lambda text: text.replace(r"\d+", str(number)).replace("\\", "")
+    parts = re.split(r"\((?:\?:)?([^()]*)\)", pattern.removeprefix("^"))
+    groups = [list(part[1:-1]) if part.startswith("[") else plain(part).split("|") for part in parts]
+    yield from map("".join, itertools.product(*groups))
 
 
 def describe(source: str, dialect: MtpDialect, names: Iterable[str]) -> NativeModule:

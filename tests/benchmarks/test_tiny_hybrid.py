@@ -118,6 +118,10 @@ def test_a_gguf_file_drafts_with_its_module(tmp_path):
         lambda first, second: np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6),
         shipped_hybrid().params, target.params,
     )  # fmt: skip
+    assert defaults(target, None, "cpu").head == NATIVE
+    chain = lambda target, head: decoded(target, specjax.make_drafter("mtp", target, head, num_tokens=3))
+    texts, per_pass = chain(target, load_head(NATIVE, target))
+    assert (texts, per_pass) == chain(shipped_hybrid(), shipped_module()) and texts == plain() and per_pass > 1.5
 
 
 @pytest.mark.exhaustive

@@ -206,7 +206,7 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
         stored, shape = form.name, (form.rows or struct.shape[0], *struct.shape[1:])
         used.add(stored)
         if stored not in tensors:
-            missing.append(stored)
+            missing.append(tensors.missing_name(stored))
         elif tensors[stored].shape != shape:
             wrong.append(f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(shape)}")
         else:

@@ -40,16 +40,20 @@ class Contents(NamedTuple):
 
 
 class Tensors(dict[str, TensorLocation]):
-    """Tensors by the names of a format's table. `file_names` has their names in the file."""
+    """Tensors by the names of a format's table. `file_names` has their names in the file.
 
-    def __init__(self) -> None:
+    missing_name: a function from the name of a missing tensor in the table to its name in the file.
+    """
+
+    def __init__(self, missing_name: Callable[[str], str] = str) -> None:
         super().__init__()
         self.file_names: dict[str, str] = {}
+        self.missing_name = missing_name
 
     def shape(self, name: str, where: Path) -> tuple[int, ...]:
         """Return the shape of a tensor. Raises: UsageError for a missing tensor."""
         if name not in self:
-            raise UsageError(f"{where} has no tensor {name}, which a head of this kind needs")
+            raise UsageError(f"{where} has no tensor {self.missing_name(name)}, which a head of this kind needs")
         return self[name].shape
 
 

@@ -145,9 +145,10 @@ def _shared_norms(spec: TargetSpec, count: int) -> dict[str, np.ndarray]:
 def _renamed(contents: Contents, row: MtpDialect) -> Tensors:
     """Return the tensors by the names of the table, without copies of the target's."""
     firsts = [int(match[1]) for name in contents.tensors if (match := re.match(row.marker, name)) and match.groups()]
-    tensors = Tensors()
+    first = min(firsts, default=0)
+    tensors = Tensors(lambda name: mtp_dialects.name_in_files(row, name, first))
     for name, tensor in contents.tensors.items():
-        new = name if re.match(COPIES, name) else mtp_dialects.rename(row, name, min(firsts, default=0))
+        new = name if re.match(COPIES, name) else mtp_dialects.rename(row, name, first)
         if new in tensors:
             raise UsageError(
                 f"{contents.folder} has {quote(tensors.file_names[new])} and {quote(name)}, which are one tensor; "

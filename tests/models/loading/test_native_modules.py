@@ -237,6 +237,37 @@ def test_each_form_is_known_by_its_tensors():
         assert mtp_dialects.find_dialect(of_target, 3) is None
 
 
+PARTS = (
+    "eh_proj.weight",
+    "enorm.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gguf"])
+def test_names_in_files_are_those_that_are_read(name):
+    """Each part of a module has a name in the family's files, and no internal name."""
+    row, number = BY_NAME[name], 1 if name in ("qwen3_5", "nemotron") else 61
+    first = number if BY_NAME[name].numbered_as_layers else 0
+    for part in PARTS:
+        stored = mtp_dialects.name_in_files(row, f"modules.0.{part}.weight", first)
+        assert (
+            not stored.startswith("modules.") and mtp_dialects.rename(row, stored, first) == f"modules.0.{part}.weight"
+        )
+
+
+def test_a_missing_tensor_of_a_module_has_its_name_in_the_files(mimo, tmp_path):
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        tensors = copied(mimo[0], tmp_path)
+        del tensors[f"model.mtp_layers.0.{name}.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        target = specjax.load(tmp_path)[0]
+        with pytest.raises(UsageError, match=rf"model\.mtp_layers\.0\.{name}\.weight") as error:
+            load_head(NATIVE, target)
+        assert "modules.0" not in str(error.value)
+
+
 def test_the_module_of_a_trained_folder_is_read_with_its_flags(loaded, tmp_path):
     head = load_head(NATIVE, loaded)
     specjax.save_head(tmp_path, head, target=loaded)
