@@ -251,10 +251,9 @@ def test_names_in_files_are_those_that_are_read(name):
     row, number = BY_NAME[name], 1 if name in ("qwen3_5", "nemotron") else 61
     first = number if BY_NAME[name].numbered_as_layers else 0
     for part in PARTS:
-        stored = mtp_dialects.name_in_files(row, f"modules.0.{part}.weight", first)
-        assert (
-            not stored.startswith("modules.") and mtp_dialects.rename(row, stored, first) == f"modules.0.{part}.weight"
-        )
+        internal = f"modules.0.{part}.weight"
+        stored = mtp_dialects.name_in_files(row, internal, first)
+        assert not stored.startswith("modules.") and mtp_dialects.rename(row, stored, first) == internal
 
 
 def test_a_missing_tensor_of_a_module_has_its_name_in_the_files(mimo, tmp_path):

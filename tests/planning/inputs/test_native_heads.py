@@ -26,7 +26,7 @@ def test_native_is_the_module_of_the_release():
 
 
 def test_a_target_with_a_module_drafts_with_it_by_default(tmp_path):
-    """As in `generate`; only a config and `--method autoregressive` are plain."""
+    """A config and `--method autoregressive` are plain."""
     default = make_workload(NATIVE["target"], NATIVE["topology"])
     assert default == make_workload(**NATIVE) == make_workload(NATIVE["target"], NATIVE["topology"], method="mtp")
     for changes in ({"method": "autoregressive"}, {"target": default.target}, {"target": "lfm2_1_2b"}):

@@ -113,7 +113,7 @@ def test_bad_options(options, words):
 
 
 def test_the_module_of_a_model_counts():
-    """Its weights, and a layer of keys and values for each token."""
+    """Check its weights, and a layer of keys and values for each token."""
     options = {"target": "qwen3_5_0_8b", "dtype": "bfloat16"}
     (one,) = what_fits("v5e:1x1", **options).models
     (plain,) = what_fits("v5e:1x1", **options, method="autoregressive").models

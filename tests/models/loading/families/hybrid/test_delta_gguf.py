@@ -30,7 +30,7 @@ def test_logits(name, tmp_path, recwarn):
 
 
 def test_the_earlier_form_of_qwen3_next_has_the_same_parameters(tmp_path):
-    """Its `ssm_in` has queries, keys, values and gates by key heads."""
+    """The matrix `ssm_in` has queries, keys, values and gates by key heads."""
     model = varied(MAKERS["qwen3_next"])
     read = lambda name, **form: reader.read(write(model, tmp_path / name, **form), dtype="float32")[0]
     earlier, later = read("earlier.gguf", earlier=True), read("later.gguf")
