@@ -99,16 +99,16 @@ def test_an_acceptance_alone_is_that_of_a_draft_without_cost():
 
 def test_the_module_of_the_target_is_compared_with_an_acceptance_and_named_without():
     give = lambda **more: planning.plan("qwen3_5_0_8b", "h200:1", widths=(1, 8), **more)
-    given = give(acceptance=".7,.1")
-    row = by_name(given)["native"]
-    assert (row.method, row.acceptance, row.is_given) == ("mtp", (0.7, 0.1), True) and not given.notes
+    result = give(acceptance=".7,.1")
+    row = by_name(result)["native"]
+    assert (row.method, row.acceptance, row.is_given) == ("mtp", (0.7, 0.1), True) and not result.notes
     assert by_name(give(acceptance={"native": [0.7, 0.1]}))["native"] == row
     assert by_name(give(acceptance=".7,.1", draft="native"))["native"] == row
-    named = give()
-    assert "native" not in by_name(named) and "--acceptance native=.6,.2" in named.notes[0]
+    bare = give()
+    assert "native" not in by_name(bare) and "--acceptance native=.6,.2" in bare.notes[0]
     shown = Console(file=io.StringIO(), width=160)
-    show_plan(named, shown)
-    assert named.notes[0] in shown.file.getvalue()
+    show_plan(bare, shown)
+    assert bare.notes[0] in shown.file.getvalue()
 
 
 HEADS = sorted(TRAINABLE)
