@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from specjax.models.hybrid.config import HybridConfig
+from specjax.models.hybrid.config import HybridConfig, LayerKind
 
 
 class Kind(NamedTuple):
@@ -13,6 +13,7 @@ class Kind(NamedTuple):
 
     mixer: str
     feed: str
+    shares_keys: bool = False  # its attention reads the keys and values of an earlier layer, and stores none
 
 
 class LayerPattern(NamedTuple):
@@ -45,13 +46,13 @@ class LayerPattern(NamedTuple):
 
     def count_attention(self) -> int:
         """Return the number of layers that store keys and values."""
-        return sum("attention" in kind.mixer for kind in self.kinds)
+        return sum("attention" in kind.mixer and not kind.shares_keys for kind in self.kinds)
 
 
 def layers_of(config: Any) -> LayerPattern:
     """Return the kinds of the layers of a config of `specjax.models`."""
     if isinstance(config, HybridConfig):
-        return LayerPattern(tuple(Kind(kind.mixer, kind.feed) for kind in config.kinds))
+        return LayerPattern(tuple(map(_kind_of, _configs_of_layers(config), config.kinds)))
     full = config.is_global or (config.window is None,) * config.num_layers
     mixers = ("attention" if is_full or config.window is None else "windowed_attention" for is_full in full)
     return LayerPattern(tuple(Kind(mixer, "gated") for mixer in mixers))
@@ -59,13 +60,8 @@ def layers_of(config: Any) -> LayerPattern:
 
 def sizes_of(config: Any) -> dict[str, dict[str, Any]]:
     """Return the sizes of each mixer that the model has, by the name of the mixer."""
-    sizes: dict[str, dict[str, Any]] = {}
+    sizes = _sizes_of_attention(config)
     mixers = {kind.mixer for kind in layers_of(config).kinds}
-    if any("attention" in mixer for mixer in mixers):
-        sizes["attention"] = {
-            "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
-            "rotated": _rotated(config), "window": config.window, "output_gate": config.attention_gate,
-        }  # fmt: skip
     if "gated_delta" in mixers:
         delta = config.gated_delta
         sizes["gated_delta"] = {
@@ -83,6 +79,34 @@ def sizes_of(config: Any) -> dict[str, dict[str, Any]]:
     return sizes
 
 
+def _configs_of_layers(config: HybridConfig) -> list[HybridConfig]:
+    return [config.of_layer(layer) for layer in range(config.num_layers)]
+
+
+def _kind_of(layer: HybridConfig, kind: LayerKind) -> Kind:
+    mixer = "windowed_attention" if kind.mixer == "attention" and layer.window is not None else kind.mixer
+    return Kind(mixer, kind.feed, kind.attends and not kind.has_keys)
+
+
+def _sizes_of_attention(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the sizes of attention: one entry if all layers share them, else one for each kind of attention."""
+    kinds = layers_of(config).kinds
+    attending = {kind.mixer: i for i, kind in reversed([*enumerate(kinds)]) if "attention" in kind.mixer}
+    if not isinstance(config, HybridConfig) or "windowed_attention" not in attending:
+        return {"attention": _attention_sizes(config)} if attending else {}
+    return {mixer: _attention_sizes(config.of_layer(layer)) for mixer, layer in attending.items()}
+
+
+def _attention_sizes(layer: Any) -> dict[str, Any]:
+    return {
+        "heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
+        "rotated": _rotated(layer), "window": layer.window, "output_gate": layer.attention_gate,
+    }  # fmt: skip
+
+
 def _rotated(config: Any) -> int:
     """Return how many numbers of a query or key are rotated."""
-    return (config.rotary_dim or config.head_dim) if getattr(config, "rotates", True) else 0
+    scaling, size = config.rope_scaling, config.rotary_dim or config.head_dim
+    if scaling is not None and scaling.kind == "proportional":  # the frequencies of the other pairs are 0
+        size = 2 * int(scaling.share * size // 2)
+    return size if getattr(config, "rotates", True) else 0

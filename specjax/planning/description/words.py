@@ -47,7 +47,7 @@ def document_of(model: ModelDescription) -> dict[str, Any]:
     """Return the description as JSON. Sizes are in bytes."""
     layers, memory = model.layers, model.memory
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    as_dict = lambda kind, count: {"mixer": kind.mixer, "feed": kind.feed, "count": count}
+    as_dict = lambda kind, count: {**kind._asdict(), "count": count}
     return {
         "kind": "model",
         **{name: fields[name] for name in fields if name not in ("kind", "layers", "sizes", "memory", "module")},
@@ -80,6 +80,8 @@ def _kind_in_words(kind: Kind, count: int, names_feed: bool) -> str:
     if kind.mixer == "none":
         return f"{count} {FEEDS[kind.feed][count > 1]}"
     words = f"{count} {MIXERS[kind.mixer][count > 1]}"
+    if kind.shares_keys:
+        words += " with the keys of an earlier layer"
     if not names_feed or kind.feed == "none":
         return words
     return f"{words} with {FEEDS[kind.feed][1]}" if count > 1 else f"{words} with a {FEEDS[kind.feed][0]}"
@@ -104,11 +106,12 @@ def _joined(words: list[str]) -> str:
 
 
 def _mixer_title(name: str) -> str:
-    return {"attention": "attention", "mamba2": "Mamba-2"}.get(name, MIXERS.get(name, (name,))[0])
+    titles = {"attention": "attention", "windowed_attention": "sliding-window attention", "mamba2": "Mamba-2"}
+    return titles.get(name, MIXERS.get(name, (name,))[0])
 
 
 def _sizes_in_words(name: str, sizes: dict[str, Any]) -> str:
-    if name == "attention":
+    if name in ("attention", "windowed_attention"):
         rotated, window = sizes["rotated"], sizes["window"]
         words = f"{sizes['heads']} heads of {sizes['head_dim']} numbers, {_count(sizes['kv_heads'], 'key/value head')}"
         words += ", no rotation" if not rotated else f", {rotated} numbers rotated"

@@ -6,6 +6,7 @@ import pytest
 
 import specjax
 from specjax.planning.description.layers import Kind
+from specjax.planning.description.words import describe_in_lines
 
 DELTA, ATTENTION = Kind("gated_delta", "gated"), Kind("attention", "gated")
 
@@ -39,6 +40,23 @@ def test_models_without_attention_and_without_recurrence():
     halved = specjax.describe_model("gemma3_270m", dtype="bfloat16", quantize="int8-weights")
     assert halved.weights_bytes < 0.6 * dense.weights_bytes and halved.formats == "int8-weights"
     assert specjax.describe_model("llada_8b").kind == "diffusion"
+
+
+def test_layers_of_gemma_4_differ_in_windows_and_heads_and_share_keys():
+    model = specjax.describe_model("gemma4_e2b", dtype="bfloat16")
+    local, full = Kind("windowed_attention", "gated"), Kind("attention", "gated")
+    shared = {kind._replace(shares_keys=True): count for kind, count in ((local, 16), (full, 4))}
+    assert model.layers.counts == {local: 12, full: 3} | shared
+    assert model.layers.count_attention() == 15
+    assert model.memory.per_token == 2 * 2 * (12 * 256 + 3 * 512)  # keys and values of one head
+    sizes = lambda head_dim, rotated, window: {
+        "heads": 8, "kv_heads": 1, "head_dim": head_dim, "rotated": rotated, "window": window, "output_gate": False,
+    }  # fmt: skip
+    assert model.sizes == {"windowed_attention": sizes(256, 256, 512), "attention": sizes(512, 128, None)}
+    lines = "\n".join(describe_in_lines(model))
+    assert "4 attention layers with the keys of an earlier layer" in lines
+    assert "sliding-window attention: 8 heads of 256 numbers" in lines and "128 numbers rotated" in lines
+    assert "18.4 kB, keys and values of 15 attention layers" in lines
 
 
 def test_the_module_in_a_folder_and_a_folder_without_weights(tmp_path):
