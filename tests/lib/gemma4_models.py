@@ -1,6 +1,8 @@
 """Tiny Gemma 4 models and assistants of transformers in the published forms of their config, with random weights."""
 
+import numpy as np
 import pytest
+from hybrid_gguf import write_tokenizer
 
 from specjax.models import make_model
 from specjax.models.loading.formats import hf
@@ -94,3 +96,59 @@ def copying_pair(**changes):
     width = SIZES["hidden_size"]
     copy.pre_projection.weight.data.copy_(torch.cat([torch.eye(width), torch.zeros(width, width)], 1))
     return target, copy
+
+
+def write_gguf(model, file, **changes):
+    """Write a model as GGUF, with the tensor names of the package gguf and the fields of llama.cpp's converter.
+
+    changes: other values of fields; None leaves one out.
+    """
+    gguf = pytest.importorskip("gguf")
+    c, arch = model.config, "gemma4"
+    is_local = [kind == "sliding_attention" for kind in c.layer_types]
+    attentions = [model.model.layers[is_local.index(local)].self_attn for local in (True, False)]
+    (local_dim, full_dim), kv_heads = (
+        [attention.head_dim for attention in attentions],
+        [len(attention.k_proj.weight) // attention.head_dim for attention in attentions],
+    )
+    wide = 2 if c.use_double_wide_mlp else 1
+    full_rope, local_rope = (c.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    fields = {
+        "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size, "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": [kv_heads[not local] for local in is_local],
+        "attention.key_length": full_dim, "attention.value_length": full_dim,
+        "attention.key_length_swa": local_dim, "attention.value_length_swa": local_dim,
+        "attention.shared_kv_layers": c.num_kv_shared_layers, "attention.sliding_window": c.sliding_window,
+        "attention.sliding_window_pattern": is_local, "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
+        "feed_forward_length": [
+            c.intermediate_size * (wide if i >= c.num_hidden_layers - c.num_kv_shared_layers else 1)
+            for i in range(c.num_hidden_layers)
+        ],
+        "embedding_length_per_layer_input": c.hidden_size_per_layer_input or 0,
+        "rope.freq_base": full_rope["rope_theta"], "rope.freq_base_swa": local_rope["rope_theta"],
+        "rope.dimension_count": full_dim, "rope.dimension_count_swa": local_dim,
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(str(file), arch)
+    kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, list: gguf.GGUFValueType.ARRAY}
+    for name, value in (fields | changes).items():
+        if value is not None:
+            writer.add_key_value(f"{arch}.{name}", value, kinds[type(value)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, c.num_hidden_layers)
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        stored = f"{stored}.weight" if name.endswith("layer_scalar") else stored
+        writer.add_tensor(stored, values.float().numpy())
+    pairs = full_dim // 2
+    rotated = int(full_rope["partial_rotary_factor"] * pairs)
+    divisors = [1.0] * rotated + [1e30] * (pairs - rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    write_tokenizer(writer, c.vocab_size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

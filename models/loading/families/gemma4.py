@@ -15,13 +15,13 @@ from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.families.rope import BASE, FACTOR, FULL, SLIDING
-from specjax.models.loading.tensors.assembly import StoredTensor
+from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 from specjax.models.rotary import RopeScaling
 
 MULTIMODAL = "gemma4", "gemma4_unified"
 HF_TYPES = (*MULTIMODAL, "gemma4_text", "gemma4_unified_text")
 MODEL_TYPES = ("gemma4",)
-GGUF_TYPES: tuple[str, ...] = ()
+GGUF_TYPES: tuple[str, ...] = ()  # see `gemma4_gguf`
 
 ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -38,6 +38,13 @@ FIELDS = {
 UNIFIED_FIELDS = {"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0}
 """Other defaults of the class whose image and audio inputs are projected without towers."""
 
+CONSTANTS: dict[str, Any] = {
+    "query_scale": 1.0, "qk_norm": True, "value_norm": True, "norms": "both", "activation": "gelu",
+    "scales_embedding": True, "layer_scales": True, "model_type": "gemma4",
+}  # fmt: skip
+"""Fields of the config of each model."""
+
+SHARED = "num_kv_shared_layers"
 OF_EXPERTS = "num_experts", "top_k_experts", "moe_intermediate_size"
 
 _PATHS = {
@@ -55,10 +62,15 @@ NAMES = {
 }
 
 
+def names_of(**changes: dict[str, str]) -> dict[str, WeightNames]:
+    """Return the names of tensors by parameter path, `*` for the layer. `changes`: as in `common.by_path`."""
+    rows = (*common.WEIGHTS, *(row._replace(path=_PATHS.get(row.path, row.path)) for row in llama.POST_NORMS))
+    return common.by_path(rows, **changes)
+
+
 def names_hf() -> dict[str, str]:
     """Return the names of tensors of a Hugging Face checkpoint by parameter path, `*` for the layer."""
-    rows = (*common.WEIGHTS, *(row._replace(path=_PATHS.get(row.path, row.path)) for row in llama.POST_NORMS))
-    return {path: row.hf for path, row in common.by_path(rows, hf=NAMES).items()}
+    return {path: row.hf for path, row in names_of(hf=NAMES).items()}
 
 
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
@@ -68,9 +80,13 @@ def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
 
 def unused_hf(config: HybridConfig) -> frozenset[str]:
     """Return the tensors that a checkpoint may have for layers without keys of their own."""
-    parts = "k_proj", "v_proj", "k_norm", "v_norm"
+    return tensors_of_shared(config, "model.layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
+def tensors_of_shared(config: HybridConfig, name: str, parts: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of parts of layers without keys of their own. `name` has places for the layer and the part."""
     shared = (layer for layer, kind in enumerate(config.kinds) if kind.keys_of is not None)
-    return frozenset(f"model.layers.{layer}.self_attn.{part}.weight" for layer in shared for part in parts)
+    return frozenset(name.format(layer, part) for layer in shared for part in parts)
 
 
 def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
@@ -89,26 +105,23 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     names = common.layer_names(hf, layers, lambda: _default_names(layers), (SLIDING, FULL))
     base, scaling = _rotary(hf, SLIDING)
     rows = hf.size("vocab_size_per_layer_input", minimum=1 if width else 0, maximum=ROWS)
+    names, mlp_width = [*names[:-1], FULL], hf.size("intermediate_size", maximum=ROWS // 2)
+    shared = hf.size("num_kv_shared_layers", 0, minimum=0)
+    of_full = _changes_of_full(hf, names, sizes)
+    wide = mlp_width * 2 if hf.flag("use_double_wide_mlp") else mlp_width
     return HybridConfig(
         **sizes,
-        kinds=_kinds(hf, [*names[:-1], FULL], sizes),
-        mlp_width=hf.size("intermediate_size", maximum=ROWS // 2),
+        **CONSTANTS,
+        kinds=kinds_of_layers(names, shared, of_full, (mlp_width, wide), f"{hf.where} has {SHARED}"),
+        mlp_width=mlp_width,
         window=hf.size("sliding_window", maximum=UNLIMITED_WINDOW),
         rope_base=base,
         rope_scaling=scaling,
-        query_scale=1.0,
         norm_eps=hf.number("rms_norm_eps", 1e-6, maximum=1.0),
         tied=hf.flag("tie_word_embeddings"),
-        qk_norm=True,
-        value_norm=True,
-        norms="both",
-        activation="gelu",
-        scales_embedding=True,
         logit_softcap=hf.number("final_logit_softcapping", None),
         layer_inputs=LayerInputSizes(width, rows) if width else None,
-        layer_scales=True,
         max_positions=hf.size("max_position_embeddings"),
-        model_type="gemma4",
         **options,
     )
 
@@ -138,19 +151,27 @@ def _default_names(layers: int) -> list[str]:
     return [FULL if full else SLIDING for full in llama.every_nth_layer(6, layers)]
 
 
-def _kinds(hf: ConfigFields, names: list[str], sizes: dict[str, Any]) -> tuple[LayerKind, ...]:
+def kinds_of_layers(
+    names: list[str], shared: int, of_full: tuple[tuple[str, Any], ...], mlp_widths: tuple[int, int], where: str
+) -> tuple[LayerKind, ...]:
     """Return the kind of each layer.
 
     The last layers have no keys, and read those of the last layer of the same name that has.
+
+    Args:
+      names: FULL or SLIDING for each layer.
+      shared: number of layers without keys.
+      of_full: fields of a config that differ in global layers.
+      mlp_widths: hidden units of the MLPs of layers with keys, and of those without.
+      where: the subject and the verb of an error, which `shared` continues.
     """
-    of_full = _changes_of_full(hf, names, sizes)
-    shared = hf.size("num_kv_shared_layers", 0, minimum=0)
-    wide = (("mlp_width", 2 * hf.size("intermediate_size")),) if hf.flag("use_double_wide_mlp") else ()
+    width, width_of_shared = mlp_widths
+    wide = () if width == width_of_shared else (("mlp_width", width_of_shared),)
     with_keys = names[: max(len(names) - shared, 0)]
     if set(with_keys) != set(names):
         raise UsageError(
-            f"{hf.where} has num_kv_shared_layers {shared}, which leaves no layer with keys of some kind among its "
-            f"{len(names)} layers; give an assistant as a draft, or use a model with more layers"
+            f"{where} {shared}, which leaves no layer with keys of some kind among its {len(names)} layers; give an "
+            "assistant as a draft, or use a model with more layers"
         )
     last = {name: len(with_keys) - 1 - with_keys[::-1].index(name) for name in with_keys}
     kinds = []
@@ -170,7 +191,13 @@ def _changes_of_full(hf: ConfigFields, names: list[str], sizes: dict[str, Any]) 
     if hf.has("per_layer_config"):  # the form of newer files
         head_dim, kv_heads = _heads_by_layer(hf, names, sizes)
     check_heads(hf, llama.HF_HEADS, sizes["num_heads"], kv_heads, head_dim)
-    base, scaling = _rotary(hf, FULL)
+    return full_layer(head_dim, kv_heads, *_rotary(hf, FULL), joined)
+
+
+def full_layer(
+    head_dim: int, kv_heads: int, base: float, scaling: RopeScaling | None, joined: bool
+) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of global layers. `joined`: values are the keys before their norm."""
     changes = {
         "head_dim": head_dim, "num_kv_heads": kv_heads, "rope_base": base, "rope_scaling": scaling, "window": None,
         "keys_are_values": joined,
@@ -181,13 +208,24 @@ def _changes_of_full(hf: ConfigFields, names: list[str], sizes: dict[str, Any]) 
 def _heads_by_layer(hf: ConfigFields, names: list[str], sizes: dict[str, Any]) -> tuple[int, int]:
     """Return the size and the number of key/value heads of global layers, from `per_layer_config`.
 
-    Raises: UsageError if layers of one kind differ.
+    Its keys are numbers of layers. transformers pads them with zeros to the digits of the last one.
+
+    Raises: UsageError for other keys, or if layers of one kind differ.
     """
     table = hf.subfields("per_layer_config")
+    keys = {
+        name.removeprefix(table.prefix).lstrip("0") or "0": name.removeprefix(table.prefix) for name in table.values
+    }
+    unknown = keys.keys() - set(map(str, range(len(names))))
+    if unknown:
+        raise UsageError(
+            f"{hf.where} has {quote(keys[min(unknown)])} in {hf.prefix}per_layer_config, which must be from 0 to "
+            f"{len(names) - 1}"
+        )
     local = sizes["head_dim"], sizes["num_kv_heads"]
     by_name: dict[str, set] = {SLIDING: {local}, FULL: set()}
     for layer, name in enumerate(names):
-        entry = table.subfields(str(layer))
+        entry = table.subfields(keys.get(str(layer), str(layer)))
         defaults = zip(("head_dim", "num_key_value_heads"), local, strict=True)
         by_name[name].add(tuple(entry.size(field, default, maximum=HEADS) for field, default in defaults))
     if any(len(heads) > 1 for heads in by_name.values()):

@@ -10,7 +10,7 @@ from specjax.models.bridge import Config
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families import denoisers, gemma3, gemma4, llada, llama
+from specjax.models.loading.families import denoisers, gemma3, gemma4, gemma4_gguf, llada, llama
 from specjax.models.loading.families.hybrid import (
     bamba,
     falcon_h1,
@@ -22,7 +22,7 @@ from specjax.models.loading.families.hybrid import (
     qwen3_next,
 )
 
-HYBRIDS = (qwen3_5, qwen3_next, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1, gemma4)
+HYBRIDS = (qwen3_5, qwen3_next, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1, gemma4, gemma4_gguf)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"

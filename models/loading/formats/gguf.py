@@ -46,8 +46,7 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     family = registry.by_gguf(arch, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: read_rows(tensors[name], 0, shapes[name][0]) for name in rope.GGUF_DIVISORS if name in tensors}
-    fields, ignored = ConfigFields(meta, where, f"{arch}."), rope.GGUF_DIVISORS.__contains__
-    fields = _without_modules(fields)
+    fields = _without_modules(ConfigFields(meta, where, f"{arch}."))
     config = family.config_from_gguf(fields, shapes, factors, **options)
     warn_of_unread(fields)
     owned, native = owner(GGUF, config.num_layers), _module_in(file, tensors, config.num_layers)
@@ -55,7 +54,9 @@ def read(file: Path, **options) -> tuple[Checkpoint, dict]:
     form = family.stored_gguf(config, arch)
     if hasattr(family, "earlier_gguf"):
         form |= family.earlier_gguf(config, shapes)
-    return Checkpoint(file, config, stored, form, ignored, native), meta
+    find_unused = getattr(family, "unused_gguf", None)
+    ignored = {*rope.GGUF_DIVISORS, *(() if find_unused is None else find_unused(config))}
+    return Checkpoint(file, config, stored, form, ignored.__contains__, native), meta
 
 
 def find_module(file: Path, num_layers: int) -> NativeModule | None:

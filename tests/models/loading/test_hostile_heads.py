@@ -23,6 +23,15 @@ def test_heads(kind, rng, count, tmp_path):
     attacked(tmp_path, "model.safetensors", rng, count)
 
 
+@pytest.mark.parametrize(("rng", "count"), attacks(10, 6_000))
+def test_assistants(rng, count, tmp_path):
+    """Folders of transformers of the heads that draft for other targets."""
+    models = pytest.importorskip("gemma4_models")
+    reader = models.loaded(models.gemma4("small", **models.FEW), tmp_path / "target")
+    models.assistant().save_pretrained(tmp_path / "assistant")
+    attacked(tmp_path / "assistant", "model.safetensors", rng, count, reader)
+
+
 WRITERS = {
     **{f"eagle3 of {writer}": files for writer, files in d.eagle3_dialects(d.eagle3()).items()},
     "eagle of its authors": (d.layers(8) | {"architectures": ["LlamaForCausalLM"]}, d.eagle()),
@@ -57,7 +66,7 @@ def test_heads_of_others(writer, rng, count, tmp_path):
     attacked(d.write(tmp_path / "head", *WRITERS[writer], name), name, rng, count)
 
 
-def attacked(folder, name, rng, count):
+def attacked(folder, name, rng, count, of_target=None):
     """Read the folder of a head with a damaged config or tensor header."""
     described, weights = folder / "config.json", folder / name
     config, full = json.loads(described.read_text()), weights.read_bytes()
@@ -66,7 +75,7 @@ def attacked(folder, name, rng, count):
 
     def use():
         recognise(folder)
-        read_head(folder, target())
+        read_head(folder, of_target or target())
 
     assert survives(use) is None, "as it was written"
     for case in range(count):

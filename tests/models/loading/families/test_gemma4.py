@@ -1,6 +1,7 @@
 """Gemma 4 against the classes of transformers."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -168,12 +169,22 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path):
         ({"attention_bias": True}, "attention biases"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, 'rope_type "yarn"'),
         ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}}, "different heads in layers of one kind"),
+        ({"per_layer_config": {"4": {"head_dim": 32}}}, 'has "4" in per_layer_config, which must be from 0 to 3'),
+        ({"per_layer_config": {"x": {"head_dim": 32}}}, 'has "x" in per_layer_config, which must be from 0 to 3'),
         ({"layer_types": ["full_attention"] * 3}, "3 layer_types, but num_hidden_layers is 4"),
     ],
 )
 def test_other_forms_are_refused(changes, words):
     with pytest.raises(UsageError, match=words):
         hf.parse_config(ConfigFields(FULL | changes, "config.json"), dtype="float32")
+
+
+def test_fields_that_are_left_out_have_the_values_of_transformers():
+    """The class has 30 layers by default, and pads their numbers with zeros."""
+    described = json.loads(json.dumps(transformers.Gemma4TextConfig().to_dict()))
+    assert {"05", "29"} <= described["per_layer_config"].keys()
+    read = lambda fields: hf.parse_config(ConfigFields(fields, "config.json"), dtype="float32")[0]
+    assert read(described) == read({"model_type": "gemma4_text"})
 
 
 def test_the_published_form_and_that_of_newer_files_are_equal():

@@ -92,6 +92,7 @@ def test_an_output_layer_of_its_own_and_no_clusters(folder, target, tmp_path):
         ({"centroid_intermediate_top_k": 9}, "9 clusters, which must be from 1 to 8"),
         ({"use_ordered_embeddings": False}, "masked_embedding"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "are quantised; use the original checkpoint"),
     ],
 )  # fmt: skip
 def test_files_of_another_target_and_broken_ones_are_refused(fields, words, folder, target, tmp_path):
