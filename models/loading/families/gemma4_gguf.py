@@ -72,8 +72,8 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
         check_heads(meta, llama.GGUF_HEADS, heads, kv_heads[name], head_dim)
     scaling = _rotary(meta, factors, full_dim, local_dim)
     width, table = meta.size("embedding_length_per_layer_input", 0, minimum=0, maximum=WIDTH), "per_layer_token_embd"
-    own = [layer for layer, name in enumerate(names) if name == FULL and layer < len(names) - shared]
-    joined = any(f"blk.{layer}.attn_v.weight" not in shapes for layer in own)
+    full_layers = [layer for layer, name in enumerate(names) if name == FULL and layer < len(names) - shared]
+    joined = any(f"blk.{layer}.attn_v.weight" not in shapes for layer in full_layers)
     base = meta.number("rope.freq_base", 1e6, **BASE)
     mlp_widths = _mlp_widths(meta, shapes, len(names), shared)
     of_full = gemma4.full_layer(full_dim, kv_heads[FULL], base, scaling, joined)
@@ -142,11 +142,12 @@ def _mlp_widths(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], layers: 
     Raises: UsageError if layers of one kind differ.
     """
     widths = [common.gguf_rows(shapes, f"blk.{layer}.ffn_up.weight", meta.where) for layer in range(layers)]
-    own, others = set(widths[: max(layers - shared, 1)]), set(widths[max(layers - shared, 1) :])
-    others = others or own
-    if len(own) > 1 or len(others) > 1 or not others <= {min(own), 2 * min(own)}:
+    boundary = max(layers - shared, 1)
+    with_keys = set(widths[:boundary])
+    without_keys = set(widths[boundary:]) or with_keys
+    if len(with_keys) > 1 or len(without_keys) > 1 or not without_keys <= {min(with_keys), 2 * min(with_keys)}:
         raise UsageError(
             f"{meta.where} has MLPs of {quote(widths)} hidden units, which must be equal in all layers, or twice as "
             "many in the layers without keys"
         )
-    return min(own), min(others)
+    return min(with_keys), min(without_keys)
