@@ -23,7 +23,7 @@ def test_the_reward_curve_is_that_of_the_own_engine_of_tunix():
     pytest.importorskip("tunix", reason="google-tunix is not installed")
     main = module_at(FILE).main
     runs = {
-        engine: [main(["--updates", "10", "--engine", engine, "--seed", str(seed)]) for seed in range(3)]
+        engine: [main(["--updates", "14", "--engine", engine, "--seed", str(seed)]) for seed in range(3)]
         for engine in ("specjax", "vanilla")
     }
     curve = {
@@ -35,4 +35,4 @@ def test_the_reward_curve_is_that_of_the_own_engine_of_tunix():
         spread = np.sqrt((ours.var(ddof=1) + theirs.var(ddof=1)) / len(ours))
         assert abs(ours.mean() - theirs.mean()) < 3 * spread + 0.05
     passes = lambda histories: np.mean([1 / one.tokens_per_pass for history in histories for one in history])
-    assert passes(runs["specjax"]) < 0.95 * passes(runs["vanilla"])
+    assert passes(runs["specjax"]) < passes(runs["vanilla"]) == 1
