@@ -15,9 +15,13 @@ from flax import nnx
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.experts.feed import MixtureFeed
+from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.products import pad_tokens
 from specjax.models.rotary import RopeScaling, Rotation, rope_frequencies
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantized_array import WeightFormat
+from specjax.numerics.same_bits import SameBitsError
 from specjax.pallas_kernels.gumbel_topk.by_blocks import best_by_blocks
 from specjax.types import Appended, Array, Best, Mixture, Output, Stream
 
@@ -38,6 +42,7 @@ class DecoderConfig:
     head_dim: int
     mlp_width: int
     mlp_widths: tuple[int, ...] | None = None  # per layer, if the layers differ; None: `mlp_width` in all
+    experts: MixtureSizes | None = None  # layers have a mixture of experts in place of the MLP
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # number of leading entries of each head that are rotated; None: all
@@ -77,6 +82,13 @@ class DecoderConfig:
                 "per layer"
             )
 
+        if self.experts is not None:
+            # A scan would slice the experts of a layer out of their stack, a copy of all weights in each pass.
+            object.__setattr__(self, "stacked", False)
+            if self.same_bits:
+                reason = "sums over experts were not shown to have the same bits in every program"
+                raise SameBitsError(f"does not hold for {self.name}, because its {reason}")
+
     @property
     def period(self) -> int:
         """Return the number of entries of `layers` in the parameters of stacked layers, which repeat."""
@@ -112,7 +124,7 @@ class DecoderConfig:
         uniform: dict[str, Any] = {
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
-            "keys_are_values": False, "value_norm": False,
+            "experts": None, "keys_are_values": False, "value_norm": False,
         }  # fmt: skip
         defaults: dict[str, Any] = {
             "stacked": False,
@@ -148,20 +160,35 @@ def activation_function(c: DecoderConfig):
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
+def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> Array:
+    """Return the output of a feed-forward block for x [B, T, D], summed over the devices that split its width.
+
+    A mixture of experts only reads the tokens of the pass. Tokens that fill a tile would touch other experts.
+    """
+    if isinstance(feed, MixtureFeed):
+        return pad_tokens(shared.sum(feed(x[:, : shared.positions.shape[1]]), "mlp"), x.shape[1])
+    return shared.sum(feed(x), "mlp")
+
+
 class DecoderBlock(nnx.Module):
     """A decoder layer: attention and MLP, with norms before, after or on both sides of each sublayer."""
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, layer: int = 0):
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         pre_norm = lambda: None if c.norms == "after" else norm()
         post_norm = lambda: None if c.norms == "before" else norm()
         self.attention_norm, self.attention_post_norm = pre_norm(), post_norm()
         self.attention = make_attention(c, rngs=rngs)
         self.mlp_norm, self.mlp_post_norm = pre_norm(), post_norm()
-        self.mlp = L.GatedMLP(
-            c.width, c.mlp_width, activation_function(c), joined="gate_up" in c.joined, same_bits=c.same_bits,
-            dtype=c.dtype, rngs=rngs,
-        )  # fmt: skip
+        if c.experts is not None and layer not in c.experts.dense_layers:
+            self.mlp: Any = MixtureFeed(
+                c.width, c.experts, activation_function(c), joined="gate_up" in c.joined, dtype=c.dtype, rngs=rngs
+            )
+        else:
+            self.mlp = L.GatedMLP(
+                c.width, c.mlp_width, activation_function(c), joined="gate_up" in c.joined, same_bits=c.same_bits,
+                dtype=c.dtype, rngs=rngs,
+            )  # fmt: skip
 
     def attend(self, x, inputs: L.LayerInputs):
         output, new = self.attention(_normalize(self.attention_norm, x), inputs)
@@ -174,7 +201,7 @@ class DecoderBlock(nnx.Module):
         return self.attention.queries(_normalize(self.attention_norm, x), shared, settings)
 
     def feed(self, x, shared: L.PassInputs):
-        return _normalize(self.mlp_post_norm, shared.sum(self.mlp(_normalize(self.mlp_norm, x)), "mlp"))
+        return _normalize(self.mlp_post_norm, run_feed(self.mlp, _normalize(self.mlp_norm, x), shared))
 
 
 def _normalize(norm: L.RMSNorm | None, x: Array) -> Array:
@@ -226,6 +253,8 @@ class Decoder(LanguageModel):
     def make_layers(self, rngs: nnx.Rngs):
         """Create the layers."""
         c = self.config
+        if c.experts is not None:
+            return nnx.List([DecoderBlock(c, rngs, layer) for layer in range(c.num_layers)])
         if c.mlp_widths is None:
             return L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
         configs = [dataclasses.replace(c, mlp_width=width) for width in c.mlp_widths]

@@ -56,6 +56,9 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
         ("up", "weight"): ("mlp", None),
         ("gate_up", "weight"): ("mlp", None),
         ("down", "weight"): (None, "mlp"),
+        **{(f"expert_{name}", "weight"): (None, "mlp", None) for name in ("gate", "up")},
+        **{(f"expert_{name}", "bias"): (None, "mlp") for name in ("gate", "up")},
+        ("expert_down", "weight"): (None, None, "mlp"),
     }
 )
 

@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 
 from specjax.models import layers as L
-from specjax.models.decoder import activation_function, make_attention
+from specjax.models.decoder import activation_function, make_attention, run_feed
+from specjax.models.experts.feed import MixtureFeed
 from specjax.models.hybrid.ancestry import Ancestry
 from specjax.models.hybrid.config import HybridConfig, LayerKind
 from specjax.models.hybrid.layer_inputs import LayerInputReader, Scale
@@ -86,7 +87,7 @@ class HybridBlock(nnx.Module):
             y = y if self.mixer_post_norm is None else self.mixer_post_norm(y)
             x = x + scaled(y, m.residual)
         if self.mlp is not None and self.mlp_norm is not None:
-            y = inputs.shared.sum(self.mlp(self.mlp_norm(x)), "mlp")
+            y = run_feed(self.mlp, self.mlp_norm(x), inputs.shared)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
             x = x + scaled(y, m.down * m.residual)
         if self.layer_input is not None:
@@ -103,13 +104,16 @@ def with_scaled_keys(c: HybridConfig) -> HybridConfig:
     return c if factor == 1.0 else dataclasses.replace(c, query_scale=scale * factor)
 
 
-def make_feed(c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs) -> L.GatedMLP | SquaredReluMLP | None:
+def make_feed(c: HybridConfig, kind: LayerKind, rngs: nnx.Rngs) -> L.GatedMLP | SquaredReluMLP | MixtureFeed | None:
     """Create the feed-forward block of a layer; None if it has none."""
     if kind.feed == "none":
         return None
     if kind.feed == "relu2":
         return SquaredReluMLP(c, rngs)
     act = activation_function(c)
+    if kind.feed == "moe":
+        assert c.experts is not None, "the sizes of experts are part of the config"
+        return MixtureFeed(c.width, c.experts, act, joined="gate_up" in c.joined, dtype=c.dtype, rngs=rngs)
     gate = c.multipliers.gate
     act = act if gate == 1.0 else functools.partial(lambda act, y: act(scaled(y, gate)), act)
     return L.GatedMLP(c.width, c.mlp_width, act, joined="gate_up" in c.joined, dtype=c.dtype, rngs=rngs)

@@ -15,7 +15,7 @@ from specjax.numerics.same_bits import SameBitsError
 from specjax.types import Array
 
 Mixer = Literal["attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"]
-Feed = Literal["gated", "relu2", "none"]
+Feed = Literal["gated", "relu2", "moe", "none"]
 
 RECURRENT_MIXERS = "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2"
 ATTENTION_MIXERS = "attention", "attention_and_mamba2"

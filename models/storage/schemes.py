@@ -22,6 +22,12 @@ C = TypeVar("C", bound=Any)
 INT4_GROUP, MIN_GROUP = 128, 16
 """Number of inputs that share a scale in the scheme int4-weights, and the smallest number in any format."""
 
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+"""Modules whose parameters have a leading axis of experts."""
+
+ROUTERS = ("router", "shared_gate")
+"""Modules of a mixture that are not quantised, because small errors change the choice of experts."""
+
 HALF_BYTES = ("int4", "uint4")
 """Dtypes of values of which two take one byte."""
 
@@ -91,10 +97,10 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
     """Return the format of the parameter at `keys` of a model, with the shape of one layer; None: it is not quantised.
 
     The rows of `config.quantized` are patterns of module paths, such as "layers.*.mlp.down", and formats. The first
-    pattern that matches counts. Only matrices are quantised. A group that does not divide the inputs becomes their
-    greatest common divisor. If that is below MIN_GROUP, the matrix is not quantised.
+    pattern that matches counts. Only matrices are quantised, and not those of routers. A group that does not divide the
+    inputs becomes their greatest common divisor. If that is below MIN_GROUP, the matrix is not quantised.
     """
-    if not config.quantized or keys[-1] != "weight" or len(shape) != 2:
+    if not config.quantized or keys[-1] != "weight" or len(shape) != 2 + is_of_experts(keys) or keys[-2] in ROUTERS:
         return None
     names = [key for key in keys[1:-1] if not (isinstance(key, int) and config.stacked)]
     in_stack = config.stacked and keys[0] == "layers"
@@ -104,6 +110,11 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
         return form
     group = math.gcd(form.group, shape[-1])
     return dataclasses.replace(form, group=group) if group >= MIN_GROUP else None
+
+
+def is_of_experts(keys: tuple) -> bool:
+    """Return True if the parameter at `keys` has a leading axis of experts."""
+    return len(keys) > 1 and keys[-2] in EXPERTS
 
 
 def formats_of_layers(config: Any, layers: Sequence[int]) -> tuple[tuple[str, WeightFormat | None], ...]:

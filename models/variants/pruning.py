@@ -68,6 +68,8 @@ def mlp_widths(target: Target) -> tuple[int, ...]:
         raise UsageError(
             f"{target.model.name} has layers of several kinds, whose MLPs cannot be cut; use another model"
         )
+    if config.experts is not None:
+        raise UsageError(f"{target.model.name} is a mixture of experts, whose MLPs cannot be cut; use a dense model")
     return config.widths_of_mlps()
 
 

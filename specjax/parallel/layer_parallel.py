@@ -101,6 +101,11 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
             f"{config.name} has layers of several kinds, which a layer-parallel model cannot run in groups; use "
             "specjax.shard"
         )
+    if config.experts is not None:
+        raise UsageError(
+            f"{config.name} is a mixture of experts, which a layer-parallel model cannot run in groups; use "
+            "specjax.shard"
+        )
     if config.num_layers < size + 2:
         raise UsageError(
             f"{config.name} has {config.num_layers} layers, too few for a group of {size} between the first and the "

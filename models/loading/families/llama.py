@@ -11,7 +11,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families import rope
+from specjax.models.loading.families import mixtures, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.rope import FULL, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
@@ -77,8 +77,24 @@ ROWS_OF_HF = {
         _POST_NORM, _OLMO_FIELDS | {"sliding_window": 4096}, ("attention_bias",),
         layers=lambda hf, layers: every_nth_layer(4, layers), rope_base=500_000.0, stretches_all=False,
     ),
+    "qwen3_moe": LlamaDefaults(
+        {"qk_norm": True}, _QWEN_FIELDS | {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+        }, ("attention_bias",),
+        layers=lambda hf, layers: (not hf.flag("use_sliding_window"),) * layers, skipped=("max_window_layers",),
+    ),
+    "mixtral": LlamaDefaults(
+        fields=_MISTRAL_FIELDS | {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8},
+        layers=_ALL_WINDOWED, rope_base=1e6,
+    ),
+    "olmoe": LlamaDefaults(
+        {"qk_norm": True, "qk_norm_scope": "projection"}, _OLMO_FIELDS | {
+            "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+        }, ("attention_bias",),
+    ),
 }  # fmt: skip
-"""Defaults by `model_type`."""
+"""Defaults by `model_type`. Those in `mixtures.FIELDS` are mixtures of experts."""
 
 ROWS_OF_GGUF = {"llama": LlamaDefaults(), "olmo2": ROWS_OF_HF["olmo3"]} | {
     kind: ROWS_OF_HF[kind] for kind in ("qwen2", "qwen3", "phi3")
@@ -137,7 +153,7 @@ def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
     if kind in ROWS_OF_HF and ROWS_OF_HF[kind].joined:
         layer = "model.layers.*."
         stored |= joined_projections(config, f"{layer}self_attn.qkv_proj.weight", f"{layer}mlp.gate_up_proj.weight")
-    return stored
+    return stored | (mixtures.stored_hf(kind) if kind in mixtures.FIELDS else {})
 
 
 def joined_projections(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
@@ -185,6 +201,8 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
             raise UsageError(f"{where} sets {field}, which specjax does not support")
     if hf.text("hidden_act", "silu") != "silu":
         raise UsageError(f"{where} has hidden_act {quote(hf.text('hidden_act'))}; specjax supports silu only")
+    if hf.value("clip_qkv") is not None:
+        raise UsageError(f"{where} has clip_qkv {quote(hf.value('clip_qkv'))}, which specjax does not support")
     width, heads = hf.size("hidden_size", maximum=WIDTH), hf.size("num_attention_heads", maximum=HEADS)
     kv_heads = hf.size("num_key_value_heads", heads, maximum=HEADS)
     head_dim = hf.size("head_dim", width // heads, maximum=HEADS)
@@ -203,6 +221,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=hf.size("intermediate_size", maximum=ROWS),
+        experts=mixtures.sizes_from_hf(kind, hf, layers) if kind in mixtures.FIELDS else None,
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=rotary_dim,
@@ -289,7 +308,7 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     if kind == "phi3":
         extra["pad_token_id"] = None  # the default 32000 makes transformers refuse smaller vocabularies
     return {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": ["".join(map(str.capitalize, kind.split("_"))) + "ForCausalLM"],
         "model_type": kind,
         "vocab_size": c.vocab_size,
         "hidden_size": c.width,
@@ -302,7 +321,8 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         **extra,
         "sliding_window": c.window,
-        **({"use_sliding_window": c.window is not None} if kind in ("qwen2", "qwen3") else {}),
+        **({"use_sliding_window": c.window is not None} if kind in ("qwen2", "qwen3", "qwen3_moe") else {}),
+        **({} if c.experts is None else mixtures.to_hf(kind, c)),
         "layer_types": layer_types(c),
         "attention_bias": False,
         "mlp_bias": False,
@@ -314,6 +334,8 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
 
 def model_type_of(c: LlamaConfig) -> str:
     """Return the `model_type` with code that computes the same as this config."""
+    if c.experts is not None:
+        return mixtures.kind_of(c)
     if c.rotary_dim is not None:  # test first: layers of draft heads may have q/k norms too, which their files show
         return "phi3"
     if c.norms == "after":
@@ -334,7 +356,9 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     """
     arch, where = meta.prefix.removesuffix("."), meta.where
     if meta.size("expert_count", 0, minimum=0):
-        raise UsageError(f"{where} is a mixture of experts, which specjax does not support; use a dense model")
+        raise UsageError(
+            f"{where} is a mixture of experts, whose GGUF files specjax does not support; use its safetensors"
+        )
     width, heads = meta.size("embedding_length", maximum=WIDTH), meta.size("attention.head_count", maximum=HEADS)
     kv_heads = meta.size("attention.head_count_kv", heads, maximum=HEADS)
     row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", maximum=LAYERS)

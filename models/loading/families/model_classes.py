@@ -17,7 +17,8 @@ from specjax.models.loading.families.config_fields import ConfigFields
 PREFIXES = {
     "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "mistral3": "Mistral3", "qwen2": "Qwen2",
     "qwen3": "Qwen3", "mimo": "MiMo", "phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3", "gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "olmoe": "Olmoe", "gemma3_text": "Gemma3", "gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5",
     "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "gemma4": "Gemma4", "gemma4_text": "Gemma4",
     "gemma4_unified": "Gemma4Unified", "gemma4_unified_text": "Gemma4Unified",
 }  # fmt: skip

@@ -22,14 +22,15 @@ GROUPS = {
         attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout conplemenrary_mask debug
         embd_pdrop embedding_dropout ep_size fuse_cross_entropy fuse_linear_cross_entropy gradient_checkpointing
         hidden_dropout hidden_dropout_prob init_cutoff_factor init_device init_fn init_std initializer_cutoff_factor
-        initializer_range micro_forward resid_pdrop residual_dropout skip_checkpoint use_deepep""",
+        initializer_range micro_forward resid_pdrop residual_dropout router_aux_loss_coef
+        router_jitter_noise skip_checkpoint use_deepep""",
     "implementation, with the same results up to rounding": """
         _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
         cache_implementation chunk_size_feed_forward flash_attention pretraining_tp torchscript use_bfloat16 use_cache
         use_flash_attn""",
     "results beside the logits": """
-        finetuning_task id2label label2id num_labels output_attentions output_hidden_states output_scores prefix
-        problem_type return_dict return_dict_in_generate task_specific_params tf_legacy_loss""",
+        finetuning_task id2label label2id num_labels output_attentions output_hidden_states output_router_logits
+        output_scores prefix problem_type return_dict return_dict_in_generate task_specific_params tf_legacy_loss""",
     "modules for multi-token prediction, which their tensors show": """
         mtp_num_hidden_layers mtp_use_dedicated_embeddings num_mtp_layers num_nextn_predict_layers""",
     "sampling and search, which the caller chooses": """

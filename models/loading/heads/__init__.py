@@ -210,7 +210,7 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
         elif tensors[stored].shape != shape:
             wrong.append(f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(shape)}")
         else:
-            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(form),), stacked=False))
+            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(form),)))
     extra = sorted(tensors.file_names[name] for name in tensors if name not in used)
     unused = tuple(name for name in extra if any(re.match(pattern, name) for pattern in plan.unused))
     refuse_tensors(path, missing, wrong, [name for name in extra if name not in unused])

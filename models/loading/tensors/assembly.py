@@ -27,7 +27,7 @@ from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import has_kv_head_rows, shard_config
 from specjax.models.loading.tensors.tensors import StoredArray, as_vector, read_quantized_rows, read_rows
-from specjax.models.storage import JOINED, format_of, rows_in_joined
+from specjax.models.storage import JOINED, format_of, is_of_experts, rows_in_joined
 from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import PyTree
 
@@ -55,7 +55,10 @@ class Change(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The form of one tensor in a file: its name, and how it differs from the parameter."""
+    """The form of one tensor in a file: its name, and how it differs from the parameter.
+
+    In the name, `*` stands for the layer and `#` for the expert.
+    """
 
     name: str
     add: float = 0.0  # added to every element
@@ -84,26 +87,26 @@ class Part(NamedTuple):
     """A stored tensor, and the part of a parameter that it fills."""
 
     stored: StoredTensor
-    layer: int = 0  # index in a stack of layers
+    index: tuple[int, ...] = ()  # its layer and its expert, if the parameter has axes of these
     rows: np.ndarray | None = None  # int[n], rows of one member of a joined parameter; None: all
     copies: int = 1  # of each key/value head; the file has one
 
 
 class Parameter(NamedTuple):
-    """A parameter array and its parts: one, or one per layer of a stack and per member of a joined parameter."""
+    """A parameter array and its parts: one, or one per layer of a stack, expert, and member of a joined parameter."""
 
     keys: tuple
     shape: tuple[int, ...]
     dtype: np.dtype
     parts: tuple[Part, ...]
-    stacked: bool
+    num_leading: int = 0  # leading axes: of layers, if they are stacked, and of experts
     sharding: Any = None  # of the array, or of the arrays of a quantised parameter; None: on the default device
     form: WeightFormat | None = None  # None: the parameter is not quantised
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Return the shape of one layer."""
-        return self.shape[1:] if self.stacked else self.shape
+        """Return the shape of one layer, or of one of its experts."""
+        return self.shape[self.num_leading :]
 
     def stored_shape(self, part: Part) -> tuple[int, ...]:
         """Return the shape of the stored rows of a part."""
@@ -197,15 +200,20 @@ def list_parameters(
         shape = shape_dtype.shape
         members = _members(full_config, keys, shape[1] if in_stack else shape[0])
         parts = []
-        for (name, rows), (place, layer) in itertools.product(members.items(), enumerate(layers)):
+        num_experts = shape[in_stack] if is_of_experts(keys) else 0
+        for (name, rows), (place, layer), expert in itertools.product(
+            members.items(), enumerate(layers), range(num_experts or 1)
+        ):
             fields = ["*" if isinstance(key, int) else key for key in (*keys[:-2], name, keys[-1])]
             is_list = "*" in fields  # stacked layers that are all alike have no number in the path
             stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack and not is_list else fields)]
-            stored = stored._replace(name=stored.name.replace("*", str(layer)))
+            stored = stored._replace(name=stored.name.replace("*", str(layer)).replace("#", str(expert)))
             copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
-            parts.append(Part(stored, place, rows, copies))
+            index = (place,) * in_stack + (expert,) * (num_experts > 0)
+            parts.append(Part(stored, index, rows, copies))
         form = format_of(config, keys, shape[in_stack:]) if isinstance(shape_dtype, QuantizedArray) else None
-        yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), in_stack, sharding, form)
+        leading = in_stack + (num_experts > 0)
+        yield Parameter(keys, shape, shape_dtype.dtype, tuple(parts), leading, sharding, form)
 
 
 def _layers_of(config: Config, keys: tuple, repeats: int) -> Sequence[int]:
@@ -262,8 +270,8 @@ def fill(
 
 
 def _of_layer(piece: DevicePart, parameter: Parameter, part: Part) -> Destination:
-    """Return the slices and the memory of the layer of `part`."""
-    return piece.where[parameter.stacked :], piece.values[part.layer] if parameter.stacked else piece.values
+    """Return the slices and the memory of the layer and the expert of `part`."""
+    return piece.where[parameter.num_leading :], piece.values[part.index]
 
 
 def _place(array: jax.ShapeDtypeStruct, sharding: Any, device_parts: list[DevicePart]) -> jax.Array:

@@ -62,7 +62,7 @@ def _formats_by_module(checkpoint: Checkpoint, platform: str) -> Formats:
     separate = dataclasses.replace(checkpoint.config, stacked=False, joined=())
     formats: Formats = {}
     for parameter in list_parameters(checkpoint._replace(config=separate)):
-        if parameter.keys[-1] == "weight" and len(parameter.shape) == 2:
+        if parameter.keys[-1] == "weight" and len(parameter.layer_shape) == 2:
             stored = parameter.parts[0].stored
             tensor = checkpoint.tensors[stored.name]
             if isinstance(tensor, QuantizedTensor) and keeps_groups(tensor, stored.columns):

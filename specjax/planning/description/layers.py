@@ -55,11 +55,13 @@ def layers_of(config: Any) -> LayerPattern:
         return LayerPattern(tuple(map(_kind_of, _configs_of_layers(config), config.kinds)))
     full = config.is_global or (config.window is None,) * config.num_layers
     mixers = ("attention" if is_full or config.window is None else "windowed_attention" for is_full in full)
-    return LayerPattern(tuple(Kind(mixer, "gated") for mixer in mixers))
+    dense = range(config.num_layers) if config.experts is None else config.experts.dense_layers
+    feeds = ("gated" if layer in dense else "moe" for layer in range(config.num_layers))
+    return LayerPattern(tuple(map(Kind, mixers, feeds)))
 
 
 def sizes_of(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the sizes of each mixer that the model has, by the name of the mixer."""
+    """Return the sizes of each mixer that the model has, and those of its experts, by name."""
     sizes = _sizes_of_attention(config)
     mixers = {kind.mixer for kind in layers_of(config).kinds}
     if "gated_delta" in mixers:
@@ -76,6 +78,12 @@ def sizes_of(config: Any) -> dict[str, dict[str, Any]]:
         }  # fmt: skip
     if "short_convolution" in mixers:
         sizes["short_convolution"] = {"channels": config.width, "taps": config.convolution_kernel}
+    if config.experts is not None:
+        experts = config.experts
+        sizes["experts"] = {
+            "count": experts.num_experts, "chosen": experts.routing.num_chosen, "width": experts.width,
+            "shared_width": experts.shared_width,
+        }  # fmt: skip
     return sizes
 
 
@@ -102,6 +110,16 @@ def _attention_sizes(layer: Any) -> dict[str, Any]:
         "heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
         "rotated": _rotated(layer), "window": layer.window, "output_gate": layer.attention_gate,
     }  # fmt: skip
+
+
+def active_parameters(config: Any, total: int) -> int:
+    """Return the number of a model's `total` parameters that the pass of one token reads: those of chosen experts."""
+    if config.experts is None:
+        return total
+    num_layers = sum(kind.feed == "moe" for kind in layers_of(config).kinds)
+    unused = config.experts.num_experts - config.experts.routing.num_chosen
+    biases = (2 * config.experts.width + config.width) * config.experts.bias
+    return total - num_layers * unused * (3 * config.experts.width * config.width + biases)
 
 
 def _rotated(config: Any) -> int:

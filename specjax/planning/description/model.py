@@ -17,7 +17,7 @@ from specjax.models.loading.formats import llama2c
 from specjax.models.storage import num_bytes, quantized_config, storage_options
 from specjax.models.storage.format_names import describe_formats
 from specjax.planning.abstract import cache_shapes
-from specjax.planning.description.layers import LayerPattern, layers_of, sizes_of
+from specjax.planning.description.layers import LayerPattern, active_parameters, layers_of, sizes_of
 from specjax.planning.description.module import (
     ModuleDescription,
     count_stated,
@@ -56,6 +56,7 @@ class ModelDescription:
     name: str
     kind: str  # "autoregressive" or "diffusion"
     parameters: int
+    active_parameters: int  # that the pass of one token reads: all, or fewer in a mixture of experts
     weights_bytes: int
     dtype: str
     formats: str | None  # of quantised matrices, in words
@@ -109,11 +110,12 @@ def _config(source: str | Path, path: Path | None, dtype: str, platform: str, ke
 
 
 def _describe(config: Any, source: str | Path, path: Path | None) -> ModelDescription:
-    target = Target(make_model(config), abstract_params(config))
+    target, total = Target(make_model(config), abstract_params(config)), model_configs.num_params(config)
     return ModelDescription(
         name=config.name,
         kind="diffusion" if _is_diffusion(source, path) else "autoregressive",
-        parameters=model_configs.num_params(config),
+        parameters=total,
+        active_parameters=active_parameters(config, total),
         weights_bytes=num_bytes(target.params),
         dtype=config.dtype,
         formats=describe_formats(config),

@@ -20,6 +20,7 @@ MIXERS = {
 FEEDS = {
     "gated": ("gated MLP", "gated MLPs"),
     "relu2": ("MLP with squared ReLU", "MLPs with squared ReLU"),
+    "moe": ("mixture of experts", "mixtures of experts"),
     "none": ("layer without parameters", "layers without parameters"),
 }
 
@@ -32,7 +33,7 @@ def describe_in_lines(model: ModelDescription) -> list[str]:
     kind = "diffusion model" if model.kind == "diffusion" else "model"
     stored = model.dtype if model.formats is None else f"{model.formats} and {model.dtype}"
     lines = [
-        f"{kind} {model.name}: {model.parameters:,} parameters, {size(model.weights_bytes)} in {stored}",
+        f"{kind} {model.name}: {_parameters(model)}, {size(model.weights_bytes)} in {stored}",
         f"{model.vocab_size:,} tokens in its vocabulary, {model.max_positions:,} tokens in its longest text",
         f"layers: {layers_in_words(model.layers)}",
         *(f"{_mixer_title(name)}: {_sizes_in_words(name, sizes)}" for name, sizes in model.sizes.items()),
@@ -101,6 +102,11 @@ def _order_in_words(layers: LayerPattern) -> str:
     return ", in an order that does not repeat"
 
 
+def _parameters(model: ModelDescription) -> str:
+    active = f", {model.active_parameters:,} of them for each token" * (model.active_parameters < model.parameters)
+    return f"{model.parameters:,} parameters{active}"
+
+
 def _joined(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
@@ -122,6 +128,9 @@ def _sizes_in_words(name: str, sizes: dict[str, Any]) -> str:
             f"{sizes['key_heads']} key heads and {sizes['value_heads']} value heads, states of {sizes['key_dim']} x "
             f"{sizes['value_dim']}, convolutions of {sizes['taps']} taps"
         )
+    if name == "experts":
+        shared = f", and a shared MLP of {sizes['shared_width']:,}" if sizes["shared_width"] else ""
+        return f"{sizes['chosen']} of {sizes['count']:,} for each token, {sizes['width']:,} hidden units each{shared}"
     if name == "mamba2":
         return (
             f"{sizes['heads']} heads in {_count(sizes['groups'], 'group')}, states of {sizes['head_dim']} x "

@@ -1,0 +1,7 @@
+"""Mixtures of experts: a feed-forward block whose router chooses a few of many MLPs for each token.
+
+- `sizes`: the record of a mixture in a config.
+- `routing`: from router logits to the experts of each row and their weights.
+- `running`: products of rows with the chosen experts.
+- `feed`: the block, for attention decoders and hybrid ones.
+"""

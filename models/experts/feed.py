@@ -1,0 +1,103 @@
+"""A feed-forward block with a mixture of experts, for attention decoders and hybrid ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models.experts.routing import choose
+from specjax.models.experts.running import run_experts
+from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.layers import GatedMLP, Linear
+from specjax.models.products import matmul
+from specjax.types import Array
+
+STEEPNESS = 1.702  # of the sigmoid in the activation of gpt-oss
+
+
+class ExpertMatrices(nnx.Module):
+    """A matrix, and possibly a bias, of each expert: weight [E, O, I] and bias [E, O]."""
+
+    def __init__(self, count: int, fan_in: int, fan_out: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+        shape = count, fan_out, fan_in
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * fan_in**-0.5)
+        self.bias = nnx.Param(jnp.zeros(shape[:2], dtype)) if bias else None
+
+    def arrays(self) -> tuple[Any, Any]:
+        """Return the weights and the biases, or None for missing ones."""
+        return self.weight[...], None if self.bias is None else self.bias[...]
+
+
+class Router(nnx.Module):
+    """The projection of rows to router logits, in float32 whatever the dtype of the model."""
+
+    def __init__(self, width: int, sizes: MixtureSizes, *, dtype, rngs: nnx.Rngs):
+        count = sizes.num_experts
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (count, width), dtype) * width**-0.5)
+        self.bias = nnx.Param(jnp.zeros((count,), dtype)) if sizes.router_bias else None
+        self.correction = nnx.Param(jnp.zeros((count,), jnp.float32)) if sizes.correction else None
+        self.routing = sizes.routing
+
+    def __call__(self, x: Array):
+        """Return the `Choice` of rows [R, D]."""
+        logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision="highest")
+        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+        return choose(logits, self.routing, None if self.correction is None else self.correction[...])
+
+
+class MixtureFeed(nnx.Module):
+    """A mixture of gated MLPs, and possibly a shared one that reads every row.
+
+    The parameters of all experts are arrays with a leading axis of experts, from which a pass slices one expert at a
+    time.
+    """
+
+    def __init__(
+        self, width: int, sizes: MixtureSizes, act: Callable[[Array], Array], *, joined: bool = False, dtype,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
+        """Create the router, the experts and the shared MLP. `joined` is that of `GatedMLP`."""
+        experts = lambda fan_in, fan_out: ExpertMatrices(
+            sizes.num_experts, fan_in, fan_out, bias=sizes.bias, dtype=dtype, rngs=rngs
+        )
+        self.router = Router(width, sizes, dtype=dtype, rngs=rngs)
+        self.expert_gate, self.expert_up = experts(width, sizes.width), experts(width, sizes.width)
+        self.expert_down = experts(sizes.width, width)
+        shared = sizes.shared_width
+        self.shared = GatedMLP(width, shared, act, joined=joined, dtype=dtype, rngs=rngs) if shared else None
+        self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs) if shared and sizes.shared_gate else None
+        self.sizes, self.act = sizes, act
+
+    def __call__(self, x: Array) -> Array:
+        """Return the output of tokens [B, T, D]."""
+        rows = x.reshape(-1, x.shape[-1])
+        matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
+        y = run_experts(rows, self.router(rows), matrices, self.sizes.num_experts, self._expert)
+        if self.shared is None:
+            return y.astype(x.dtype).reshape(x.shape)
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+        return y.astype(x.dtype).reshape(x.shape) + shared
+
+    def _expert(self, matrices: tuple, x: Array) -> Array:
+        """Return the output float32[R, D] of one expert."""
+        gate, up = (_project(x, *part) for part in matrices[:2])
+        limit = self.sizes.limit
+        hidden = self.act(gate) * up if limit is None else clamped_product(gate, up, limit)
+        return _project(hidden.astype(x.dtype), *matrices[2], dtype=jnp.float32)
+
+
+def clamped_product(gate: Array, up: Array, limit: float) -> Array:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate) of clamped inputs, the activation of gpt-oss."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(STEEPNESS * gate)
+
+
+def _project(x: Array, weight: Any, bias: Array | None, dtype: Any = None) -> Array:
+    y = matmul(x, weight, dtype)
+    return y if bias is None else y + bias

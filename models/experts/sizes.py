@@ -1,0 +1,30 @@
+"""Sizes and rules of a mixture of experts, a part of a config."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specjax.models.experts.routing import Routing
+
+
+class MixtureSizes(NamedTuple):
+    """Sizes and rules of a mixture of experts. All its experts have the same shape."""
+
+    num_experts: int
+    width: int  # hidden units of an expert
+    routing: Routing
+    shared_width: int = 0  # hidden units of an MLP that reads every row; 0: there is none
+    shared_gate: bool = False  # the output of that MLP is multiplied by the sigmoid of a projection
+    correction: bool = False  # a number per expert is added to the scores for the choice
+    router_bias: bool = False
+    bias: bool = False  # of the projections of experts
+    limit: float | None = None  # gpt-oss: gate and up are clamped, see `feed.clamped_product`; None: they are not
+    dense_layers: tuple[int, ...] = ()  # layers that have an MLP instead
+
+    def expected_experts(self, rows: float) -> float:
+        """Return the expected number of distinct experts that `rows` rows choose, E (1 - (1 - k / E) ** rows).
+
+        Rows that choose independently are an upper bound, because neighbours of a text share experts.
+        """
+        share = self.routing.num_chosen / self.num_experts
+        return self.num_experts * (1.0 - (1.0 - share) ** rows)

@@ -1,0 +1,112 @@
+"""Routing against the routers of transformers, and the forms that run experts against each other and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.experts import running
+from specjax.models.experts.feed import clamped_product
+from specjax.models.experts.routing import Routing, choose
+from specjax.models.experts.sizes import MixtureSizes
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(24, 8)).astype(np.float32)
+CORRECTION = RNG.normal(size=8).astype(np.float32)
+
+ROUTINGS = {
+    "softmax": Routing(3),
+    "normalised": Routing(3, normalized=True),
+    "softmax of the chosen": Routing(3, "softmax_of_chosen"),
+    "best groups by their maximum": Routing(3, scale=16.0, num_groups=4, num_chosen_groups=2),
+    "sigmoid with groups": Routing(3, "sigmoid", True, 1e-20, 2.5, 2, 1, "two_best"),
+}
+
+
+def weights_in_float64(logits, routing, correction):
+    """Return the weight float64[E] of each expert for one row, by loops."""
+    logits = logits.astype(np.float64)
+    scores = np.exp(logits) / np.exp(logits).sum() if routing.scores == "softmax" else logits
+    scores = 1 / (1 + np.exp(-logits)) if routing.scores == "sigmoid" else scores
+    ranked = scores + correction
+    groups = np.split(np.arange(len(logits)), routing.num_groups)
+    best = 1 if routing.group_score == "maximum" else 2
+    by_score = sorted(groups, key=lambda group: -np.sort(ranked[group])[-best:].sum())
+    members = np.concatenate(by_score[: routing.num_chosen_groups])
+    chosen = sorted(members, key=lambda expert: -ranked[expert])[: routing.num_chosen]
+    weights = np.zeros(len(logits))
+    weights[chosen] = scores[chosen]
+    if routing.scores == "softmax_of_chosen":
+        weights[chosen] = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+    return weights / (weights.sum() + routing.epsilon if routing.normalized else 1) * routing.scale
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_weights_equal_those_of_loops(name):
+    routing = ROUTINGS[name]
+    correction = CORRECTION if routing.scores == "sigmoid" else np.zeros(8, np.float32)
+    choice = choose(jnp.asarray(LOGITS), routing, jnp.asarray(correction))
+    weights = np.zeros(LOGITS.shape)
+    np.put_along_axis(weights, np.asarray(choice.experts), np.asarray(choice.weights), 1)
+    expected = [weights_in_float64(row, routing, correction) for row in LOGITS]
+    np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=1e-7)
+    assert (np.diff(choice.experts) > 0).all()
+
+
+def test_a_correction_changes_the_choice_and_not_the_weights():
+    routing = Routing(2, "sigmoid")
+    with_bonus = choose(jnp.asarray(LOGITS), routing, jnp.zeros(8).at[5].set(10.0))
+    assert (np.asarray(with_bonus.experts) == 5).any(1).all()
+    assert np.asarray(with_bonus.weights).max() < 1.0
+
+
+def _expert(weights, x):
+    hidden = jnp.tanh(jnp.dot(x, weights[0].T, precision="highest"))
+    return jnp.dot(hidden, weights[1].T, precision="highest")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_forms_have_equal_results(rows):
+    """Blocks of 64 rows and fewer: 70 rows need several blocks for one expert."""
+    x = RNG.normal(size=(rows, 6)).astype(np.float32)
+    weights = tuple(RNG.normal(size=size).astype(np.float32) for size in ((8, 5, 6), (8, 6, 5)))
+    logits = RNG.normal(size=(rows, 8)).astype(np.float32)
+    logits[:, 3] += 9.0  # an expert that every row chooses
+    choice = choose(jnp.asarray(logits), Routing(2))
+    expected = np.zeros(x.shape)
+    for row, (experts, shares) in enumerate(zip(*map(np.asarray, choice), strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            hidden = np.tanh(weights[0][expert].astype(np.float64) @ x[row])
+            expected[row] += share * (weights[1][expert] @ hidden)
+    run = jax.jit(running.run_experts, static_argnames=("num_experts", "expert", "form"))
+    for form in ("loop", "blocks", "gather"):
+        y = run(x, choice, weights, num_experts=8, expert=_expert, form=form)
+        np.testing.assert_allclose(y, expected, atol=1e-5, err_msg=form)
+
+
+def test_an_overflow_of_another_row_changes_nothing():
+    """A row that has not chosen an expert may overflow in it."""
+    weights = (np.ones((2, 3, 3), np.float32),)
+    expert = lambda weights, x: jnp.dot(x, weights[0].T) * jnp.float32(1e38)
+    x = np.array([[1.0, 0, 0], [1e30, 0, 0]], np.float32)
+    choice = choose(jnp.array([[1.0, 0], [0, 1.0]]), Routing(1))
+    for form in ("loop", "blocks"):
+        y = running.run_experts(jnp.asarray(x), choice, weights, 2, expert, form)
+        assert np.isfinite(np.asarray(y)[0]).all() and not np.isfinite(np.asarray(y)[1]).any()
+
+
+def test_the_activation_of_gpt_oss():
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = transformers.GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=1)
+    gate, up = RNG.normal(size=(2, 3, 6)).astype(np.float32) * 8
+    columns = torch.tensor(np.stack([gate, up], -1).reshape(3, 12))
+    expected = GptOssExperts(config)._apply_gate(columns).numpy()
+    np.testing.assert_allclose(clamped_product(jnp.asarray(gate), jnp.asarray(up), 7.0), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_expected_experts():
+    sizes = MixtureSizes(128, 768, Routing(8))
+    assert [round(sizes.expected_experts(rows), 1) for rows in (1, 2, 8, 32)] == [8.0, 15.5, 51.6, 111.8]
