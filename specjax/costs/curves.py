@@ -20,6 +20,7 @@ import numpy as np
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.modes import jit
 from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
+from specjax.costs.experts import ExpertShare, active_bytes, expert_share
 from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
 from specjax.models.storage import num_bytes
@@ -52,6 +53,7 @@ class Shares(NamedTuple):
     logits: float = 0.0  # of a token
     states: float = 0.0  # of the recurrent layers of a row
     updates: float = 0.0  # of the recurrent layers, of a token
+    experts: ExpertShare = ExpertShare()  # of more tokens than one
 
 
 NO_SHARES = Shares()
@@ -95,12 +97,14 @@ def shares_of(target: Target, platform: str | None = None) -> Shares:
     Args:
       platform: as in `estimated`.
     """
-    size = num_bytes(target.params)
+    size = active_bytes(target)
     layers = target.model.capabilities.num_layers
     if not size:
         return NO_SHARES
     read, recurrent = equivalent_bytes(platform or current_chip(), size, layers), row_bytes(target)
-    return Shares(4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read)
+    return Shares(
+        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read, expert_share(target)
+    )
 
 
 LOGITS_PASSES = 4
@@ -123,6 +127,7 @@ def estimated(
     adds LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of
     4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2. A pass of a model
     with recurrent layers also reads and writes a state per row, and writes updates per token that its commit reads.
+    More tokens choose more experts of a mixture, which the pass then reads (`experts`).
 
     Args:
       dtype: of the weights, or the result of `dtype_of`.
@@ -143,7 +148,8 @@ def estimated(
         return 1.0 if n == 1 else 1 + n / 16
 
     def with_states(width: int) -> float:
-        return cost(batch * width) + 2 * batch * (shares.states + width * shares.updates)
+        experts = shares.experts.added(batch * width)
+        return cost(batch * width) + experts + 2 * batch * (shares.states + width * shares.updates)
 
     return np.asarray([with_states(width) / with_states(1) for width in widths], np.float32)
 
@@ -214,7 +220,7 @@ def of_draft(target: Target, draft: Target, platform: str | None = None) -> floa
 
     def size(model: Target) -> float:
         layers = model.model.capabilities.num_layers
-        weights = equivalent_bytes(platform or current_chip(), num_bytes(model.params), layers)
+        weights = equivalent_bytes(platform or current_chip(), active_bytes(model), layers)
         return weights + row_bytes(model).moved()
 
     return size(draft) / size(target)

@@ -1,0 +1,52 @@
+"""Bytes of the experts that a pass reads. More rows choose more distinct experts, so a pass over them costs more.
+
+n rows that choose k of E experts independently touch E (1 - (1 - k / E)^n) of them. Neighbours of a text share experts,
+so the number is an upper bound.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.storage import is_of_experts, num_bytes
+from specjax.types import Target
+
+
+class ExpertShare(NamedTuple):
+    """The experts of a model, and their share in the bytes that a pass over one token reads."""
+
+    sizes: MixtureSizes | None = None  # None: the model has no experts
+    share: float = 0.0
+
+    def added(self, rows: float) -> float:
+        """Return the bytes of the experts that `rows` rows add to those of one row, in passes over one token."""
+        if self.sizes is None:
+            return 0.0
+        return self.share * (self.sizes.expected_experts(rows) / self.sizes.routing.num_chosen - 1)
+
+
+def expert_share(target: Target) -> ExpertShare:
+    """Return the experts of a target, and their share in `active_bytes`."""
+    sizes = getattr(target.model.config, "experts", None)
+    return ExpertShare(sizes, _chosen_bytes(target, sizes) / active_bytes(target)) if sizes else ExpertShare()
+
+
+def active_bytes(target: Target) -> float:
+    """Return the bytes of the parameters that a pass over one token reads: all, but only the chosen experts."""
+    sizes = getattr(target.model.config, "experts", None)
+    total = num_bytes(target.params)
+    return total - _expert_bytes(target) + _chosen_bytes(target, sizes) if sizes else total
+
+
+def _chosen_bytes(target: Target, sizes: MixtureSizes) -> float:
+    return _expert_bytes(target) * sizes.routing.num_chosen / sizes.num_experts
+
+
+def _expert_bytes(target: Target) -> int:
+    """Return the bytes of the parameters that have an axis of experts."""
+    leaves = jax.tree_util.tree_flatten_with_path(target.params)[0]
+    names = lambda path: tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+    return num_bytes([leaf for path, leaf in leaves if is_of_experts(names(path))])
