@@ -58,7 +58,7 @@ def _decode_request(fields: dict[str, Any], limits: Limits) -> Request:
     processors = None
     if settings is not None:
         pairs = zip(limits.settings.processors, settings, strict=True)
-        processors = [processor.replace(settings=own) for processor, own in pairs]
+        processors = [processor.replace(settings=values) for processor, values in pairs]
     return Request(**fields, key=key, processors=processors, inputs=_like(limits.inputs, arrays["inputs"]))
 
 

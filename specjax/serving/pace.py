@@ -72,7 +72,8 @@ class Pace:
         self._decoded, self._read, self._changed = decodes, is_read, changes
         if decodes and self._steps:
             step, chunk = (statistics.median(times) if times else 0.0 for times in (self._steps, self._chunks))
-            self._earned = min(self._earned + (self.max_slowdown - 1) * step, chunk + step)
+            part = (self.max_slowdown - 1) * step
+            self._earned = min(self._earned + part, chunk + part)
 
     def _pay(self, seconds: float) -> None:
         """Take what a turn cost beyond a step from what was earned."""

@@ -116,8 +116,8 @@ def test_commands_arrive_as_they_were():
     assert (cancel, result.reads, result.is_last) == (Cancel(3), True, False)
     assert request.key == sent.key and plain.key == jax.random.key(9) and plain.processors is None
     assert (request.prompt, request.temperature, request.stop, request.salt) == ([1, 2], 0.5, ["é"], "me")
-    for own, other in zip(request.processors, processors, strict=True):
-        for x, y in zip(jax.tree.leaves(own.settings), jax.tree.leaves(other.settings), strict=True):
+    for mine, other in zip(request.processors, processors, strict=True):
+        for x, y in zip(jax.tree.leaves(mine.settings), jax.tree.leaves(other.settings), strict=True):
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
 

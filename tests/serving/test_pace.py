@@ -21,7 +21,7 @@ def run(pace, clock, step, chunk, *, turns=2000, late=0, is_async=True, admissio
     Each last chunk takes `admission` seconds more, and the chunk number `compiles` 1,000. `is_async`: a turn waits for
     what the turn before dispatched. Otherwise a chunk runs in the turn of its dispatch.
     """
-    pending, reads, begin, clean, before = 0.0, 0, clock.now, 0, False
+    pending, reads, begin, clean, last = 0.0, 0, clock.now, 0, False
     for turn in range(turns):
         may_read = turn >= late and pace.may_read
         reads += may_read
@@ -30,8 +30,8 @@ def run(pace, clock, step, chunk, *, turns=2000, late=0, is_async=True, admissio
         clock.now += pending + (0 if is_async else extra)
         pending = step + (extra if is_async else 0)
         pace.record(decodes=True, reads=may_read)
-        clean += not (may_read or before)
-        before = may_read
+        clean += not (may_read or last)
+        last = may_read
     return (clock.now - begin) / turns, reads, clean
 
 
