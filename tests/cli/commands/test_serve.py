@@ -80,8 +80,6 @@ def test_the_command_serves_until_a_signal(cli, monkeypatch):
         2,
         "--port",
         0,
-        "--data",
-        2,
         "--api-key",
         "secret",
     )
