@@ -165,6 +165,9 @@ class Builder:
     # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all
     # nodes, valid or not, in the order of `finish`.
     scored: bool = False
+    # (depth) -> Builder, for trees from one distribution per depth: the same tree with at most `depth` levels. Only
+    # drafters whose slots do not see each other's tokens can grow such a tree.
+    shorten: Callable[[int], Builder] | None = None
 
     @property
     def size(self) -> int:

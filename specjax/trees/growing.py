@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.arrays import platforms, scopes
 from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows
+from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, exclude
 from specjax.types import Array, Context, DraftOutput, PyTree, Sampling, TokenTree
@@ -45,6 +46,8 @@ def grow(
     context: Context,
     limit: Array,
     logits_of: LogitsFn | None = None,
+    *,
+    is_path_free: bool = False,
 ) -> tuple[GrownTree, PyTree]:
     """Draft a tree below `root` int32[B].
 
@@ -55,9 +58,12 @@ def grow(
         logits, because the logits are too large to be stored.
       keys: [B]; None: greedy. context: sampling settings of the target; `context.noise` shares the target's noise.
       limit: int32[B], deepest level.
+      is_path_free: True if the output depends on the depth of a node only, not on the tokens above it.
 
-    Returns: the tree, and the memory.
+    Returns: the tree, and the memory. Raises: UsageError for a builder that needs `is_path_free`.
     """
+    if builder.shorten is not None and not is_path_free:
+        raise UsageError("ddtree needs a head whose slots do not see each other's tokens; choose eagle2:KxLxN instead")
     inputs = _Inputs(builder, keys, context, limit, logits_of)
     output = _as_output(jax.tree.map(lambda x: x[:, None], output))
     carry = _expand(inputs, _start(inputs, root, memory, LogitRows(output.logits, logits_of)), output)

@@ -24,6 +24,9 @@ from specjax.trees.contracts import Frontier
 from specjax.trees.growing import GrownTree, LogitsFn
 from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
 
+PATH_FREE = ("dflash", "medusa", "p_eagle")
+"""Kinds of heads whose slots do not see each other's tokens."""
+
 
 def head_drafter(
     head: DraftHead,
@@ -67,6 +70,13 @@ def tree_drafter(head: DraftHead, builder: Builder, max_accepted: int | None = N
         kind = head.head.kind
         raise UsageError(f"a {kind} head drafts in the target pass, with trees of its own; choose method {kind}")
     max_depth = head.head.max_depth
+    if builder.shorten is not None:
+        if head.head.kind not in PATH_FREE:
+            raise UsageError(
+                f"a slot of a {head.head.kind} head sees the tokens before it, and ddtree needs one of "
+                f"{', '.join(PATH_FREE)}; choose eagle2:KxLxN instead"
+            )
+        builder = builder.shorten(max_depth or builder.max_depth)
     if max_depth is not None and builder.max_depth > max_depth:
         raise UsageError(
             f"the tree is {builder.max_depth} tokens deep, but the head drafts only {max_depth}; choose a shorter tree"
@@ -126,7 +136,18 @@ def grow_tree(
         return functions.follow(params, scratch, to_drafted_nodes(frontier), context)
 
     logits_of = None if in_states is None else _output_layer(in_states, params, context)
-    return trees.grow(builder, feed, scratch, context.root[:, 0], output, keys, context, limit, logits_of)[0]
+    return trees.grow(
+        builder,
+        feed,
+        scratch,
+        context.root[:, 0],
+        output,
+        keys,
+        context,
+        limit,
+        logits_of,
+        is_path_free=head.kind in PATH_FREE,
+    )[0]
 
 
 def _output_layer(in_states: StateDraft, params: PyTree, context: Context) -> LogitsFn:
