@@ -69,14 +69,14 @@ class Step(NamedTuple):
 def problems(count: int, seed: int = 0) -> list[Problem]:
     """Return word problems like those of GSM8K, with numbers drawn from a seed."""
     draws = np.random.default_rng(seed)
-    made = []
+    tasks = []
     for (text, rule), _ in zip(itertools.cycle(TEMPLATES), range(count), strict=False):
         a, b, c = (int(x) for x in draws.integers(3, 10, 3))
         numbers = {"a": a + 5, "b": b, "c": c}
         values = [int(x) for x in re.findall(r"\d+", rule.format(**numbers))]
         first = values[0] * values[1] if "*" in rule else values[0] + values[1]
-        made.append(Problem(text.format(**numbers), first + values[2] * (-1 if rule.endswith("-{c}") else 1)))
-    return made
+        tasks.append(Problem(text.format(**numbers), first + values[2] * (-1 if rule.endswith("-{c}") else 1)))
+    return tasks
 
 
 def reward_of(text: str, answer: int) -> float:
@@ -89,21 +89,23 @@ def split(params: dict[str, Any], layers: int) -> tuple[PyTree, PyTree]:
     """Return the parameters of the last layers, and the others."""
     names = sorted(params["layers"], key=int)[-layers:]
     trained = {name: params["layers"][name] for name in names}
-    rest = {name: layer for name, layer in params["layers"].items() if name not in trained}
-    return trained, params | {"layers": rest}
+    frozen = {name: layer for name, layer in params["layers"].items() if name not in trained}
+    return trained, params | {"layers": frozen}
 
 
-def merge(trained: PyTree, rest: dict[str, Any]) -> PyTree:
-    return rest | {"layers": rest["layers"] | trained}
+def merge(trained: PyTree, frozen: dict[str, Any]) -> PyTree:
+    return frozen | {"layers": frozen["layers"] | trained}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
-def update(model: Model, optimizer: Any, trained, rest, state, text: Array, mask: Array, old: Array, advantages: Array):
+def update(
+    model: Model, optimizer: Any, trained, frozen, state, text: Array, mask: Array, old: Array, advantages: Array
+):
     """Take one GRPO step on texts int32[B, L]. `mask` and `old` [B, L - 1]: sampled tokens and their log p."""
     batch, size = text.shape
 
     def loss(trained):
-        params = merge(trained, rest)
+        params = merge(trained, frozen)
         output, _ = model.forward(
             params, text, model.init_cache(params, None, batch, 1),
             positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
@@ -186,13 +188,13 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
         "drafted": RolloutSampler(drafter, max_prompt_length=longest, store=stores),
         "plain": RolloutSampler("autoregressive", max_prompt_length=longest),
     }
-    trained, rest = split(target.params, options.layers)
+    trained, frozen = split(target.params, options.layers)
     optimizer = optax.adam(options.learning_rate)
     state, steps = optimizer.init(trained), []
     for epoch, (number, (task, prompt)) in itertools.product(
         range(options.epochs), enumerate(zip(tasks, prompts, strict=True))
     ):
-        policy = Target(target.model, merge(trained, rest))
+        policy = Target(target.model, merge(trained, frozen))
         seconds, samples = {}, {}
         for name in sorted(samplers, reverse=(epoch + number) % 2 == 1):
             sample = functools.partial(
@@ -205,7 +207,7 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
         batch = arrays_of(prompt, ours, rewards, longest + options.max_new_tokens)
         gap = compare(samples["plain"], ours)
         spent, (trained, state, trainer_gap) = timed(
-            functools.partial(update, target.model, optimizer, trained, rest, state, *batch)
+            functools.partial(update, target.model, optimizer, trained, frozen, state, *batch)
         )
         cost = ours.report
         first = cost.acceptance[0] if cost.acceptance else 0.0
@@ -222,12 +224,12 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
 def summary(steps: list[Step], options: argparse.Namespace) -> dict[str, Any]:
     """Return medians over the epochs, without the first step, which compiles."""
 
-    def of(chosen: list[Step]) -> dict[str, float]:
-        rollout = statistics.median(step.plain / step.drafted for step in chosen)
-        whole = statistics.median((step.plain + step.update) / (step.drafted + step.update) for step in chosen)
-        mean = lambda name: statistics.mean(getattr(step, name) for step in chosen)
+    def of(steps: list[Step]) -> dict[str, float]:
+        rollout = statistics.median(step.plain / step.drafted for step in steps)
+        of_step = statistics.median((step.plain + step.update) / (step.drafted + step.update) for step in steps)
+        mean = lambda name: statistics.mean(getattr(step, name) for step in steps)
         names = "tokens_per_pass", "acceptance", "reward", "plain", "drafted", "update"
-        return {"rollout": rollout, "step": whole} | {name: mean(name) for name in names}
+        return {"rollout": rollout, "step": of_step} | {name: mean(name) for name in names}
 
     warm = steps[1:]
     epochs = [of([step for step in warm if step.epoch == epoch]) for epoch in sorted({step.epoch for step in warm})]

@@ -419,7 +419,7 @@ class LayerWeights(NamedTuple):
 
     graphdef: nnx.GraphDef
     state: PyTree
-    layer: Array | None = None
+    layer: Array | int | None = None
 
     def block(self):
         return nnx.merge(self.graphdef, self.state if self.layer is None else at_layer(self.state, self.layer))

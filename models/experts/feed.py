@@ -32,7 +32,7 @@ class ExpertMatrices(nnx.Module):
         return self.weight[...], None if self.bias is None else self.bias[...]
 
 
-class Router(nnx.Module):
+class ExpertRouter(nnx.Module):
     """The projection of rows to router logits, in float32 whatever the dtype of the model."""
 
     def __init__(self, width: int, sizes: MixtureSizes, *, dtype, rngs: nnx.Rngs):
@@ -43,7 +43,7 @@ class Router(nnx.Module):
         self.routing = sizes.routing
 
     def __call__(self, x: Array):
-        """Return the `Choice` of rows [R, D]."""
+        """Return the `ExpertChoice` of rows [R, D]."""
         logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision="highest")
         logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
         return choose(logits, self.routing, None if self.correction is None else self.correction[...])
@@ -64,7 +64,7 @@ class MixtureFeed(nnx.Module):
         experts = lambda fan_in, fan_out: ExpertMatrices(
             sizes.num_experts, fan_in, fan_out, bias=sizes.bias, dtype=dtype, rngs=rngs
         )
-        self.router = Router(width, sizes, dtype=dtype, rngs=rngs)
+        self.router = ExpertRouter(width, sizes, dtype=dtype, rngs=rngs)
         self.expert_gate, self.expert_up = experts(width, sizes.width), experts(width, sizes.width)
         self.expert_down = experts(sizes.width, width)
         shared = sizes.shared_width
@@ -89,7 +89,8 @@ class MixtureFeed(nnx.Module):
         gate, up = (_project(x, *part) for part in matrices[:2])
         limit = self.sizes.limit
         hidden = self.act(gate) * up if limit is None else clamped_product(gate, up, limit)
-        return _project(hidden.astype(x.dtype), *matrices[2], dtype=jnp.float32)
+        weight, bias = matrices[2]
+        return _project(hidden.astype(x.dtype), weight, bias, jnp.float32)
 
 
 def clamped_product(gate: Array, up: Array, limit: float) -> Array:

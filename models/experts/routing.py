@@ -35,14 +35,14 @@ class Routing(NamedTuple):
     group_score: Literal["maximum", "two_best"] = "maximum"  # of the scores of its experts; or the sum of the two best
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each row in ascending order, and their weights."""
 
     experts: Array  # int32[R, k]
     weights: Array  # float32[R, k]
 
 
-def choose(logits: Array, routing: Routing, correction: Array | None = None) -> Choice:
+def choose(logits: Array, routing: Routing, correction: Array | None = None) -> ExpertChoice:
     """Return the experts of each row of router logits float[R, E].
 
     correction: float[E], added to the scores for the choice only; None: nothing is added.
@@ -56,7 +56,7 @@ def choose(logits: Array, routing: Routing, correction: Array | None = None) -> 
         weights = jax.nn.softmax(weights, -1)
     if routing.normalized:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + routing.epsilon)
-    return Choice(experts, weights * routing.scale)
+    return ExpertChoice(experts, weights * routing.scale)
 
 
 def _scores(logits: Array, routing: Routing) -> Array:

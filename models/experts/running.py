@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays import platforms
-from specjax.models.experts.routing import Choice
+from specjax.models.experts.routing import ExpertChoice
 from specjax.types import Array, PyTree
 
 Form = Literal["loop", "blocks", "gather"]
@@ -45,7 +45,7 @@ def form_for(rows: int, num_chosen: int, platform: str) -> Form:
 
 
 def run_experts(
-    x: Array, choice: Choice, weights: PyTree, num_experts: int, expert: Callable[[PyTree, Array], Array],
+    x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Callable[[PyTree, Array], Array],
     form: Form | None = None,
 ) -> Array:  # fmt: skip
     """Return the weighted sum float32[R, D] of the outputs of each row's experts.
@@ -61,10 +61,10 @@ def run_experts(
     return run(x, choice, weights, num_experts, expert)
 
 
-def distinct_experts(choice: Choice, num_experts: int) -> tuple[Array, Array]:
+def distinct_experts(choice: ExpertChoice, num_experts: int) -> tuple[Array, Array]:
     """Return the distinct experts of all rows, which come first in int32[E] in ascending order, and their number."""
-    chosen = jnp.zeros(num_experts, bool).at[choice.experts].set(True)
-    return jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32)
+    is_chosen = jnp.zeros(num_experts, bool).at[choice.experts].set(True)
+    return jnp.argsort(~is_chosen, stable=True), jnp.sum(is_chosen, dtype=jnp.int32)
 
 
 def _select(weights: PyTree, expert: Array) -> PyTree:
@@ -73,21 +73,21 @@ def _select(weights: PyTree, expert: Array) -> PyTree:
     return jax.tree.map(take, weights)
 
 
-def _loop(x: Array, choice: Choice, weights: PyTree, num_experts: int, expert) -> Array:
+def _loop(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
     """Multiply all rows by each distinct expert in turn."""
     order, count = distinct_experts(choice, num_experts)
     shares = jnp.zeros((num_experts, len(x))).at[choice.experts, jnp.arange(len(x))[:, None]].set(choice.weights)
-    chosen = jnp.zeros((num_experts, len(x)), bool).at[choice.experts, jnp.arange(len(x))[:, None]].set(True)
+    is_chosen = jnp.zeros((num_experts, len(x)), bool).at[choice.experts, jnp.arange(len(x))[:, None]].set(True)
 
     def body(turn, total):
         number = order[turn]
         y = expert(_select(weights, number), x) * shares[number][:, None]
-        return total + jnp.where(chosen[number][:, None], y, 0.0)  # a row without this expert may overflow in it
+        return total + jnp.where(is_chosen[number][:, None], y, 0.0)  # a row without this expert may overflow in it
 
     return jax.lax.fori_loop(0, count, body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _blocks(x: Array, choice: Choice, weights: PyTree, num_experts: int, expert) -> Array:
+def _blocks(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
     """Multiply blocks of the rows of one expert, in ascending order of the experts."""
     size, rows, num_chosen = min(BLOCK_ROWS, len(x)), len(x), choice.experts.shape[-1]
     flat = choice.experts.reshape(-1)
@@ -108,7 +108,7 @@ def _blocks(x: Array, choice: Choice, weights: PyTree, num_experts: int, expert)
     return jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _gather(x: Array, choice: Choice, weights: PyTree, num_experts: int, expert) -> Array:
+def _gather(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
     """Multiply each row by the gathered weights of its experts."""
     total = jnp.zeros(x.shape, jnp.float32)
     for place in range(choice.experts.shape[-1]):

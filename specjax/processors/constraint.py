@@ -196,7 +196,8 @@ def _allowed(tables: Tables, place: Location, width: int) -> Array:
 def _header(tables: Tables, place: Location) -> tuple[Array, Array, Array, Array]:
     """Return the addresses of the automata, and their numbers of tokens, states and classes."""
     start = jnp.maximum(place.start, 0)
-    return start, *(_word(tables, start + i) for i in range(HEADER))
+    size, count, classes = (_word(tables, start + i) for i in range(HEADER))
+    return start, size, count, classes
 
 
 def _word(tables: Tables, address: Array) -> Array:

@@ -64,8 +64,8 @@ def nearest_chunks(query: Array, key: Array, cached: Array, budget: int, chunk: 
     product = jnp.einsum("bkgh,bknh->bkn", _by_group(query[:, None], key)[:, 0], total / size)
     is_newest = (first < cached[:, None]) & (first + chunk >= cached[:, None])
     product = jnp.where((is_newest | (first == 0))[:, None], jnp.inf, product)
-    chosen = _best(product, -(-cached // chunk), budget // chunk)  # int32[B, K, budget / chunk]
-    slots = (chosen[..., None] * chunk + jnp.arange(chunk)).reshape(*chosen.shape[:-1], -1)
+    chunks = _best(product, -(-cached // chunk), budget // chunk)  # int32[B, K, budget / chunk]
+    slots = (chunks[..., None] * chunk + jnp.arange(chunk)).reshape(*chunks.shape[:-1], -1)
     slots = jnp.pad(slots, [(0, 0)] * (slots.ndim - 1) + [(0, budget - slots.shape[-1])], constant_values=num_slots)
     return jnp.where(slots < cached[:, None, None], slots, num_slots)
 
@@ -81,7 +81,7 @@ def _smooth(x: Array) -> Array:
     """Return the mean over SMOOTHED neighbours on the last axis."""
     reach = SMOOTHED // 2
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(reach, reach)])
-    return sum(padded[..., i : i + x.shape[-1]] for i in range(SMOOTHED)) / SMOOTHED
+    return jnp.mean(jnp.stack([padded[..., i : i + x.shape[-1]] for i in range(SMOOTHED)]), 0)
 
 
 def _best(scores: Array, count: Array, number: int) -> Array:

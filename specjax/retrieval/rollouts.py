@@ -6,7 +6,7 @@ samples of a prompt resemble each other, in one call and in later epochs of trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ PLACES = 16
 class Rollouts:
     """The latest samples of P prompts."""
 
-    prompts: Array  # uint32[P], `prompt_hash` of each prompt
-    tokens: Array  # int32[P, S], samples with END after each, the newest last; END before the first
+    prompts: Array | np.ndarray  # uint32[P], `prompt_hash` of each prompt
+    tokens: Array | np.ndarray  # int32[P, S], samples with END after each, the newest last; END before the first
     siblings: int = field(default=0, metadata={"static": True})  # rows with the same prompt that a row also reads
 
 
@@ -42,7 +42,9 @@ class RolloutSources(NamedTuple):
     siblings: Array  # int32[B, G], rows of the batch with the same prompt
 
 
-def pack(prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[Sequence[int]]], size: int, siblings: int = 0):
+def pack(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Iterable[Iterable[int]]], size: int, siblings: int = 0
+) -> Rollouts:
     """Return `Rollouts` of at most `size` tokens per prompt, from the samples of each prompt, the newest last."""
     tokens = np.full((len(prompts), size), END, np.int32)
     for row, texts in zip(tokens, samples, strict=True):
@@ -85,9 +87,9 @@ def extend(rollouts: Rollouts, sources: RolloutSources, context: Context) -> Con
     siblings = jnp.maximum(sources.siblings, 0)
     is_text = jnp.arange(size) < context.length[siblings][..., None]
     texts = jnp.where(is_text & (sources.siblings >= 0)[..., None], context.tokens[siblings], END)  # [B, G, L]
-    before = jnp.concatenate([earlier, texts.reshape(batch, -1), jnp.full((batch, 1), END, jnp.int32)], 1)
-    tokens = jnp.concatenate([before, context.tokens], 1)
-    return context._replace(tokens=tokens, length=context.length + before.shape[1])
+    copies = jnp.concatenate([earlier, texts.reshape(batch, -1), jnp.full((batch, 1), END, jnp.int32)], 1)
+    tokens = jnp.concatenate([copies, context.tokens], 1)
+    return context._replace(tokens=tokens, length=context.length + copies.shape[1])
 
 
 class LikelyCopy(NamedTuple):

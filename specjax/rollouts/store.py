@@ -39,7 +39,7 @@ class RolloutStore:
         """Return the number of prompts."""
         return len(self._samples)
 
-    def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int]]) -> None:
+    def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Store one sample per prompt, and drop the oldest samples that no call would copy from."""
         for prompt, sample in zip(prompts, samples, strict=True):
             texts = self._samples.setdefault(tuple(map(int, prompt)), deque())

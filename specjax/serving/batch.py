@@ -122,7 +122,7 @@ class _Admitted(NamedTuple):
     slot: int
     request: Request
     key: Any  # key[1]
-    count: int  # of new tokens
+    num_tokens: int  # new tokens
     processors: list[PyTree]  # their settings
 
 

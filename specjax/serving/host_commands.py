@@ -11,8 +11,10 @@ import json
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
 from specjax.serving.requests import Cancel, Limits, Request, processor_settings
 from specjax.types import PyTree
@@ -30,20 +32,23 @@ class Commands(NamedTuple):
 
 
 def encode(commands: Commands) -> bytes:
-    """Return the commands as bytes. Raises: an error of Python for a field that no request has."""
+    """Return the commands as bytes.
+
+    Raises: UsageError for a constraint, or an error of Python for a field that no request has.
+    """
     items = [list(item) if isinstance(item, Cancel) else _encode_request(item) for item in commands.items]
-    return json.dumps(commands._replace(items=items), separators=(",", ":"), default=_plain).encode()
+    return json.dumps([items, *commands[1:]], separators=(",", ":"), default=_plain).encode()
 
 
 def decode(message: bytes, limits: Limits) -> Commands:
     """Return the commands of bytes, on a host with the same limits."""
-    commands = Commands(*json.loads(message))
-    return commands._replace(
-        items=[Cancel(*item) if isinstance(item, list) else _decode_request(item, limits) for item in commands.items]
-    )
+    items, *flags = json.loads(message)
+    return Commands([Cancel(*x) if isinstance(x, list) else _decode_request(x, limits) for x in items], *flags)
 
 
 def _encode_request(request: Request) -> dict[str, Any]:
+    if request.constraint is not None:
+        raise UsageError("it has a constraint, which a server on several hosts cannot send to them; leave it out")
     fields = {name: value for name, value in request._asdict().items() if name not in ARRAYS}
     fields["prompt"] = _plain(request.prompt)
     processors = None if request.processors is None else [processor.settings for processor in request.processors]
@@ -53,7 +58,7 @@ def _encode_request(request: Request) -> dict[str, Any]:
 
 def _decode_request(fields: dict[str, Any], limits: Limits) -> Request:
     arrays = {name: [_unpack(x) for x in fields.pop(name)] for name in ARRAYS}
-    key = jax.random.wrap_key_data(arrays["key"][0], impl="threefry2x32")
+    key = jax.random.wrap_key_data(jnp.asarray(arrays["key"][0]), impl="threefry2x32")
     settings = _like(processor_settings(limits), arrays["processors"])
     processors = None
     if settings is not None:

@@ -110,9 +110,11 @@ class Scheduler:
         try:
             host_commands.encode(Commands([request]))
         except (UsageError, TypeError, ValueError, AttributeError) as error:
-            self._commands.append(Request((), 0))  # all hosts refuse it, and count it
-            refusal = self.batch.admit(self._commands[-1])
-            return refusal and refusal._replace(error=f"it is not a valid Request ({error})")
+            invalid = Request((), 0)  # all hosts refuse it, and count it
+            self._commands.append(invalid)
+            refusal = self.batch.admit(invalid)
+            reason = str(error) if isinstance(error, UsageError) else f"it is not a valid Request ({error})"
+            return refusal and refusal._replace(error=reason)
         self._commands.append(request)
         return self.batch.admit(request)
 

@@ -14,8 +14,8 @@ SIZES = {
 
 def qwen3_moe(**changes):
     """Return a Qwen3-MoE, whose first layer is dense."""
-    own = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48, "head_dim": 16}
-    fields = SIZES | own | {"mlp_only_layers": [0], "norm_topk_prob": True} | changes
+    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48, "head_dim": 16}
+    fields = SIZES | sizes | {"mlp_only_layers": [0], "norm_topk_prob": True} | changes
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from specjax.models.loading.families import gemma3, llama
+from specjax.models.loading.families import llama
+from specjax.models.loading.families.gemma import gemma3
 
 gguf = pytest.importorskip("gguf")
 

@@ -10,7 +10,8 @@ from specjax.models.bridge import Config
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families import denoisers, gemma3, gemma4, gemma4_gguf, llada, llama
+from specjax.models.loading.families import denoisers, llada, llama
+from specjax.models.loading.families.gemma import gemma3, gemma4, gemma4_gguf
 from specjax.models.loading.families.hybrid import (
     bamba,
     falcon_h1,

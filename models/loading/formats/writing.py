@@ -139,7 +139,7 @@ def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightForm
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for part in leaf.parts:
-            stored, tensor = part.stored, value[part.index] if part.index else value
+            stored, tensor = part.stored, value[part.at] if part.at else value
             tensor = tensor if part.rows is None else tensor[part.rows]
             tensor = _stored_values(tensor, stored)
             if stored.rows:

@@ -11,8 +11,8 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.heads.gemma4_assistant import NAME, AssistantConfig
 from specjax.models.hybrid.config import HybridConfig
-from specjax.models.loading.families import gemma4
 from specjax.models.loading.families.config_fields import ROWS, WIDTH, ConfigFields
+from specjax.models.loading.families.gemma import gemma4
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Tensors, rename_tensors
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo

@@ -87,7 +87,7 @@ class Part(NamedTuple):
     """A stored tensor, and the part of a parameter that it fills."""
 
     stored: StoredTensor
-    index: tuple[int, ...] = ()  # its layer and its expert, if the parameter has axes of these
+    at: tuple[int, ...] = ()  # its layer and its expert, if the parameter has axes of these
     rows: np.ndarray | None = None  # int[n], rows of one member of a joined parameter; None: all
     copies: int = 1  # of each key/value head; the file has one
 
@@ -271,7 +271,7 @@ def fill(
 
 def _of_layer(piece: DevicePart, parameter: Parameter, part: Part) -> Destination:
     """Return the slices and the memory of the layer and the expert of `part`."""
-    return piece.where[parameter.num_leading :], piece.values[part.index]
+    return piece.where[parameter.num_leading :], piece.values[part.at]
 
 
 def _place(array: jax.ShapeDtypeStruct, sharding: Any, device_parts: list[DevicePart]) -> jax.Array:

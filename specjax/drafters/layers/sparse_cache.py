@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ from specjax.arrays.texts import causal_mask
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
-from specjax.models import cache as kv
-from specjax.numerics.quantization import BITS, Quantized
+from specjax.models.variants import cache_parts
 from specjax.numerics.validation import check_integer
 from specjax.retrieval import cached_tokens
 from specjax.trees import Builder
@@ -66,8 +65,8 @@ METHOD = Method(
 SELECTIONS = ("sinks", "snapkv", "retrieval")
 
 
-class Settings(NamedTuple):
-    """Settings of the selection, as in `sparse_cache`."""
+class SelectionSettings(NamedTuple):
+    """SelectionSettings of the selection, as in `sparse_cache`."""
 
     selection: str
     budget: int
@@ -81,7 +80,7 @@ class Settings(NamedTuple):
 class State(NamedTuple):
     """The small cache of each row."""
 
-    small: kv.KVCache  # selected tokens in the order of the text, then newer ones
+    small: PyTree  # a `KVCache`: selected tokens in the order of the text, then newer ones
     read: Array  # int32[B], tokens of the text that it was made from; 0: it is empty
 
 
@@ -111,12 +110,12 @@ def sparse_cache(
     State: a cache of budget + refresh tokens per row. Raises: UsageError for a setting out of range, and for a target
       without a cache of keys and values on one device, or with windows of attention.
     """
-    settings = Settings(selection, budget, sinks, window, chunk, refresh, pays_from)
+    settings = SelectionSettings(selection, budget, sinks, window, chunk, refresh, pays_from)
     _check(target.model, settings)
     return _functions(target.model, trees.make_builder(num_tokens, tree, stop), settings)
 
 
-def _check(model: Model, settings: Settings) -> None:
+def _check(model: Model, settings: SelectionSettings) -> None:
     if model.queries is None or model.config is None:
         reason = "has no cache of keys and values on one device"
     elif model.config.window is not None:
@@ -134,14 +133,14 @@ def _check(model: Model, settings: Settings) -> None:
         check_integer("pays_from", settings.pays_from, 0)
 
 
-def _smallest_budget(settings: Settings) -> int:
+def _smallest_budget(settings: SelectionSettings) -> int:
     """Return the tokens that a selection always keeps, and one more."""
     always = {"sinks": settings.sinks, "snapkv": settings.window, "retrieval": 2 * settings.chunk}
     return always[settings.selection] + 1
 
 
 @functools.cache
-def _functions(model: Model, builder: Builder, settings: Settings) -> Drafter:
+def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> Drafter:
     newer = settings.refresh + builder.max_depth + 1
 
     def init(params, context: Context) -> State:
@@ -168,11 +167,16 @@ def _functions(model: Model, builder: Builder, settings: Settings) -> Drafter:
         size=TreeSize(builder.num_nodes, builder.max_depth),
         init=init,
         traits=Traits(draws=builder.draws, widths=builder.widths, rewinds=False),
-        hooks=Hooks(resume=resume, axes=lambda state: State(model.axes(state.small), 0)),
+        hooks=Hooks(resume=resume, axes=functools.partial(_axes, model)),
     )
 
 
-def _pays_from(settings: Settings, context: Context) -> int:
+def _axes(model: Model, state: State) -> PyTree:
+    rows_first: Any = 0
+    return State(model.axes(state.small), rows_first)
+
+
+def _pays_from(settings: SelectionSettings, context: Context) -> int:
     """Return the length of the text from which a row drafts.
 
     A draft pass reads W + B b k bytes and the target's pass W + B S k, with W bytes of weights and k bytes per cached
@@ -182,12 +186,12 @@ def _pays_from(settings: Settings, context: Context) -> int:
         return settings.pays_from
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     cache = context.cache
-    per_token = size((cache.k, cache.v)) / _num_slots(cache.k)  # of all rows
+    per_token = size((cache.k, cache.v)) / cache_parts.num_slots(cache)  # of all rows
     return max(2 * settings.budget, math.ceil(size(context_target(context).params) / (4 * per_token)))
 
 
 def _follow(
-    model: Model, settings: Settings, count: int, state: State, context: Context, drafting: Array
+    model: Model, settings: SelectionSettings, count: int, state: State, context: Context, drafting: Array
 ) -> State:  # fmt: skip
     """Bring the small caches of rows that draft, bool[B], up to the text.
 
@@ -203,66 +207,34 @@ def _follow(
     reselect = lambda _, state: _select(model, settings, state, context, again)
     state = jax.lax.fori_loop(0, jnp.any(again).astype(jnp.int32), reselect, state)
     newer = jnp.where(drafting, cached - state.read, 0)
-    pending = _entries(context.cache, state.read, count)
+    pending = cache_parts.read_entries(context.cache, state.read, count)
     path = jnp.broadcast_to(jnp.arange(count), (len(cached), count))
     return State(model.commit(state.small, pending, path, newer), state.read + newer)
 
 
-def _entries(cache: kv.KVCache, start: Array, count: int) -> kv.Pending:
-    """Return the entries of `count` tokens from `start` int32[B] on, as pending ones."""
-
-    def read(slots: Array, rows: int) -> Array:
-        tokens = rows + kv.ROWS_BEFORE_TOKENS
-        of_row = lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, count, tokens - 1)
-        return jax.vmap(of_row, (rows, 0), rows)(slots, start)
-
-    axes = kv.axes(cache)
-    k, v = jax.tree.map(read, (cache.k, cache.v), (axes.k, axes.v))
-    return kv.Pending(k, v, start[:, None] + jnp.arange(count), jnp.zeros_like(start))
-
-
-def _select(model: Model, settings: Settings, state: State, context: Context, rows: Array) -> State:
+def _select(model: Model, settings: SelectionSettings, state: State, context: Context, rows: Array) -> State:
     """Select tokens anew for `rows` bool[B]."""
     cached, cache, small = context.length - 1, context.cache, state.small
     slots = _select_slots(model, settings, context, cached)
-    if kv.has_layer_axis(cache.k):
-        gather = lambda old, keys: _gather(old, keys, slots)
-    else:
-        gather = lambda old, keys: tuple(map(_gather, old, keys, slots))
     length = jnp.sum(slots[0, :, 0] < cached[:, None], -1)
-    selected = State(kv.KVCache(gather(small.k, cache.k), gather(small.v, cache.v), length), cached)
-    return batch_axes.where_rows(rows, selected, state, State(model.axes(small), 0))
+    selected = State(cache_parts.gather_slots(small, cache, slots, length), cached)
+    return batch_axes.where_rows(rows, selected, state, _axes(model, state))
 
 
-def _gather(old: PyTree, keys: PyTree, slots: Array) -> PyTree:
-    """Return `old` with the entries of `keys` at `slots` int32[..., B, K or 1, b] in its first b slots."""
-    axis = slots.ndim - 1
-
-    def of_array(old: Array, keys: Array) -> Array:
-        index = jnp.minimum(slots, keys.shape[axis] - 1)  # no token is read at places without one
-        index = index.reshape(index.shape + (1,) * (keys.ndim - index.ndim))
-        return jax.lax.dynamic_update_slice(old, take_along(keys, index, axis), (0,) * old.ndim)
-
-    return jax.tree.map(of_array, old, keys)
-
-
-def _select_slots(model: Model, settings: Settings, context: Context, cached: Array) -> Array:
+def _select_slots(model: Model, settings: SelectionSettings, context: Context, cached: Array) -> Array:
     """Return the selected slots of each layer and key/value head, int32[layers, B, K or 1, budget]."""
     cache, layers = context.cache, model.capabilities.num_layers
     if settings.selection == "sinks":
-        slots = cached_tokens.ends_of_text(cached, _num_slots(cache.k), settings.budget, settings.sinks)
+        slots = cached_tokens.ends_of_text(cached, cache_parts.num_slots(cache), settings.budget, settings.sinks)
         return jnp.broadcast_to(slots[None, :, None], (layers, len(cached), 1, settings.budget))
     queries, positions = _last_queries(model, context, cached, settings.window if settings.selection == "snapkv" else 1)
 
-    def of_layer(inputs: tuple[Array, PyTree]) -> Array:
-        query, key = inputs[0], _floats(inputs[1])
+    def of_layer(query: Array, key: Array) -> Array:
         if settings.selection == "snapkv":
             return cached_tokens.most_attended(query, positions, key, cached, settings.budget)
         return cached_tokens.nearest_chunks(query[:, 0], key, cached, settings.budget, settings.chunk)
 
-    if kv.has_layer_axis(cache.k):
-        return jax.lax.map(of_layer, (jnp.stack(queries), cache.k))
-    return jnp.stack([of_layer(pair) for pair in zip(queries, cache.k, strict=True)])
+    return cache_parts.map_keys(of_layer, queries, cache)
 
 
 def _last_queries(model: Model, context: Context, cached: Array, count: int) -> tuple[tuple[Array, ...], Array]:
@@ -277,16 +249,3 @@ def _last_queries(model: Model, context: Context, cached: Array, count: int) -> 
     )  # fmt: skip
     assert model.queries is not None
     return model.queries(target.params, output.taps, positions), positions
-
-
-def _floats(key: PyTree) -> Array:
-    """Return the keys of a layer as floating-point numbers."""
-    if isinstance(key, Quantized):
-        return key.values * key.scale[..., None]
-    return jax.lax.bitcast_convert_type(key, jnp.bfloat16) if key.dtype == BITS else key
-
-
-def _num_slots(keys: PyTree) -> int:
-    """Return the slots of a cache."""
-    first = keys if kv.has_layer_axis(keys) else keys[0]
-    return (first.values if isinstance(first, Quantized) else first).shape[-2]

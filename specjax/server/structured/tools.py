@@ -83,7 +83,8 @@ class ToolParser:
     def feed(self, new: str) -> tuple[str, list[ToolCall]]:
         """Add text. Return the text that belongs to no call, and the complete calls."""
         self._text += new
-        content, calls = "", []
+        content = ""
+        calls: list[ToolCall] = []
         while True:
             if self._is_start and (self._is_bare or not self._text.strip()):
                 return content, calls  # read at the end

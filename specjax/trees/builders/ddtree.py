@@ -3,7 +3,7 @@
 DDTree (2026), arXiv 2604.12989.
 
 Rule: the score of a rank path (r_1 .. r_d) is the sum of log q_k[r_k]. The tree consists of the N best paths. A node of
-rank r below the i-th best prefix (from 0) is dominated by (i + 1)(r + 1) - 1 others, so only pairs with
+rank r below the i-th best prefix, both counted from 0, is worse than (i + 1)(r + 1) - 1 others. So only pairs with
 (i + 1)(r + 1) <= N are candidates.
 Guarantee: a point-mass tree, for verification by matching; min(1, p/q) tests would be wrong on it.
 The distribution of a depth serves all of its nodes, so each level feeds one node and stores no logits per node. The
@@ -42,9 +42,9 @@ def ddtree(total: int = 15, depth: int | None = None) -> Builder:
         prefix, rank = pairs[pairs[:, 1] < k].T
         tokens, log_q = parents.best(k, noisy=False)  # [B, 1, k]
         step = jnp.where(parents.valid, jnp.minimum(log_q[:, 0], 0.0), -jnp.inf)
-        best, chosen = jax.lax.top_k(best[:, prefix] + step[:, rank], total)
-        parent = jnp.where(level > 0, 1 + (level - 1) * total + jnp.asarray(prefix)[chosen], 0)
-        token = jnp.take_along_axis(tokens[:, 0], jnp.asarray(rank)[chosen], 1)
+        best, pick = jax.lax.top_k(best[:, prefix] + step[:, rank], total)
+        parent = jnp.where(level > 0, 1 + (level - 1) * total + jnp.asarray(prefix)[pick], 0)
+        token = jnp.take_along_axis(tokens[:, 0], jnp.asarray(rank)[pick], 1)
         scores = jax.lax.dynamic_update_slice_in_dim(scores, best, level * total, 1)
         first = jnp.zeros((len(best), 1), jnp.int32)  # the likeliest prefix, whose parent is the one fed before
         return (scores, best), Level(token, parent, best > -jnp.inf, first)

@@ -33,11 +33,11 @@ def weights_in_float64(logits, routing, correction):
     best = 1 if routing.group_score == "maximum" else 2
     by_score = sorted(groups, key=lambda group: -np.sort(ranked[group])[-best:].sum())
     members = np.concatenate(by_score[: routing.num_chosen_groups])
-    chosen = sorted(members, key=lambda expert: -ranked[expert])[: routing.num_chosen]
+    picks = sorted(members, key=lambda expert: -ranked[expert])[: routing.num_chosen]
     weights = np.zeros(len(logits))
-    weights[chosen] = scores[chosen]
+    weights[picks] = scores[picks]
     if routing.scores == "softmax_of_chosen":
-        weights[chosen] = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+        weights[picks] = np.exp(scores[picks]) / np.exp(scores[picks]).sum()
     return weights / (weights.sum() + routing.epsilon if routing.normalized else 1) * routing.scale
 
 

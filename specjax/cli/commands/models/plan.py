@@ -119,7 +119,7 @@ def _show_fits(
         require(value is None, f"--fits compiles no draft and has no {flag}; leave one of them out")
     for name, values in repeated.items():
         require(len(values or ()) <= 1, f"--fits has at most one --{name}; leave the others out")
-    choices = {name: values[0] if values else None for name, values in repeated.items()}
+    choices: dict[str, Any] = {name: values[0] if values else None for name, values in repeated.items()}
 
     from specjax import planning
     from specjax.cli.output.console import Console, print_json

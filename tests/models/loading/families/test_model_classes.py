@@ -7,8 +7,9 @@ import pytest
 import specjax
 from specjax.errors import UsageError
 from specjax.models.loading import is_diffusion
-from specjax.models.loading.families import denoisers, gemma3, gemma4, llama
+from specjax.models.loading.families import denoisers, llama
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.gemma import gemma3, gemma4
 from specjax.models.loading.families.hybrid import lfm2, qwen3_5, qwen3_next
 from specjax.models.loading.families.model_classes import PREFIXES, check_class, check_own_code
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from specjax.errors import UsageError
-from specjax.models.loading.families import gemma3, llama
+from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.gemma import gemma3
 from specjax.models.loading.families.unread_fields import describe_unread
 from specjax.models.loading.formats.hf import parse_config
 

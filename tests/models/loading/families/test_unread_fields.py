@@ -8,8 +8,9 @@ import pytest
 
 import specjax
 from specjax.errors import CheckpointWarning
-from specjax.models.loading.families import denoisers, gemma3, llama, registry, unread_fields
+from specjax.models.loading.families import denoisers, llama, registry, unread_fields
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.gemma import gemma3
 from specjax.models.loading.families.unread_fields import MAX_NAMES, describe_unread
 from specjax.models.loading.formats.hf import parse_config
 from specjax.planning.inputs.model_configs import builtin_configs

@@ -13,8 +13,9 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.decoder import UNLIMITED_WINDOW
 from specjax.models.hybrid.config import HybridConfig, LayerInputSizes
-from specjax.models.loading.families import gemma4, llama
+from specjax.models.loading.families import llama
 from specjax.models.loading.families.config_fields import HEADS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.families.gemma import gemma4
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.families.rope import BASE, FULL, GGUF_DIVISORS, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor
@@ -125,9 +126,11 @@ def _rotary(meta: ConfigFields, factors: Mapping[str, np.ndarray], full_dim: int
             )
     other = [name for name in _OTHER_DIVISORS if name in factors]
     divisors = factors.get(DIVISORS)
-    if divisors is None and not other:
-        return None
-    rotated = 0 if divisors is None else int((divisors < NO_ROTATION).sum())
+    if divisors is None:
+        if not other:
+            return None
+        divisors = np.ones(0, np.float32)
+    rotated = int((divisors < NO_ROTATION).sum())
     if other or len(divisors) != full_dim // 2 or not rotated or not (divisors[:rotated] == 1.0).all():
         raise UsageError(
             f"{meta.where} has {other[0] if other else DIVISORS}, whose divisors are not {full_dim // 2} numbers, each "
