@@ -99,7 +99,16 @@ def merge(trained: PyTree, frozen: dict[str, Any]) -> PyTree:
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
 def update(
-    model: Model, optimizer: Any, trained, frozen, state, text: Array, mask: Array, old: Array, advantages: Array
+    model: Model,
+    optimizer: Any,
+    trained,
+    frozen,
+    state,
+    text: Array,
+    mask: Array,
+    old: Array,
+    advantages: Array,
+    temperature: float,
 ):
     """Take one GRPO step on texts int32[B, L]. `mask` and `old` [B, L - 1]: sampled tokens and their log p."""
     batch, size = text.shape
@@ -111,7 +120,7 @@ def update(
             positions=jnp.broadcast_to(jnp.arange(size), (batch, size)),
             mask=jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size)),
         )  # fmt: skip
-        log_p = jax.nn.log_softmax(output.logits[:, :-1])
+        log_p = jax.nn.log_softmax(output.logits[:, :-1] / temperature)
         log_p = jnp.take_along_axis(log_p, text[:, 1:, None], 2)[..., 0]
         ratio = jnp.exp(jnp.where(mask, log_p - old, 0.0))
         objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
@@ -207,7 +216,7 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
         batch = arrays_of(prompt, ours, rewards, longest + options.max_new_tokens)
         gap = compare(samples["plain"], ours)
         spent, (trained, state, trainer_gap) = timed(
-            functools.partial(update, target.model, optimizer, trained, frozen, state, *batch)
+            functools.partial(update, target.model, optimizer, trained, frozen, state, *batch, options.temperature)
         )
         cost = ours.report
         first = cost.acceptance[0] if cost.acceptance else 0.0

@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
         ("gguf", "gguf", lambda folder: gguf._kind(2)),
         ("gguf", "gguf", lambda folder: tensors.block_size.__wrapped__("Q4_K")),
         ("pydivsufsort", "datastore", lambda folder: store.make_shard(None)),
-        ("outlines_core", "constraints", lambda folder: automaton.regex("a+", None, eos=())),
+        ("outlines_core", "constraints", lambda folder: automaton.regex("a+", None, eos=(0,))),
     ],
 )
 def test_what_is_missing_is_named(monkeypatch, tmp_path, package, extra, call):

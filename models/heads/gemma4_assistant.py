@@ -29,6 +29,7 @@ from specjax.models.hybrid.block import HybridBlock, HybridInputs
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.memory import layer_cache
 from specjax.models.requirements import check_shared_keys
+from specjax.numerics.quantization import Quantized
 from specjax.types import Array, Context
 
 METHOD = Method(
@@ -142,12 +143,13 @@ def _no_keys(cache: L.LayerCache, count: int) -> tuple:
     """Return empty keys and values of `count` drafted tokens, which no token attends to."""
     stacked = cache.layer is not None
 
-    def empty(x: Array) -> Array:
-        axis = x.ndim - 2
-        zeros = jax.lax.slice_in_dim(x, 0, count, axis=axis)
-        return jnp.zeros_like(zeros[0] if stacked else zeros)
+    def empty(x: Array | Quantized, axis: int = -2) -> Any:
+        if isinstance(x, Quantized):
+            return Quantized(empty(x.values), empty(x.scale, -1))
+        slots = jax.lax.slice_in_dim(x, 0, count, axis=axis)
+        return jnp.zeros_like(slots[0] if stacked else slots)
 
-    return jax.tree.map(empty, cache.k), jax.tree.map(empty, cache.v)
+    return empty(cache.k), empty(cache.v)
 
 
 def assistant_head(config: AssistantConfig) -> Head:

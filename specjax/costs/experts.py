@@ -30,15 +30,20 @@ class ExpertShare(NamedTuple):
 
 def expert_share(target: Target) -> ExpertShare:
     """Return the experts of a target, and their share in `active_bytes`."""
-    sizes = getattr(target.model.config, "experts", None)
+    sizes = _sizes(target)
     return ExpertShare(sizes, _chosen_bytes(target, sizes) / active_bytes(target)) if sizes else ExpertShare()
 
 
 def active_bytes(target: Target) -> float:
     """Return the bytes of the parameters that a pass over one token reads: all, but only the chosen experts."""
-    sizes = getattr(target.model.config, "experts", None)
+    sizes = _sizes(target)
     total = num_bytes(target.params)
     return total - _expert_bytes(target) + _chosen_bytes(target, sizes) if sizes else total
+
+
+def _sizes(target: Target) -> MixtureSizes | None:
+    """Return the sizes of the experts; None for models without experts, or without a config of `specjax.models`."""
+    return getattr(getattr(target.model, "config", None), "experts", None)
 
 
 def _chosen_bytes(target: Target, sizes: MixtureSizes) -> float:

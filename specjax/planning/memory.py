@@ -34,7 +34,8 @@ class Memory:
 
     weights: int  # of the target and its module
     module: int  # of these, the weights of the module for multi-token prediction
-    per_slot: float  # of the cache, all rows
+    per_slot: float  # of the cache, all rows, with that of the module
+    module_per_slot: float  # of these, the cache of the module
     states: int  # of the cache, all rows, at any length: those of recurrent layers
     per_node: float  # logits, twice in float32, and pending entries of the cache
     chunk: float  # activations of a chunk of the prompt
@@ -54,11 +55,11 @@ def memory_of(work: Workload, target: Target) -> Memory:
     cache = sharded_cache(target, work.batch)
     per_slot = bytes_per_token(target, work.batch, cache)
     per_node = pending_bytes(target, work.batch)
-    module = 0
+    module, module_per_slot = 0, 0.0
     if work.head is not None:
         layers = spread_target(work, work.head.layer)
         module = shard_bytes(_module_params(work))
-        per_slot += bytes_per_token(layers, work.batch, sharded_cache(layers, work.batch))
+        module_per_slot = bytes_per_token(layers, work.batch, sharded_cache(layers, work.batch))
         per_node += pending_bytes(layers, work.batch)
     tokens = rows * (wide_chunk(rows, work.platform) if work.reading is None else CHUNK)
     inner = 2 * config.mlp_width + config.num_heads * config.head_dim
@@ -66,7 +67,8 @@ def memory_of(work: Workload, target: Target) -> Memory:
     return Memory(
         weights=shard_bytes(target.params) + module,
         module=module,
-        per_slot=per_slot,
+        per_slot=per_slot + module_per_slot,
+        module_per_slot=module_per_slot,
         states=fixed_bytes(target, work.batch, cache),
         per_node=2 * 4 * rows * config.vocab_size / parts + per_node,
         chunk=tokens * (4 * config.width + inner / parts) * item,

@@ -62,7 +62,7 @@ OPTIONS = {
     "jacobi": {"window": 4},
     "lookahead": {"ngram": 3, "window": 3, "guesses": 2, "buckets": 16},
     "ppd": {"num_nodes": 16, "accuracy": ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)), "costs": (1.0,) * 16},
-    "p_eagle": {"tree": trees.eagle2(top_k=2, depth=3, total=6)},
+    "p_eagle": {"tree": trees.ddtree(6)},
     "prompt_lookup": {"num_tokens": 4},
     "rasd": {"tree": "top:2x1"},
     "suffix": {"num_tokens": 5},

@@ -19,20 +19,15 @@ def test_rewards_rise():
 
 
 def test_the_reward_curve_is_that_of_the_own_engine_of_tunix():
-    """Compare the means over seeds at the beginning and the end. Samples differ, as the random numbers do."""
+    """Compare the means of two seeds at the beginning and the end. Samples differ, as the random numbers do."""
     pytest.importorskip("tunix", reason="google-tunix is not installed")
     main = module_at(FILE).main
-    runs = {
-        engine: [main(["--updates", "14", "--engine", engine, "--seed", str(seed)]) for seed in range(3)]
-        for engine in ("specjax", "vanilla")
-    }
-    curve = {
-        engine: np.array([[one.reward for one in history] for history in histories])
-        for engine, histories in runs.items()
-    }
+    run = lambda engine, seed: main(["--updates", "10", "--engine", engine, "--seed", str(seed)])
+    runs = {engine: [run(engine, seed) for seed in range(2)] for engine in ("specjax", "vanilla")}
+    rewards = {engine: np.array([[one.reward for one in history] for history in runs[engine]]) for engine in runs}
     for part in (slice(0, 3), slice(-3, None)):
-        ours, theirs = (curve[engine][:, part].mean(1) for engine in ("specjax", "vanilla"))
-        spread = np.sqrt((ours.var(ddof=1) + theirs.var(ddof=1)) / len(ours))
-        assert abs(ours.mean() - theirs.mean()) < 3 * spread + 0.05
+        ours, theirs = (rewards[engine][:, part].mean() for engine in ("specjax", "vanilla"))
+        assert abs(ours - theirs) < 0.15
+    assert rewards["vanilla"][:, -3:].mean() > rewards["vanilla"][:, :3].mean() + 0.2
     passes = lambda histories: np.mean([1 / one.tokens_per_pass for history in histories for one in history])
     assert passes(runs["specjax"]) < passes(runs["vanilla"]) == 1

@@ -120,7 +120,7 @@ def test_an_error_of_the_loop_ends_all_requests(monkeypatch, server):
 
 
 def test_a_server_whose_programs_do_not_compile_ends(monkeypatch):
-    def fail(self):
+    def fail(self, **options):
         raise MemoryError("no room")
 
     monkeypatch.setattr("specjax.serving.loop.ServeSetup.scheduler", fail)

@@ -103,7 +103,7 @@ def test_a_host_that_dies_ends_the_server():
 def test_commands_arrive_as_they_were():
     conftest = load_conftest()
     target = conftest.make_target(conftest.CONFIG, seed=0)
-    shared = serve_options(target.model.vocab_size)
+    shared = serve_options(target.model.vocab_size, ())
     limits = serve_setup(target, None, slots=2, longest_prompt=9, max_new_tokens=9, min_p=0.0, **shared).limits
     processors = [processor.replace(settings=processor.settings) for processor in limits.settings.processors]
     sent = Request(

@@ -29,20 +29,23 @@ class MixtureFields(NamedTuple):
     matrices: tuple[str, str, str]  # gate, up and down of an expert
     normalized: bool | None = None  # weights are divided by their sum; None: the field norm_topk_prob
     num_chosen: int = 2  # of a file without the field
+    num_experts: int = 8  # of a file without the fields
+    default_width: int = 14336  # of a file without the field
 
 
 FIELDS: Mapping[str, MixtureFields] = MappingProxyType(
     {
         "qwen3_moe": MixtureFields(
             ("num_experts", "num_local_experts"), "moe_intermediate_size", "mlp",
-            ("gate_proj", "up_proj", "down_proj"), num_chosen=8,
+            ("gate_proj", "up_proj", "down_proj"), num_chosen=8, num_experts=128,
+            default_width=768,
         ),
         "mixtral": MixtureFields(
             ("num_local_experts",), "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), normalized=True
         ),
         "olmoe": MixtureFields(
             ("num_experts", "num_local_experts"), "intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj"),
-            num_chosen=8,
+            num_chosen=8, num_experts=64, default_width=2048,
         ),
     }
 )  # fmt: skip
@@ -61,12 +64,15 @@ def sizes_from_hf(kind: str, hf: ConfigFields, layers: int) -> MixtureSizes:
         raise UsageError(
             f"{hf.where} has {' and '.join(f'{name} {count}' for name, count in stated.items())}; make them equal"
         )
-    count = next(iter(stated.values())) if stated else hf.size(fields.counts[0], maximum=EXPERTS)
+    count = next(iter(stated.values()), fields.num_experts)
     num_chosen = check_num_chosen(hf, "num_experts_per_tok", count, fields.num_chosen)
     normalized = hf.flag("norm_topk_prob") if fields.normalized is None else fields.normalized
     dense = dense_layers(hf, layers) if kind == "qwen3_moe" else ()
     return MixtureSizes(
-        count, hf.size(fields.width, maximum=ROWS), Routing(num_chosen, normalized=normalized), dense_layers=dense
+        count,
+        hf.size(fields.width, fields.default_width, maximum=ROWS),
+        Routing(num_chosen, normalized=normalized),
+        dense_layers=dense,
     )
 
 

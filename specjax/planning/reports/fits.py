@@ -187,7 +187,9 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
     elif needed > room:
         reason = f"it needs {gib(needed)} of {gib(room)}"
     nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
-    moved = pass_bytes(work.target, target.params, memory.per_slot, work.context, states=memory.states)
+    moved = pass_bytes(
+        work.target, target.params, memory.per_slot - memory.module_per_slot, work.context, states=memory.states
+    )  # fmt: skip
     seconds = moved / work.topology.chip.hbm_bandwidth
     formats = describe_formats(work.target) if scheme is None else None
     return ModelFit(

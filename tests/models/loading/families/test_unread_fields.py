@@ -115,7 +115,7 @@ def test_configs_that_specjax_writes_are_read_without_a_word(name):
 
 
 CHANGES = {
-    "attention_multiplier": 0.5, "attn_logit_softcapping": 30.0, "clip_qkv": 8.0, "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.5, "attn_logit_softcapping": 30.0, "embedding_multiplier": 12.0,
     "final_logit_softcapping": 30.0, "is_causal": False, "logit_scale": 0.0625, "logits_scaling": 8.0,
     "no_rope_layers": [1, 0], "num_experts": 8,
     "rope_fraction": 0.5, "qk_layernorm": True, "query_pre_attn_scalar": 144, "residual_multiplier": 0.22,
