@@ -4,7 +4,8 @@
     python benchmarks/serving_prompts.py --target random --history 0 --clock cpu
 
 1. Rows that decode, without and with long prompts, of which one arrives each second: the mean time between two tokens
-   of a row, and the longest. Phases without and with prompts take turns in one running batch.
+   of a row, and the longest. Phases without and with prompts take turns in one running batch, and each phase with
+   prompts is compared with both of its neighbours.
 2. A second turn of a chat: seconds until its first token, with the stored chunks of the first turn and without a store.
 
 Ratios count. All programs are compiled by a first run in the same process. Exit code 1 if a text differs. `--clock cpu`
@@ -37,8 +38,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--history", type=int, default=3000, help="tokens of the first turn; 0: none")
     parser.add_argument("--long", type=int, default=4000, help="tokens of the prompts that are read beside the rows")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of a row in each phase")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a row in each phase")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     return parser.parse_args()
 
@@ -85,7 +86,7 @@ class Pauses:
         self.options, self.vocab = options, target.model.vocab_size
         self.clock = time.process_time if options.clock == "cpu" else time.perf_counter
         # for each phase its turns, and turns in which the rows start, the programs compile and prompts end
-        length = (2 * options.repeats + 2) * options.new_tokens + 60 * options.rows
+        length = (2 * options.repeats + 3) * options.new_tokens + 60 * options.rows
         limits = {"slots": options.rows + 1, "longest_prompt": options.long, "max_new_tokens": length, "prefix_gib": 0}
         self.scheduler = serve_setup(target, "autoregressive", **limits).scheduler()
         self.scheduler._pace = Pace(MAX_SLOWDOWN, self.clock)
@@ -125,11 +126,13 @@ class Pauses:
 
 def pauses(target: specjax.Target, options: argparse.Namespace) -> dict[str, float]:
     """Return how much longer the turns of running rows are with long prompts than without."""
-    run, ratios, longest, means = Pauses(target, options), [], 0.0, []
+    run, ratios, longest = Pauses(target, options), [], 0.0
+    means = [statistics.mean(run.phase(reads=False))]
     for _ in range(options.repeats):
-        alone, beside = run.phase(reads=False), run.phase(reads=True)
-        ratios.append(statistics.mean(beside) / statistics.mean(alone))
-        means.append(statistics.mean(alone))
+        beside = run.phase(reads=True)
+        means.append(statistics.mean(run.phase(reads=False)))
+        # Steps get longer with the texts of the rows, so each phase is compared with both of its neighbours.
+        ratios.append(statistics.mean(beside) / statistics.mean(means[-2:]))
         longest = max(longest, *beside)
     return {
         "mean ms, alone": 1e3 * statistics.median(means), "ratio": statistics.median(ratios), "ratios": ratios,

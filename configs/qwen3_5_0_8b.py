@@ -1,6 +1,8 @@
 """Qwen3.5 0.8B, text only: three gated delta nets to one attention layer."""
 
-from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind
+from typing import Any
+
+from specjax.models.hybrid.config import Feed, GatedDeltaSizes, HybridConfig, LayerKind
 
 HUB_ID = "Qwen/Qwen3.5-0.8B"
 MODULE = "qwen3_5"  # the form of its module for multi-token prediction (`models.loading.mtp_dialects`)
@@ -15,15 +17,15 @@ def get_config(dtype: str = "bfloat16") -> HybridConfig:
 
 def qwen3_5(
     name: str, *, width: int, num_layers: int, mlp_width: int, heads: tuple[int, int], delta_heads: tuple[int, int],
-    tied: bool = True, dtype: str,
+    dtype: str, feed: Feed = "gated", vocab_size: int = 248320, **fields: Any,
 ) -> HybridConfig:  # fmt: skip
-    """Return the shapes of a model of the family.
+    """Return the shapes of a model of the family, with other fields of its config as `fields`.
 
     heads: query and key/value heads of attention. delta_heads: key and value heads of the gated delta nets.
     """
-    group = (*[LayerKind("gated_delta")] * 3, LayerKind("attention"))
+    group = (*[LayerKind("gated_delta", feed)] * 3, LayerKind("attention", feed))
     return HybridConfig(
-        vocab_size=248320,
+        vocab_size=vocab_size,
         width=width,
         num_layers=num_layers,
         num_heads=heads[0],
@@ -35,12 +37,11 @@ def qwen3_5(
         rope_base=10000000.0,
         rotary_dim=64,
         norm_eps=1e-6,
-        tied=tied,
         qk_norm=True,
         attention_gate=True,
         max_positions=262144,
         dtype=dtype,
         stacked=True,
-        model_type="qwen3_5_text",
         name=name,
+        **{"model_type": "qwen3_5_text"} | fields,
     )

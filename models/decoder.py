@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -83,8 +84,8 @@ class DecoderConfig:
             )
 
         if self.experts is not None:
-            # A scan would slice the experts of a layer out of their stack, a copy of all weights in each pass.
-            object.__setattr__(self, "stacked", False)
+            if self.experts.dense_layers:  # layers differ
+                object.__setattr__(self, "stacked", False)
             if self.same_bits:
                 reason = "sums over experts were not shown to have the same bits in every program"
                 raise SameBitsError(f"does not hold for {self.name}, because its {reason}")
@@ -93,6 +94,11 @@ class DecoderConfig:
     def period(self) -> int:
         """Return the number of entries of `layers` in the parameters of stacked layers, which repeat."""
         return 1
+
+    def kind_of(self, layer: int) -> Hashable:
+        """Return a key that is equal for separate layers whose modules are equal but for their weights."""
+        is_dense = self.experts is None or layer in self.experts.dense_layers
+        return self.widths_of_mlps()[layer], is_dense
 
     def attention_settings(self, positions: Array) -> L.AttentionSettings:
         """Return the rotation at positions int32[B, T] and the windows, which a pass computes once for all layers."""
@@ -186,8 +192,8 @@ class DecoderBlock(nnx.Module):
             )
         else:
             self.mlp = L.GatedMLP(
-                c.width, c.mlp_width, activation_function(c), joined="gate_up" in c.joined, same_bits=c.same_bits,
-                dtype=c.dtype, rngs=rngs,
+                c.width, c.widths_of_mlps()[layer], activation_function(c), joined="gate_up" in c.joined,
+                same_bits=c.same_bits, dtype=c.dtype, rngs=rngs,
             )  # fmt: skip
 
     def attend(self, x, inputs: L.LayerInputs):
@@ -211,18 +217,29 @@ def _normalize(norm: L.RMSNorm | None, x: Array) -> Array:
 class LanguageModel(nnx.Module):
     """Embedding, layers, final norm and output head, without the pass over the layers."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
+        """Create the modules. `layers` are those to use; None: create them."""
         c = self.config = config
         self.embed = L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
-        self.layers = self.make_layers(rngs)
+        self.layers = self.make_layers(rngs) if layers is None else layers
         self.norm = L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype, same_bits=c.same_bits)
         self.head = (
             None if c.tied else L.Embedding(c.vocab_size, c.width, same_bits=c.same_bits, dtype=c.dtype, rngs=rngs)
         )
 
-    def make_layers(self, rngs: nnx.Rngs) -> Any:
-        """Create the layers."""
+    @staticmethod
+    def make_layer(config: Any, layer: int, rngs: nnx.Rngs) -> nnx.Module:
+        """Create a layer. For stacked layers, `layer` is the place in the repeating group."""
         raise NotImplementedError
+
+    def make_layers(self, rngs: nnx.Rngs) -> Any:
+        """Create the layers: one module each, or one per layer of the repeating group with stacked parameters."""
+        c = self.config
+        if not c.stacked:
+            return nnx.List([self.make_layer(c, layer, rngs) for layer in range(c.num_layers)])
+        make = lambda member: lambda rngs: self.make_layer(c, member, rngs)
+        stack = lambda member: nnx.vmap(make(member), in_axes=0, out_axes=0)(rngs.split(c.num_layers // c.period))
+        return nnx.List([stack(member) for member in range(c.period)])
 
     def embed_tokens(self, tokens: Array | Mixture | Stream, layout=None) -> Array:
         """Return the input [B, T, D] of the first layer."""
@@ -250,15 +267,14 @@ class LanguageModel(nnx.Module):
 class Decoder(LanguageModel):
     """A decoder-only language model: tokens to logits."""
 
-    def make_layers(self, rngs: nnx.Rngs):
-        """Create the layers."""
-        c = self.config
-        if c.experts is not None:
-            return nnx.List([DecoderBlock(c, rngs, layer) for layer in range(c.num_layers)])
-        if c.mlp_widths is None:
-            return L.make_layers(lambda r: DecoderBlock(c, r), c.num_layers, c.stacked, rngs)
-        configs = [dataclasses.replace(c, mlp_width=width) for width in c.mlp_widths]
-        return nnx.List([DecoderBlock(layer_config, rngs) for layer_config in configs])
+    @staticmethod
+    def make_layer(config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
+        return DecoderBlock(config, rngs, layer)
+
+    def make_layers(self, rngs: nnx.Rngs) -> Any:
+        """Create the layers. Stacked ones are one module, which is not in a list."""
+        layers = super().make_layers(rngs)
+        return layers[0] if self.config.stacked else layers
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,

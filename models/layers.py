@@ -19,6 +19,7 @@ from specjax.models.layout import Layout
 from specjax.models.products import fill_tile, matmul, matmul_same_bits, pad_tokens, take_rows
 from specjax.models.rotary import Rotation, rotate
 from specjax.models.storage.joined import split_outputs
+from specjax.models.storage.stacks import layer_state, merge_whole, slice_layer, split_whole
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -346,13 +347,6 @@ def isolated(products: PyTree) -> PyTree:
     return products if platforms.of_program() == "gpu" else jax.lax.optimization_barrier(products)
 
 
-def make_layers(block, num_layers: int, stacked: bool, rngs: nnx.Rngs):
-    """Create `num_layers` blocks: a list, or one block whose parameters have a leading layer axis."""
-    if stacked:
-        return nnx.vmap(block, in_axes=0, out_axes=0)(rngs.split(num_layers))
-    return nnx.List([block(rngs) for _ in range(num_layers)])
-
-
 def layer_segments(num_layers: int, group: int) -> list[tuple[int, int, int]]:
     """Return (first layer, layers per group, number of groups) of consecutive segments that cover all layers.
 
@@ -391,7 +385,7 @@ def run_layers(
     stack (SmolLM2, one token: 54 ms against 44 ms). A GPU copies them too. So only models on TPU have stacked layers.
 
     Args:
-      layers: from `make_layers`.
+      layers: a list of modules, or one module whose parameters have a leading layer axis.
       x: [B, T, D].
       group: number of consecutive middle layers whose attention reads the same stream, the input of the group
         (EasySpec). It cannot be combined with `shared.layers`.
@@ -422,18 +416,12 @@ class LayerWeights(NamedTuple):
     layer: Array | int | None = None
 
     def block(self):
-        return nnx.merge(self.graphdef, self.state if self.layer is None else at_layer(self.state, self.layer))
+        return nnx.merge(self.graphdef, self.state if self.layer is None else layer_state(self.state, self.layer))
 
 
 def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
     """Slice one layer out of arrays whose axis `axis` counts layers."""
-
-    def slice_leaf(leaf):
-        if isinstance(layer, int):
-            return jax.lax.index_in_dim(leaf, layer, axis, keepdims=False)
-        return jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False, allow_negative_indices=False)
-
-    return jax.tree.map(slice_leaf, tree)
+    return jax.tree.map(lambda leaf: slice_layer(leaf, layer, axis), tree)
 
 
 def _unrolled(
@@ -481,7 +469,7 @@ def _scanned(
     def body(size: int, carried: tuple[Array, Array], group_weights):
         x, first = carried
         if group_weights is not None:
-            members = [LayerWeights(graphdef, group_weights)]
+            members = [LayerWeights(graphdef, merge_whole(group_weights, whole, first))]
         else:
             members = [LayerWeights(graphdef, state, first + i) for i in range(size)]
         inputs = [inputs_of(first + i) for i in range(size)]
@@ -491,8 +479,9 @@ def _scanned(
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
         return (outputs[-1], first + size), (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
-    # The scan slices the weights, except those of layers that may be skipped, and of groups.
-    sliced_state = state if group == 1 and shared.layers is None else None
+    # The scan slices the weights, except those of layers that may be skipped, of groups, and whole parameters.
+    sliced, whole = split_whole(state)
+    sliced_state = sliced if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
     for start, size, count in layer_segments(len(cache.k), group):

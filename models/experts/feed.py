@@ -14,6 +14,7 @@ from specjax.models.experts.running import run_experts
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.layers import GatedMLP, Linear
 from specjax.models.products import matmul
+from specjax.models.storage.stacks import LayerOfStack, WholeParam
 from specjax.types import Array
 
 STEEPNESS = 1.702  # of the sigmoid in the activation of gpt-oss
@@ -24,12 +25,23 @@ class ExpertMatrices(nnx.Module):
 
     def __init__(self, count: int, fan_in: int, fan_out: int, *, bias: bool, dtype, rngs: nnx.Rngs):
         shape = count, fan_out, fan_in
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * fan_in**-0.5)
-        self.bias = nnx.Param(jnp.zeros(shape[:2], dtype)) if bias else None
+        self.weight = WholeParam(jax.random.normal(rngs.params(), shape, dtype) * fan_in**-0.5)
+        self.bias = WholeParam(jnp.zeros(shape[:2], dtype)) if bias else None
 
     def arrays(self) -> tuple[Any, Any]:
         """Return the weights and the biases, or None for missing ones."""
-        return self.weight[...], None if self.bias is None else self.bias[...]
+        return _experts_of(self.weight), None if self.bias is None else _experts_of(self.bias)
+
+    @property
+    def first(self) -> Array | int:
+        """Return the place of the layer's first expert in `arrays`, which have the experts of all stacked layers."""
+        weight = self.weight[...]
+        return weight.flat()[1] if isinstance(weight, LayerOfStack) else 0
+
+
+def _experts_of(parameter: nnx.Param) -> Any:
+    array = parameter[...]
+    return array.flat()[0] if isinstance(array, LayerOfStack) else array
 
 
 class ExpertRouter(nnx.Module):
@@ -76,7 +88,9 @@ class MixtureFeed(nnx.Module):
         """Return the output of tokens [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])
         matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
-        y = run_experts(rows, self.router(rows), matrices, self.sizes.num_experts, self._expert)
+        y = run_experts(
+            rows, self.router(rows), matrices, self.sizes.num_experts, self._expert, first=self.expert_gate.first
+        )
         if self.shared is None:
             return y.astype(x.dtype).reshape(x.shape)
         shared = self.shared(x)

@@ -14,13 +14,14 @@ the loop takes 0.3 (jax 0.10).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.arrays import platforms
 from specjax.models.experts.routing import ExpertChoice
+from specjax.models.storage.stacks import slice_layer
 from specjax.types import Array, PyTree
 
 Form = Literal["loop", "blocks", "gather"]
@@ -46,19 +47,20 @@ def form_for(rows: int, num_chosen: int, platform: str) -> Form:
 
 def run_experts(
     x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Callable[[PyTree, Array], Array],
-    form: Form | None = None,
+    form: Form | None = None, first: Array | int = 0,
 ) -> Array:  # fmt: skip
     """Return the weighted sum float32[R, D] of the outputs of each row's experts.
 
     Args:
       x: [R, D].
-      weights: arrays [E, ...], or `QuantizedArray`s.
+      weights: arrays [E, ...], or `QuantizedArray`s. Those of stacked layers have the experts of all layers.
       expert: (weights of one expert, rows [r, D]) -> float32[r, D].
       form: None: that of `form_for`.
+      first: place of the layer's first expert in `weights`.
     """
     form = form or form_for(len(x), choice.experts.shape[-1], platforms.of_program())
     run: Any = {"loop": _loop, "blocks": _blocks, "gather": _gather}[form]
-    return run(x, choice, weights, num_experts, expert)
+    return run(x, choice, ExpertWeights(weights, first), num_experts, expert)
 
 
 def distinct_experts(choice: ExpertChoice, num_experts: int) -> tuple[Array, Array]:
@@ -67,13 +69,22 @@ def distinct_experts(choice: ExpertChoice, num_experts: int) -> tuple[Array, Arr
     return jnp.argsort(~is_chosen, stable=True), jnp.sum(is_chosen, dtype=jnp.int32)
 
 
-def _select(weights: PyTree, expert: Array) -> PyTree:
-    """Return the weights of one expert."""
-    take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(take, weights)
+class ExpertWeights(NamedTuple):
+    """Weights of the experts of a layer."""
+
+    arrays: PyTree
+    first: Array | int  # place of the layer's first expert in the arrays
+
+    def of(self, expert: Array) -> PyTree:
+        """Return the weights of one expert."""
+        return jax.tree.map(lambda leaf: slice_layer(leaf, self.first + expert), self.arrays)
+
+    def gathered(self, experts: Array) -> PyTree:
+        """Return the weights of experts int32[R], with an axis of rows."""
+        return jax.tree.map(lambda leaf: leaf[self.first + experts], self.arrays)
 
 
-def _loop(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
+def _loop(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply all rows by each distinct expert in turn."""
     order, count = distinct_experts(choice, num_experts)
     shares = jnp.zeros((num_experts, len(x))).at[choice.experts, jnp.arange(len(x))[:, None]].set(choice.weights)
@@ -81,13 +92,13 @@ def _loop(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, exp
 
     def body(turn, total):
         number = order[turn]
-        y = expert(_select(weights, number), x) * shares[number][:, None]
+        y = expert(weights.of(number), x) * shares[number][:, None]
         return total + jnp.where(is_chosen[number][:, None], y, 0.0)  # a row without this expert may overflow in it
 
     return jax.lax.fori_loop(0, count, body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _blocks(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
+def _blocks(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply blocks of the rows of one expert, in ascending order of the experts."""
     size, rows, num_chosen = min(BLOCK_ROWS, len(x)), len(x), choice.experts.shape[-1]
     flat = choice.experts.reshape(-1)
@@ -102,17 +113,17 @@ def _blocks(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, e
         place = (block - jnp.where(number > 0, ends[number - 1], 0)) * size + jnp.arange(size)
         pairs = order[jnp.minimum(starts[number] + place, len(flat) - 1)]
         row = jnp.where(place < counts[number], pairs // num_chosen, rows)  # rows outside of x are dropped
-        y = expert(_select(weights, number), x[jnp.minimum(row, rows - 1)]) * flat_weights[pairs][:, None]
+        y = expert(weights.of(number), x[jnp.minimum(row, rows - 1)]) * flat_weights[pairs][:, None]
         return total.at[row].add(y, mode="drop")
 
     return jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _gather(x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert) -> Array:
+def _gather(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply each row by the gathered weights of its experts."""
     total = jnp.zeros(x.shape, jnp.float32)
     for place in range(choice.experts.shape[-1]):
-        gathered = jax.tree.map(lambda leaf, place=place: leaf[choice.experts[:, place]], weights)
+        gathered = weights.gathered(choice.experts[:, place])
         y = jax.vmap(lambda part, row: expert(part, row[None])[0])(gathered, x)
         total = total + y * choice.weights[:, place, None]
     return total

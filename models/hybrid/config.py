@@ -176,6 +176,9 @@ class HybridConfig(DecoderConfig):
         sizes = (size for size in range(1, self.num_layers + 1) if self.num_layers % size == 0)
         return next(size for size in sizes if self.kinds == self.kinds[:size] * (self.num_layers // size))
 
+    def kind_of(self, layer: int) -> LayerKind:
+        return self.kinds[layer]
+
     @property
     def num_members(self) -> int:
         """Return the number of entries of `layers` in the parameters: one per layer of a repeating group if stacked."""

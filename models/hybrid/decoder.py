@@ -9,10 +9,10 @@ from specjax.errors import UsageError
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
-from specjax.models.hybrid.block import scaled
+from specjax.models.hybrid.block import HybridBlock, scaled
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.layer_inputs import LayerInputTable
-from specjax.models.hybrid.loop import make_blocks, run_blocks
+from specjax.models.hybrid.loop import run_blocks
 from specjax.models.hybrid.memory import HybridCache, HybridPending
 from specjax.types import Appended, Array, Mixture, Output, Stream
 
@@ -22,12 +22,13 @@ class HybridDecoder(LanguageModel):
 
     config: HybridConfig
 
-    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
+    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
+        super().__init__(config, rngs=rngs, layers=layers)
         self.layer_inputs = None if config.layer_inputs is None else LayerInputTable(config, rngs)
 
-    def make_layers(self, rngs: nnx.Rngs) -> nnx.List:
-        return make_blocks(self.config, rngs)
+    @staticmethod
+    def make_layer(config: HybridConfig, layer: int, rngs: nnx.Rngs) -> HybridBlock:
+        return HybridBlock(config.of_layer(layer), config.kinds[layer], rngs)
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: HybridCache, *, positions: Array, mask: Array,

@@ -13,10 +13,11 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.hybrid.ancestry import Ancestry
-from specjax.models.hybrid.block import HybridBlock, HybridInputs, LayerEntries
+from specjax.models.hybrid.block import HybridInputs, LayerEntries
 from specjax.models.hybrid.config import HybridConfig, LayerKind
 from specjax.models.hybrid.layer_inputs import at_members
 from specjax.models.hybrid.memory import HybridCache, HybridPending
+from specjax.models.storage.stacks import merge_whole, split_whole
 from specjax.types import Array, PyTree
 
 
@@ -118,6 +119,7 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
 
 def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending]:
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    sliced, whole = zip(*map(split_whole, states), strict=True)
     settings = layer_pass.settings()
 
     def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple, list]):
@@ -125,15 +127,15 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
         stream: list[Array] = []
         entries: list[LayerEntries] = []
         inputs = with_keys(layer_pass, layer_pass.inputs_of(settings, recurrent, of_layers, repeat), entries)
-        for graphdef, state, layer_inputs in zip(graphdefs, weights, inputs, strict=True):
-            x, new = nnx.merge(graphdef, state)(x, layer_inputs)
+        for graphdef, part, shared_part, layer_inputs in zip(graphdefs, weights, whole, inputs, strict=True):
+            x, new = nnx.merge(graphdef, merge_whole(part, shared_part, repeat))(x, layer_inputs)
             stream.append(x)
             entries.append(new)
         return (x, repeat + 1), (jnp.stack(stream), entries)
 
     carried = x, jnp.int32(0)
     of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
-    (last, _), (stream, entries) = jax.lax.scan(body, carried, (states, _recurrent(layer_pass), of_layers))
+    (last, _), (stream, entries) = jax.lax.scan(body, carried, (sliced, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
     return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
 
@@ -153,13 +155,3 @@ def _pending(entries: list[LayerEntries], shared: L.PassInputs, x: Array) -> Hyb
     keys, values = (tuple(pair[i] for pair in pairs) for i in (0, 1))
     updates = tuple(entry.updates for entry in entries if entry.updates is not None)
     return HybridPending(kv.Pending(keys, values, shared.positions, kv.write_dependency(x)), updates)
-
-
-def make_blocks(c: HybridConfig, rngs: nnx.Rngs) -> nnx.List:
-    """Create the layers: one block each, or one per layer of the repeating group with stacked parameters."""
-    make = lambda member: lambda rngs: HybridBlock(c.of_layer(member), c.kinds[member], rngs)
-    if not c.stacked:
-        return nnx.List([make(member)(rngs) for member in range(c.num_layers)])
-    repeats = c.num_layers // c.period
-    stack = lambda member: nnx.vmap(make(member), in_axes=0, out_axes=0)(rngs.split(repeats))
-    return nnx.List([stack(member) for member in range(c.period)])

@@ -1,0 +1,68 @@
+"""Parameters of stacked layers: those that a scan slices, and those that stay whole.
+
+A scan slices one layer out of each array. An inner loop that reads a few experts would then wait for a copy of all of
+them. So parameters of experts stay whole, and the loop slices the expert of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from specjax.types import Array, PyTree
+
+
+class WholeParam(nnx.Param):
+    """A parameter that stays whole if layers are stacked. A layer then has a `LayerOfStack` in its place."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerOfStack:
+    """One layer of arrays with a layer axis."""
+
+    arrays: PyTree  # [layers, E, ...]
+    layer: Array | int
+
+    def __getitem__(self, index) -> LayerOfStack:
+        """Return the object itself, because modules read their parameters as `weight[...]`."""
+        return self
+
+    def flat(self) -> tuple[PyTree, Array | int]:
+        """Return the arrays [layers * E, ...], and the place of the layer's first entry."""
+        size = jax.tree.leaves(self.arrays)[0].shape[1]
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), self.arrays), self.layer * size
+
+
+def split_whole(state: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the state of stacked layers that a scan may slice, and the parameters that stay whole."""
+    whole, sliced = nnx.split_state(state, WholeParam, ...)
+    return sliced, whole
+
+
+def layer_state(state: PyTree, layer: Array | int) -> PyTree:
+    """Return the state of one layer of stacked layers."""
+    return jax.tree.map(lambda leaf: _at_layer(leaf, layer), state, is_leaf=_is_whole)
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, WholeParam)
+
+
+def _at_layer(leaf: Any, layer: Array | int) -> Any:
+    return leaf.replace(LayerOfStack(leaf[...], layer)) if _is_whole(leaf) else slice_layer(leaf, layer)
+
+
+def slice_layer(leaf: Array, layer: Array | int, axis: int = 0) -> Array:
+    """Slice one layer out of an array whose axis `axis` counts layers."""
+    if isinstance(layer, int):
+        return jax.lax.index_in_dim(leaf, layer, axis, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False, allow_negative_indices=False)
+
+
+def merge_whole(sliced: PyTree, whole: PyTree, layer: Array | int) -> PyTree:
+    """Return the state of one layer from its slices and the whole parameters of all layers."""
+    return nnx.merge_state(sliced, layer_state(whole, layer)) if jax.tree.leaves(whole) else sliced
