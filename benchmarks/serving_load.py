@@ -21,7 +21,6 @@ from typing import Any
 
 import specjax
 from specjax import controllers, costs
-from specjax.api import serve_setup
 from specjax.files.plotting import hide_top_right_spines, new_figure, to_png
 from specjax.serving.loop import Scheduler
 
@@ -75,8 +74,8 @@ def measure(target: specjax.Target, prompts: list[list[int]], rows: int, options
     goodput = controllers.goodput(costs=costs.measured(target, batch=rows), dtype=options.dtype)
     drafter = specjax.make_drafter(options.method, target)
     servers = {
-        "plain": serve_setup(target, "autoregressive", **limits).scheduler(),
-        "drafts": serve_setup(target, drafter, controller=goodput, **limits).scheduler(),
+        "plain": specjax.serve(target, "autoregressive", **limits).setup.scheduler(),
+        "drafts": specjax.serve(target, drafter, controller=goodput, **limits).setup.scheduler(),
     }
     requests = [specjax.Request(prompts[n % len(prompts)], n) for n in range(rows)]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}

@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 import specjax
-from specjax.api import serve_setup
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.serving.pace import MAX_SLOWDOWN, Pace
 from specjax.serving.prefixes import PREFIX_GIB
@@ -88,7 +87,7 @@ class Pauses:
         # for each phase its turns, and turns in which the rows start, the programs compile and prompts end
         length = (2 * options.repeats + 3) * options.new_tokens + 60 * options.rows
         limits = {"slots": options.rows + 1, "longest_prompt": options.long, "max_new_tokens": length, "prefix_gib": 0}
-        self.scheduler = serve_setup(target, "autoregressive", **limits).scheduler()
+        self.scheduler = specjax.serve(target, "autoregressive", **limits).setup.scheduler()
         self.scheduler._pace = Pace(MAX_SLOWDOWN, self.clock)
         self.random, self.count = np.random.default_rng(1), 0
         for _ in range(options.rows):

@@ -36,12 +36,11 @@ from specjax.persistence import fingerprint
 from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
 from specjax.serving.automata import table_of
-from specjax.serving.batch import Served
 from specjax.serving.detokenizer import TextDecoder
-from specjax.serving.loop import ServeSetup, serve_requests
+from specjax.serving.loop import ServeSetup, Serving
 from specjax.serving.pace import MAX_SLOWDOWN
 from specjax.serving.prefixes import PREFIX_GIB
-from specjax.serving.requests import Limits, Request, processor_settings, row_settings
+from specjax.serving.requests import Cancel, Limits, Request, processor_settings, row_settings
 from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
 from specjax.verifiers import Verifier
 from specjax.verifiers.parsing import parse_rule
@@ -378,7 +377,7 @@ def stream_job(
 def serve(
     target: Target | Denoiser,
     drafter: Drafter | DraftHead | Target | Procedure | str | None,
-    requests: Iterable[Request | None],
+    requests: Iterable[Request | Cancel | None] = (),
     *,
     slots: int,
     longest_prompt: int,
@@ -391,7 +390,7 @@ def serve(
     max_alternatives: int | None = None,
     constraint_mib: float = 0.0,
     **settings: Any,
-) -> Generator[Served, Any, None]:
+) -> Serving:
     """Decode requests in a running batch of `slots` rows, and yield the tokens that each step adds to each request.
 
     Only the first request compiles programs, for any lengths and settings of later requests. The parameters that the
@@ -426,35 +425,9 @@ def serve(
 
     On several hosts, each host must pass the same requests at the same times, and each one receives all texts.
 
+    Returns: Serving, the generator. Its `setup` builds schedulers for drivers that do not iterate, such as the server.
+
     Raises: UsageError for a setting outside its range, or slots that the mesh axis "data" does not divide.
-    """
-    setup = serve_setup(
-        target, drafter, slots=slots, longest_prompt=longest_prompt, max_new_tokens=max_new_tokens, tokenizer=tokenizer,
-        inputs=inputs, programs=programs, prefix_gib=prefix_gib, max_slowdown=max_slowdown,
-        max_alternatives=max_alternatives, constraint_mib=constraint_mib, **settings,
-    )  # fmt: skip
-    return serve_requests(setup, requests)
-
-
-def serve_setup(
-    target: Target | Denoiser,
-    drafter: Drafter | DraftHead | Target | Procedure | str | None,
-    *,
-    slots: int,
-    longest_prompt: int,
-    max_new_tokens: int,
-    tokenizer: TextDecoder | None = None,
-    inputs: PyTree = None,
-    programs: ProgramCache | None = None,
-    prefix_gib: float = PREFIX_GIB,
-    max_slowdown: float = MAX_SLOWDOWN,
-    max_alternatives: int | None = None,
-    constraint_mib: float = 0.0,
-    **settings: Any,
-) -> ServeSetup:
-    """Check the arguments of `serve`, and return what builds its scheduler. Nothing is compiled.
-
-    Raises: UsageError as `serve` does.
     """
     refuse(settings, "serve", ("debug", "logprobs"))
     _check_target(target)
@@ -486,4 +459,4 @@ def serve_setup(
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
-    return ServeSetup(job, limits, programs, int(prefix_gib * 2**30), max_slowdown)
+    return Serving(ServeSetup(job, limits, programs, int(prefix_gib * 2**30), max_slowdown), requests)

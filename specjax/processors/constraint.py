@@ -38,7 +38,7 @@ class Tables(NamedTuple):
     """The automata of a constraint."""
 
     starts: Array  # int32[A], address of each automaton
-    words: Array  # int32[M], the packed automata
+    words: Array | np.ndarray  # int32[M], the packed automata
 
 
 class Location(NamedTuple):
@@ -77,9 +77,12 @@ def following(processor: Processor, follow: int | Sequence[int | None] | None) -
 
 
 def constraint_room(size: int, vocab_size: int) -> Processor:
-    """Return a constraint of unconstrained rows, with room for automata of `size` integers."""
+    """Return a constraint of unconstrained rows, with room for automata of `size` integers.
+
+    The room takes no memory. Its owner replaces it by an array on the device before the first step.
+    """
     width = _width(vocab_size)
-    tables = Tables(jnp.zeros(0, jnp.int32), jnp.zeros(size, jnp.int32))
+    tables = Tables(jnp.zeros(0, jnp.int32), np.broadcast_to(np.int32(0), size))
     return at_addresses(_processor(tables, width), [FREE])
 
 

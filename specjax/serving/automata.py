@@ -14,10 +14,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.errors import UsageError
+from specjax.numerics.global_arrays import place
 from specjax.processors.automaton import Automaton
-from specjax.processors.constraint import Tables, constraint_room, pack
+from specjax.processors.constraint import constraint_room, pack
 from specjax.types import Array, Processor
 
 PIECE = 1 << 14
@@ -79,10 +81,12 @@ class _Entry:
 class AutomatonTable:
     """The automata in the array `words`, and the number of requests that each of them has."""
 
-    def __init__(self, tables: Tables, vocab_size: int):
-        """Copy the empty tables, and compile the program that writes a piece."""
+    def __init__(self, mib: float, vocab_size: int, mesh: Mesh | None = None):
+        """Allocate a room of some MiB on the device, or on each device of a mesh. Compile the program that writes."""
         self._vocab_size = vocab_size
-        self.words = _put(jnp.copy(tables.words), np.zeros(PIECE, np.int32), np.int32(0))
+        size = num_pieces(mib) * PIECE
+        room = jnp.zeros(size, jnp.int32) if mesh is None else place(np.broadcast_to(np.int32(0), size), mesh)
+        self.words = _put(room, np.zeros(PIECE, np.int32), np.int32(0))
         self._entries: dict[Automaton, _Entry] = {}  # the one that was used least recently comes first
 
     def acquire(self, automaton: Automaton) -> int | None:

@@ -169,7 +169,7 @@ class Batch:
         self._automata: AutomatonTable | None = None
         self._blocked: list[_Admitted] = []  # requests with a row that wait for room for their automata
         if num_pieces(limits.constraint_mib):
-            self._automata = AutomatonTable(self._parts.processors[-1].params, limits.vocab_size)
+            self._automata = AutomatonTable(limits.constraint_mib, limits.vocab_size, job.parts.target.model.mesh)
             self._place_automata()
 
     @property

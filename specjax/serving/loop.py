@@ -212,8 +212,29 @@ class ServeSetup(NamedTuple):
         return Scheduler(job, limits, programs, prefix_bytes=prefix_bytes, max_slowdown=max_slowdown, leads=leads)
 
 
-def serve_requests(setup: ServeSetup, requests: Iterable[Request | Cancel | None]) -> Generator[Served, Any, None]:
-    """Serve requests as `specjax.serve` documents."""
+class Serving(Generator[Served, Any, None]):
+    """The generator that `specjax.serve` returns."""
+
+    def __init__(self, setup: ServeSetup, requests: Iterable[Request | Cancel | None]):
+        """Create the generator. Nothing is compiled before its first update.
+
+        Args:
+          setup: the checked arguments. Drivers with an own source of requests, such as the HTTP server, build a
+            scheduler from them and do not use the generator.
+        """
+        self.setup = setup
+        self._updates = _serve_requests(setup, requests)
+
+    def send(self, value: Any) -> Served:
+        """Return the next update after a value was sent, as `specjax.serve` documents."""
+        return self._updates.send(value)
+
+    def throw(self, *error: Any) -> Served:
+        """Raise an error where the generator waits, and return its next update."""
+        return self._updates.throw(*error)
+
+
+def _serve_requests(setup: ServeSetup, requests: Iterable[Request | Cancel | None]) -> Generator[Served, Any, None]:
     scheduler = setup.scheduler()
     batch, source = scheduler.batch, _Source(requests, scheduler.is_shared)
     while True:

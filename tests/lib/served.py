@@ -13,7 +13,6 @@ import httpx
 import jax
 
 import specjax
-from specjax.api import serve_setup
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.server.app import Service
 from specjax.server.engine_thread import READY, Engine, Policy
@@ -64,15 +63,17 @@ def make_drafter():
     return specjax.drafters.prompt_lookup(3, min_ngram=1)
 
 
-@functools.cache
-def make_setup():
-    """Return the setup of the server; equal setups share the compiled programs."""
+def build_setup(**changes):
+    """Return a setup of the server with other options."""
     tokenizer = LetterTokenizer()
-    return serve_setup(
+    options = serve_options(CONFIG.vocab_size, tokenizer.eos) | changes
+    return specjax.serve(
         make_target(), make_drafter(), slots=SLOTS, longest_prompt=LONGEST, max_new_tokens=LENGTH, tokenizer=tokenizer,
-        eos=tokenizer.eos, temperature=1.0, min_p=0.0, prefix_gib=0.01, constraint_mib=1,
-        **serve_options(CONFIG.vocab_size, tokenizer.eos),
-    )  # fmt: skip
+        eos=tokenizer.eos, temperature=1.0, min_p=0.0, prefix_gib=0.01, constraint_mib=1, **options,
+    ).setup  # fmt: skip
+
+
+make_setup = functools.cache(build_setup)  # the setup of most tests, which share the compiled programs
 
 
 @dataclasses.dataclass
@@ -90,9 +91,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(policy: Policy | None = None, wait: bool = True, **service):
+def running(policy: Policy | None = None, wait: bool = True, setup=None, **service):
     """Run a server, by default until its programs are compiled."""
-    setup = make_setup()
+    setup = setup or make_setup()
     engine = Engine(setup, policy or Policy(), Metrics("tiny", setup.max_depth))
     built = Service(engine, LetterTokenizer(), ("tiny", "alias"), "fp_0", **service)
     http, listener = HttpServer(built, shutdown_seconds=20), listen("127.0.0.1", 0)

@@ -16,7 +16,6 @@ from processes import Hosts
 
 import specjax
 from specjax import Request
-from specjax.api import serve_setup
 from specjax.parallel import hosts
 from specjax.server.sampling import serve_options
 from specjax.serving import host_commands
@@ -104,7 +103,8 @@ def test_commands_arrive_as_they_were():
     conftest = load_conftest()
     target = conftest.make_target(conftest.CONFIG, seed=0)
     shared = serve_options(target.model.vocab_size, ())
-    limits = serve_setup(target, None, slots=2, longest_prompt=9, max_new_tokens=9, min_p=0.0, **shared).limits
+    setup = specjax.serve(target, None, slots=2, longest_prompt=9, max_new_tokens=9, min_p=0.0, **shared).setup
+    limits = setup.limits
     processors = [processor.replace(settings=processor.settings) for processor in limits.settings.processors]
     sent = Request(
         np.array([1, 2]), jax.random.key(5), 4, temperature=np.float32(0.5), eos=[3], stop=["é"], processors=processors,

@@ -102,8 +102,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_automata_are_shared_and_the_oldest_unused_one_is_replaced():
-    (room,) = automata.table_of(2 * MIB, VOCAB)
-    table = AutomatonTable(room.params, VOCAB)
+    table = AutomatonTable(2 * MIB, VOCAB)
     first, second, third = AUTOMATA[1:4]
     assert table.acquire(first) == table.acquire(first) == 0 and table.acquire(second) == PIECE
     assert table.acquire(third) is None

@@ -15,7 +15,6 @@ from toy import markov, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import Request, UsageError, controllers, decode, drafters, serve, trees
-from specjax.api import serve_setup
 from specjax.controllers.spec_kv import Weights
 from specjax.engine.prepare import Settings, prepare
 from specjax.serving import admission, loop
@@ -143,7 +142,7 @@ def test_over_a_mesh_prompts_are_read_in_chunks_and_prefixes_are_copied():
 def test_over_a_mesh_a_row_enters_without_communication():
     """Each device keeps its own rows of the cache, and nothing of it is moved."""
     target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=2, model=1))
-    setup = serve_setup(target, "autoregressive", slots=4, longest_prompt=12, max_new_tokens=4)
+    setup = specjax.serve(target, "autoregressive", slots=4, longest_prompt=12, max_new_tokens=4).setup
     batch = setup.scheduler().batch
     assert jax.tree.leaves(batch._state.cache)[0].sharding.spec[0] == "data"
     packed = admission.pack_request(batch._state.tokens.shape[1], 0, request(0), jax.random.key(0)[None], 4, [])
@@ -163,18 +162,23 @@ def test_over_a_mesh_all_is_compiled_by_the_end_of_the_first_request(caplog):
     assert sum(ended) == 3 and compiled[-1] == compiled[ended.index(True)] > 2
 
 
-def test_a_step_transfers_nothing_to_the_device(monkeypatch):
-    """The settings of the rows are there already, also after requests with others have come."""
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_step_transfers_nothing_to_the_device(monkeypatch, data):
+    """The settings of the rows and the automata are on all devices, also after requests with others have come."""
     step, count = module.SERVING.traced.step, []
 
     def guarded(parts, state):
         count.append(0)
-        with jax.transfer_guard_host_to_device("disallow_explicit"):
+        with jax.transfer_guard_host_to_device("disallow_explicit"), jax.transfer_guard_device_to_device("disallow"):
             return step(parts, state)
 
     monkeypatch.setattr(module, "SERVING", module.SERVING._replace(traced=module.SERVING.traced._replace(step=guarded)))
     requests = [request(0), request(1)._replace(temperature=0.5, eos=3), request(2)]
-    reasons = [news.finish_reason for news in serve(tiny_llama(), DRAFTERS["prompt_lookup"](), requests, **LIMITS)]
+    target, drafter, options = tiny_llama(), DRAFTERS["prompt_lookup"](), LIMITS
+    if data > 1:
+        target = specjax.shard(tiny_llama(layers=1), specjax.mesh(data=data, model=1))
+        drafter, options = "autoregressive", LIMITS | {"constraint_mib": 0.1}
+    reasons = [news.finish_reason for news in serve(target, drafter, requests, **options)]
     assert sum(map(bool, reasons)) == 3 and len(count) > 3
 
 

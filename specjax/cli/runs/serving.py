@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from specjax.api import serve_setup
+from specjax.api import serve
 from specjax.cli.output.console import Console
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.session import DEMO_NAME, Session
@@ -57,11 +57,11 @@ def build_service(
     settings = dataclasses.replace(
         session.settings(decoding, method, shared.pop("processors")), min_p=decoding.settings.min_p or 0.0
     )
-    setup = serve_setup(
+    setup = serve(
         session.target, drafter, slots=options.slots, longest_prompt=longest or min(room, DEFAULT_LONGEST),
         max_new_tokens=length, tokenizer=session.tokenizer, programs=programs, prefix_gib=options.prefix_gib,
         max_slowdown=options.max_slowdown, constraint_mib=options.constraint_mib, **shared, **vars(settings),
-    )  # fmt: skip
+    ).setup  # fmt: skip
     names = options.names or (session.target.model.name or DEMO_NAME,)
     host, port = options.address
     ready = f"serving {names[0]} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
