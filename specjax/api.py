@@ -459,4 +459,6 @@ def serve(
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
+    can_score = max_alternatives is not None and job.parts.loop.read is not None and target.model.unembed is not None
+    limits = limits._replace(can_score=can_score)
     return Serving(ServeSetup(job, limits, programs, int(prefix_gib * 2**30), max_slowdown), requests)

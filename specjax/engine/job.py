@@ -9,7 +9,19 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.types import STATIC, Array, Controller, DecodeState, Drafter, Info, Processor, PyTree, Sampling, Target
+from specjax.types import (
+    STATIC,
+    Array,
+    Controller,
+    DecodeState,
+    Drafter,
+    Info,
+    Processor,
+    PyTree,
+    Sampling,
+    Target,
+    TokenLogprobs,
+)
 from specjax.verifiers import Verifier
 
 LOGPROBS = "processed", "tempered", "raw"
@@ -34,8 +46,9 @@ class DecodeLoop(NamedTuple):
     `axes(parts, state)` returns the position of the batch axis in each array of the state.
     `result(state, lengths[B], result) -> result` adds the fields of this loop to a `DecodeResult`.
     `begin` and `read` are the two parts of `init`, so that `serve` can read a prompt between steps. `begin` takes the
-    arguments of `init` and reads no token. `read(parts, state, start, size, inputs) -> state` reads `size` tokens.
-    None: `serve` reads prompts with `init`.
+    arguments of `init` and reads no token. `read(parts, state, start, size, inputs, scores) -> (state, TokenLogprobs)`
+    reads `size` tokens. `TokenLogprobs` [B, size] are those of the tokens after them, if bool[] `scores` is True and
+    `can_score(parts)`; otherwise they are zeros or None. None: `serve` reads prompts with `init`.
     """
 
     init: Callable[..., DecodeState]
@@ -43,7 +56,7 @@ class DecodeLoop(NamedTuple):
     axes: Callable[..., DecodeState]
     result: Callable[..., Any] = lambda state, lengths, result: result
     begin: Callable[..., DecodeState] | None = None
-    read: Callable[..., DecodeState] | None = None
+    read: Callable[..., tuple[DecodeState, TokenLogprobs | None]] | None = None
 
 
 class LoopParts(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,20 @@ from specjax.engine.target_pass import pass_over
 from specjax.errors import UsageError
 from specjax.numerics.sampling import DRAFT, entropy, fold_in
 from specjax.processors import pipeline
-from specjax.types import Array, Context, DecodeState, Info, PyTree, Signals, TokenTree, Verdict
+from specjax.types import (
+    Array,
+    Context,
+    DecodeState,
+    Info,
+    Output,
+    PyTree,
+    Signals,
+    TokenLogprobs,
+    TokenTree,
+    Verdict,
+)
 from specjax.verifiers.node_logits import all_rows
+from specjax.verifiers.token_logprobs import text_logprobs, zero_logprobs
 
 BUCKET = 128
 """Smallest size of a token buffer. All sizes are multiples of it."""
@@ -77,8 +90,9 @@ def init(
     if beside is not None:
         state = batch_axes.with_shared(state, beside, axes(parts, state))
     wide = wide_chunk(len(tokens), slots=tokens.shape[1])
-    carry = in_chunks(_reader(parts, state, inputs), (state.cache, state.draft), jnp.max(_unread(length)), wide, CHUNK)
-    return state._replace(cache=carry[0], draft=carry[1])
+    carry = state.cache, (state.draft, None)
+    cache, (draft, _) = in_chunks(_reader(parts, state, inputs), carry, jnp.max(_unread(length)), wide, CHUNK)
+    return state._replace(cache=cache, draft=draft)
 
 
 @on_mesh
@@ -101,17 +115,58 @@ def begin(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, 
 
 
 @on_mesh
-def read(parts: Parts, state: DecodeState, start: Array, size: int, inputs: PyTree = None) -> DecodeState:
-    """Read `size` tokens of the prompts from `start` int32[] on, of a state that `begin` returned."""
-    cache, draft = _reader(parts, state, inputs)(start, size, (state.cache, state.draft))
-    return state._replace(cache=cache, draft=draft)
+def read(
+    parts: Parts, state: DecodeState, start: Array, size: int, inputs: PyTree = None, scores: Array | None = None
+) -> tuple[DecodeState, TokenLogprobs | None]:  # fmt: skip
+    """Read `size` tokens of the prompts from `start` int32[] on, of a state that `begin` returned.
+
+    Args:
+      scores: bool[], True if the log-probabilities of the tokens after them are computed. None: never.
+
+    Returns: the state and TokenLogprobs [B, size], or None without `scores` or if the loop cannot compute them.
+    """
+    logprobs, score = None, lambda logprobs, *chunk: logprobs
+    if scores is not None and can_score(parts):
+        logprobs, score = _scorer(parts, state.tokens, start, size, scores)
+    read_chunk = _reader(parts, state, inputs, score)
+    cache, (draft, logprobs) = read_chunk(start, size, (state.cache, (state.draft, logprobs)))
+    return state._replace(cache=cache, draft=draft), logprobs
 
 
-def _reader(parts: Parts, state: DecodeState, inputs: PyTree) -> Callable:
-    """Return the `chunk_reader` of the prompts. The drafter's prefill hook reads each chunk too."""
+def can_score(parts: Parts) -> bool:
+    """Return True if `read` can compute the log-probabilities of prompts."""
+    return parts.keep.alternatives is not None and parts.target.model.unembed is not None
+
+
+def _scorer(
+    parts: Parts, tokens: Array, start: Array, size: int, scores: Array
+) -> tuple[TokenLogprobs, Callable[..., TokenLogprobs]]:  # fmt: skip
+    """Return zeros, and a function that reads the log-probabilities of the tokens after a chunk of the prompts."""
+    target, count = parts.target, parts.keep.alternatives
+    assert count is not None
+    following = jnp.take(tokens, start + 1 + jnp.arange(size), axis=1, mode="clip")
+
+    def score(logprobs: TokenLogprobs, window: Array, num_new: Array, output: Output) -> TokenLogprobs:
+        end = jnp.where(scores, jnp.max(num_new), 0)
+        return text_logprobs(target, output.hidden, following, end, logprobs)
+
+    return zero_logprobs(following.shape, count), score
+
+
+def _reader(
+    parts: Parts, state: DecodeState, inputs: PyTree, score: Callable[..., PyTree] = lambda logprobs, *chunk: logprobs
+) -> Callable:  # fmt: skip
+    """Return the `chunk_reader` of the prompts, with the carry (cache, (state of the drafter, state of `score`)).
+
+    The drafter's prefill hook and `score` read each chunk too.
+    """
     target, drafter, hook = parts.target, parts.drafter, parts.drafter.hooks.prefill
     context = _prompt_context(parts, state.tokens, state.length, state.keys, inputs)
-    read = lambda draft, *chunk: draft if hook is None else hook(drafter.params, draft, context, *chunk)
+
+    def read(carry: tuple[PyTree, PyTree], *chunk: Any) -> tuple[PyTree, PyTree]:
+        draft = carry[0] if hook is None else hook(drafter.params, carry[0], context, *chunk)
+        return draft, score(carry[1], *chunk)
+
     return chunk_reader(
         target.model, target.params, state.tokens, _unread(state.length), read, taps=drafter.traits.taps
     )

@@ -21,6 +21,7 @@ from specjax.server.sampling import TokenTexts
 from specjax.server.schemas import SampledFields
 from specjax.server.structured.tools import ToolCall, ToolParser
 from specjax.serving.batch import Served
+from specjax.types import TokenLogprobs
 
 
 @dataclasses.dataclass
@@ -86,6 +87,7 @@ class Form(NamedTuple):
     last: Callable[[int, str | None, Any], dict[str, Any]]  # index, finish reason, stop reason
     logprobs: Callable[[Served, int, TokenTexts], Any]  # update, characters before it
     join: Callable[[list[Any]], Any]  # of the logprobs of several updates
+    prompt_logprobs: Callable[[Sequence[int], TokenLogprobs, TokenTexts], Any] | None = None  # prompt, its logprobs
 
 
 class AnswerSettings(NamedTuple):
@@ -131,6 +133,7 @@ class Answer:
     async def _document(self) -> dict[str, Any]:
         async for index, served in self._updates:
             raise_unfinished(served)
+            self._add_prompt(self.choices[index], served)
             self._add(index, served)
         make, tokenizer = self.form.choice, self.settings.tokenizer
         choices = [
@@ -142,7 +145,8 @@ class Answer:
     async def _events(self, first: tuple[int, Served]) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         try:
-            for index in range(len(self.choices)):
+            # echoes with log-probabilities come with the first update of their text
+            for index in range(0 if self.fields.scores_prompt else len(self.choices)):
                 choice = self.form.first(index, self.choices[index].echo)
                 if choice is not None:
                     yield self._chunk(choice)
@@ -160,8 +164,11 @@ class Answer:
     def _update_events(self, index: int, served: Served) -> list[bytes]:
         """Return the events of an update. Raises: ApiError for the end of a text that is not complete."""
         raise_unfinished(served)
-        (text, calls, logprobs), choice = self._add(index, served), self.choices[index]
-        events = []
+        choice, events = self.choices[index], []
+        of_prompt = self._add_prompt(choice, served)
+        if of_prompt is not None:
+            events.append(self._chunk(self.form.delta(index, choice.echo, of_prompt, [])))
+        text, calls, logprobs = self._add(index, served)
         if text or calls or logprobs is not None or (served.tokens and self.fields.return_drafts):
             first = len(choice.calls) - len(calls)
             documents = [{"index": first + place, **call.document()} for place, call in enumerate(calls)]
@@ -179,15 +186,27 @@ class Answer:
         """Add an update to its choice. Return its text, its calls and its log-probabilities."""
         choice = self.choices[index]
         logprobs = None
+        if self.fields.length == 0:  # the scheduler adds at least one token
+            reason = served.finish_reason and "length"
+            served = served._replace(tokens=[], text="", logprobs=None, accepted=0, finish_reason=reason)
         if served.logprobs is not None and served.tokens:
             # the token that ends a text is not part of it
             is_end = served.finish_reason == "eos" and not choice.ticket.request.includes_stop
             logprobs = self.form.logprobs(
-                served._replace(tokens=served.tokens[: len(served.tokens) - is_end]), len(choice.text),
-                self.settings.texts,
+                served._replace(tokens=served.tokens[: len(served.tokens) - is_end]),
+                len(choice.echo) + len(choice.text), self.settings.texts,
             )  # fmt: skip
             choice.logprobs.append(logprobs)
         return *choice.add(served), logprobs
+
+    def _add_prompt(self, choice: ServedChoice, served: Served) -> Any:
+        """Add the log-probabilities of a prompt to its choice, and return them. None: the update has none."""
+        if served.prompt_logprobs is None or self.form.prompt_logprobs is None:
+            return None
+        prompt = [*map(int, choice.ticket.request.prompt)]
+        logprobs = self.form.prompt_logprobs(prompt, served.prompt_logprobs, self.settings.texts)
+        choice.logprobs.append(logprobs)
+        return logprobs
 
     def _joined(self, choice: ServedChoice) -> Any:
         is_reported = self.fields.alternatives is not None

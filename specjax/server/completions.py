@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from specjax.server.answers import Form, ServedChoice
 from specjax.server.chat import LOWEST
 from specjax.server.sampling import TokenTexts
 from specjax.serving.batch import Served
+from specjax.types import TokenLogprobs
 
 
 def _text(index: int, text: str, **values: Any) -> dict[str, Any]:
@@ -23,8 +25,20 @@ def _choice(index: int, choice: ServedChoice, logprobs: Any, stop_reason: Any) -
 
 def _logprobs(served: Served, start: int, texts: TokenTexts) -> dict[str, Any]:
     assert served.logprobs is not None
-    of_tokens, likeliest, alternatives = served.logprobs
-    words = [texts.text(token) for token in served.tokens]
+    return _entries(served.tokens, served.logprobs, start, texts)
+
+
+def _prompt_logprobs(prompt: Sequence[int], logprobs: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+    """Return the log-probabilities of a prompt. Its first token follows no other, so it has none."""
+    first = texts.text(prompt[0])
+    none = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return _join([none, _entries(prompt[1:], logprobs, len(first), texts)])
+
+
+def _entries(tokens: Sequence[int], logprobs: TokenLogprobs, start: int, texts: TokenTexts) -> dict[str, Any]:
+    """Return the log-probabilities of tokens, the first of which has `start` characters before it."""
+    of_tokens, likeliest, alternatives = logprobs
+    words = [texts.text(token) for token in tokens]
     tops = [
         {texts.text(int(token)): max(float(x), LOWEST) for token, x in zip(ids, values, strict=True)}
         for ids, values in zip(likeliest[: len(words)], alternatives, strict=False)
@@ -46,5 +60,5 @@ COMPLETION = Form(
     first=lambda index, echo: _text(index, echo) if echo else None,
     delta=lambda index, text, logprobs, calls: _text(index, text, logprobs=logprobs),
     last=lambda index, reason, stop: _text(index, "", finish_reason=reason, stop_reason=stop),
-    logprobs=_logprobs, join=_join,
+    logprobs=_logprobs, join=_join, prompt_logprobs=_prompt_logprobs,
 )  # fmt: skip

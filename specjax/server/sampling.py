@@ -87,6 +87,10 @@ def make_requests(
             400, f"min_tokens is {fields.min_tokens}, and this server writes at most {limits.max_new_tokens}; lower it",
             param="min_tokens",
         )  # fmt: skip
+    if fields.scores_prompt and not limits.can_score:
+        raise ApiError(
+            400, "this server cannot compute log-probabilities of prompts; leave echo or logprobs out", param="logprobs"
+        )  # fmt: skip
     try:
         salt = f"{owner} {fields.cache_salt or ''}"
         shared = _settings(fields, limits, eos) | {"constraint": automaton, "salt": salt}
@@ -115,7 +119,7 @@ def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> di
             400, f"stop_token_ids and eos are {len(ends)} ids, more than {limits.num_eos}", param="stop_token_ids"
         )  # fmt: skip
     return {
-        "max_new_tokens": fields.length,
+        "max_new_tokens": 1 if fields.length == 0 else fields.length,  # the answer drops the token
         "temperature": fields.temperature,
         "top_k": limits.vocab_size if fields.top_k in (-1, 0) else fields.top_k,
         "top_p": fields.top_p,
@@ -127,6 +131,7 @@ def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> di
         "includes_stop": bool(fields.include_stop_str_in_output),
         "min_unstopped": fields.min_tokens or 0,
         "alternatives": fields.alternatives,
+        "scores_prompt": fields.scores_prompt,
     }
 
 

@@ -201,6 +201,11 @@ class SampledFields(Fields):
         """Return the number of alternatives with log-probabilities. None: no log-probabilities."""
         return None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Return True if the answer has the log-probabilities of the prompts."""
+        return False
+
 
 class TextPart(Fields):
     """A part of a message. Other parts, such as images, are errors."""
@@ -366,13 +371,14 @@ class CompletionFields(SampledFields):
         | Annotated[list[Id], Field(min_length=1)]
         | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)]
     )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
     @model_validator(mode="after")
     def _check_echo(self):
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs would need those of the prompt; leave one of them out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which only echo allows; set it to at least 1")
         return self
 
     @property
@@ -384,6 +390,10 @@ class CompletionFields(SampledFields):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
 
 class TokenizeFields(Fields):

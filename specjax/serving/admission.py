@@ -21,7 +21,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.engine.job import Parts
 from specjax.engine.prefill import CHUNK
 from specjax.serving.requests import Request
-from specjax.types import Array, DecodeState, Info, PyTree
+from specjax.types import Array, DecodeState, Info, PyTree, TokenLogprobs
 
 CHUNK_ON_CPU = 32
 """Tokens of a chunk on a CPU. SmolLM2 reads 128 tokens on two cores in the time of about five steps of eight rows."""
@@ -42,6 +42,7 @@ class Admission(NamedTuple):
     stop: np.ndarray  # int32[1], length of the text at which the row is full
     inputs: PyTree  # arrays [1, ...]
     processors: list[PyTree]  # settings of the processors
+    scores: np.ndarray  # bool[], True if the log-probabilities of the prompt are computed
 
 
 def _unused(*arguments: Any) -> Any:
@@ -56,7 +57,7 @@ class ServePrograms(NamedTuple):
     end: Callable[..., tuple[PyTree, DecodeState]]
     begin: Callable[[Parts, Admission], DecodeState]
     enter: Callable[[Parts, DecodeState, DecodeState, Any], DecodeState]
-    read: Callable[[Parts, DecodeState, Admission, Any], DecodeState] = _unused
+    read: Callable[[Parts, DecodeState, Admission, Any], tuple[DecodeState, TokenLogprobs | None]] = _unused
     take_chunk: Callable[[Parts, DecodeState, Admission, Any], list[Array]] = _unused
     put_chunk: Callable[[Parts, DecodeState, Admission, Any, list[Array]], DecodeState] = _unused
 
@@ -71,7 +72,8 @@ def pack_request(size: int, slot: int, request: Request, key: Array, count: int,
     tokens[0, : len(request.prompt)] = request.prompt
     length = np.array([len(request.prompt)], np.int32)
     inputs = jax.tree.map(lambda x: x[None], request.inputs)
-    return Admission(np.int32(slot), tokens, length, key, length + np.int32(count), inputs, processors)
+    scores = np.array(request.scores_prompt)
+    return Admission(np.int32(slot), tokens, length, key, length + np.int32(count), inputs, processors, scores)
 
 
 def chunk_size(parts: Parts) -> int | None:
@@ -90,8 +92,13 @@ def begin(parts: Parts, admission: Admission) -> DecodeState:
 
 @functools.partial(jax.jit, donate_argnames=("row",))
 @with_standard_modes
-def read(parts: Parts, row: DecodeState, admission: Admission, start: Array) -> DecodeState:
-    """Read the chunk of the prompt that begins at `start` int32[]."""
+def read(
+    parts: Parts, row: DecodeState, admission: Admission, start: Array
+) -> tuple[DecodeState, TokenLogprobs | None]:  # fmt: skip
+    """Read the chunk of the prompt that begins at `start` int32[].
+
+    Returns: the state, and the log-probabilities of the tokens after those of the chunk, if the request needs them.
+    """
     return _read(parts, row, admission, start)
 
 
@@ -157,7 +164,7 @@ def _layout(parts: Parts, row: DecodeState, admission: Admission) -> list[_Slots
     changed: list[bool] = []
 
     def traced(row: DecodeState) -> DecodeState:
-        result = _read(parts, row, admission, jnp.int32(0))
+        result, _ = _read(parts, row, admission, jnp.int32(0))
         pairs = zip(*(jax.tree.leaves((state.cache, state.draft)) for state in (row, result)), strict=True)
         changed.extend(old is not new for old, new in pairs)
         return result
@@ -194,14 +201,18 @@ def _slots(shape: tuple[int, ...], longer: tuple[int, ...], size: int, late: int
 
 
 def _begin(parts: Parts, admission: Admission) -> DecodeState:
-    _, tokens, length, key, stop, inputs, _ = admission
+    _, tokens, length, key, stop, inputs, *_ = admission
     function = parts.loop.begin or parts.loop.init
     return function(_of_row(parts, admission), jnp.asarray(tokens), length, key, stop, inputs)
 
 
-def _read(parts: Parts, row: DecodeState, admission: Admission, start: Array) -> DecodeState:
+def _read(
+    parts: Parts, row: DecodeState, admission: Admission, start: Array
+) -> tuple[DecodeState, TokenLogprobs | None]:  # fmt: skip
     assert parts.loop.read is not None
-    return parts.loop.read(_of_row(parts, admission), row, start, chunk_size(parts), admission.inputs)
+    return parts.loop.read(
+        _of_row(parts, admission), row, start, chunk_size(parts), admission.inputs, jnp.asarray(admission.scores)
+    )
 
 
 def _of_row(parts: Parts, admission: Admission) -> Parts:

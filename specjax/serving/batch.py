@@ -56,6 +56,8 @@ class Served(NamedTuple):
     drafted: int = 0  # depth of the step's draft
     cached: int = 0  # number of tokens of the prompt that were not read, because an earlier prompt began with them
     logprobs: TokenLogprobs | None = None  # NumPy arrays for `tokens`, if the request has `alternatives`
+    # In the first update of a request with `scores_prompt`: for all tokens of the prompt except the first one
+    prompt_logprobs: TokenLogprobs | None = None
 
     def __reduce__(self) -> tuple:
         """Return the fields that pickles and copies have. Functions cannot be pickled, so `drafter` is None there."""
@@ -88,6 +90,7 @@ class _Row:
     is_read: bool = False  # True if the prompt was read, so that the row decodes
     num_stored: int = 0  # number of tokens of the prompt that were copied from the store of prefixes
     automaton: Automaton | None = None  # in the table, with this row as a user
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the chunks of the prompt, until the first update
 
     def served(self, tokens: list[int], accepted: int, reason: str | None, **fields: Any) -> Served:
         """Return an update of this request."""
@@ -110,9 +113,28 @@ class _Row:
         self.tokens += tokens
         accepted, logprobs = min(update.accepted, len(tokens)), None
         if self.alternatives is not None and update.logprobs is not None:
-            of_tokens, *of_likeliest = (x[: len(tokens)] for x in update.logprobs)
-            logprobs = TokenLogprobs(of_tokens, *(x[:, : self.alternatives] for x in of_likeliest))
-        return self.served(tokens, accepted, reason, text=text, drafted=update.drafted, logprobs=logprobs)
+            logprobs = _cut(update.logprobs, len(tokens), self.alternatives)
+        return self.served(
+            tokens, accepted, reason, text=text, drafted=update.drafted, logprobs=logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(len(self.tokens) - len(tokens)),
+        )  # fmt: skip
+
+    def _take_prompt_logprobs(self, num_prompt: int) -> TokenLogprobs | None:
+        """Return the log-probabilities of a prompt of `num_prompt` tokens once, if the request needs them."""
+        chunks, self.prompt_logprobs = self.prompt_logprobs, None
+        if chunks is None or self.alternatives is None:
+            return None
+        empty = np.zeros((1, 0, self.alternatives), np.int32)
+        parts = [TokenLogprobs(np.zeros((1, 0), np.float32), empty, np.float32(empty))]
+        parts += [TokenLogprobs(x, *(y[..., : self.alternatives] for y in rest)) for x, *rest in jax.device_get(chunks)]
+        joined = jax.tree.map(lambda *x: np.concatenate(x, 1)[0], *parts)
+        return _cut(joined, num_prompt - 1, self.alternatives)
+
+
+def _cut(logprobs: TokenLogprobs, size: int, count: int) -> TokenLogprobs:
+    """Return the log-probabilities of the first `size` tokens, with `count` alternatives."""
+    of_tokens, *of_likeliest = (x[:size] for x in logprobs)
+    return TokenLogprobs(of_tokens, *(x[:, :count] for x in of_likeliest))
 
 
 class _Admitted(NamedTuple):
@@ -239,7 +261,9 @@ class Batch:
                 self._place_automata()
             settings = self._with_address(processors, address)
             packed = admission.pack_request(self._state.tokens.shape[1], slot, request, key, count, settings)
-            root = self._prefixes.root(request.salt) if request.inputs is None else None
+            # the store has no log-probabilities
+            is_stored = request.inputs is None and not request.scores_prompt
+            root = self._prefixes.root(request.salt) if is_stored else None
             self._readers.append(PromptReader(row, packed, root))
 
     def _with_address(self, processors: list[PyTree], address: int) -> list[PyTree]:
@@ -272,6 +296,7 @@ class Batch:
         if not reader.unread and reader.row is not None:
             self._stop_reading(reader)
             reader.request.is_read, reader.request.num_stored = True, reader.num_stored
+            reader.request.prompt_logprobs = reader.logprobs if reader.packed.scores else None
             self._state = self._programs.enter(self._parts, self._state, reader.row, reader.packed.slot)
 
     def read_ended(self) -> None:

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from specjax.engine.job import Parts
+from specjax.numerics.global_arrays import replicate
 from specjax.serving import admission
 from specjax.serving.admission import Admission, ServePrograms
 from specjax.serving.prefixes import PrefixStore, StoredChunk
-from specjax.types import DecodeState
+from specjax.types import DecodeState, TokenLogprobs
 
 OLDEST_TURN = 4
 """The oldest prompt reads every fourth chunk, even if shorter prompts wait."""
@@ -30,6 +31,7 @@ class PromptReader:
     row: DecodeState | None = None  # None before the first chunk
     start: int = 0  # number of tokens that were read or copied
     num_stored: int = 0  # number of tokens that were copied from the store
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # of each chunk, if the request needs them
 
     @property
     def unread(self) -> int:
@@ -63,7 +65,9 @@ class PromptReader:
         """Read the next chunk, and store it if it is complete."""
         assert self.row is not None
         start, is_complete = np.int32(self.start), self._is_complete(parts, size)
-        self.row = programs.read(parts, self.row, self.packed, start)
+        self.row, logprobs = programs.read(parts, self.row, self.packed, start)
+        if logprobs is not None and self.packed.scores:
+            self.logprobs.append(replicate(logprobs))
         if is_complete and self.node is not None:
             arrays = programs.take_chunk(parts, self.row, self.packed, start)
             self._follow(store.add(self.node, self._tokens(size), arrays), size)

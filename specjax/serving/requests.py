@@ -46,6 +46,7 @@ class Request(NamedTuple):
     shows_control: bool = False  # True: the text has control tokens, if the tokenizer has `decode(ids, special=True)`
     includes_stop: bool = False  # True: the text has the stop string or the eos that ends it
     min_unstopped: int = 0  # number of tokens in which stop strings are not looked for
+    scores_prompt: bool = False  # True: `Served.prompt_logprobs` is set, with as many `alternatives` as those of a text
 
 
 class Cancel(NamedTuple):
@@ -70,6 +71,7 @@ class Limits(NamedTuple):
     tokenizer: TextDecoder | None = None
     max_alternatives: int | None = None  # None: requests have no logprobs
     constraint_mib: float = 0.0  # room for the automata of all running requests; 0: requests have none
+    can_score: bool = False  # True if requests may have `scores_prompt`
 
     @property
     def num_eos(self) -> int:
@@ -161,6 +163,10 @@ def check_request(request: Request, limits: Limits) -> int:
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
+    if request.scores_prompt and not limits.can_score:
+        raise UsageError("its scores_prompt needs max_alternatives of serve, and a model with `unembed`")
+    if request.scores_prompt and request.alternatives is None:
+        raise UsageError("its scores_prompt needs a number of alternatives; set alternatives=0 for the tokens alone")
     limit = limits.max_alternatives
     if request.alternatives is not None and (limit is None or not 0 <= operator.index(request.alternatives) <= limit):
         largest = "serve reports no logprobs" if limit is None else f"serve reports at most {limit}"

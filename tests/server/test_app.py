@@ -33,7 +33,7 @@ WRONG = [
     (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}', None),
     *((COMPLETIONS, {"model": "tiny", "prompt": x}, "prompt") for x in (None, [], [[]], [1.5], [True], ["a", 1], {})),
     *((COMPLETIONS, {"model": "tiny", "prompt": "a", **x}, None) for x in (
-        {"echo": True, "logprobs": 1}, {"suffix": "b"}, {"best_of": 2}, {"guided_grammar": "a"},
+        {"max_tokens": 0}, {"suffix": "b"}, {"best_of": 2}, {"guided_grammar": "a"},
         {"min_tokens": 3, "max_tokens": 2}, {"min_tokens": -1}, {"min_tokens": 10**30},
         {"min_tokens": 1, "guided_regex": "a"},
     )),

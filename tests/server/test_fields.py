@@ -1,8 +1,11 @@
 """Fields that users of other servers send: lengths, ends, echoes, salts."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
-from served import LetterTokenizer, expected
+from served import LetterTokenizer, expected, make_target
 
 from specjax import processors
 
@@ -12,7 +15,7 @@ IDS = TOKENIZER.encode("abab")
 
 def complete(client, prompt="abab", **options):
     fields = {"temperature": 0, "max_tokens": 20} | options
-    names = {"temperature", "max_tokens", "n", "seed", "stop", "stream", "echo", "best_of", "logit_bias"}
+    names = {"temperature", "max_tokens", "n", "seed", "stop", "stream", "echo", "best_of", "logit_bias", "logprobs"}
     more = {name: fields.pop(name) for name in fields.keys() - names}
     return client.completions.create(model="tiny", prompt=prompt, extra_body=more, **fields)
 
@@ -36,6 +39,47 @@ def test_echo(client):
     for event in events:
         streamed[event.choices[0].index] += event.choices[0].text
     assert streamed == ["abab" + plain] * 2
+
+
+def raw_logprobs(ids):
+    """Return log_softmax of the model after each of the ids, float32[T, V]."""
+    target, length = make_target(), len(ids)
+    cache = target.model.init_cache(target.params, None, 1, length)
+    mask, positions = jnp.tril(jnp.ones((1, length, length), bool)), jnp.arange(length)[None]
+    forward = jax.jit(lambda tokens: target.model.forward(target.params, tokens, cache, positions=positions, mask=mask))
+    return np.asarray(jax.nn.log_softmax(forward(jnp.array([ids]))[0].logits[0]))
+
+
+def test_echo_with_logprobs_scores_the_prompt(client):
+    """The form is that of the API: the first token has none, and max_tokens may be 0."""
+    prompt = "abab" * 12
+    ids = TOKENIZER.encode(prompt)
+    plain = complete(client, prompt, max_tokens=3, logprobs=2).choices[0]
+    answer = complete(client, prompt, max_tokens=3, logprobs=2, echo=True, n=2)
+    streamed = [[], []]
+    for event in complete(client, prompt, max_tokens=3, logprobs=2, echo=True, n=2, stream=True):
+        streamed[event.choices[0].index].append(event.choices[0])
+    expected = raw_logprobs(ids)[:-1]
+    values = expected[np.arange(len(ids) - 1), ids[1:]]
+    for choice, parts in zip(answer.choices, streamed, strict=True):
+        logprobs = choice.logprobs
+        assert choice.text == "".join(part.text for part in parts) == prompt + plain.text
+        assert logprobs.tokens[1 : len(ids)] == list(prompt)
+        assert logprobs.tokens[len(ids) :] == plain.logprobs.tokens
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.text_offset[: len(ids)] == [0, *range(len(prompt))]
+        assert logprobs.text_offset[len(ids) :] == [len(prompt) + x for x in plain.logprobs.text_offset]
+        np.testing.assert_allclose(logprobs.token_logprobs[1 : len(ids)], values, atol=2e-5)
+        np.testing.assert_allclose(logprobs.token_logprobs[len(ids) :], plain.logprobs.token_logprobs, atol=2e-5)
+        best = [max(tops.values()) for tops in logprobs.top_logprobs[1 : len(ids)]]
+        np.testing.assert_allclose(best, expected.max(1), atol=2e-5)
+        assert logprobs.tokens == [x for part in parts if part.logprobs for x in part.logprobs.tokens]
+    only = complete(client, prompt, max_tokens=0, logprobs=0, echo=True)
+    assert only.choices[0].text == prompt and only.choices[0].finish_reason == "length"
+    assert only.usage.completion_tokens == 0 and len(only.choices[0].logprobs.tokens) == len(ids)
+    assert complete(client, prompt, max_tokens=0, echo=True).choices[0].text == prompt
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which only echo allows"):
+        complete(client, prompt, max_tokens=0)
 
 
 def test_min_tokens_delay_ends_and_stop_strings(client):

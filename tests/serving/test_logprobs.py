@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from toy import tiny_llama
 
-from specjax import Cancel, Request, UsageError, drafters, processors, serve
+from specjax import Cancel, Request, Target, UsageError, drafters, processors, serve
+from specjax.serving.requests import check_request
+from specjax.verifiers import token_logprobs
 
-LIMITS = {"slots": 3, "longest_prompt": 12, "max_new_tokens": 14}
+LIMITS = {"slots": 3, "longest_prompt": 80, "max_new_tokens": 14}
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
 
 
@@ -61,6 +63,57 @@ def test_they_are_those_of_the_model_before_processors_and_temperature():
         np.testing.assert_array_equal(likeliest, np.argsort(-expected, 1, kind="stable")[:, :count])
         np.testing.assert_allclose(alternatives, -np.sort(-expected, 1)[:, :count], atol=2e-5)
     assert any(len(update.tokens) > 1 for updates in logprobs.values() for update in updates if update)
+
+
+def test_those_of_a_prompt_are_those_of_the_model():
+    """Also beyond chunks, and beside a prompt that the store has."""
+    long = np.random.default_rng(0).integers(1, 16, 70).tolist()
+    prompts = [long, long, long[:50], [5, 6], [5], long]
+    requests = [
+        Request(prompt, i, 3, alternatives=i % 4, scores_prompt=i != 5, temperature=0.5)
+        for i, prompt in enumerate(prompts)
+    ]
+    options = {"max_alternatives": 5, "processors": [processors.repetition(1.0)]}
+    results = {}
+    for update in serve(tiny_llama(), drafters.prompt_lookup(3, min_ngram=1), requests, **LIMITS, **options):
+        assert (update.prompt_logprobs is None) == (update.request in results or update.request == 5)
+        assert update.cached == 0
+        results.setdefault(update.request, update.prompt_logprobs)
+    for i, prompt in enumerate(prompts[:5]):
+        of_tokens, likeliest, alternatives = results[i]
+        expected = raw_logprobs(prompt[:1], prompt[1:]) if len(prompt) > 1 else np.zeros((0, 16))
+        assert likeliest.shape == alternatives.shape == (len(prompt) - 1, i % 4)
+        np.testing.assert_allclose(of_tokens, expected[np.arange(len(prompt) - 1), prompt[1:]], atol=2e-5)
+        np.testing.assert_allclose(alternatives, -np.sort(-expected, 1)[:, : i % 4], atol=2e-5)
+        np.testing.assert_allclose(np.take_along_axis(expected, likeliest, 1), alternatives, atol=2e-5)
+
+
+def test_blocks_need_not_divide_a_text():
+    target = tiny_llama()
+    hidden = jax.random.normal(jax.random.key(0), (2, 44, target.model.config.width))
+    following = jnp.arange(88).reshape(2, 44) % 16
+    zeros = token_logprobs.zero_logprobs((2, 44), 2)
+    results = token_logprobs.text_logprobs(target, hidden, following, jnp.int32(41), zeros)
+    logprobs = jax.nn.log_softmax(target.model.unembed(target.params, hidden), -1)
+    wanted = jnp.take_along_axis(logprobs, following[..., None], 2)[..., 0]
+    np.testing.assert_allclose(results.tokens[:, :41], wanted[:, :41], atol=1e-5)
+    np.testing.assert_allclose(results.alternatives[:, :41], jax.lax.top_k(logprobs, 2)[0][:, :41], atol=1e-5)
+    unread = token_logprobs.text_logprobs(target, hidden, following, jnp.int32(0), zeros)
+    assert all(not np.any(x) for x in unread)
+
+
+def test_requests_that_cannot_have_those_of_a_prompt_are_refused():
+    request = Request([1, 2], 0, alternatives=0, scores_prompt=True)
+    with_head = tiny_llama()
+    without = Target(with_head.model._replace(unembed=None), with_head.params)
+    for target, limit, changes, words in (
+        (without, 1, {}, "a model with `unembed`"),
+        (with_head, None, {}, "needs max_alternatives of serve"),
+        (with_head, 1, {"alternatives": None}, "needs a number of alternatives"),
+    ):
+        limits = serve(target, "autoregressive", **LIMITS, max_alternatives=limit).setup.limits
+        with pytest.raises(UsageError, match=words):
+            check_request(request._replace(**changes), limits)
 
 
 def test_requests_for_more_than_serve_reports_are_refused():
