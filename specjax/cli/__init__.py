@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except BaseException as error:
             code = _handle_error(error, interrupts)
     code = code if isinstance(code, int) else 0
-    if arguments is None and _is_loading_programs():  # Python would wait 4.5 to 7 s for passes that nobody needs
+    if arguments is None and _has_busy_threads():
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -66,10 +66,18 @@ def _handle_error(error: BaseException, interrupts: Interrupts) -> int:
     raise error
 
 
-def _is_loading_programs() -> bool:
-    """Return True if a thread loads compiled programs; such threads write no files."""
-    cache = sys.modules.get("specjax.persistence.program_cache")  # an import would load JAX
-    return cache is not None and any(thread.name.startswith(cache.READING) for thread in threading.enumerate())
+def _has_busy_threads() -> bool:
+    """Return True if a thread that writes no files is inside XLA.
+
+    Python would wait 4.5 to 7 s for threads that load compiled programs, which nobody needs any more. It aborts if the
+    thread of a server returns from XLA after the end of the interpreter.
+    """
+    prefixes = (
+        ("specjax.persistence.program_cache", "READING"), ("specjax.server.engine_thread", "THREAD"),
+    )  # fmt: skip
+    modules = [(sys.modules.get(module), name) for module, name in prefixes]  # an import would load JAX
+    names = tuple(getattr(module, name) for module, name in modules if module is not None)
+    return bool(names) and any(thread.name.startswith(names) for thread in threading.enumerate())
 
 
 def _check_packages() -> None:

@@ -28,6 +28,8 @@ from specjax.serving.requests import Request
 LOG = logging.getLogger("specjax.server")
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 """States of the engine."""
+THREAD = "specjax-engine"
+"""Name of the thread."""
 STUCK_SECONDS = 300.0
 """Time of a turn after which the engine counts as failed."""
 
@@ -107,7 +109,7 @@ class Engine:
         self._num_admitted, self._is_stopped = 0, False
         self._turn_started: float | None = None
         self._scheduler: Scheduler | None = None
-        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def start(self) -> None:
         """Start the thread, which first compiles the programs."""
@@ -135,12 +137,12 @@ class Engine:
         """Put the requests of a call into the queue. Raises: ApiError if the queue is full or the engine has ended."""
         if self.state != READY:
             raise ApiError(503, f"the server is {self.state} and takes no requests", code=self.state)
-        limit = max(self.policy.max_waiting, self.setup.slots)
+        limit = self.policy.max_waiting + self.setup.slots
         if len(requests) > limit:
             raise ApiError(400, f"the call has {len(requests)} texts, and this server takes at most {limit} at once")
         call = Call(requests, client)
         with self._changed:
-            if len(self._waiting) + len(requests) > self.policy.max_waiting:
+            if len(self._waiting) + len(requests) > self.policy.max_waiting + self._num_free:
                 self.metrics.num_rejected += len(requests)
                 raise ApiError(429, f"{len(self._waiting)} requests are waiting; try again later", code="busy")
             for ticket in call.tickets:
@@ -148,6 +150,11 @@ class Engine:
                 self._waiting.push(call.client, ticket, cost)
             self._changed.notify()
         return call
+
+    @property
+    def _num_free(self) -> int:
+        """Return the number of rows without a request, whose next requests do not have to wait."""
+        return 0 if self._scheduler is None else max(self.setup.slots - len(self._running), 0)
 
     def cancel(self, call: Call) -> None:
         """End the requests of a call whose client has left. A call that has ended stays as it is."""
@@ -159,8 +166,9 @@ class Engine:
 
     def drain(self) -> None:
         """Take no more requests. Those that wait or run finish."""
-        if self.state in (READY, STARTING):
-            self.state = DRAINING
+        with self._changed:
+            if self.state in (READY, STARTING):
+                self.state = DRAINING
 
     def stop(self, seconds: float = 5.0) -> None:
         """End all requests and the thread, and wait for it."""
@@ -176,10 +184,11 @@ class Engine:
             self._scheduler = scheduler = self.setup.scheduler(leads=True)
             self._warm_up(scheduler)
             self.is_compiled = True
-            if self.state == STARTING:
-                self.state = READY
-                if self._on_ready is not None:
-                    self._on_ready()
+            with self._changed:
+                is_first = self.state == STARTING  # otherwise a signal has come
+                self.state = READY if is_first else self.state
+            if is_first and self._on_ready is not None:
+                self._on_ready()
             while not self._is_stopped:
                 self._wait(scheduler)
                 self._turn_started = time.perf_counter()

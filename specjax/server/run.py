@@ -71,8 +71,14 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(service: Service, listener: socket.socket, *, shutdown_seconds: float = 30.0) -> None:
-    """Serve until a signal. Raises: the error that ended the decoding thread before any request."""
-    HttpServer(service, shutdown_seconds=shutdown_seconds).run(sockets=[listener])
+    """Serve until a signal.
+
+    Raises: KeyboardInterrupt after a second Ctrl-C, and the error that ended the decoding thread before any request.
+    """
+    server = HttpServer(service, shutdown_seconds=shutdown_seconds)
+    server.run(sockets=[listener])
+    if server.force_exit:
+        raise KeyboardInterrupt
     if service.engine.error is not None:
         raise service.engine.error
 

@@ -131,7 +131,7 @@ def test_a_server_whose_programs_do_not_compile_ends(monkeypatch):
 
 def test_a_call_of_more_texts_than_may_wait(server):
     answer = asyncio.run(post_all(server.url, [body(["a"] * 300)]))[0]
-    assert answer.status_code == 400 and "300 texts, and this server takes at most 256" in answer.text
+    assert answer.status_code == 400 and "300 texts, and this server takes at most 260" in answer.text
 
 
 @pytest.mark.parametrize("options", [
