@@ -60,12 +60,13 @@ test-gpu-compile: $(VENV)/.dev
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[gpu-compile]'
 	$(BIN)/pytest -m gpu_compile
 
-# Models of Tunix and gemma, and `decode` as the sampler of Tunix: these packages want older ones beside them.
+# Models of Tunix and gemma, `decode` as the sampler of Tunix, and llm-comply against the server: Tunix and gemma want
+# older packages beside them.
 PEERS := build/peers
 test-peers: $(VENV)/.dev
 	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(PEERS)
-	$(BIN)/uv pip install -q --python $(PEERS)/bin/python -e . google-tunix==0.1.7 gemma==3.3.0 pytest pytest-xdist hypothesis scipy
-	JAX_PLATFORMS=cpu $(PEERS)/bin/python -m pytest -q -rs tests/models/test_tunix.py tests/models/test_gemma.py tests/examples/test_tunix_grpo.py
+	$(BIN)/uv pip install -q --python $(PEERS)/bin/python -e '.[server,constraints]' google-tunix==0.1.7 gemma==3.3.0 llm-comply==0.5.0 httpx pytest pytest-xdist hypothesis scipy
+	JAX_PLATFORMS=cpu $(PEERS)/bin/python -m pytest -q -rs tests/models/test_tunix.py tests/models/test_gemma.py tests/examples/test_tunix_grpo.py tests/server/test_llm_comply.py
 
 # The wheel and the source archive, checked as an index would.
 dist: $(VENV)/.dev
