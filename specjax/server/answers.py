@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -35,9 +36,26 @@ class ServedChoice:
     steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (drafted, accepted)
     calls: list[ToolCall] = dataclasses.field(default_factory=list)
     parser: ToolParser | None = None  # None: the text has no calls of tools
+    is_call: bool = False  # True if the text must be a call, so that the rest of it is one that was cut
     echo: str = ""  # text before that of the model
+    num_shown: int = 0  # number of tokens whose log-probabilities were returned
+    unshown: list[tuple[int, Any]] = dataclasses.field(default_factory=list)  # other tokens, with log-probabilities
     cached: int = 0
     reason: str | None = None
+
+    def show(self, served: Served) -> Served | None:
+        """Return the tokens whose text an update returns, with their log-probabilities. None: it has none of them.
+
+        A token that ends the text, or that may begin a stop string, is not among them.
+        """
+        if served.logprobs is not None:
+            self.unshown += zip(served.tokens, zip(*served.logprobs, strict=True), strict=True)
+        count = min(served.num_shown - self.num_shown, len(self.unshown))
+        if count <= 0:
+            return None
+        shown, self.unshown, self.num_shown = self.unshown[:count], self.unshown[count:], served.num_shown
+        tokens, logprobs = zip(*shown, strict=True)
+        return served._replace(tokens=list(tokens), logprobs=TokenLogprobs(*map(np.stack, zip(*logprobs, strict=True))))
 
     def add(self, served: Served) -> tuple[str, list[ToolCall]]:
         """Add an update. Return its text without calls of tools, and these calls."""
@@ -50,6 +68,7 @@ class ServedChoice:
         if self.parser is not None and served.finish_reason is not None:
             more, last = self.parser.finish()
             text, calls = text + more, [*calls, *last]
+        text = "" if self.is_call else text
         self.texts.append(text)
         self.calls += calls
         return text, calls
@@ -112,6 +131,7 @@ class Answer:
         for index, choice in enumerate(self.choices):
             choice.echo = echoes[index // fields.count] if echoes else ""
             choice.parser = ToolParser(fields.called_names) if fields.called_names else None
+            choice.is_call = fields.forced_call is not None
         self._updates = call.updates()
         self._head = {
             "id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": fields.model,
@@ -188,14 +208,11 @@ class Answer:
         logprobs = None
         if self.fields.length == 0:  # the scheduler adds at least one token
             reason = served.finish_reason and "length"
-            served = served._replace(tokens=[], text="", logprobs=None, accepted=0, finish_reason=reason)
-        if served.logprobs is not None and served.tokens:
-            # the token that ends a text is not part of it
-            is_end = served.finish_reason == "eos" and not choice.ticket.request.includes_stop
-            logprobs = self.form.logprobs(
-                served._replace(tokens=served.tokens[: len(served.tokens) - is_end]),
-                len(choice.echo) + len(choice.text), self.settings.texts,
-            )  # fmt: skip
+            served = served._replace(tokens=[], text="", logprobs=None, accepted=0, num_shown=0, finish_reason=reason)
+        shown = choice.show(served)
+        if shown is not None:
+            start = len(choice.echo) + len(choice.text)
+            logprobs = self.form.logprobs(shown, start, self.settings.texts)
             choice.logprobs.append(logprobs)
         return *choice.add(served), logprobs
 

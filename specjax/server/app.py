@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -87,7 +88,8 @@ class Service:
             Route("/", self.page),
         ]  # fmt: skip
         handlers: Any = {
-            ApiError: _api_error, HTTPException: _http_error, ClientGoneError: _client_gone, Exception: _bug
+            ApiError: _api_error, HTTPException: _http_error, ClientGoneError: _client_gone,
+            ClientDisconnect: _client_gone, Exception: _bug,
         }  # fmt: skip
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
@@ -208,6 +210,9 @@ class Service:
 
     async def _read(self, http: HttpRequest, kind: type[FieldsT]) -> FieldsT:
         """Return the fields of a request. Raises: ApiError for a large body, a wrong field or an unknown model."""
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"the body has the encoding {encoding[:40]!r}; send it without compression")
         body = bytearray()
         async for part in http.stream():
             body += part
@@ -262,7 +267,12 @@ async def _api_error(http: HttpRequest, error: Exception) -> Response:
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(ApiError(error.status_code, error.detail).document(), error.status_code, error.headers)
+    method, path = http.method, http.url.path[:80]
+    words = {
+        404: f"this server has no endpoint {path}; see docs/serving.md for its endpoints",
+        405: f"the endpoint {path} does not take {method} requests",
+    }.get(error.status_code, error.detail)  # fmt: skip
+    return JSONResponse(ApiError(error.status_code, words).document(), error.status_code, error.headers)
 
 
 async def _client_gone(http: HttpRequest, error: Exception) -> Response:

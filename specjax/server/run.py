@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -17,6 +19,8 @@ from specjax.errors import UsageError
 from specjax.server.app import Service
 from specjax.serving.loop import ServeSetup, follow
 
+ANSWER_SECONDS = 5
+"""Time for the answers of requests that ended because the server ends."""
 SIGNAL_TICKS = 10
 """Ticks of 0.1 s after which signals to other hosts are noticed."""
 
@@ -39,15 +43,30 @@ class HttpServer(uvicorn.Server):
         """Create the server of a service. shutdown_seconds: longest time for running requests after a signal."""
         config = uvicorn.Config(
             service.app(), log_config=None, access_log=False, lifespan="on", timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(shutdown_seconds), server_header=False,
+            timeout_graceful_shutdown=math.ceil(shutdown_seconds) + ANSWER_SECONDS, server_header=False,
         )  # fmt: skip
         super().__init__(config)
-        self.service = service
+        self.service, self.shutdown_seconds = service, shutdown_seconds
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Refuse new requests, and end after the running ones."""
+        if self.should_exit and sig == signal.SIGINT:
+            os.write(2, b"specjax: interrupted twice\n")
+            os._exit(128 + sig)  # tasks that are cancelled instead would print tracebacks
         self.service.engine.drain()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests. Those that take too long end with an error, which their clients receive."""
+        timer = asyncio.create_task(self._stop_later())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    async def _stop_later(self) -> None:
+        await asyncio.sleep(self.shutdown_seconds)
+        await asyncio.to_thread(self.service.engine.stop)
 
     async def on_tick(self, counter: int) -> bool:
         """End if the programs cannot be compiled. A server that fails later stays, and its health is bad."""
@@ -71,14 +90,8 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(service: Service, listener: socket.socket, *, shutdown_seconds: float = 30.0) -> None:
-    """Serve until a signal.
-
-    Raises: KeyboardInterrupt after a second Ctrl-C, and the error that ended the decoding thread before any request.
-    """
-    server = HttpServer(service, shutdown_seconds=shutdown_seconds)
-    server.run(sockets=[listener])
-    if server.force_exit:
-        raise KeyboardInterrupt
+    """Serve until a signal. Raises: the error that ended the decoding thread before any request."""
+    HttpServer(service, shutdown_seconds=shutdown_seconds).run(sockets=[listener])
     if service.engine.error is not None:
         raise service.engine.error
 

@@ -177,6 +177,11 @@ class SampledFields(Fields):
         return frozenset()
 
     @property
+    def forced_call(self) -> Constraint | None:
+        """Return the constraint of a text that must call a tool, or None."""
+        return None
+
+    @property
     def count(self) -> int:
         """Return the number of texts per prompt."""
         return self.n or 1
@@ -212,6 +217,18 @@ class TextPart(Fields):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Fields):
+    """A part of an earlier answer in which a model refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """Return the text of the part."""
+        return self.refusal
 
 
 class CalledFunction(Fields):
@@ -271,7 +288,7 @@ class ChatMessage(Fields):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
     tool_calls: list[CalledTool] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -282,7 +299,7 @@ class ChatMessage(Fields):
         content = values.get("content") if isinstance(values, Mapping) else None
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind != "text":
+            if isinstance(kind, str) and kind not in ("text", "refusal"):
                 raise ValueError(f"the model reads text only; leave out the part of type {kind[:40]}")
         return values
 
@@ -343,7 +360,6 @@ class ChatFields(SampledFields):
 
     @property
     def forced_call(self) -> Constraint | None:
-        """Return the constraint of a text that must call a tool, or None."""
         only = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if only is None and self.tool_choice != "required":
             return None

@@ -56,6 +56,8 @@ class Served(NamedTuple):
     drafted: int = 0  # depth of the step's draft
     cached: int = 0  # number of tokens of the prompt that were not read, because an earlier prompt began with them
     logprobs: TokenLogprobs | None = None  # NumPy arrays for `tokens`, if the request has `alternatives`
+    # tokens of the request so far whose text was returned; not those that ended it, or that may begin a stop string
+    num_shown: int = 0
     # In the first update of a request with `scores_prompt`: for all tokens of the prompt except the first one
     prompt_logprobs: TokenLogprobs | None = None
 
@@ -117,6 +119,7 @@ class _Row:
         return self.served(
             tokens, accepted, reason, text=text, drafted=update.drafted, logprobs=logprobs,
             prompt_logprobs=self._take_prompt_logprobs(len(self.tokens) - len(tokens)),
+            num_shown=0 if self.text is None else self.text.num_shown,
         )  # fmt: skip
 
     def _take_prompt_logprobs(self, num_prompt: int) -> TokenLogprobs | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -43,12 +44,16 @@ class Detokenizer:
         self._num_complete = 0  # number of leading ids whose text ends with a complete character
         self._num_returned = 0  # number of returned characters of the text of `_ids`
         self._tail = ""  # text that may begin a stop string
+        self.num_shown = 0  # number of tokens whose text was returned, at least in part
+        self._starts: deque[int] = deque()  # characters before each of the other tokens
+        self._size = self._size_returned = 0  # characters of complete text, and of the returned text
 
     def add(self, token: int) -> str:
         """Add a token and return the text that is now certain. After a stop string, return an empty string."""
         if self.stopped:
             return ""
         self._ids.append(token)
+        self._starts.append(self._size)
         text = self._tokenizer.decode(self._ids)
         unfinished = len(text) - len(text.rstrip(UNFINISHED))
         if len(self._ids) - self._num_complete > BYTES:  # more tokens than one character can have bytes
@@ -58,10 +63,9 @@ class Detokenizer:
         if new and not unfinished:
             del self._ids[: self._num_complete]
             self._num_complete, self._num_returned = len(self._ids), len(self._tokenizer.decode(self._ids))
-        if self._num_unchecked:
-            self._num_unchecked -= 1
-            return new
-        return self._until_stop(new)
+        self._size += len(new)
+        is_checked, self._num_unchecked = not self._num_unchecked, max(self._num_unchecked - 1, 0)
+        return self._show(self._until_stop(new) if is_checked else new)
 
     def flush(self) -> str:
         """Return the buffered text, at the end of the row."""
@@ -69,6 +73,16 @@ class Detokenizer:
             return ""
         text = self._tail + self._tokenizer.decode(self._ids)[self._num_returned :]
         self._ids, self._num_complete, self._num_returned, self._tail = [], 0, 0, ""
+        self.num_shown += len(self._starts)
+        self._starts.clear()
+        return text
+
+    def _show(self, text: str) -> str:
+        """Return text, and count its tokens."""
+        self._size_returned += len(text)
+        while self._starts and self._starts[0] < self._size_returned:
+            self._starts.popleft()
+            self.num_shown += 1
         return text
 
     def add_all(self, tokens: Iterable[int]) -> tuple[str, int]:

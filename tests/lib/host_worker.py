@@ -171,7 +171,8 @@ def cli(*arguments: str) -> None:
         return target if mesh is None else specjax.shard(target, mesh, over), conftest.ByteTokenizer()
 
     specjax.load = load
-    main(arguments)
+    sys.argv[1:] = arguments
+    main()
 
 
 def of_version(version: str, *arguments: str) -> None:

@@ -91,12 +91,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(policy: Policy | None = None, wait: bool = True, setup=None, **service):
+def running(policy: Policy | None = None, wait: bool = True, setup=None, shutdown_seconds: float = 20, **service):
     """Run a server, by default until its programs are compiled."""
     setup = setup or make_setup()
     engine = Engine(setup, policy or Policy(), Metrics("tiny", setup.max_depth))
     built = Service(engine, LetterTokenizer(), ("tiny", "alias"), "fp_0", **service)
-    http, listener = HttpServer(built, shutdown_seconds=20), listen("127.0.0.1", 0)
+    http, listener = HttpServer(built, shutdown_seconds=shutdown_seconds), listen("127.0.0.1", 0)
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -117,11 +117,16 @@ def expected(ids: list[int], seed: int | jax.Array = 0, length: int = LENGTH, **
     return result.to_lists()[0]
 
 
-def ask(method, path, *, headers=None, service=None, **options):
-    """Send a request to the application without its thread."""
+def make_app(**service):
+    """Return the application without its thread."""
     engine = Engine(make_setup(), Policy(max_waiting=0), Metrics("tiny", 3))
     engine.state = READY
-    app = Service(engine, LetterTokenizer(), ("tiny",), "fp_0", **(service or {})).app()
+    return Service(engine, LetterTokenizer(), ("tiny",), "fp_0", **service).app()
+
+
+def ask(method, path, *, headers=None, service=None, **options):
+    """Send a request to the application without its thread."""
+    app = make_app(**(service or {}))
 
     async def send():
         transport = httpx.ASGITransport(app=app)

@@ -110,6 +110,24 @@ def test_logprobs_are_those_of_the_model(client):
     assert len(old.logprobs.token_logprobs) == len(old.logprobs.top_logprobs) == len(old.text)
 
 
+def test_logprobs_are_those_of_the_text_without_its_stop_string(client):
+    """Also in streams, where a token that may begin a stop string is held back with its log-probability."""
+    options = {"seed": 2, "max_tokens": 20, "temperature": 0.5, "logprobs": True}
+    whole = chat(client, **options).choices[0].message.content
+    for stop in (whole[5], whole[4:7], [whole[3] + "?", whole[6:8]], whole[7:9] + "?"):
+        choice = chat(client, stop=stop, **options).choices[0]
+        text = choice.message.content
+        assert "".join(entry.token for entry in choice.logprobs.content) == text
+        assert whole.startswith(text) and (len(text) < len(whole)) == (choice.finish_reason == "stop")
+        sent = 0
+        for event in chat(client, stop=stop, stream=True, **options):
+            part = event.choices[0]
+            words = "".join(entry.token for entry in part.logprobs.content) if part.logprobs else ""
+            assert words == (part.delta.content or "")
+            sent += len(words)
+        assert sent == len(text)
+
+
 def raw_logprobs(tokens):
     target, size = make_target(), len(tokens)
     cache = target.model.init_cache(target.params, None, 1, size)

@@ -1,7 +1,11 @@
 """Endpoints that decode nothing: malformed bodies, limits, the key, tokens."""
 
+import asyncio
+import gzip
+import json
+
 import pytest
-from served import LetterTokenizer, ask
+from served import LetterTokenizer, ask, make_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -76,11 +80,45 @@ def test_the_key():
         assert ask("GET", path, service={"api_keys": ("other key", "secret")}).status_code == 200
 
 
+def test_a_client_that_leaves_while_it_sends(caplog):
+    """Nothing is answered, and nothing is an error of the server."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    app = make_app()
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"", "headers": [],
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499 and not caplog.records
+
+
+def test_a_compressed_body_is_refused():
+    body = gzip.compress(json.dumps({"model": "tiny", "messages": MESSAGES}).encode())
+    answer = ask("POST", CHAT, content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "send it without compression" in answer.json()["error"]["message"]
+
+
+def test_parts_of_an_earlier_refusal_are_read():
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Never."}]
+    messages = [{"role": "assistant", "content": parts}]
+    ids = ask("POST", "/tokenize", json={"messages": messages}).json()["tokens"]
+    assert ids == LetterTokenizer().chat([{"role": "assistant", "content": "No.Never."}])
+
+
 def test_limits_and_unknown_paths():
     answer = ask("POST", CHAT, content=b"x" * 200, service={"max_body": 100})
     assert answer.status_code == 413 and "more than 100 bytes" in answer.json()["error"]["message"]
-    assert ask("GET", "/v1/other").status_code == 404 and "error" in ask("GET", "/v1/other").json()
-    assert ask("GET", CHAT).status_code == 405 and "error" in ask("GET", CHAT).json()
+    answer = ask("POST", "/v1/responses", json={})
+    assert answer.status_code == 404 and "no endpoint /v1/responses" in answer.json()["error"]["message"]
+    answer = ask("GET", CHAT)
+    assert answer.status_code == 405 and "does not take GET requests" in answer.json()["error"]["message"]
 
 
 def test_tokens():

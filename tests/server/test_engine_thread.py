@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -105,6 +106,20 @@ def test_the_end_waits_for_what_runs(server):
         assert text.endswith("data: [DONE]\n\n") and '"finish_reason": "' in text
         other.thread.join(30)
         assert not other.thread.is_alive() and not other.engine._thread.is_alive()
+
+
+def test_the_end_waits_no_longer_than_it_may(server):
+    """Requests that still run then end with an error, in streams too."""
+    with running(shutdown_seconds=0.01) as other, ThreadPoolExecutor() as pool:
+        bodies = [body(n=4, max_tokens=96, ignore_eos=True, stream=stream) for stream in (True, False, False)]
+        answers = [pool.submit(httpx.post, f"{other.url}/v1/completions", json=sent, timeout=60) for sent in bodies]
+        wait_until(lambda: other.engine.load.num_running == 4 and other.engine.load.num_waiting == 8)
+        other.http.handle_exit(15, None)
+        stream, *others = [answer.result() for answer in answers]
+        other.thread.join(30)
+    assert {answer.status_code for answer in others} == {503} and "the server stops" in others[0].text
+    assert "the server stops" in stream.text
+    assert stream.status_code == 503 or stream.text.endswith("data: [DONE]\n\n")
 
 
 def test_an_error_of_the_loop_ends_all_requests(monkeypatch, server):

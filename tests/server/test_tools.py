@@ -80,6 +80,14 @@ def test_a_tool_that_must_be_called(client):
     assert not any(event.delta.content for event in events)
 
 
+def test_a_call_that_is_cut_is_no_text(client):
+    pytest.importorskip("outlines_core")
+    choice = chat(client, tool_choice="required", max_tokens=30).choices[0]
+    assert choice.finish_reason == "length" and not choice.message.content and not choice.message.tool_calls
+    events = [event.choices[0] for event in chat(client, tool_choice="required", max_tokens=30, stream=True)]
+    assert events[-1].finish_reason == "length" and not any(event.delta.content for event in events)
+
+
 def test_a_choice_of_tools(client):
     pytest.importorskip("outlines_core")
     answer = chat(client, tool_choice="required", parallel_tool_calls=False).choices[0]

@@ -119,3 +119,24 @@ def test_several_tokens_at_once():
     assert stream.add_all(b"ab") == ("ab", 2)
     assert stream.add_all(b"cENDef") == ("c", 4)
     assert stream.add_all(b"gh") == ("", 0)
+
+
+def test_the_tokens_whose_text_was_returned_are_counted():
+    """A character of several tokens counts with its last one. A token of a stop string counts if it has text before."""
+    text = Detokenizer(Bytes(), ["xyz"])
+    shown = [(text.add(token), text.num_shown) for token in "aé".encode() + b"xyb"]
+    assert shown == [("a", 1), ("", 1), ("é", 3), ("", 3), ("", 3), ("xyb", 6)]
+    assert (text.add_all(b"cxyz"), text.num_shown) == (("c", 4), 7) and text.flush() == "" and text.num_shown == 7
+    text = Detokenizer(Bytes(), ["xyz"], includes_stop=True)
+    assert text.add_all(b"axyz") == ("axyz", 4) and text.num_shown == 4
+    text = Detokenizer(Bytes(), ["xyz"])
+    assert (text.add_all(b"ax"), text.num_shown) == (("a", 2), 1) and text.flush() == "x" and text.num_shown == 2
+    words = Detokenizer(Words(), ["b"])
+    assert (words.add_all([0, 1]), words.num_shown) == (("aa", 2), 2)
+
+
+class Words:
+    """Two words."""
+
+    def decode(self, ids):
+        return "".join(("a", "ab")[i] for i in ids)

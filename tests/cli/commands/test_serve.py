@@ -1,13 +1,18 @@
 """`specjax serve`: the flags, and a server in a process of its own."""
 
 import os
+import pathlib
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 
 import httpx
 import pytest
+import served
+from tiers import exhaustive, those
 
 from specjax.cli.commands.serve import ServerOptions
 from specjax.server import run
@@ -47,7 +52,8 @@ def test_a_port_that_is_taken(refused):
         assert "(Address already in use); give another --port" in refused("serve", "--port", other.getsockname()[1])
 
 
-def test_the_command_serves_until_a_signal(cli, monkeypatch):
+@pytest.mark.parametrize("mesh", those([()], [(), ("--data", 2, "--model", 1)]))
+def test_the_command_serves_until_a_signal(cli, monkeypatch, mesh):
     listeners, answers, listen = [], [], run.listen
     monkeypatch.setattr(run, "listen", lambda host, port: listeners.append(listen(host, port)) or listeners[-1])
     start = run.HttpServer.startup
@@ -83,9 +89,47 @@ def test_the_command_serves_until_a_signal(cli, monkeypatch):
         "--api-key",
         "secret",
     )
-    result = cli("serve", *flags, "--served-model-name", "mine", "--method", "prompt_lookup")
+    result = cli("serve", *flags, *mesh, "--served-model-name", "mine", "--method", "prompt_lookup")
     assert result.code == 0 and "serving mine at http://127.0.0.1:" in result.err
     assert answers[0]["model"] == "mine" and answers[0]["usage"]["completion_tokens"] == 12
+
+
+COMPILING = """
+import sys
+
+sys.path.insert(0, sys.argv.pop())
+import host_worker
+import jax
+from specjax.server.engine_thread import Engine
+from specjax.serving.loop import ServeSetup
+
+
+def compile_for_ever(self, **options):
+    print("compiling", flush=True)
+    add = jax.jit(lambda x: x + 1)
+    while True:
+        jax.block_until_ready(add(0))
+
+
+ServeSetup.scheduler, Engine.stop.__defaults__ = compile_for_ever, (0.1,)
+host_worker.cli("serve", "--port", "0", "--longest-prompt", "40", "--max-new-tokens", "20", "--shutdown-seconds", "0")
+"""
+
+
+@pytest.mark.parametrize(("numbers", "code"), [([signal.SIGTERM], 0), exhaustive([signal.SIGINT] * 2, 130)])
+def test_a_signal_ends_a_process_whose_thread_is_busy(numbers, code):
+    """The thread may not return from XLA into an interpreter that has ended: the process would abort."""
+    lib = str(pathlib.Path(served.__file__).parent)
+    command = [sys.executable, "-c", COMPILING, lib]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "compiling\n"
+        time.sleep(0.5)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.05)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "Fatal" not in errors and "Traceback" not in errors
 
 
 def test_a_missing_package_is_named(refused, monkeypatch):
