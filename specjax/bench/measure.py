@@ -176,6 +176,6 @@ def _check_finite(task: DecodeTask, finite: Array | None) -> None:
     target = task.target.target if isinstance(task.target, Denoiser) else task.target
     if task.settings.processors and find_bad_parameter(target) is None:
         raise UsageError(
-            "no token can be sampled: --ban, --logit-bias and the constraint exclude all of them; remove one"
+            "no token can be sampled: --ban, --bad-word, --logit-bias and the constraint exclude all; remove one"
         )
     raise UsageError(f"--target: {explain_failure(target)}")

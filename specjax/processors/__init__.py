@@ -6,15 +6,17 @@ decoding with the same processors. Drafts are not processed: a forbidden token m
 """
 
 from specjax.processors.automaton import Automaton, json_schema, regex
+from specjax.processors.bad_words import bad_words
 from specjax.processors.bias import ban, bias
 from specjax.processors.constraint import constraint, following
-from specjax.processors.frequency import frequency
 from specjax.processors.min_length import min_length
-from specjax.processors.presence import presence
-from specjax.processors.repetition import repetition
+from specjax.processors.penalties.frequency import frequency
+from specjax.processors.penalties.presence import presence
+from specjax.processors.penalties.repetition import repetition
 
 __all__ = [
     "Automaton",
+    "bad_words",
     "ban",
     "bias",
     "constraint",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import logging
@@ -21,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from specjax.errors import UsageError
+from specjax.processors.bad_words import encode_words
 from specjax.server.answers import Answer, AnswerSettings, ClientGoneError, Form
 from specjax.server.chat import CHAT
 from specjax.server.completions import COMPLETION
@@ -237,11 +239,16 @@ class Service:
             automaton = await self.automata.automaton(constraint)
         key = _bearer_key(http)
         owner = hashlib.sha256(key.encode()).hexdigest() if key else ""
-        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton, owner)
+        words = await _in_thread(self._encode_words, fields.bad_words) if fields.bad_words else []
+        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton, owner, words)
         host = http.client.host if http.client else ""
         call = self.engine.submit(requests, f"{host} {owner} {fields.user or ''}")
         settings = AnswerSettings(self.engine, self.tokenizer, self.texts, self.fingerprint, self.step_metrics)
         return await Answer(settings, form, fields, call, echoes).respond(http.receive)
+
+    def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of bad words."""
+        return encode_words(words, functools.partial(self.tokenizer.encode, special=False))
 
 
 def _bearer_key(http: HttpRequest) -> str:

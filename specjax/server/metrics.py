@@ -190,8 +190,8 @@ def describe_steps(steps: list[tuple[int, int]], max_depth: int, *, detailed: bo
     for _, number in drafts:
         histogram[number] += 1
     document: dict[str, Any] = {
-        "mean_acceptance_length": 1 + accepted / len(drafts) if drafts else None,
-        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "mean_acceptance_length": 1 + accepted / max(len(drafts), 1),
+        "draft_acceptance_rate": accepted / max(drafted, 1),
         "acceptance_histogram": histogram,
         "num_spec_steps": len(drafts),
         "num_accepted_draft_tokens": accepted,

@@ -17,9 +17,12 @@ from specjax.errors import UsageError
 from specjax.numerics.sampling import threefry
 from specjax.processors.automaton import Automaton
 from specjax.server.errors import ApiError
-from specjax.server.schemas import MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
+from specjax.server.schemas import MAX_BAD_WORDS, MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
 from specjax.serving.requests import Limits, Request, check_request, padded_size, processor_settings, row_settings
 from specjax.types import Array, Processor
+
+LONGEST_BAD_WORD = 16
+"""Maximum number of tokens of a bad word."""
 
 
 def make_processors(
@@ -29,17 +32,20 @@ def make_processors(
     bias: dict[int, float] | None = None,
     length: int = 0,
     ends: Sequence[int] = (),
+    words: Sequence[Sequence[int]] = (),
     *,
     room: int,
 ) -> tuple[Processor, ...]:
     """Return the processors of the server with some settings. By default, they change nothing.
 
     Args:
-      length, ends: minimum number of tokens, and those that end a text. room: number of ends of a request.
+      length, ends: minimum number of tokens, and those that end a text. words: bad words. room: number of ends of a
+        request.
     """
     return (
         processors.repetition(repetition), processors.presence(presence), processors.frequency(frequency),
         processors.bias(bias or {}, room=MAX_BIASES), processors.min_length(length, ends, room=room),
+        processors.bad_words(words, room=2 * MAX_BAD_WORDS, longest=LONGEST_BAD_WORD),
     )  # fmt: skip
 
 
@@ -56,6 +62,7 @@ def make_requests(
     eos: tuple[int, ...],
     automaton: Automaton | None = None,
     owner: str = "",
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> list[Request]:
     """Return `n` requests per prompt, in order.
 
@@ -64,6 +71,7 @@ def make_requests(
 
     Args:
       automaton: the constraint of the texts. owner: a name for the user, whose prompts share no prefixes with others.
+      bad_words: the tokens of the words that the texts must not contain.
 
     Raises: ApiError if one of them does not fit.
     """
@@ -91,9 +99,14 @@ def make_requests(
         raise ApiError(
             400, "this server cannot compute log-probabilities of prompts; leave echo or logprobs out", param="logprobs"
         )  # fmt: skip
+    longest_word = max(map(len, bad_words), default=0)
+    if longest_word > LONGEST_BAD_WORD:
+        raise ApiError(
+            400, f"a bad word has {longest_word} tokens, more than {LONGEST_BAD_WORD}; shorten it", param="bad_words"
+        )  # fmt: skip
     try:
         salt = f"{owner} {fields.cache_salt or ''}"
-        shared = _settings(fields, limits, eos) | {"constraint": automaton, "salt": salt}
+        shared = _settings(fields, limits, eos, bad_words) | {"constraint": automaton, "salt": salt}
         requests = []
         for prompt in prompts:
             seed = secrets.randbits(62) if fields.seed is None else fields.seed
@@ -111,7 +124,9 @@ def _key(seed: int, index: int) -> Array | int:
     return jax.random.fold_in(threefry(seed), index) if index else seed
 
 
-def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> dict[str, Any]:
+def _settings(
+    fields: SampledFields, limits: Limits, eos: tuple[int, ...], bad_words: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """Return the settings of a request. Raises: ApiError for a bias of something else than an id."""
     ends = tuple(dict.fromkeys((*(() if fields.ignore_eos else eos), *(fields.stop_token_ids or ()))))
     if len(ends) > limits.num_eos:
@@ -126,7 +141,7 @@ def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> di
         "min_p": fields.min_p,
         "eos": ends,
         "stop": fields.stops,
-        "processors": _processors(fields, ends, limits.num_eos),
+        "processors": _processors(fields, ends, bad_words, limits.num_eos),
         "shows_control": fields.skip_special_tokens is False,
         "includes_stop": bool(fields.include_stop_str_in_output),
         "min_unstopped": fields.min_tokens or 0,
@@ -135,17 +150,19 @@ def _settings(fields: SampledFields, limits: Limits, eos: tuple[int, ...]) -> di
     }
 
 
-def _processors(fields: SampledFields, ends: tuple[int, ...], room: int) -> tuple[Processor, ...] | None:
+def _processors(
+    fields: SampledFields, ends: tuple[int, ...], bad_words: Sequence[Sequence[int]], room: int
+) -> tuple[Processor, ...] | None:
     repetition = 1.0 if fields.repetition_penalty is None else fields.repetition_penalty
     values = repetition, fields.presence_penalty or 0.0, fields.frequency_penalty or 0.0
     entries = fields.logit_bias or {}
     wrong = next((token for token in entries if not (token.isascii() and token.isdigit())), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias needs ids of tokens, not {wrong[:20]!r}", param="logit_bias")
-    if values == (1.0, 0.0, 0.0) and not entries and not fields.min_tokens:
+    if values == (1.0, 0.0, 0.0) and not (entries or fields.min_tokens or bad_words):
         return None
     biases = {int(token): value for token, value in entries.items()}
-    return make_processors(*values, biases, fields.min_tokens or 0, ends, room=room)
+    return make_processors(*values, biases, fields.min_tokens or 0, ends, bad_words, room=room)
 
 
 class TokenTexts:

@@ -12,14 +12,14 @@ from specjax.server.errors import ApiError
 from specjax.server.structured.constraints import Constraint
 from specjax.server.structured.tools import NO_PARAMETERS, required_call
 
-MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES = 8, 16, 128, 20, 304
+MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_TOP_LOGPROBS, MAX_BIASES, MAX_BAD_WORDS = 8, 16, 128, 20, 304, 16
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "prompt_logprobs": (), "truncate_prompt_tokens": (), "length_penalty": (1, 1.0),
     "continue_final_message": (False,), "add_generation_prompt": (True,), "guided_grammar": (),
     "functions": ([],),
     "function_call": ("none",), "audio": (), "modalities": (["text"],), "use_beam_search": (False,),
-    "bad_words": ([],), "allowed_token_ids": ([],), "prompt_embeds": (),
+    "allowed_token_ids": ([],), "prompt_embeds": (),
 }  # fmt: skip
 """Known fields that the server does not support, and the values besides null that change nothing."""
 
@@ -117,6 +117,7 @@ class SampledFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None

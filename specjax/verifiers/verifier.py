@@ -22,6 +22,9 @@ from specjax.verifiers.node_logits import AnyLogits, NodeLogits, all_rows, row_o
 
 ANY: tuple[Draws, ...] = get_args(Draws)
 
+NO_TOKEN = jnp.iinfo(jnp.int32).max
+"""An id outside of every vocabulary. A node with such a token is never accepted."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Verifier:
         if not self.by_row:
             target_logits = all_rows(target_logits)
             tree = tree._replace(logits=None if tree.logits is None else all_rows(tree.logits))
-        tree = tree._replace(tokens=tree.tokens.astype(jnp.int32), parents=tree.parents.astype(jnp.int32))
+        tokens = tree.tokens.astype(jnp.int32)
+        tokens = jnp.where(tokens < 0, NO_TOKEN, tokens)  # JAX reads an index of -1 as the last token
+        tree = tree._replace(tokens=tokens, parents=tree.parents.astype(jnp.int32))
         if keys.ndim == 1:
             keys = node_keys(keys, jnp.zeros_like(tree.tokens[:, 0]), operations.depths(tree.parents))
         if self.params is None:

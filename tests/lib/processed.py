@@ -62,6 +62,9 @@ def some(vocab: int) -> dict[str, Processor]:
         "bias": processors.bias({1: 1.5, 2: -2.0, vocab - 1: -np.inf}),
         "constraint": processors.constraint(counting(vocab)),
         "min_length": processors.min_length(2, [1, vocab - 1]),
+        "bad_words": processors.bad_words(
+            [[5], [1, 2, 3], *([token, (2 * token + 1) % vocab] for token in range(vocab))]
+        ),
     }
 
 
@@ -74,6 +77,7 @@ def by_row(vocab: int, rows: tuple[int, ...] = (0, 1, 2)) -> tuple[Processor, ..
         processors.frequency(np.array(pick([0.6, -0.2, 0.0]))),
         processors.bias(pick([{1: 1.5, 2: -2.0}, {vocab - 1: -np.inf}, {}])),
         processors.constraint(counting(vocab), follow=pick([0, 0, None])),
+        processors.bad_words(pick([[[3, 4], [2, 2, 6]], [], [[5], [1, 2, 1]]])),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 from processed import begun, in_a_tree
 
 from specjax import UsageError, decode, drafters, processors
+from specjax.processors.bad_words import encode_words
 from specjax.types import TokenTree
 
 VOCAB = 8
@@ -31,6 +32,10 @@ def test_penalties_and_biases_are_those_of_transformers():
     np.testing.assert_allclose(after(processors.bias({2: 1.5, 7: -4.0}), [4]), wanted)
     wanted = of.NoBadWordsLogitsProcessor([[2], [7]], eos_token_id=0)(ids, scores)[0].numpy()
     np.testing.assert_array_equal(after(processors.ban([2, 7]), [4]), wanted)
+    words = [[2], [4, 4, 6], [4, 7], [3, 4, 1], [5, 4, 4, 0]]  # the last one begins in the prompt
+    wanted = of.NoBadWordsLogitsProcessor(words[:-1], eos_token_id=0)(ids, scores)[0].numpy()
+    assert np.isneginf(wanted[[2, 6, 7]]).all() and np.isneginf(wanted).sum() == 3
+    np.testing.assert_array_equal(after(processors.bad_words(words), [4, 4]), wanted)
 
 
 def test_penalties_of_what_was_decoded():
@@ -43,8 +48,14 @@ def test_penalties_of_what_was_decoded():
 
 @pytest.mark.parametrize(
     "processor",
-    [processors.repetition(1.0), processors.presence(0.0), processors.frequency(0), processors.bias({})],
-    ids=["repetition", "presence", "frequency", "bias"],
+    [
+        processors.repetition(1.0),
+        processors.presence(0.0),
+        processors.frequency(0),
+        processors.bias({}),
+        processors.bad_words([]),
+    ],
+    ids=["repetition", "presence", "frequency", "bias", "bad_words"],
 )
 def test_settings_that_change_nothing(processor):
     np.testing.assert_array_equal(after(processor, [3, 6]), LOGITS)
@@ -58,6 +69,8 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.frequency([1.0, np.inf]), "the frequency penalty must be a number"),
         (lambda: processors.bias({-1: 2.0}), "a logit bias needs a token id, not -1"),
         (lambda: processors.bias({1: np.inf}), "the logit bias of token 1 must be a number or -inf, not inf"),
+        (lambda: processors.bad_words([[1], []]), "a bad word has no tokens; leave it out"),
+        (lambda: processors.bad_words([[1, -2]]), "a bad word needs token ids, not -2"),
     ],
 )
 def test_bad_settings(make, sentence):
@@ -69,6 +82,8 @@ def test_bad_settings(make, sentence):
     ("settings", "sentence"),
     REFUSALS := [
         ([processors.bias({3: 1.0})], "a logit bias has token 3, outside of the model's vocabulary of 3"),
+        ([processors.bad_words([[0, 3]])], "a bad word has token 3, outside of the model's vocabulary of 3"),
+        ([processors.bad_words([[2], [1], [0]])], "all 3 tokens of the vocabulary are bad words; leave some out"),
         ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; ban fewer"),
         ([processors.presence([1.0, 2.0, 3.0])], r"one per prompt, 2; some have the shape \(3,\)"),
         ([processors.repetition], "processors must be a list of specjax.processors"),
@@ -81,3 +96,11 @@ def test_what_does_not_fit(settings, sentence):
 
     with pytest.raises(UsageError, match=sentence):
         decode(markov(), drafters.autoregressive(), [[1], [2]], key=0, max_new_tokens=2, processors=settings)
+
+
+def test_tokens_of_bad_words():
+    """A word has a form after a space, unless the tokenizer has a token of its own for the space."""
+    joined = lambda text: [{"a": 1, " a": 2, "b": 3}[piece] for piece in ([" a"] if text[0] == " " else list(text))]
+    split = lambda text: [" ab".index(letter) for letter in text]
+    assert encode_words(["a"], joined) == encode_words([" a"], joined) == [[1], [2]]
+    assert encode_words(["ab", " b"], split) == [[1, 2], [2]]

@@ -112,6 +112,18 @@ def test_control_tokens_may_be_shown(client):
     assert text(client, **options, skip_special_tokens=False) == "<s><s><s>"
 
 
+def test_bad_words(client):
+    plain = text(client)
+    words = [plain[3:5], plain[8]]
+    ours = processors.bad_words([TOKENIZER.encode(word, special=False) for word in words])
+    tokens = expected(IDS, 0, 20, temperature=0.0, eos=LetterTokenizer.eos, processors=[ours])
+    assert text(client, bad_words=words) == TOKENIZER.decode(tokens) != plain
+    assert not any(word in TOKENIZER.decode(tokens) for word in words)
+    assert text(client, bad_words=[]) == plain == text(client)
+    with pytest.raises(openai.BadRequestError, match="a bad word has 17 tokens, more than 16; shorten it"):
+        complete(client, bad_words=["a" * 17])
+
+
 def test_best_of(client):
     assert text(client, best_of=1) == text(client)
     with pytest.raises(openai.BadRequestError, match="best_of is not supported; set n, and choose among the texts"):

@@ -16,7 +16,7 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "--recipe --on-policy --layers",
         "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",
         "Penalties and constraints": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban "
-        "--regex --json-schema",
+        "--bad-word --regex --json-schema",
         "Training": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "
         "--states --every --patience --budgets --held-out --start --shape --draft-vocab",
         "Server": "--host --port --slots --longest-prompt --prefix-gib --max-slowdown --max-waiting --queue-seconds "

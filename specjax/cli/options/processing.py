@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,14 @@ BanOption = Annotated[
     list[str] | None,
     typer.Option("--ban", help="Id or text of a token that is never sampled. Repeatable.", show_default=False),
 ]
+BadWordOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bad-word",
+        help="Text that the answer does not contain, in its usual tokens, also after a space. Repeatable.",
+        show_default=False,
+    ),
+]
 RegexOption = Annotated[
     str | None,
     typer.Option("--regex", help="The whole text must match this regular expression.", show_default=False),
@@ -69,6 +78,7 @@ class ProcessingOptions:
     frequency_penalty: FrequencyOption = None
     logit_bias: BiasOption = None
     ban: BanOption = None
+    bad_word: BadWordOption = None
     regex: RegexOption = None
     json_schema: SchemaOption = None
 
@@ -87,6 +97,7 @@ class ProcessingOptions:
         for entry in self.logit_bias or ():
             _parse_bias(entry)
         require(all(self.ban or ()), "--ban is empty; give the id or the text of a token")
+        require(all(word.strip() for word in self.bad_word or ()), "--bad-word is empty; give a text")
         _ = self.schema
 
     @property
@@ -103,6 +114,7 @@ class ProcessingOptions:
     def processors(self, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Build the processors. Raises: UsageError for unknown tokens, and constraints that no text satisfies."""
         from specjax import processors as p
+        from specjax.processors.bad_words import encode_words
 
         built = []
         for make, value in (
@@ -118,6 +130,9 @@ class ProcessingOptions:
         entries |= {_banned_token(text, tokenizer, vocab_size): -math.inf for text in self.ban or ()}
         if entries:
             built.append(p.bias(entries))
+        if self.bad_word:
+            encode = functools.partial(tokenizer.encode, special=False)
+            built.append(p.bad_words(encode_words(self.bad_word, encode)))
         if self.regex is not None:
             built.append(p.constraint(parse_flag("--regex", lambda text: p.regex(text, tokenizer), self.regex)))
         if self.schema is not None:

@@ -41,6 +41,8 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
     batch, n = tree.tokens.shape
     rows = jnp.arange(batch)
     at = lambda x, node: take_along(x, node[:, None], 1)[:, 0]
+    # A token outside of the vocabulary has no probability. A plain index would read the last token instead.
+    of_token = lambda x, node, token: x.at[rows, node, token].get(mode="fill", fill_value=0.0)
 
     def step(s: State) -> State:
         """Go down to the first child. At a leaf, test it; if it fails, delete it and go up."""
@@ -66,7 +68,7 @@ def core(u: Array, tree: TokenTree, target_logits: Array) -> Accepted:
 
         child = jnp.argmax(children, 1).astype(jnp.int32)
         token = at(tree.tokens, child)
-        p_x, q_x = p[rows, s.node, token], q[rows, at(q_row, s.node), token]
+        p_x, q_x = of_token(p, s.node, token), of_token(q, at(q_row, s.node), token)
         down = jnp.minimum(1.0, weight * jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1.0), 0.0))
         deeper = s.active & inner
         node = jnp.where(deeper, child, jnp.where(fail, parent, s.node))

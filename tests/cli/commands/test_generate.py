@@ -426,6 +426,9 @@ def test_processors_and_stop_strings(cli, monkeypatch):
     assert unstopped["identical"] is True and 120 not in unstopped["results"][0]["token_ids"]
     text = unstopped["results"][0]["text"]
     stop = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
+    word = text[2:4]  # its two tokens follow each other in the text
+    without = json.loads(cli(*command, "--bad-word", word).out)
+    assert without["identical"] is True and word not in without["results"][0]["text"]
     ended = json.loads(cli(*command, "--stop-string", stop, "--min-p", 0.1).out)
     result = ended["results"][0]
     assert ended["identical"] is True and result["finish_reason"] == "stop"
@@ -441,6 +444,7 @@ def test_processors_and_stop_strings(cli, monkeypatch):
         (("--logit-bias", "a=1"), '--logit-bias must be ID=X, the id of a token and a number, not "a=1"'),
         (("--logit-bias", "999=1"), "--logit-bias: there is no token 999; the vocabulary has 259"),
         (("--ban", "ab"), '--ban: "ab" has 2 tokens, [100, 101]'),
+        (("--bad-word", " "), "--bad-word is empty; give a text"),
         (("--stop-string", ""), "--stop-string is empty"),
         (("--regex", "a", "--json-schema", "FILE"), "--regex and --json-schema are both given; remove one of them"),
     ],

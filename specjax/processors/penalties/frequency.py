@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from specjax.numerics.validation import check_range
-from specjax.processors.counts import by_count
+from specjax.processors.penalties.counts import by_count
 from specjax.types import Array, Processor
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.numerics.validation import check_range
-from specjax.processors.counts import by_count
+from specjax.processors.penalties.counts import by_count
 from specjax.types import Array, Processor
 
 

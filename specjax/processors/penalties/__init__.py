@@ -1,0 +1,1 @@
+"""Penalties for tokens that the text already contains."""
