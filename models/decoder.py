@@ -18,6 +18,8 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.experts.feed import MixtureFeed
 from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.latent.attention import LatentAttention
+from specjax.models.latent.sizes import LatentSizes
 from specjax.models.products import pad_tokens
 from specjax.models.rotary import RopeScaling, Rotation, rope_frequencies
 from specjax.numerics import reproducible_math
@@ -62,6 +64,9 @@ class DecoderConfig:
     attention_gate: bool = False  # the output of each head is multiplied by the sigmoid of a projection
     keys_are_values: bool = False  # values are the projection of the keys, before its norm and rotation
     value_norm: bool = False  # values are normalised per head, without a weight
+    out_bias: bool = False  # the projection of the output of attention has a bias
+    latent: LatentSizes | None = None  # of latent attention, whose `head_dim` counts cached numbers, of one head
+    sinks: bool = False  # each head has one more score in its softmax, whose weight is dropped
     logit_softcap: float | None = None
     scales_embedding: bool = False  # multiply embeddings by the square root of the width
     max_positions: int = 8192
@@ -130,8 +135,11 @@ class DecoderConfig:
         uniform: dict[str, Any] = {
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
-            "experts": None, "keys_are_values": False, "value_norm": False,
+            "experts": None, "keys_are_values": False, "value_norm": False, "out_bias": False, "sinks": False,
+            "latent": None,
         }  # fmt: skip
+        if self.latent is not None:  # heads cache keys and values
+            uniform |= {"num_kv_heads": self.num_heads, "head_dim": self.latent.value_dim, "rotary_dim": None}
         defaults: dict[str, Any] = {
             "stacked": False,
             "joined": (),
@@ -144,18 +152,21 @@ class DecoderConfig:
 
 def make_attention(
     c: DecoderConfig, *, fan_in: int | None = None, queries_only: bool = False, rngs: nnx.Rngs
-) -> L.Attention:
+) -> L.Attention | LatentAttention:
     """Create the attention of a layer.
 
     Args:
       fan_in: its input width, if it differs from the width of the stream.
       queries_only: the layer reads the keys and values of another one.
     """
+    if c.latent is not None:
+        return LatentAttention(c, rngs)
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
         softcap=c.attention_softcap, gated=c.attention_gate, same_bits=c.same_bits, joined="qkv" in c.joined,
-        queries_only=queries_only, keys_are_values=c.keys_are_values, value_norm=c.value_norm, dtype=c.dtype, rngs=rngs,
+        queries_only=queries_only, keys_are_values=c.keys_are_values, value_norm=c.value_norm,
+        out_bias=c.out_bias, sinks=c.sinks, dtype=c.dtype, rngs=rngs,
     )  # fmt: skip
 
 

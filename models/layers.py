@@ -215,7 +215,7 @@ class Attention(nnx.Module):
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
         scale=None, softcap=None, gated=False, same_bits=False, joined=False, queries_only=False,
-        keys_are_values=False, value_norm=False, dtype, rngs,
+        keys_are_values=False, value_norm=False, out_bias=False, sinks=False, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
@@ -227,6 +227,8 @@ class Attention(nnx.Module):
           queries_only: have no keys and values; a pass reads `LayerInputs.keys` and the cache of another layer.
           keys_are_values: values are the projection of the keys, before its norm and rotation.
           value_norm: divide values by their root mean square per head; it has no weight.
+          out_bias: the projection of the output has a bias.
+          sinks: each head has one more score in its softmax, whose weight is dropped.
         """
         fan_in = width if fan_in is None else fan_in
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
@@ -237,7 +239,8 @@ class Attention(nnx.Module):
             self.k: Any = None if queries_only else linear(fan_in, kv_heads * head_dim, bias=bias)
             self.v: Any = None if queries_only or keys_are_values else linear(fan_in, kv_heads * head_dim, bias=bias)
         self.output_gate = linear(fan_in, heads * head_dim) if gated else None
-        self.o = linear(heads * head_dim, width)
+        self.o = linear(heads * head_dim, width, bias=out_bias)
+        self.sinks = nnx.Param(jnp.zeros((heads,), dtype)) if sinks else None
         has_norm = qk_norm_eps is not None
         size = lambda heads: head_dim if norms_heads else heads * head_dim
         norm = functools.partial(RMSNorm, eps=qk_norm_eps, dtype=dtype, same_bits=same_bits)
@@ -273,6 +276,7 @@ class Attention(nnx.Module):
         if shared.layout is not None:
             attend = shared.layout.shard_attention(attend)
         optional = {} if shared.first is None else {"first": shared.first}
+        optional |= {} if self.sinks is None else {"sinks": self.sinks[...]}
         out = attend(
             kv.pad_head_dim(q, layer_cache.k), all_k, all_v, layer_cache.k, layer_cache.v, shared.length,
             shared.positions, shared.mask,

@@ -49,7 +49,9 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
         ("v", "bias"): ("heads",),
         ("qkv", "weight"): ("heads", None),
         ("qkv", "bias"): ("heads",),
+        **{(name, "weight"): ("heads", None) for name in ("k_up", "v_up")},
         ("o", "weight"): (None, "heads"),
+        ("attention", "sinks"): ("heads",),
         **{(name, part): ("heads", *[None] * (part == "weight")) for name in _RECURRENT_ROWS for part in _PARTS},
         ("out", "weight"): (None, "heads"),
         ("gate", "weight"): ("mlp", None),
@@ -196,27 +198,31 @@ class Layout:
         slots = self.axes("slots")
         attend = shard_over_slots(attend, slots, kv.slots_per_device) if slots else attend
 
-        def split(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, first=None):
+        def split(
+            q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, first=None,
+            sinks=None,
+        ):  # fmt: skip
             rows: tuple[Array, ...] = (length, positions, mask, key_positions)
-            rows = rows if first is None else (*rows, first)
+            optional = {name: x for name, x in (("first", first), ("sinks", sinks)) if x is not None}
             shardings = (
                 self.sharding(q.shape, "data", None, "heads", None),
                 *(self.keys(x, None) for x in (k, v)),
                 *(self.keys(x, "slots") for x in (prefix_k, prefix_v)),
                 *map(self.rows, rows),
+                *(self.rows(x) if name == "first" else self.sharding(x.shape, "heads") for name, x in optional.items()),
             )
             specs = jax.tree.map(lambda s: s.spec, shardings)
 
             def local(*parts):
                 arrays, (key_positions, *more, layer, window) = parts[:8], parts[8:]
-                optional = {"first": more[0]} if more else {}
-                return attend(*arrays, key_positions=key_positions, layer=layer, window=window, **optional)
+                named = dict(zip(optional, more, strict=True))
+                return attend(*arrays, key_positions=key_positions, layer=layer, window=window, **named)
 
             scalars = tuple(None if x is None else jnp.asarray(x, jnp.int32) for x in (layer, window))
             everywhere = tuple(None if x is None else PartitionSpec() for x in scalars)
             return jax.shard_map(
                 local, mesh=self.mesh, in_specs=(*specs, *everywhere), out_specs=specs[0], check_vma=False
-            )(q, k, v, prefix_k, prefix_v, *rows, *scalars)
+            )(q, k, v, prefix_k, prefix_v, *rows, *optional.values(), *scalars)
 
         return split
 
@@ -276,7 +282,8 @@ def fits_heads(config: Any, num_parts: int) -> bool:
         return True
     if getattr(config, "has_own_heads", False):
         layers = (config.of_layer(i) for i, kind in enumerate(config.kinds) if kind.attends)
-        return all(count % num_parts == 0 for layer in layers for count in (layer.num_heads, layer.num_kv_heads))
+        heads = lambda c: (c.num_heads,) if c.latent is not None else (c.num_heads, c.num_kv_heads)
+        return all(count % num_parts == 0 for layer in layers for count in heads(layer))
     return (
         config.num_heads % num_parts == 0 and config.num_kv_heads * kv_head_copies(config, num_parts) % num_parts == 0
     )

@@ -80,6 +80,7 @@ def empty_cache(context: Context, c: LlamaConfig, batch: int, capacity: int) -> 
         batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, stacked=False, lanes=c.cache_lanes,
         bits=c.cache_bits,
     )  # fmt: skip
+    cache = cache if c.latent is None else cache._replace(v=(None,) * c.num_layers)
     return cache if layout is None else jax.lax.with_sharding_constraint(cache, layout.cache(cache))
 
 

@@ -14,11 +14,13 @@ from specjax.models.llama import LlamaConfig
 from specjax.numerics.same_bits import SameBitsError
 from specjax.types import Array
 
-Mixer = Literal["attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"]
+Mixer = Literal[
+    "attention", "latent_attention", "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2", "none"
+]
 Feed = Literal["gated", "relu2", "moe", "none"]
 
 RECURRENT_MIXERS = "gated_delta", "mamba2", "short_convolution", "attention_and_mamba2"
-ATTENTION_MIXERS = "attention", "attention_and_mamba2"
+ATTENTION_MIXERS = "attention", "latent_attention", "attention_and_mamba2"
 
 
 class LayerKind(NamedTuple):
@@ -166,9 +168,10 @@ class HybridConfig(DecoderConfig):
 
     @property
     def has_own_heads(self) -> bool:
-        """Return True if layers differ in their heads, or in the projections of these."""
+        """Return True if layers differ in their heads, or in the projections of these, or have latent attention."""
         fields = {"head_dim", "num_heads", "num_kv_heads", "keys_are_values"}
-        return any(kind.keys_of is not None or fields & dict(kind.changes).keys() for kind in self.kinds)
+        differs = lambda kind: kind.keys_of is not None or bool(fields & dict(kind.changes).keys())
+        return self.latent is not None or any(map(differs, self.kinds))
 
     @property
     def period(self) -> int:

@@ -27,7 +27,7 @@ from specjax.types import Array, PyTree
 class HybridCache(NamedTuple):
     """Memory of the committed text."""
 
-    attention: kv.KVCache  # k and v are tuples with one array per layer with keys of its own
+    attention: kv.KVCache  # k and v are tuples with one array per layer with keys of its own; v: None if latent
     recurrent: tuple[RecurrentState, ...]  # one per recurrent layer
 
     @property
@@ -57,9 +57,10 @@ def init_cache(c: HybridConfig, batch: int, capacity: int) -> HybridCache:
     """Return an empty cache with room for `capacity` tokens. Only attention needs memory per token."""
     repeats = (c.num_layers // c.period,) if c.stacked else ()
     members = [(kind, c.of_layer(i)) for i, kind in enumerate(c.kinds[: c.num_members])]
-    keys, values = (
-        tuple(_empty_keys(layer, (*repeats, batch), capacity) for kind, layer in members if kind.has_keys) for _ in "kv"
-    )
+    layers = [layer for kind, layer in members if kind.has_keys]
+    empty = lambda layer: _empty_keys(layer, (*repeats, batch), capacity)
+    keys = tuple(map(empty, layers))
+    values = tuple(None if layer.latent is not None else empty(layer) for layer in layers)
     states = tuple(_empty_state(layer, kind.mixer, (*repeats, batch)) for kind, layer in members if kind.recurs)
     return HybridCache(kv.KVCache(keys, values, jnp.zeros((batch,), jnp.int32)), states)
 

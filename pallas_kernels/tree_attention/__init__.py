@@ -13,6 +13,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.pallas_kernels.tree_attention.by_slot import tree_attention_by_slot
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as _reference
+from specjax.pallas_kernels.tree_attention.reference import with_sinks
 from specjax.pallas_kernels.tree_attention.shared import shared_tree_attention
 from specjax.pallas_kernels.tree_attention.static import static_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention as _xla
@@ -25,7 +26,7 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "mosaic_gpu", "by_slot")
 @jax.named_scope(scopes.ATTENTION)
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, implementation=None, first=None,
+    softcap=None, with_total=False, implementation=None, first=None, sinks=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention`, which also defines the arguments and the derivatives.
 
@@ -34,6 +35,7 @@ def tree_attention(
 
     Args:
       first: int32[B], the first slot of a shared prefix that each row attends to. None: 0.
+      sinks: float[H], as in the reference. They are applied to the result of an implementation without them.
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel if the program is lowered for a
         TPU and the kernel supports these shapes, else "xla". "by_slot" runs everywhere, for bfloat16. With it no bit of
         a token's result depends on the pass that computes it. "mosaic_gpu" runs on Hopper GPUs, for bfloat16. It was
@@ -49,8 +51,15 @@ def tree_attention(
     if first is not None or prefix_k.shape[-4] < len(q):
         return shared_tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, first=first, key_positions=key_positions, layer=layer,
-            scale=scale, window=window, softcap=softcap,
+            scale=scale, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
+    if sinks is not None:
+        out, total = tree_attention(
+            q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, scale=scale,
+            window=window, softcap=softcap, with_total=True, implementation=implementation,
+        )  # fmt: skip
+        out, total = with_sinks(out, total, sinks)
+        return (out, total) if with_total else out.astype(q.dtype)
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
     static = {"scale": scale, "softcap": softcap, "with_total": with_total}
     if not prefix_k.shape[-2]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specjax.pallas_kernels.tree_attention.reference import with_sinks
+
 
 def shard_over_slots(attend: Callable, axes: tuple[str, ...], num_slots: Callable = lambda x: x.shape[-2]) -> Callable:
     """Return `tree_attention` for use inside `shard_map`, with the prefix sharded by slots.
@@ -22,7 +24,7 @@ def shard_over_slots(attend: Callable, axes: tuple[str, ...], num_slots: Callabl
       not read.
     """
 
-    def run(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window):
+    def run(q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions, layer, window, sinks=None):
         slots = num_slots(prefix_k)
         part = jax.lax.axis_index(axes)
         first = part * slots  # positions are only compared from here on, so they may be relative to it
@@ -32,6 +34,10 @@ def shard_over_slots(attend: Callable, axes: tuple[str, ...], num_slots: Callabl
         )  # fmt: skip
         top = jax.lax.pmax(jax.lax.stop_gradient(total), axes)  # cancels in the quotient and needs no derivative
         weight = jnp.exp(total - top)[..., None]  # [B, T, H, 1]; 0 where a part has no visible keys
-        return (jax.lax.psum(out * weight, axes) / jax.lax.psum(weight, axes)).astype(q.dtype)
+        weights = jax.lax.psum(weight, axes)
+        out = jax.lax.psum(out * weight, axes) / weights
+        if sinks is not None:  # they count once, after the parts are combined
+            out, _ = with_sinks(out, top + jnp.log(weights[..., 0]), sinks)
+        return out.astype(q.dtype)
 
     return run

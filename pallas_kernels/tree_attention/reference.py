@@ -12,7 +12,7 @@ NEG = -1e30
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, products=None,
+    softcap=None, with_total=False, products=None, sinks=None,
 ):  # fmt: skip
     """Attend from T new tokens to a cached prefix and to each other.
 
@@ -35,6 +35,7 @@ def tree_attention(
         results over parts of the prefix. The output is float32 then. A token that attends to no key gets about -1e30,
         and an arbitrary finite output.
       products: function that multiplies queries and keys, by default `plain_products`.
+      sinks: float[H], one more score per head in the softmax, whose weight is dropped (gpt-oss); None: there are none.
 
     Returns: [B, T, H, h].
     """
@@ -49,16 +50,21 @@ def tree_attention(
 
     in_prefix, mask = visible_keys(slots, length, positions, mask, key_positions, window)
     new = scores(k, mask)
+    if sinks is not None:
+        sink = sink_scores(sinks, kv_heads, t)
+        top_of, total_of = (lambda top: jnp.maximum(top, sink)), lambda total, top: total + jnp.exp(sink - top)
+    else:
+        top_of, total_of = (lambda top: top), lambda total, top: total
     if not slots:  # there is no prefix, as in a training pass
-        top = jnp.max(new, -1, keepdims=True)
+        top = top_of(jnp.max(new, -1, keepdims=True))
         new = jnp.exp(new - top)
-        total = jnp.sum(new, -1, keepdims=True)
+        total = total_of(jnp.sum(new, -1, keepdims=True), top)
         return finish(weighted_sum(new, v, q.dtype) / total, top, total, t, q.dtype, with_total)
     old = scores(prefix_k, in_prefix)
-    top = jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True))
+    top = top_of(jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True)))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 
-    total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
+    total = total_of(jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True), top)
     out = (weighted_sum(old, prefix_v, q.dtype) + weighted_sum(new, v, q.dtype)) / total  # f32[B, K, G*T, h]
     return finish(out, top, total, t, q.dtype, with_total)
 
@@ -135,6 +141,21 @@ def group_queries(q, kv_heads: int):
     batch, t, heads, dim = q.shape
     q = q.reshape(batch, t, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
     return q.reshape(batch, kv_heads, -1, dim)
+
+
+def sink_scores(sinks, kv_heads: int, t: int):
+    """Return sinks [H] as scores float32[K, H/K * T, 1] of queries in the form of `group_queries`."""
+    return jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), t, -1)[..., None]
+
+
+def with_sinks(out, total, sinks):
+    """Return attention with sinks [H] from its output [B, T, H, h] without them, and the new total.
+
+    total: float32[B, T, H], as `tree_attention` returns it. The weight of a sink is dropped, so the other weights, and
+    with them the output, shrink by one factor.
+    """
+    sinks = sinks.astype(jnp.float32)
+    return out * jax.nn.sigmoid(total - sinks)[..., None], jnp.logaddexp(total, sinks)
 
 
 def ungroup_queries(out, t: int):

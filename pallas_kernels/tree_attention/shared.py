@@ -11,7 +11,7 @@ from specjax.pallas_kernels.tree_attention.reference import NEG, factors, select
 
 def shared_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, first=None, key_positions=None, layer=None, scale,
-    window=None, softcap=None,
+    window=None, softcap=None, sinks=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention` of R rows for each of B prefixes: rows b R ... b R + R - 1 attend to prefix b.
 
@@ -47,9 +47,16 @@ def shared_tree_attention(
 
     old = scores("brtkgh,bksh->brtkgs", prefix_k, in_prefix)
     new = scores("brtkgh,brkmh->brtkgm", by_row(k), mask)
-    weights = jax.nn.softmax(jnp.concatenate([old, new], -1), -1).astype(q.dtype)
+    parts = [old, new]
+    if sinks is not None:  # one more score per head, whose weight is dropped
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1)
+        parts.append(jnp.broadcast_to(sink, (*old.shape[:-1], 1)))
+    weights = jax.nn.softmax(jnp.concatenate(parts, -1), -1).astype(q.dtype)
     # Heads before queries, which is faster for bfloat16 products on CPUs: [b, k, r t g, s] and [b r, k, t g, m].
-    w_old, w_new = jnp.moveaxis(weights[..., :slots], 3, 1), jnp.moveaxis(weights[..., slots:], 3, 2)
+    w_old, w_new = (
+        jnp.moveaxis(weights[..., :slots], 3, 1),
+        jnp.moveaxis(weights[..., slots : slots + mask.shape[-1]], 3, 2),
+    )
     rows = lambda x, batch: x.reshape(batch, kv_heads, -1, x.shape[-1])
     weighted = lambda w, values: jnp.einsum("bkqs,bksh->bkqh", w, values, preferred_element_type=jnp.float32)
     old = weighted(rows(w_old, batch), factors(prefix_v, q.dtype)[0]).reshape(*w_old.shape[:-1], dim)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specjax.numerics.quantization import dequantize, quantize
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+from specjax.pallas_kernels.tree_attention.reference import with_sinks
 from specjax.pallas_kernels.tree_attention.static import static_tree_attention
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
 
@@ -20,7 +21,7 @@ BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "s
 STATIC = jax.jit(static_tree_attention, static_argnames=("scale", "window", "softcap", "max_scores", "with_total"))
 
 
-def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap):
+def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap, sinks=None):
     """Per row and head, numpy, one softmax over what is visible."""
     out = np.zeros(q.shape)
     for b in range(q.shape[0]):
@@ -35,7 +36,8 @@ def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window
                 s = keys[h // (q.shape[2] // KV)] @ q[b, i, h] * scale
                 s = softcap * np.tanh(s / softcap) if softcap else s
                 w = np.where(visible, np.exp(s - s[visible].max()), 0)
-                out[b, i, h] = w @ values[h // (q.shape[2] // KV)] / w.sum()
+                sink = 0.0 if sinks is None else np.exp(sinks[h] - s[visible].max())
+                out[b, i, h] = w @ values[h // (q.shape[2] // KV)] / (w.sum() + sink)
     return out
 
 
@@ -77,6 +79,47 @@ def test_all_forms_equal_one_softmax(window, softcap, seed, lengths, tree):
     np.testing.assert_allclose(reference(*arrays, **options), wanted, atol=2e-5)
     np.testing.assert_allclose(BLOCKED(*arrays, **options, block=16), wanted, atol=2e-5)
     np.testing.assert_allclose(STATIC(*arrays, **options), wanted, atol=2e-5)
+
+
+SINKS = np.array([-3.0, 0.0, 1.5, 40.0], np.float32)
+FORMS = {
+    "reference": reference,
+    "xla": functools.partial(tree_attention, implementation="xla"),
+    "static": lambda *arrays, sinks, **options: with_sinks(
+        *static_tree_attention(*arrays, **options, with_total=True), sinks
+    )[0],
+    "default": tree_attention,
+}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_sinks_take_a_part_of_the_softmax(form, window):
+    """A large sink leaves almost nothing for the values, and a small one changes little."""
+    arrays = case(np.random.default_rng(8), 6, [9, 33], "random")
+    options = {"scale": 0.3, "window": window, "softcap": None}
+    wanted = plain(*arrays, **options, sinks=SINKS)
+    run = jax.jit(functools.partial(FORMS[form], **options))
+    got = run(*map(jnp.asarray, arrays), sinks=jnp.asarray(SINKS))
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    np.testing.assert_allclose(got[:, :, 3], 0, atol=1e-5)
+    without = plain(*arrays, **options)
+    assert np.abs(without - wanted).max((0, 1, 3)).min() > 0.005
+
+
+def test_sinks_of_rows_that_share_a_prefix_and_of_empty_caches():
+    arrays = list(case(np.random.default_rng(6), 6, [37, 9], "random"))
+    arrays[3], arrays[4] = (np.repeat(x[:1], BATCH, 0) for x in arrays[3:5])
+    options = {"scale": 0.3, "window": 5, "softcap": None, "sinks": SINKS}
+    wanted = plain(*arrays, **options)
+    q, k, v, prefix_k, prefix_v, *geometry = (jnp.asarray(x) for x in arrays)
+    got = tree_attention(q, k, v, prefix_k[:1], prefix_v[:1], *geometry, **options)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    arrays[5] = np.zeros(2, np.int32)
+    arrays[6] = arrays[6] - np.array([[37], [9]], np.int32)
+    empty = [x[:, :, :0] for x in (prefix_k, prefix_v)]
+    got = tree_attention(q, k, v, *empty, *map(jnp.asarray, arrays[5:]), **options)
+    np.testing.assert_allclose(got, plain(*arrays, **options), atol=2e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0)])

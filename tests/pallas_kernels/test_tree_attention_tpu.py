@@ -178,6 +178,11 @@ def test_the_sum_by_which_parts_of_a_prefix_are_put_together(int8):
     np.testing.assert_allclose(out[1:], wanted_out[1:], atol=2e-6)
     np.testing.assert_allclose(total[1:], wanted_total[1:], atol=2e-6)
     assert np.isfinite(out[0]).all() and (total[0] < -1e29).all()
+    sinks = jnp.array([-2.0, 0.0, 1.0, 30.0])
+    wanted_out, wanted_total = reference.tree_attention(*masked(clean), **options, **other, sinks=sinks)
+    with_sinks = reference.with_sinks(out, total, sinks)
+    np.testing.assert_allclose(with_sinks[0][1:], wanted_out[1:], atol=2e-6)
+    np.testing.assert_allclose(with_sinks[1][1:], wanted_total[1:], atol=2e-6)
 
 
 def test_in_a_loop_over_a_mesh():

@@ -99,6 +99,14 @@ def _kind_of(layer: HybridConfig, kind: LayerKind) -> Kind:
 def _sizes_of_attention(config: Any) -> dict[str, dict[str, Any]]:
     """Return the sizes of attention: one entry if all layers share them, else one for each kind of attention."""
     kinds = layers_of(config).kinds
+    if isinstance(config, HybridConfig) and config.latent is not None:
+        latent = config.latent
+        return {
+            "latent_attention": {
+                "heads": config.num_heads, "cached": latent.cached, "rotated": latent.rotary_dim,
+                "value_dim": latent.value_dim, "query_rank": latent.query_rank,
+            }
+        }  # fmt: skip
     attending = {kind.mixer: i for i, kind in reversed([*enumerate(kinds)]) if "attention" in kind.mixer}
     if not isinstance(config, HybridConfig) or "windowed_attention" not in attending:
         return {"attention": _attention_sizes(config)} if attending else {}
@@ -109,6 +117,7 @@ def _attention_sizes(layer: Any) -> dict[str, Any]:
     return {
         "heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
         "rotated": _rotated(layer), "window": layer.window, "output_gate": layer.attention_gate,
+        "sinks": layer.sinks,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from specjax.planning.description.module import ModuleDescription
 
 MIXERS = {
     "attention": ("attention layer", "attention layers"),
+    "latent_attention": ("layer of latent attention", "layers of latent attention"),
     "windowed_attention": ("layer of sliding-window attention", "layers of sliding-window attention"),
     "gated_delta": ("gated delta net", "gated delta nets"),
     "mamba2": ("Mamba-2 layer", "Mamba-2 layers"),
@@ -112,7 +113,12 @@ def _joined(words: list[str]) -> str:
 
 
 def _mixer_title(name: str) -> str:
-    titles = {"attention": "attention", "windowed_attention": "sliding-window attention", "mamba2": "Mamba-2"}
+    titles = {
+        "attention": "attention",
+        "latent_attention": "latent attention",
+        "windowed_attention": "sliding-window attention",
+        "mamba2": "Mamba-2",
+    }
     return titles.get(name, MIXERS.get(name, (name,))[0])
 
 
@@ -122,7 +128,14 @@ def _sizes_in_words(name: str, sizes: dict[str, Any]) -> str:
         words = f"{sizes['heads']} heads of {sizes['head_dim']} numbers, {_count(sizes['kv_heads'], 'key/value head')}"
         words += ", no rotation" if not rotated else f", {rotated} numbers rotated"
         words += "" if window is None else f", windows of {window:,} tokens"
-        return words + (", output gates" if sizes["output_gate"] else "")
+        words += ", output gates" if sizes["output_gate"] else ""
+        return words + (", attention sinks" if sizes["sinks"] else "")
+    if name == "latent_attention":
+        queries = "" if sizes["query_rank"] is None else f", queries from vectors of {sizes['query_rank']:,}"
+        return (
+            f"{sizes['heads']} heads, {sizes['cached']} cached numbers per token and layer, {sizes['rotated']} of them "
+            f"rotated, values of {sizes['value_dim']}{queries}"
+        )
     if name == "gated_delta":
         return (
             f"{sizes['key_heads']} key heads and {sizes['value_heads']} value heads, states of {sizes['key_dim']} x "
