@@ -1,43 +1,122 @@
-"""Small mixtures of experts of transformers with random weights, in the form of published files."""
+"""Small mixtures of experts of transformers with random weights, in the form of published files.
+
+`PUBLISHED` has every field of config.json as it is published, and `TINY` the smaller sizes of the test.
+"""
+
+import json
 
 import pytest
-from hybrid_models import torch, varied
+from hybrid_models import torch
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "max_position_embeddings": 256, "initializer_range": 0.1, "bos_token_id": None,
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "head_dim": 16, "initializer_range": 0.1, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+COMMON = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True,
+    "tie_word_embeddings": False, "transformers_version": "4.57.0",
+}  # fmt: skip
+QWEN = COMMON | {
+    "attention_bias": False, "rms_norm_eps": 1e-6, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 32, "type": "yarn"}
+DEEPSEEK = COMMON | {
+    "attention_bias": False, "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000, "seq_aux": True,
+}  # fmt: skip
+SMALL_DEEPSEEK = {
+    "num_key_value_heads": 4, "first_k_dense_replace": 1, "intermediate_size": 48, "kv_lora_rank": 16,
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 12,
+}  # fmt: skip
+
+PUBLISHED = {
+    "qwen3_moe": QWEN | {
+        "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "max_window_layers": 48,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "norm_topk_prob": True, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False,
+    },
+    "mixtral": COMMON | {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    },
+    "olmoe": COMMON | {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "model_type": "olmoe",
+        "norm_topk_prob": False, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+    },
+    "qwen3_next": QWEN | {  # Qwen3-Next-80B-A3B
+        "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "full_attention_interval": 4,
+        "mlp_only_layers": [], "model_type": "qwen3_next", "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+        "rope_scaling": None, "rope_theta": 10000000, "use_sliding_window": False,
+    },
+    "qwen3_5_moe_text": QWEN | {  # text_config of Qwen3.5-35B-A3B
+        "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [], "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default",
+        },
+    },
+}  # fmt: skip
+"""Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
+
+SMALL = {
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "qwen3_next": DELTA | {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "intermediate_size": 48,
+        "shared_expert_intermediate_size": 24, "num_key_value_heads": 1, "full_attention_interval": 2,
+    },
+    "qwen3_5_moe_text": DELTA | {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24, "num_key_value_heads": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+"""Small sizes of each family, besides TINY."""
 
 
-def qwen3_moe(**changes):
-    """Return a Qwen3-MoE, whose first layer is dense."""
-    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48, "head_dim": 16}
-    fields = SIZES | sizes | {"mlp_only_layers": [0], "norm_topk_prob": True} | changes
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+def fields_of(kind, **changes):
+    """Return the fields of a config.json in the published form, with small sizes."""
+    fields = PUBLISHED[kind] | TINY | SMALL[kind]
+    if kind.startswith(("deepseek", "olmoe")):  # their heads have no size of their own
+        fields = {name: value for name, value in fields.items() if name != "head_dim"}
+    return fields | changes
 
 
-def mixtral(**changes):
-    """Return a Mixtral."""
-    fields = SIZES | {"num_local_experts": 8, "intermediate_size": 16} | changes
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields))
-
-
-def olmoe(**changes):
-    """Return an OLMoE."""
-    fields = SIZES | {"num_experts": 8, "intermediate_size": 16} | changes
-    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields))
-
-
-MAKERS = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "olmoe": olmoe}
+def make(kind, **changes):
+    """Return a model with random weights, vectors and buffers, because some have no effect at their initial values."""
+    fields = json.loads(json.dumps(fields_of(kind, **changes)))  # transformers changes nested objects
+    fields = {name: x for name, x in fields.items() if name not in ("torch_dtype", "auto_map")}
+    config = transformers.AutoConfig.for_model(**fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        is_bias = parameter.ndim == 1 or name.endswith("_bias")
+        if is_bias and "inv_freq" not in name:
+            parameter.data += (1.0 if "sinks" in name else 0.3) * torch.randn_like(parameter)
+    return model
 
 
 def save(kind, folder, **changes):
-    """Write a model to a folder, and return it."""
-    model = varied(MAKERS[kind], **changes)
+    """Write a model to a folder with a config.json in the published form, and return it."""
+    model = make(kind, **changes)
     model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(fields_of(kind, **changes)))
     return model
 
 

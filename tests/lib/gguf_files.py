@@ -8,7 +8,28 @@ from specjax.models.loading.families.gemma import gemma3
 
 gguf = pytest.importorskip("gguf")
 
+ARCHITECTURES = {
+    "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+"""Names of architectures that differ from the `model_type`."""
+
+EXPERTS = {"qwen3_moe": ("num_experts", "moe_intermediate_size"), "olmoe": ("num_experts", "intermediate_size")}
+EXPERTS["mixtral"] = ("num_local_experts", "intermediate_size")
+"""Fields with the number of experts and their width."""
+
 WORDS = [f"w{i}" for i in range(96)]
+
+
+def split_experts(tensors):
+    """Return tensors with the gates and the other projections of experts apart, as llama.cpp's converter writes."""
+    result = {}
+    for name, x in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for part, rows in zip(("gate", "up"), x.chunk(2, 1), strict=True):
+                result[name.replace("gate_up_proj", part)] = rows
+        else:
+            result[name.replace(".experts.down_proj", ".experts.down")] = x
+    return result
 
 
 def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarray] | None = None):
@@ -17,7 +38,7 @@ def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarra
     modules: the `nextn` tensors of a module whose layer is the last one of the model.
     """
     c = model.config
-    arch = {"gemma3_text": "gemma3", "mistral": "llama", "olmo3": "olmo2"}.get(c.model_type, c.model_type)
+    arch = ARCHITECTURES.get(c.model_type, c.model_type)
     family = gemma3 if arch.startswith("gemma") else llama
     windowed = getattr(c, "layer_types", None) or ()
     rope = c.rope_parameters.get("full_attention", c.rope_parameters)
@@ -34,6 +55,12 @@ def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarra
     else:
         writer.add_key_length(c.head_dim if hasattr(c, "head_dim") else c.hidden_size // c.num_attention_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if c.model_type in EXPERTS:
+        count, width = EXPERTS[c.model_type]
+        writer.add_expert_count(getattr(c, count))
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        if arch != "llama":
+            writer.add_expert_feed_forward_length(getattr(c, width))
     if "sliding_attention" in windowed:
         writer.add_sliding_window(c.sliding_window)
     if arch in ("gemma3", "olmo2") and windowed:
@@ -62,12 +89,14 @@ def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarra
     joined = {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
     names = {w.hf: w.gguf for w in family.WEIGHTS}
     names |= {w.hf: w.gguf for w in family.POST_NORMS} if arch == "olmo2" else {}
+    names |= {f"model.layers.*.mlp.experts.{part}": f"blk.*.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+    names["model.layers.*.mlp.gate.weight"] = "blk.*.ffn_gate_inp.weight"
     names |= {
         f"model.layers.*.{part}.{name}.weight": f"blk.*.{joined[name]}.weight"
         for part in ("self_attn", "mlp")
         for name in joined
     }
-    for name, p in model.state_dict().items():
+    for name, p in split_experts(model.state_dict()).items():
         parts = name.split(".")
         layer = parts[2] if parts[1] == "layers" else ""
         stored = names[name.replace(f".{layer}.", ".*.") if layer else name].replace("*", layer)
@@ -79,7 +108,7 @@ def write(model, file, *, scaling=None, kind="F32", modules: dict[str, np.ndarra
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
             w = w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
-        quant = gguf.GGMLQuantizationType[kind if w.ndim == 2 else "F32"]
+        quant = gguf.GGMLQuantizationType[kind if w.ndim > 1 and "ffn_gate_inp" not in stored else "F32"]
         data = gguf.quants.quantize(w, quant)
         writer.add_tensor(stored, data, raw_dtype=quant)
     writer.write_header_to_file()

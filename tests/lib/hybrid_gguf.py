@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from gguf_files import split_experts
 
 gguf = pytest.importorskip("gguf")
 
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_next": "qwen3next", "lfm2": "lfm2"}
+ARCHITECTURES = {
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
+}  # fmt: skip
 
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.embedding_norm": "token_embd_norm",
@@ -19,6 +22,9 @@ NAMES = {
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out", "conv.conv": "shortconv.conv",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    **{f"mlp.experts.{part}": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
     "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
 """Names of modules of transformers and of a GGUF file, without the layer."""
@@ -38,11 +44,13 @@ def write(model, file, kind="F32", *, module=None, earlier=False):
         writer.add_tensor(module_name(name, c.num_hidden_layers), values + ("norm" in name))
     if module is not None:
         writer.add_uint32(f"{ARCHITECTURES[c.model_type]}.nextn_predict_layers", 1)
-    for name, parameter in model.state_dict().items():
+    for name, parameter in split_experts(model.state_dict()).items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         for stored, values in converted(name, parameter.float().numpy(), c, earlier):
-            is_matrix = values.ndim == 2 and not stored.endswith(("conv.weight", "conv1d.weight"))
+            is_matrix = (
+                values.ndim > 1 and "_inp" not in stored and not stored.endswith(("conv.weight", "conv1d.weight"))
+            )
             has_blocks = values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
             quant = gguf.GGMLQuantizationType[kind if is_matrix and has_blocks else "F32"]
             data = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), quant)
@@ -73,7 +81,12 @@ def write_metadata(writer, c, modules=0):
     writer.add_block_count(c.num_hidden_layers + modules)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_feed_forward_length(getattr(c, "intermediate_size", 512))
+    if getattr(c, "num_experts", 0):
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(c.norm_eps if c.model_type == "lfm2" else c.rms_norm_eps)
@@ -92,7 +105,7 @@ def write_metadata(writer, c, modules=0):
         writer.add_ssm_inner_size(c.linear_num_value_heads * c.linear_value_head_dim)
         writer.add_full_attention_interval(4)
         writer.add_rope_dimension_count(int(c.head_dim * c.rope_parameters["partial_rotary_factor"]))
-    if c.model_type == "qwen3_5_text":
+    if c.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
     write_tokenizer(writer, c.vocab_size)
 
@@ -124,7 +137,7 @@ def converted(name, w, c, earlier=False):
         w = w[:, 0] if w.ndim == 3 else w
     elif c.model_type != "lfm2" and name.endswith("norm.weight") and "linear_attn" not in name:
         w = w + 1
-    yield stored, tiled(module, w, c) if c.model_type == "qwen3_5_text" else w
+    yield stored, tiled(module, w, c) if c.model_type.startswith("qwen3_5") else w
 
 
 def split_qkvz(w, c):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ class LlamaDefaults(NamedTuple):
     partial: bool = False  # a part of each head may be rotated
     joined: bool = False  # q, k and v are one matrix, and so are gate and up
     skipped: tuple[str, ...] = ()  # fields that its class does not read
+    flags: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # flags of config.json, and fields of LlamaConfig
+    mixture: mixtures.MixtureForm | None = None  # layers have experts
 
 
 _POST_NORM = {"norms": "after", "qk_norm": True, "qk_norm_scope": "projection"}
@@ -82,24 +84,26 @@ ROWS_OF_HF = {
             "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
         }, ("attention_bias",),
         layers=lambda hf, layers: (not hf.flag("use_sliding_window"),) * layers, skipped=("max_window_layers",),
+        mixture=mixtures.form("qwen3_moe"),
     ),
     "mixtral": LlamaDefaults(
         fields=_MISTRAL_FIELDS | {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8},
-        layers=_ALL_WINDOWED, rope_base=1e6,
+        layers=_ALL_WINDOWED, rope_base=1e6, mixture=mixtures.form("mixtral"),
     ),
     "olmoe": LlamaDefaults(
         {"qk_norm": True, "qk_norm_scope": "projection"}, _OLMO_FIELDS | {
             "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
             "max_position_embeddings": 4096,
-        }, ("attention_bias",),
+        }, ("attention_bias",), mixture=mixtures.form("olmoe"),
     ),
 }  # fmt: skip
-"""Defaults by `model_type`. Those in `mixtures.FIELDS` are mixtures of experts."""
+"""Defaults by `model_type`."""
 
 ROWS_OF_GGUF = {"llama": LlamaDefaults(), "olmo2": ROWS_OF_HF["olmo3"]} | {
-    kind: ROWS_OF_HF[kind] for kind in ("qwen2", "qwen3", "phi3")
+    arch: ROWS_OF_HF[kind]
+    for arch, kind in (*((kind, kind) for kind in ("qwen2", "qwen3", "phi3", "olmoe")), ("qwen3moe", "qwen3_moe"))
 }
-"""Defaults by `general.architecture`. "olmo2" is also OLMo 3, and "llama" also Mistral."""
+"""Defaults by `general.architecture`. "olmo2" is also OLMo 3, and "llama" also Mistral and Mixtral."""
 
 HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; only its text part is loaded
 GGUF_TYPES = tuple(ROWS_OF_GGUF)
@@ -153,7 +157,8 @@ def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
     if kind in ROWS_OF_HF and ROWS_OF_HF[kind].joined:
         layer = "model.layers.*."
         stored |= joined_projections(config, f"{layer}self_attn.qkv_proj.weight", f"{layer}mlp.gate_up_proj.weight")
-    return stored | (mixtures.stored_hf(kind) if kind in mixtures.FIELDS else {})
+    form = None if kind not in ROWS_OF_HF else ROWS_OF_HF[kind].mixture
+    return stored if form is None or config.experts is None else stored | form.stored(config)
 
 
 def joined_projections(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
@@ -175,9 +180,15 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a GGUF file. "llama" files permute q and k to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
     stored = {w.path: StoredTensor(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
+    stored |= {} if config.experts is None else mixtures.stored_gguf()
     return stored | (
         joined_projections(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {}
     )
+
+
+def earlier_gguf(config: LlamaConfig, names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files of earlier converters."""
+    return {} if config.experts is None else mixtures.earlier_gguf(names)
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
@@ -221,7 +232,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=hf.size("intermediate_size", maximum=ROWS),
-        experts=mixtures.sizes_from_hf(kind, hf, layers) if kind in mixtures.FIELDS else None,
+        experts=None if row.mixture is None else row.mixture.sizes(hf, layers),
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=rotary_dim,
@@ -232,6 +243,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         local_rope_base=local,
         max_positions=rope.max_positions(hf, scaling),
         **row.shape,
+        **{name: hf.flag(flag) for flag, names in row.flags.items() for name in names},
         **options,
     )
 
@@ -298,6 +310,7 @@ def layer_types(c: DecoderConfig) -> list[str]:
 def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
     kind, extra = model_type_of(c), rope.rotary_to_hf(c.rope_base, c.rope_scaling)
+    row = ROWS_OF_HF[kind]
     if kind == "olmo3":
         local = rope.rotary_to_hf(c.local_rope_base or c.rope_base, None)
         extra = {"rope_parameters": {FULL: rope.to_rope_parameters(extra), SLIDING: rope.to_rope_parameters(local)}}
@@ -322,9 +335,10 @@ def config_to_hf(c: LlamaConfig) -> dict[str, Any]:
         **extra,
         "sliding_window": c.window,
         **({"use_sliding_window": c.window is not None} if kind in ("qwen2", "qwen3", "qwen3_moe") else {}),
-        **({} if c.experts is None else mixtures.to_hf(kind, c)),
+        **({} if row.mixture is None else row.mixture.to_hf(c)),
         "layer_types": layer_types(c),
         "attention_bias": False,
+        **{flag: getattr(c, names[0]) for flag, names in row.flags.items()},
         "mlp_bias": False,
         "max_position_embeddings": c.max_positions,
         "tie_word_embeddings": c.tied,
@@ -355,10 +369,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
       factors: its tensors of rope.GGUF_DIVISORS.
     """
     arch, where = meta.prefix.removesuffix("."), meta.where
-    if meta.size("expert_count", 0, minimum=0):
-        raise UsageError(
-            f"{where} is a mixture of experts, whose GGUF files specjax does not support; use its safetensors"
-        )
+    experts = mixtures.sizes_from_gguf(arch, meta)
     width, heads = meta.size("embedding_length", maximum=WIDTH), meta.size("attention.head_count", maximum=HEADS)
     kv_heads = meta.size("attention.head_count_kv", heads, maximum=HEADS)
     row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", maximum=LAYERS)
@@ -383,6 +394,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_width=meta.size("feed_forward_length", maximum=ROWS),
+        experts=experts,
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=rotary_dim if row.partial and rotary_dim < head_dim else None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,16 @@ EXPERTS = 1 << 12
 """Upper bound of the number of experts of any model."""
 
 PARTS = "expert_gate", "expert_up", "expert_down"
+MATRICES = "gate_proj", "up_proj", "down_proj"
+MLP_PARTS = "gate", "up", "down"
+
+
+class MixtureForm(NamedTuple):
+    """The functions that read and write the mixtures of an architecture with the attention of the Llama family."""
+
+    sizes: Callable[[ConfigFields, int], MixtureSizes]  # of a config.json with so many layers
+    stored: Callable[[DecoderConfig], dict[str, StoredTensor]]  # tensors by parameter path
+    to_hf: Callable[[DecoderConfig], dict[str, Any]]  # the fields that `sizes` reads
 
 
 class MixtureFields(NamedTuple):
@@ -37,15 +48,14 @@ FIELDS: Mapping[str, MixtureFields] = MappingProxyType(
     {
         "qwen3_moe": MixtureFields(
             ("num_experts", "num_local_experts"), "moe_intermediate_size", "mlp",
-            ("gate_proj", "up_proj", "down_proj"), num_chosen=8, num_experts=128,
-            default_width=768,
+            MATRICES, num_chosen=8, num_experts=128, default_width=768,
         ),
         "mixtral": MixtureFields(
             ("num_local_experts",), "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), normalized=True
         ),
         "olmoe": MixtureFields(
-            ("num_experts", "num_local_experts"), "intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj"),
-            num_chosen=8, num_experts=64, default_width=2048,
+            ("num_experts", "num_local_experts"), "intermediate_size", "mlp", MATRICES, num_chosen=8, num_experts=64,
+            default_width=2048,
         ),
     }
 )  # fmt: skip
@@ -59,12 +69,7 @@ def sizes_from_hf(kind: str, hf: ConfigFields, layers: int) -> MixtureSizes:
       whose layers all have an MLP.
     """
     fields = FIELDS[kind]
-    stated = {name: hf.size(name, maximum=EXPERTS) for name in fields.counts if hf.has(name)}
-    if len(set(stated.values())) > 1:
-        raise UsageError(
-            f"{hf.where} has {' and '.join(f'{name} {count}' for name, count in stated.items())}; make them equal"
-        )
-    count = next(iter(stated.values()), fields.num_experts)
+    count = num_experts(hf, fields.counts, fields.num_experts)
     num_chosen = check_num_chosen(hf, "num_experts_per_tok", count, fields.num_chosen)
     normalized = hf.flag("norm_topk_prob") if fields.normalized is None else fields.normalized
     dense = dense_layers(hf, layers) if kind == "qwen3_moe" else ()
@@ -74,6 +79,23 @@ def sizes_from_hf(kind: str, hf: ConfigFields, layers: int) -> MixtureSizes:
         Routing(num_chosen, normalized=normalized),
         dense_layers=dense,
     )
+
+
+def num_experts(hf: ConfigFields, names: tuple[str, ...], default: int | None = None) -> int:
+    """Return the number of experts, which a config.json has under one of these names.
+
+    default: the number of a file without them; None: there is none.
+
+    Raises: UsageError for names with different numbers, or for a file without a number.
+    """
+    counts = {name: hf.size(name, maximum=EXPERTS) for name in names if hf.has(name)}
+    if len(set(counts.values())) > 1:
+        raise UsageError(
+            f"{hf.where} has {' and '.join(f'{name} {count}' for name, count in counts.items())}; make them equal"
+        )
+    if default is None and not counts:
+        return hf.size(names[0], maximum=EXPERTS)
+    return next(iter(counts.values()), default or 0)
 
 
 def check_num_chosen(fields: ConfigFields, name: str, count: int, default: int) -> int:
@@ -104,15 +126,49 @@ def dense_layers(hf: ConfigFields, layers: int) -> tuple[int, ...]:
     return dense
 
 
-def stored_hf(kind: str) -> dict[str, StoredTensor]:
+def form(kind: str) -> MixtureForm:
+    """Return the functions for a `model_type` in FIELDS."""
+    return MixtureForm(*(functools.partial(function, kind) for function in (sizes_from_hf, stored_hf, to_hf)))
+
+
+def stored_hf(kind: str, c: DecoderConfig) -> dict[str, StoredTensor]:
     """Map parameter paths of the experts to tensors of a Hugging Face checkpoint of a `model_type` in FIELDS."""
     fields = FIELDS[kind]
     module = f"model.layers.*.{fields.module}."
-    matrices = {
-        f"layers.*.mlp.{part}.weight": StoredTensor(f"{module}experts.#.{name}.weight")
-        for part, name in zip(PARTS, fields.matrices, strict=True)
+    return separate_experts(f"{module}experts.#.", fields.matrices) | {
+        "layers.*.mlp.router.weight": StoredTensor(f"{module}gate.weight")
     }
-    return matrices | {"layers.*.mlp.router.weight": StoredTensor(f"{module}gate.weight")}
+
+
+def separate_experts(prefix: str, matrices: tuple[str, str, str] = MATRICES) -> dict[str, StoredTensor]:
+    """Map the parameters of experts to tensors of a file with three matrices for each expert.
+
+    prefix: of their names, with `#` for the expert.
+    """
+    return {
+        f"layers.*.mlp.{part}.weight": StoredTensor(f"{prefix}{name}.weight")
+        for part, name in zip(PARTS, matrices, strict=True)
+    }
+
+
+def stacked_experts(gate_up: str, down: str, width: int) -> dict[str, StoredTensor]:
+    """Map the parameters of experts to two tensors [E, 2 F, D] and [E, D, F] of a file, the gates before the others.
+
+    width: F, the number of hidden units of an expert.
+    """
+    part = lambda first: StoredTensor(gate_up, first=first, rows=2 * width, stacked=True)
+    return dict(
+        zip(
+            (f"layers.*.mlp.{part}.weight" for part in PARTS),
+            (part(0), part(width), StoredTensor(down, stacked=True)),
+            strict=True,
+        )
+    )
+
+
+def shared_expert(prefix: str) -> dict[str, StoredTensor]:
+    """Map the parameters of the MLP that reads every row to tensors whose names have this prefix."""
+    return {f"layers.*.mlp.shared.{part}.weight": StoredTensor(f"{prefix}{part}_proj.weight") for part in MLP_PARTS}
 
 
 def to_hf(kind: str, c: DecoderConfig) -> dict[str, Any]:
@@ -133,6 +189,59 @@ def to_hf(kind: str, c: DecoderConfig) -> dict[str, Any]:
 
 def kind_of(c: DecoderConfig) -> str:
     """Return the `model_type` with code that computes the same as a config with experts."""
+    assert c.experts is not None
+    if c.sinks:
+        return "gpt_oss"
+    if c.experts.routing.scores == "sigmoid":
+        return "glm4_moe"
     if not c.qk_norm:
         return "mixtral"
     return "qwen3_moe" if c.qk_norm_scope == "head" else "olmoe"
+
+
+NORMALIZED_GGUF = {"llama": True, "qwen3moe": True, "olmoe": False}
+"""Architectures of GGUF files with mixtures, and whether weights are divided by their sum. "llama" is also Mixtral."""
+
+
+def sizes_from_gguf(arch: str, meta: ConfigFields) -> MixtureSizes | None:
+    """Return the sizes of the mixtures of a GGUF file; None if it has none.
+
+    Raises: UsageError for an architecture or a router that specjax does not read.
+    """
+    if not meta.size("expert_count", 0, minimum=0):
+        meta.skip("expert_used_count")
+        return None
+    if arch not in NORMALIZED_GGUF:
+        raise UsageError(
+            f"{meta.where} is a mixture of experts, which specjax does not read from files of the architecture "
+            f"{quote(arch)}; use its safetensors"
+        )
+    count = meta.size("expert_count", maximum=EXPERTS)
+    if meta.size("expert_gating_func", 1) != 1 or meta.number("expert_weights_scale", 1.0) != 1.0:
+        raise UsageError(
+            f"{meta.where} has {meta.prefix}expert_gating_func or expert_weights_scale of another router, which "
+            "specjax does not support; use its safetensors"
+        )
+    width = "expert_feed_forward_length" if meta.has("expert_feed_forward_length") else "feed_forward_length"
+    normalized = meta.flag("expert_weights_norm", NORMALIZED_GGUF[arch])
+    routing = Routing(check_num_chosen(meta, "expert_used_count", count, 2), normalized=normalized)
+    return MixtureSizes(count, meta.size(width, maximum=ROWS), routing)
+
+
+def stored_gguf() -> dict[str, StoredTensor]:
+    """Map the parameters of experts to tensors of a GGUF file, one for each matrix of all experts."""
+    stored = {
+        f"layers.*.mlp.{part}.weight": StoredTensor(f"blk.*.ffn_{name}_exps.weight", stacked=True)
+        for part, name in zip(PARTS, MLP_PARTS, strict=True)
+    }
+    return stored | {"layers.*.mlp.router.weight": StoredTensor("blk.*.ffn_gate_inp.weight")}
+
+
+def earlier_gguf(names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files of earlier converters of Mixtral, which have a tensor per expert."""
+    if not any(name.endswith(".ffn_gate.0.weight") for name in names):
+        return {}
+    return {
+        f"layers.*.mlp.{part}.weight": StoredTensor(f"blk.*.ffn_{name}.#.weight")
+        for part, name in zip(PARTS, MLP_PARTS, strict=True)
+    }

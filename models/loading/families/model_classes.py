@@ -17,8 +17,10 @@ from specjax.models.loading.families.config_fields import ConfigFields
 PREFIXES = {
     "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "mistral3": "Mistral3", "qwen2": "Qwen2",
     "qwen3": "Qwen3", "mimo": "MiMo", "phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3", "gemma2": "Gemma2",
-    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "gpt_oss": "GptOss", "glm4_moe": "Glm4Moe",
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
     "olmoe": "Olmoe", "gemma3_text": "Gemma3", "gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe", "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "gemma4": "Gemma4", "gemma4_text": "Gemma4",
     "gemma4_unified": "Gemma4Unified", "gemma4_unified_text": "Gemma4Unified",
 }  # fmt: skip
@@ -26,7 +28,8 @@ PREFIXES = {
 
 DIFFUSION_PREFIXES = {
     "sdar": "SDAR", "Dream": "Dream", "Fast_dLLM_Qwen": "Fast_dLLM_Qwen", "a2d-qwen2": "A2DQwen2",
-    "a2d-qwen3": "A2DQwen3", "a2d-llama": "A2DLlama", "llada": "LLaDA",
+    "a2d-qwen3": "A2DQwen3", "a2d-llama": "A2DLlama", "llada": "LLaDA", "sdar_moe": "SDARMoe",
+    "lladamoe": "LLaDAMoE", "llada2_moe": "LLaDA2Moe",
 }  # fmt: skip
 """The same for diffusion models, whose classes are in files beside their weights."""
 
@@ -34,7 +37,10 @@ SUFFIXES = "forcausallm", "forconditionalgeneration", "model", "textmodel"
 DIFFUSION_SUFFIXES = (*SUFFIXES, "modellm", "lmheadmodel", "formaskedlm", "fordiffusionlm", "basemodel")
 WRAPPERS = ("fsdp",)  # prefixes of trainers, which change nothing
 
-OWN_MODULES = {"phi3": "modeling_phi3", "mimo": "modeling_mimo"}
+OWN_MODULES = {
+    "phi3": "modeling_phi3", "mimo": "modeling_mimo", "deepseek_v2": "modeling_deepseek",
+    "deepseek_v3": "modeling_deepseek",
+}  # fmt: skip
 """Modules of families whose authors published the same code before transformers had it."""
 
 DIFFUSION_MODELS = {

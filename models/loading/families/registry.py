@@ -23,7 +23,18 @@ from specjax.models.loading.families.hybrid import (
     qwen3_next,
 )
 
-HYBRIDS = (qwen3_5, qwen3_next, lfm2, mamba2, bamba, nemotron_h, granite_hybrid, falcon_h1, gemma4, gemma4_gguf)
+HYBRIDS = (
+    qwen3_5,
+    qwen3_next,
+    lfm2,
+    mamba2,
+    bamba,
+    nemotron_h,
+    granite_hybrid,
+    falcon_h1,
+    gemma4,
+    gemma4_gguf,
+)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
@@ -33,7 +44,7 @@ REFUSED = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
     **dict.fromkeys(("kimi_linear", "kimi-linear"), _KDA),
     **dict.fromkeys(("nemotron_h_moe", "granitemoe", "granitemoeshared"), _EXPERTS),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "lfm2_moe", "lfm2moe"), _EXPERTS),
+    **dict.fromkeys(("lfm2_moe", "lfm2moe"), _EXPERTS),
     "zamba2": "its attention layers share their weights, which specjax does not support",
 }
 """Architectures that are refused for a reason of their own, in both formats."""

@@ -7,6 +7,7 @@ of `gguf.quants.dequantize` to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -37,19 +38,22 @@ class BlockLayout(NamedTuple):
 
 
 def quantized_tensor(name: str, tensor: TensorLocation) -> TensorLocation | QuantizedTensor:
-    """Return a stored matrix in its own format. Other tensors, and kinds without a layout here, stay as they are."""
-    if len(tensor.shape) != 2 or tensor.kind not in LAYOUTS:
+    """Return a stored matrix, or those of experts [E, O, I], in its own format.
+
+    Other tensors, and kinds without a layout here, stay as they are.
+    """
+    if len(tensor.shape) not in (2, 3) or tensor.kind not in LAYOUTS:
         return tensor
-    layout = LAYOUTS[tensor.kind]
+    layout, by_row = LAYOUTS[tensor.kind], tensor._replace(shape=(math.prod(tensor.shape[:-1]), tensor.shape[-1]))
 
     def rows(start: int, stop: int) -> QuantizedArray:
-        raw = read_stored_bytes(tensor, start, stop)
+        raw = read_stored_bytes(by_row, start, stop)
         with np.errstate(over="ignore", invalid="ignore"):
             values, scales, offsets = layout.unpack(raw.reshape(-1, block_size(tensor.kind)[1]))
         if not (np.isfinite(scales).all() and (offsets is None or np.isfinite(offsets).all())):
             raise UsageError(f"{tensor.file} has a scale in {quote(name)} that is not finite; download it again")
-        by_row = lambda x: None if x is None else x.reshape(stop - start, -1)
-        return QuantizedArray(by_row(values), by_row(scales), by_row(offsets))
+        reshaped = lambda x: None if x is None else x.reshape(stop - start, -1)
+        return QuantizedArray(reshaped(values), reshaped(scales), reshaped(offsets))
 
     return QuantizedTensor(tensor.file, tensor.shape, layout.form, rows)
 

@@ -109,6 +109,9 @@ def read(
     located = _locate_tensors(folder, files, lambda name: without(name) or ignored(name), method is not None)
     native, located = _split_module(folder, parsed.num_layers, located, method)
     tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)
+    find_variant = getattr(registry.by_config(parsed), "variant_hf", None)
+    if find_variant is not None:
+        stored |= find_variant(parsed, tensors)
     if parsed.tied:
         parsed = _resolve_tied_head(folder, parsed, tensors, stored)
     spare = _unused(parsed) | (frozenset() if method is None else zero_biases(tensors))

@@ -32,6 +32,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Files of a folder that belong to its tokenizer, or define its end tokens."""
 
+Place = tuple[str, int | None]
+"""The name of a tensor, and the expert whose part of it a matrix is; None: the tensor is not stacked."""
+
 TOKEN_ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"
 RUNTIME_FIELDS = "stacked", "joined", "cache_dtype", "cache_lanes", "cache_bits", "same_bits", "quantized", "name"
 """Fields of a config that depend on the process that runs the model, or that the tensors show; they are not stored."""
@@ -133,23 +136,47 @@ def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightForm
     is_matrix = lambda value: isinstance(value, QuantizedArray)
     values = dict(jax.tree_util.tree_flatten_with_path(target.params, is_leaf=is_matrix)[0])
     values = {tuple(entry.key for entry in path): value for path, value in values.items()}
-    tensors: dict[str, Any] = {}
+    tensors: dict[Place, Any] = {}
     forms: dict[str, WeightFormat] = {}
-    joined_parts: dict[str, list[tuple[np.ndarray, Any]]] = {}  # parts of a joined tensor, with their rows
+    joined_parts: dict[Place, list[tuple[np.ndarray, Any]]] = {}  # parts of a joined tensor, with their rows
+    transposes: set[str] = set()
     for leaf in list_parameters(checkpoint):
         value = values[leaf.keys]
         for part in leaf.parts:
             stored, tensor = part.stored, value[part.at] if part.at else value
             tensor = tensor if part.rows is None else tensor[part.rows]
             tensor = _stored_values(tensor, stored)
+            place = stored.name, stored.expert
+            transposes |= {stored.name} if stored.transposed else set()
             if stored.rows:
                 order = np.arange(tensor.shape[0]) if stored.order is None else stored.order
-                joined_parts.setdefault(stored.name, []).append((stored.first + order, tensor))
+                joined_parts.setdefault(place, []).append((stored.first + order, tensor))
             else:
-                tensors[stored.name] = tensor
+                tensors[place] = tensor
             if leaf.form is not None:
+                _check_separate(stored, config.name)
                 forms[stored.name] = leaf.form
-    return tensors | {name: _joined(parts) for name, parts in joined_parts.items()}, forms
+    tensors |= {place: _joined(parts) for place, parts in joined_parts.items()}
+    return _stacked({place: x.T if place[0] in transposes else x for place, x in tensors.items()}), forms
+
+
+def _check_separate(stored: StoredTensor, name: str) -> None:
+    """Raise a UsageError for a quantised matrix of an expert whose family stores all experts in one tensor."""
+    if stored.expert is not None:
+        raise UsageError(
+            f"{name} has quantised experts, which the files of its family have in one tensor, so they cannot be "
+            "written; save the model with float weights"
+        )
+
+
+def _stacked(tensors: dict[Place, Any]) -> dict[str, Any]:
+    """Return tensors by name, with those of all experts of a name in one."""
+    of_experts: dict[str, list[Any]] = {}
+    for (name, expert), tensor in tensors.items():
+        if expert is not None:
+            of_experts.setdefault(name, []).append(tensor)
+    separate = {name: tensor for (name, expert), tensor in tensors.items() if expert is None}
+    return separate | {name: jax.numpy.stack(parts) for name, parts in of_experts.items()}
 
 
 def _stored_values(tensor: Any, stored: StoredTensor) -> Any:

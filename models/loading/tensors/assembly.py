@@ -26,7 +26,14 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import QUOTED, SENTENCE, quote, shorten
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import has_kv_head_rows, shard_config
-from specjax.models.loading.tensors.tensors import StoredArray, as_vector, read_quantized_rows, read_rows
+from specjax.models.loading.tensors.tensors import (
+    StoredArray,
+    as_vector,
+    read_quantized_rows,
+    read_rows,
+    select_expert,
+    transpose,
+)
 from specjax.models.storage import JOINED, format_of, is_of_experts, rows_in_joined
 from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import PyTree
@@ -70,6 +77,20 @@ class StoredTensor(NamedTuple):
     change: Change | None = None  # applied to every element
     unit_axis: bool = False  # the file has an axis of size 1 before the last one
     flat: bool = False  # the file has a vector as a matrix of any shape
+    stacked: bool = False  # the file has the matrices or vectors of all experts in one tensor, with their axis first
+    transposed: bool = False  # the file has the matrix [in, out]
+    expert: int | None = None  # the expert whose part of a stacked tensor this is; None: the tensor is not stacked
+
+    def shape_in_file(self, rows: int, columns: Sequence[int], num_experts: int) -> tuple[int, ...]:
+        """Return the shape of the tensor of a parameter with so many rows, [E, ...] if the file stacks experts."""
+        shape = (self.rows or rows, *[1] * self.unit_axis, *columns)
+        return ((num_experts,) if self.stacked else ()) + (shape[::-1] if self.transposed else shape)
+
+    def select(self, tensor: StoredArray) -> StoredArray:
+        """Return the part of a stored tensor that this names, with rows as those of the parameter."""
+        tensor = as_vector(tensor) if self.flat else tensor
+        tensor = tensor if self.expert is None else select_expert(tensor, self.expert)
+        return transpose(tensor) if self.transposed else tensor
 
 
 class Checkpoint(NamedTuple):
@@ -102,6 +123,11 @@ class Parameter(NamedTuple):
     num_leading: int = 0  # leading axes: of layers, if they are stacked, and of experts
     sharding: Any = None  # of the array, or of the arrays of a quantised parameter; None: on the default device
     form: WeightFormat | None = None  # None: the parameter is not quantised
+
+    @property
+    def num_experts(self) -> int:
+        """Return the size of the axis of experts; 0: there is none."""
+        return self.shape[self.num_leading - 1] if is_of_experts(self.keys) else 0
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -144,7 +170,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     for parameter in list_parameters(checkpoint._replace(config=stacked)):
         for part in parameter.parts:
             name, (num_rows, *columns) = part.stored.name, parameter.stored_shape(part)
-            expected_shape = (part.stored.rows or num_rows, *[1] * part.stored.unit_axis, *columns)
+            expected_shape = part.stored.shape_in_file(num_rows, columns, parameter.num_experts)
             required.add(name)
             if name not in tensors:
                 missing.append(name)
@@ -208,6 +234,7 @@ def list_parameters(
             is_list = "*" in fields  # stacked layers that are all alike have no number in the path
             stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack and not is_list else fields)]
             stored = stored._replace(name=stored.name.replace("*", str(layer)).replace("#", str(expert)))
+            stored = stored._replace(expert=expert) if stored.stacked else stored
             copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
             index = (place,) * in_stack + (expert,) * (num_experts > 0)
             parts.append(Part(stored, index, rows, copies))
@@ -255,7 +282,7 @@ def fill(
     device_parts = [_device_parts(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
     tasks = []
     for part in parameter.parts:
-        tensor = as_vector(tensors[part.stored.name]) if part.stored.flat else tensors[part.stored.name]
+        tensor = part.stored.select(tensors[part.stored.name])
         source = _source_rows(parameter, part, head_dim)
         destinations = [[_of_layer(piece, parameter, part) for piece in pieces] for pieces in device_parts]
         read = functools.partial(_read_arrays, tensor, part.stored, form=parameter.form)

@@ -61,7 +61,8 @@ class LazyTensor(NamedTuple):
 class QuantizedTensor(NamedTuple):
     """A matrix [O, I] that a file stores in few bits, possibly as several tensors.
 
-    `rows(start, stop)` returns rows of it in its format, as arrays of NumPy.
+    `rows(start, stop)` returns rows of it in its format, as arrays of NumPy. Experts have matrices [E, O, I], whose
+    rows are counted from the first row of the first one.
     """
 
     file: Path
@@ -112,6 +113,27 @@ def as_vector(tensor: StoredArray) -> LazyTensor:
     """Return a stored array with its elements in one axis. Every read reads all of it, so it should be small."""
     rows = lambda start, stop: read_rows(tensor, 0, tensor.shape[0]).reshape(-1)[start:stop]
     return LazyTensor(tensor.file, (math.prod(tensor.shape),), rows)
+
+
+def select_expert(tensor: StoredArray, expert: int) -> StoredArray:
+    """Return the matrix [O, I], or the vector [O], of one expert from a tensor with a leading axis of experts."""
+    num_rows, shape = tensor.shape[1], tensor.shape[1:]
+    if isinstance(tensor, TensorLocation):
+        offset = tensor.offset + bytes_of(tensor.kind, expert * math.prod(shape))
+        return tensor._replace(offset=offset, shape=shape)
+    first = expert * num_rows
+    if isinstance(tensor, QuantizedTensor):
+        of_experts = tensor.rows
+        return tensor._replace(shape=shape, rows=lambda start, stop: of_experts(first + start, first + stop))
+    return tensor._replace(shape=shape, rows=lambda start, stop: tensor.rows(expert, expert + 1)[0][start:stop])
+
+
+def transpose(tensor: StoredArray) -> LazyTensor:
+    """Return the transpose of a matrix of floats. Raises: UsageError for a matrix in another form."""
+    if not isinstance(tensor, TensorLocation) or tensor.kind not in DTYPES:
+        raise UsageError(f"{tensor.file} has a quantised matrix [in, out], which specjax does not read; use floats")
+    rows = lambda start, stop: np.ascontiguousarray(read_columns(tensor, start, stop).astype(np.float32).T)
+    return LazyTensor(tensor.file, tensor.shape[::-1], rows)
 
 
 def read_quantized_rows(

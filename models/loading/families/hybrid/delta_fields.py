@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.experts.routing import Routing
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind
-from specjax.models.loading.families import llama, rope
+from specjax.models.loading.families import llama, mixtures, rope
 from specjax.models.loading.families.config_fields import HEADS, ROWS, ConfigFields
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.tensors.assembly import StoredTensor
@@ -25,6 +27,7 @@ SIZES = {
 """Fields of config.json and of `GatedDeltaSizes`."""
 
 _LAYER = "model.layers.*.linear_attn."
+_MLP = "model.layers.*.mlp."
 _RECURRENT = "layers.*.recurrent."
 NAMES = common.by_path(
     common.WEIGHTS,
@@ -51,12 +54,23 @@ def stored_hf(config: HybridConfig) -> dict[str, StoredTensor]:
     stored = {path: StoredTensor(row.hf, add=1.0 if has_unit(path) else 0.0) for path, row in NAMES.items()}
     stored[_RECURRENT + "convolution.kernel"] = common.convolution(_LAYER + "conv1d.weight")
     stored[_RECURRENT + "decay.rate"] = common.decay_rate(_LAYER + "A_log")
+    if config.experts is not None:
+        stored |= mixtures.shared_expert(_MLP + "shared_expert.")
+        stored["layers.*.mlp.router.weight"] = StoredTensor(_MLP + "gate.weight")
+        stored["layers.*.mlp.shared_gate.weight"] = StoredTensor(_MLP + "shared_expert_gate.weight")
     return stored | gated_queries(config, "model.layers.*.self_attn.q_proj.weight")
 
 
 def stored_gguf(config: HybridConfig) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a GGUF file."""
     stored = {path: StoredTensor(row.gguf) for path, row in NAMES.items()}
+    if config.experts is not None:
+        stored |= mixtures.stored_gguf()
+        stored |= {
+            f"layers.*.mlp.shared.{part}.weight": StoredTensor(f"blk.*.ffn_{part}_shexp.weight")
+            for part in mixtures.MLP_PARTS
+        }
+        stored["layers.*.mlp.shared_gate.weight"] = StoredTensor("blk.*.ffn_gate_inp_shexp.weight")
     return stored | gated_queries(config, "blk.*.attn_q.weight")
 
 
@@ -67,10 +81,47 @@ def gated_queries(config: HybridConfig, name: str) -> dict[str, StoredTensor]:
     return {"layers.*.attention.q.weight": part(0), "layers.*.attention.output_gate.weight": part(size)}
 
 
-def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> HybridConfig:
+def experts_from_hf(hf: ConfigFields, layers: int, *, normalized: bool) -> MixtureSizes:
+    """Return the sizes of the experts, and of the gated MLP beside them, by a config.json.
+
+    normalized: the weights of the chosen experts are divided by their sum.
+
+    Raises: UsageError as `mixtures.check_num_chosen` and `mixtures.dense_layers` do.
+    """
+    count = hf.size("num_experts", maximum=mixtures.EXPERTS)
+    return MixtureSizes(
+        count,
+        hf.size("moe_intermediate_size", maximum=ROWS),
+        Routing(mixtures.check_num_chosen(hf, "num_experts_per_tok", count, 8), normalized=normalized),
+        shared_width=hf.size("shared_expert_intermediate_size", maximum=ROWS),
+        shared_gate=True,
+        dense_layers=mixtures.dense_layers(hf, layers),
+    )
+
+
+def experts_to_hf(c: HybridConfig) -> dict[str, Any]:
+    """Return the fields that `experts_from_hf` reads."""
+    sizes = c.experts
+    assert sizes is not None
+    return {
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.routing.num_chosen,
+        "moe_intermediate_size": sizes.width,
+        "shared_expert_intermediate_size": sizes.shared_width,
+        "norm_topk_prob": sizes.routing.normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(sizes.dense_layers),
+    }
+
+
+def config_from_hf(
+    hf: ConfigFields, defaults: Mapping[str, Any], *, experts: MixtureSizes | None = None, **options
+) -> HybridConfig:
     """Build a config from a config.json.
 
-    `options`: model_type, dtype, cache_dtype, name, and those of `storage_options`.
+    Args:
+      experts: sizes of the mixture of experts in its layers; None: all have an MLP.
+      options: model_type, dtype, cache_dtype, name, and those of `storage_options`.
     """
     hf = rope.with_length(hf).with_defaults(defaults)
     common.check_activation(hf)
@@ -83,10 +134,11 @@ def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> 
     interval = hf.size("full_attention_interval", 4)
     every_nth = lambda: [FULL if full else LINEAR for full in llama.every_nth_layer(interval, sizes["num_layers"])]
     names = common.layer_names(hf, sizes["num_layers"], every_nth, KINDS)
-    hf.skip("mamba_ssm_dtype", "mlp_only_layers")  # the state is float32, and no layer has experts
+    hf.skip("mamba_ssm_dtype", "mlp_only_layers")  # the state is float32, and a model without experts has no list
     return HybridConfig(
         **sizes,
-        kinds=tuple(KINDS[name] for name in names),
+        kinds=with_experts(tuple(KINDS[name] for name in names), experts),
+        experts=experts,
         gated_delta=_checked(
             {ours: hf.size(name, maximum=HEADS) for name, ours in SIZES.items()}, hf.where, tuple(SIZES)
         ),
@@ -100,6 +152,15 @@ def config_from_hf(hf: ConfigFields, defaults: Mapping[str, Any], **options) -> 
         attention_gate=True,
         max_positions=rope.max_positions(hf, scaling),
         **options,
+    )
+
+
+def with_experts(kinds: tuple[LayerKind, ...], experts: MixtureSizes | None) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers with experts in place of their MLPs, except in the dense layers."""
+    if experts is None:
+        return kinds
+    return tuple(
+        kind if layer in experts.dense_layers else kind._replace(feed="moe") for layer, kind in enumerate(kinds)
     )
 
 
@@ -148,7 +209,7 @@ def config_from_gguf(
       options: as in `config_from_hf`.
     """
     where = meta.where
-    common.refuse_experts(meta, "expert_count")
+    experts = _gguf_experts(meta)
     if factors:
         raise UsageError(f"{where} has a {min(factors)}, which specjax does not support for this architecture")
     sizes = common.gguf_sizes_of_model(meta, shapes)
@@ -160,15 +221,31 @@ def config_from_gguf(
     return HybridConfig(
         **sizes,
         **attention,
-        kinds=kinds,
+        kinds=with_experts(kinds, experts),
+        experts=experts,
         gated_delta=_gguf_sizes(meta),
-        mlp_width=common.gguf_mlp_width(shapes, kinds, where),
+        mlp_width=common.gguf_mlp_width(shapes, kinds, where) if experts is None else experts.width,
         rope_base=base,
         rope_scaling=scaling,
         rotary_dim=common.gguf_rotary_dim(meta, attention["head_dim"]),
         qk_norm=True,
         attention_gate=True,
         **options,
+    )
+
+
+def _gguf_experts(meta: ConfigFields) -> MixtureSizes | None:
+    """Return the sizes of the experts, and of the gated MLP beside them, by GGUF metadata; None for a dense model."""
+    count = meta.size("expert_count", 0, minimum=0, maximum=mixtures.EXPERTS)
+    if not count:
+        meta.skip("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length")
+        return None
+    return MixtureSizes(
+        count,
+        meta.size("expert_feed_forward_length", maximum=ROWS),
+        Routing(mixtures.check_num_chosen(meta, "expert_used_count", count, 8), normalized=True),
+        shared_width=meta.size("expert_shared_feed_forward_length", maximum=ROWS),
+        shared_gate=True,
     )
 
 

@@ -1,23 +1,28 @@
 """Qwen3.5, text only: gated delta nets, and attention with an output gate in every fourth layer.
 
-All norms store w for a factor of 1 + w, except the norm inside of the gated delta net. GGUF files have the 1 added.
+A model is dense, or a mixture of experts with a gated MLP beside them, whose files have all experts in two tensors. All
+norms store w for a factor of 1 + w, except the norm inside of the gated delta net. GGUF files have the 1 added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig
-from specjax.models.loading.families import llama
-from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families import llama, mixtures
+from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
 from specjax.models.loading.families.hybrid import delta_fields
 from specjax.models.loading.tensors.assembly import StoredTensor
 
-HF_TYPES = ("qwen3_5_text", "qwen3_5")  # the last is multimodal; only its text part is loaded
-GGUF_TYPES = ("qwen35",)
-MODEL_TYPES = ("qwen3_5_text",)
+MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types of multimodal models, of which only the text part is loaded, and the types of these parts."""
+
+MODEL_TYPES = tuple(MULTIMODAL.values())
+HF_TYPES = (*MODEL_TYPES, *MULTIMODAL)
+GGUF_TYPES = ("qwen35", "qwen35moe")
 
 FIELDS = {
     "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
@@ -26,6 +31,13 @@ FIELDS = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 """Defaults of the class of transformers."""
+
+FIELDS_OF_EXPERTS = FIELDS | {
+    "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+    "intermediate_size": 512,  # of dense layers, which published models do not have
+}  # fmt: skip
+"""Defaults of the class of its mixtures of experts."""
 
 _HF, _GGUF = "model.layers.*.linear_attn.", "blk.*."
 _RECURRENT = "layers.*.recurrent."
@@ -41,7 +53,17 @@ NAMES = {
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
     inputs = {_RECURRENT + path: StoredTensor(_HF + name) for path, (name, _) in NAMES.items()}
-    return delta_fields.stored_hf(config) | inputs
+    experts = {}
+    if config.experts is not None:
+        module = "model.layers.*.mlp.experts."
+        experts = mixtures.stacked_experts(module + "gate_up_proj", module + "down_proj", config.experts.width)
+    return delta_fields.stored_hf(config) | inputs | experts
+
+
+def variant_hf(config: HybridConfig, names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files with a tensor for each matrix of an expert, which transformers writes."""
+    is_separate = any(name.endswith(".mlp.experts.0.gate_proj.weight") for name in names)
+    return mixtures.separate_experts("model.layers.*.mlp.experts.#.") if is_separate else {}
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
@@ -83,14 +105,23 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
-    if hf.text("model_type") == "qwen3_5":
-        hf = llama.text_config(hf, {})
-    return delta_fields.config_from_hf(hf, FIELDS, model_type="qwen3_5_text", **options)
+    kind = hf.text("model_type")
+    if kind in MULTIMODAL:
+        kind, hf = MULTIMODAL[kind], llama.text_config(hf, {})
+    if kind == "qwen3_5_text":
+        return delta_fields.config_from_hf(hf, FIELDS, model_type=kind, **options)
+    hf = hf.with_defaults(FIELDS_OF_EXPERTS)
+    hf.skip("output_router_logits", "router_aux_loss_coef", "norm_topk_prob")  # of training, and always true
+    experts = delta_fields.experts_from_hf(hf, hf.size("num_hidden_layers", maximum=LAYERS), normalized=True)
+    return delta_fields.config_from_hf(hf, FIELDS_OF_EXPERTS, model_type=kind, experts=experts, **options)
 
 
 def config_to_hf(c: HybridConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
-    return delta_fields.config_to_hf(c) | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    fields = delta_fields.config_to_hf(c) | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": c.model_type}
+    if c.experts is None:
+        return fields
+    return fields | delta_fields.experts_to_hf(c) | {"architectures": ["Qwen3_5MoeForCausalLM"]}
 
 
 def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], factors, **options) -> HybridConfig:
@@ -100,4 +131,5 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
       shapes: shapes of the file's tensors.
       factors: its tensors of rope.GGUF_DIVISORS, which must be empty.
     """
-    return delta_fields.config_from_gguf(meta, shapes, factors, model_type="qwen3_5_text", **options)
+    kind = "qwen3_5_moe_text" if meta.prefix == "qwen35moe." else "qwen3_5_text"
+    return delta_fields.config_from_gguf(meta, shapes, factors, model_type=kind, **options)

@@ -1,4 +1,4 @@
-"""Qwen3-Next without experts: the layers of Qwen3.5, with two joined input projections whose rows go by key heads."""
+"""Qwen3-Next: the layers of Qwen3.5, with two joined input projections whose rows go by key heads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import UsageError
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig
-from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families import mixtures
+from specjax.models.loading.families.config_fields import LAYERS, ROWS, ConfigFields
 from specjax.models.loading.families.hybrid import common, delta_fields
 from specjax.models.loading.tensors.assembly import StoredTensor
 
@@ -21,13 +22,12 @@ FIELDS = {
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512, "decoder_sparse_step": 1,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
 }  # fmt: skip
 """Defaults of the class of transformers."""
 
-OF_EXPERTS = (
-    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
-    "output_router_logits", "router_aux_loss_coef",
-)  # fmt: skip
+OF_EXPERTS = "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob"
 """Fields without effect in a model without experts."""
 
 _LAYER = "model.layers.*.linear_attn."
@@ -37,7 +37,8 @@ _RECURRENT = "layers.*.recurrent."
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
     gates = joined_gates(config, _LAYER + "in_proj_ba.weight")
-    return delta_fields.stored_hf(config) | gates | joined_inputs(config, _LAYER + "in_proj_qkvz.weight")
+    experts = {} if config.experts is None else mixtures.separate_experts("model.layers.*.mlp.experts.#.")
+    return delta_fields.stored_hf(config) | gates | joined_inputs(config, _LAYER + "in_proj_qkvz.weight") | experts
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
@@ -97,34 +98,32 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     """Build a config from the config.json of one of HF_TYPES.
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
-
-    Raises: UsageError if a layer has experts.
     """
     hf = hf.with_defaults(FIELDS)
-    refuse_experts(hf)
-    return delta_fields.config_from_hf(hf, FIELDS, model_type="qwen3_next", **options)
+    experts = experts_from_hf(hf)
+    return delta_fields.config_from_hf(hf, FIELDS, model_type="qwen3_next", experts=experts, **options)
 
 
-def refuse_experts(hf: ConfigFields) -> None:
-    """Check that no layer has experts. Raises: UsageError with the number of layers that have them."""
-    experts, step = hf.size("num_experts", minimum=0, maximum=ROWS), hf.size("decoder_sparse_step")
-    dense, layers = hf.array("mlp_only_layers", int), hf.size("num_hidden_layers")
-    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0] if experts else []
-    if sparse:
-        raise UsageError(
-            f"{hf.where} has {experts} experts in {len(sparse)} of its {layers} layers (num_experts, "
-            "decoder_sparse_step, mlp_only_layers), and specjax does not support mixtures of experts; use a dense model"
-        )
+def experts_from_hf(hf: ConfigFields) -> MixtureSizes | None:
+    """Return the sizes of the experts; None if no layer has experts."""
+    layers = hf.size("num_hidden_layers", maximum=LAYERS)
+    step, dense = hf.size("decoder_sparse_step"), hf.array("mlp_only_layers", int)
+    hf.skip("output_router_logits", "router_aux_loss_coef")  # of training
+    if hf.size("num_experts", minimum=0, maximum=ROWS) and any(
+        i not in dense and (i + 1) % step == 0 for i in range(layers)
+    ):
+        return delta_fields.experts_from_hf(hf, layers, normalized=hf.flag("norm_topk_prob"))
     hf.skip(*OF_EXPERTS)
+    return None
 
 
 def config_to_hf(c: HybridConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
+    dense = {"num_experts": 0, "mlp_only_layers": list(range(c.num_layers))}
     return delta_fields.config_to_hf(c) | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "num_experts": 0,
-        "mlp_only_layers": list(range(c.num_layers)),
+        **(dense if c.experts is None else delta_fields.experts_to_hf(c)),
     }
 
 
@@ -135,5 +134,4 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
       shapes: shapes of the file's tensors.
       factors: its tensors of rope.GGUF_DIVISORS, which must be empty.
     """
-    meta.skip("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length")
     return delta_fields.config_from_gguf(meta, shapes, factors, model_type="qwen3_next", **options)

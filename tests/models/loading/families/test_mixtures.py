@@ -1,37 +1,46 @@
-"""Mixtures of experts that transformers wrote: parity, mistakes of readers, and the uses of a loaded model."""
+"""Mixtures of experts of transformers in the published form: parity, mistakes of readers, and the uses of a model."""
 
 import dataclasses
+import json
 
+import gguf_files
+import hybrid_gguf
 import jax
 import numpy as np
 import pytest
-from expert_models import MAKERS, logits_of, save
+from expert_models import PUBLISHED, fields_of, logits_of, make, save
 from hybrid_logits import whole_text_logits
+from tiers import exhaustive
 
 import specjax
 from specjax import drafters, models
 from specjax.errors import UsageError
 from specjax.models.loading.families import mixtures
 from specjax.models.loading.families.config_fields import ConfigFields
+from specjax.models.loading.families.model_classes import check_own_code
 from specjax.models.loading.families.unread_fields import describe_unread
-from specjax.models.loading.formats import hf
+from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.formats.writing import save_model
 from specjax.models.loading.tensors.assembly import assemble, check_tensors
+from specjax.models.loading.tensors.file_formats import with_file_formats
+from specjax.planning.description.model import describe_model
+from specjax.planning.description.words import describe_in_lines
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 24))
 _logits = jax.jit(whole_text_logits, static_argnums=0)
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=list(PUBLISHED))
 def case(request, tmp_path_factory):
-    """Return the folder, the checkpoint and the logits in transformers of a model."""
+    """Return the family, the checkpoint and the logits in transformers of a model."""
     folder = tmp_path_factory.mktemp(request.param)
     reference = save(request.param, folder)
     fields = hf.read_config(folder)
     checkpoint = hf.read(folder, fields, dtype="float32", name=request.param)
     assert describe_unread(fields) == ()
+    check_own_code(fields)
     check_tensors(checkpoint)
-    return folder, checkpoint, logits_of(reference, TOKENS)
+    return request.param, checkpoint, logits_of(reference, TOKENS)
 
 
 def error(checkpoint, expected):
@@ -40,24 +49,76 @@ def error(checkpoint, expected):
     return np.abs(np.asarray(logits) - expected).max() / (1e-5 * max(1.0, np.abs(expected).max()))
 
 
-def test_parity_and_mistakes(case):
+def test_parity(case):
     _, checkpoint, expected = case
     assert error(checkpoint, expected) < 1
-    stored, names = checkpoint.stored, [f"layers.*.mlp.{part}.weight" for part in mixtures.PARTS]
-    gate, up, _ = names
-    swapped = stored | {gate: stored[up], up: stored[gate]}
-    assert error(checkpoint._replace(stored=swapped), expected) > 20, "gate and up of each expert"
-    router = "layers.*.mlp.router.weight"
-    turned = stored | {router: stored[router]._replace(order=np.roll(np.arange(8), 1))}
-    assert error(checkpoint._replace(stored=turned), expected) > 20, "experts in another order"
 
 
-def test_other_routing_changes_the_logits(case):
-    _, checkpoint, expected = case
-    sizes = checkpoint.config.experts
-    routing = sizes.routing._replace(normalized=not sizes.routing.normalized)
-    config = dataclasses.replace(checkpoint.config, experts=sizes._replace(routing=routing))
-    assert error(checkpoint._replace(config=config), expected) > 20
+def _stored(path, **changes):
+    """Return a change of the form of one stored tensor."""
+    return lambda c: c._replace(stored=c.stored | {path: c.stored[path]._replace(**changes)})
+
+
+def _exchanged(first, second):
+    return lambda c: c._replace(stored=c.stored | {first: c.stored[second], second: c.stored[first]})
+
+
+def _config(**changes):
+    return lambda c: c._replace(config=dataclasses.replace(c.config, **changes))
+
+
+def _sizes(**changes):
+    return lambda c: _config(experts=c.config.experts._replace(**changes))(c)
+
+
+def _routing(**changes):
+    return lambda c: _sizes(routing=c.config.experts.routing._replace(**changes))(c)
+
+
+def _other_normalisation(c):
+    return _routing(normalized=not c.config.experts.routing.normalized)(c)
+
+
+def _latent(**changes):
+    return lambda c: _config(latent=c.config.latent._replace(**changes))(c)
+
+
+GATE, UP, DOWN = (f"layers.*.mlp.{part}.weight" for part in mixtures.PARTS)
+ROUTER = "layers.*.mlp.router."
+OF_ALL = {
+    "gate and up of each expert": _exchanged(GATE, UP),
+    "experts in another order": _stored(ROUTER + "weight", order=np.roll(np.arange(8), 1)),
+    "normalised or not": _other_normalisation,
+}
+MISTAKES = {
+    "qwen3_next": {
+        "shared MLP without its gate": _sizes(shared_gate=False),
+        "no norm of 1 + w": _stored("layers.*.mlp_norm.weight", add=0.0),
+    },
+    "qwen3_5_moe_text": {"shared MLP without its gate": _sizes(shared_gate=False)},
+}
+MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
+
+
+def _reread(checkpoint):
+    """Return a checkpoint with the tensors that its config implies."""
+    return checkpoint._replace(stored=hf.registry.by_config(checkpoint.config).stored_hf(checkpoint.config, ""))
+
+
+@pytest.mark.parametrize("in_config", [False, exhaustive(True)])
+def test_mistakes_change_the_logits(case, in_config):
+    """Mistakes in the reading of tensors, and those in the config, each of which is another program."""
+    kind, checkpoint, expected = case
+    changed = {name: change(checkpoint) for name, change in MISTAKES[kind].items()}
+    changed = {name: c for name, c in changed.items() if (c.config != checkpoint.config) == in_config}
+    small = {name: error(c, expected) for name, c in changed.items()}
+    assert min(small.values()) > 20, small
+
+
+def test_the_norm_of_latents_has_its_own_epsilon(tmp_path, monkeypatch):
+    reference = save("deepseek_v3", tmp_path, rms_norm_eps=1e-2)
+    checkpoint = hf.read(tmp_path, dtype="float32", name="deepseek_v3")
+    assert error(checkpoint, logits_of(reference, TOKENS)) < 1
 
 
 def test_saved_and_loaded(case, tmp_path):
@@ -70,6 +131,15 @@ def test_saved_and_loaded(case, tmp_path):
     assert error(again, expected) < 1
 
 
+@pytest.mark.exhaustive
+def test_every_pass_computes_the_same(case):
+    """Prefill, single tokens, trees and pending tokens have equal logits."""
+    _, checkpoint, _ = case
+    check = specjax.check_model(models.make_model(checkpoint.config), assemble(checkpoint), tolerance=2e-4)
+    assert check, str(check)
+
+
+@pytest.mark.exhaustive
 def test_drafted_text_equals_plain_text(case):
     _, checkpoint, _ = case
     target = specjax.Target(models.make_model(checkpoint.config), assemble(checkpoint))
@@ -77,6 +147,53 @@ def test_drafted_text_equals_plain_text(case):
     decode = lambda drafter: specjax.decode(target, drafter, prompts, key=jax.random.key(0), max_new_tokens=24)
     plain, drafted = decode(drafters.autoregressive()), decode(drafters.token_recycling(64, num_nodes=12))
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+WORDS = {
+    "qwen3_moe": "1 attention layer with a gated MLP and 1 attention layer with a mixture of experts",
+    "mixtral": "2 of 8 for each token, 16 hidden units each",
+    "olmoe": "2 attention layers, each with a mixture of experts",
+    "qwen3_next": "3 of 8 for each token, 16 hidden units each, and a shared MLP of 24",
+    "qwen3_5_moe_text": "1 gated delta net and 1 attention layer, in an order that does not repeat, each",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_inspect_describes_the_model(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(fields_of(kind)))
+    model = describe_model(tmp_path)
+    text = "\n".join(describe_in_lines(model))
+    assert WORDS[kind] in text and model.active_parameters < model.parameters, text
+    if kind.startswith("deepseek"):
+        assert model.memory.per_token == 2 * 20 * 4, "one array of cached numbers, in two layers"
+
+
+OF_GGUF = {
+    **dict.fromkeys(["qwen3_moe", "mixtral", "olmoe"], gguf_files.write),
+    **dict.fromkeys(["qwen3_next", "qwen3_5_moe_text"], hybrid_gguf.write),
+}
+"""Writers of GGUF files by family."""
+
+
+@pytest.mark.parametrize("kind", OF_GGUF)
+def test_gguf(kind, tmp_path):
+    """Experts are one tensor of each kind of matrix. Blocks of Q8_0 stay quantised on request."""
+    changes = {} if kind in ("mixtral", "olmoe") else {"mlp_only_layers": [], "moe_intermediate_size": 32}
+    model = make(kind, intermediate_size=32, **changes)
+    file = OF_GGUF[kind](model, tmp_path / "model.gguf")
+    checkpoint, _ = gguf.read(file, dtype="float32", name=kind)
+    check_tensors(checkpoint)
+    expected = logits_of(model, TOKENS)
+    assert error(checkpoint, expected) < 1
+    assert error(_exchanged(GATE, UP)(checkpoint), expected) > 20
+    file = OF_GGUF[kind](model, tmp_path / "blocks.gguf", kind="Q8_0")
+    expanded, _ = gguf.read(file, dtype="float32", name=kind)
+    check_tensors(expanded)
+    quantized = expanded._replace(config=with_file_formats(expanded, "cpu"))
+    assert assemble(quantized)["layers"][0]["mlp"]["expert_up"]["weight"].scales.shape == (8, 32, 1)
+    logits = _logits(models.make_model(expanded.config), assemble(expanded), TOKENS)
+    assert error(quantized, np.asarray(logits)) < 1
+    assert 20 < error(quantized, expected) < 2e4
 
 
 CONFLICTS = {

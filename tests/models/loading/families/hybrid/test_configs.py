@@ -188,7 +188,7 @@ REFUSED = [
     ("Qwen3.5", {"layer_types": ["sliding_attention"] * 4}, '"sliding_attention" among its layer_types'),
     ("Qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3, which must be a multiple"),
     ("Qwen3.5", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, 'RoPE scaling "dynamic"'),
-    ("Qwen3-Next", {"num_experts": 4}, "4 experts in 4 of its 4 layers"),
+    ("Qwen3-Next", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5, which must be at most 4"),
     ("LFM2", {"block_use_swiglu": False}, "block_use_swiglu false, which specjax does not support"),
     ("LFM2", {"use_pos_enc": False}, "use_pos_enc false, which specjax does not support"),
     ("LFM2", {"conv_L_cache": 1}, "conv_L_cache 1, which must be a whole number from 2"),
