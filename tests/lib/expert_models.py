@@ -66,6 +66,15 @@ PUBLISHED = {
             "rope_theta": 10000000, "rope_type": "default",
         },
     },
+    "gpt_oss": COMMON | {  # gpt-oss-20b
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4,
+        "initial_context_length": 4096, "model_type": "gpt_oss", "output_router_logits": False, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
+    },
 }  # fmt: skip
 """Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
 
@@ -84,6 +93,10 @@ SMALL = {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24, "num_key_value_heads": 1,
         "layer_types": ["linear_attention", "full_attention"],
+    },
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "hidden_size": 64,
+        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
 """Small sizes of each family, besides TINY."""

@@ -11,7 +11,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families import mixtures, rope
+from specjax.models.loading.families import gpt_oss, mixtures, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.rope import FULL, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
@@ -96,6 +96,10 @@ ROWS_OF_HF = {
             "max_position_embeddings": 4096,
         }, ("attention_bias",), mixture=mixtures.form("olmoe"),
     ),
+    "gpt_oss": LlamaDefaults(
+        {"sinks": True}, gpt_oss.FIELDS, layers=lambda hf, layers: every_nth_layer(2, layers), rope_base=150_000.0,
+        skipped=gpt_oss.SKIPPED, flags={"attention_bias": ("qkv_bias", "out_bias")}, mixture=gpt_oss.FORM,
+    ),
 }  # fmt: skip
 """Defaults by `model_type`."""
 
@@ -161,6 +165,11 @@ def stored_hf(config: LlamaConfig, kind: str) -> dict[str, StoredTensor]:
     return stored if form is None or config.experts is None else stored | form.stored(config)
 
 
+def variant_hf(config: LlamaConfig, names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files with other tensors than `stored_hf` has."""
+    return gpt_oss.variant_hf(config.experts, names) if config.sinks and config.experts is not None else {}
+
+
 def joined_projections(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of files with one matrix for q, k and v, and one for gate and up."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -205,7 +214,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
             f"(only {', '.join(ROWS_OF_HF)})"
         )
     row = ROWS_OF_HF[kind]
-    hf = rope.with_length(hf).with_defaults(row.fields)
+    hf = rope.with_length(gpt_oss.with_rotary(hf) if kind == "gpt_oss" else hf).with_defaults(row.fields)
     hf.skip(*row.skipped)
     for field in row.biases:
         if hf.flag(field):

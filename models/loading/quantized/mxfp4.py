@@ -1,8 +1,8 @@
 """MXFP4: floats of four bits, 32 of which share a power of two.
 
 blocks uint8[O, I / 32, 16] or [O, I / 2]: the lower four bits of a byte are the earlier number. scales
-uint8[O, I / 32]: exponents with a bias of 127. Twice the values are whole numbers, so the matrix is kept as int8 with
-half the scale.
+uint8[O, I / 32]: exponents with a bias of 127. Those of experts have their axis first. Twice the values are whole
+numbers, so the matrix is kept as int8 with half the scale.
 """
 
 from __future__ import annotations
@@ -34,12 +34,21 @@ def _read(matrix: StoredMatrix) -> StoredArray:
 
 
 def read_codes(matrix: StoredMatrix, blocks: str, scales: str) -> StoredArray:
-    """Return the matrix of these parts. Raises: UsageError for other shapes or an exponent that is NaN."""
+    """Return the matrix of these parts, or those of experts [E, O, I].
+
+    Raises: UsageError for other shapes or an exponent that is NaN.
+    """
     tensor = matrix.part(blocks, ("U8",))
-    outputs, inputs = tensor.shape[0] if tensor.shape else 0, 2 * math.prod(tensor.shape[1:])
+    experts = tensor.shape[:1] if len(tensor.shape) == 4 else ()
+    outputs, *columns = tensor.shape[len(experts) :] or (0,)
+    inputs = 2 * math.prod(columns)
     groups = matrix.num_groups(inputs, GROUP)
-    tensor = matrix.part(blocks, ("U8",), [(outputs, inputs // 2), (outputs, groups, GROUP // 2)])
-    exponents = matrix.part(scales, ("U8", "F8_E8M0"), [(outputs, groups)])._replace(kind="U8")
+    shape = *experts, outputs
+    tensor = matrix.part(blocks, ("U8",), [(*shape, inputs // 2), (*shape, groups, GROUP // 2)])
+    exponents = matrix.part(scales, ("U8", "F8_E8M0"), [(*shape, groups)])
+    rows_in_file = math.prod(shape)  # those of all experts, one after another
+    tensor = tensor._replace(shape=(rows_in_file, inputs // 2))
+    exponents = exponents._replace(kind="U8", shape=(rows_in_file, groups))
     if (read_stored(exponents) == NAN).any():
         raise matrix.error(f"has NaN in {scales}; download it again or quantise the model again")
 
@@ -49,4 +58,4 @@ def read_codes(matrix: StoredMatrix, blocks: str, scales: str) -> StoredArray:
         exponent = read_stored(exponents, start, stop).astype(np.int32) - BIAS - 1
         return QuantizedArray(values, np.ldexp(np.float32(1), exponent))
 
-    return matrix.grouped((outputs, inputs), WeightFormat(4, "int8", None if groups == 1 else GROUP), rows)
+    return matrix.grouped((*shape, inputs), WeightFormat(4, "int8", None if groups == 1 else GROUP), rows)

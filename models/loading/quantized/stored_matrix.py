@@ -100,7 +100,7 @@ class StoredMatrix(NamedTuple):
         return None if np.array_equal(group, np.arange(inputs) // (inputs // groups)) else group
 
     def grouped(
-        self, shape: tuple[int, int], form: WeightFormat, rows: Rows, group: np.ndarray | None = None
+        self, shape: tuple[int, ...], form: WeightFormat, rows: Rows, group: np.ndarray | None = None
     ) -> StoredArray:
         """Return the matrix [O, I] with these rows.
 

@@ -96,6 +96,21 @@ MISTAKES = {
         "no norm of 1 + w": _stored("layers.*.mlp_norm.weight", add=0.0),
     },
     "qwen3_5_moe_text": {"shared MLP without its gate": _sizes(shared_gate=False)},
+    "gpt_oss": {
+        "gates first": lambda c: _stored(GATE, order=np.arange(64))(_stored(UP, order=np.arange(64, 128))(c)),
+        "no clamps": _sizes(limit=1e9),
+        "gated silu": _sizes(limit=None),
+        "no sinks": _config(sinks=False),
+        "full attention first": lambda c: _config(is_global=(True, False))(c),
+        "a window that is one longer": _config(window=5),
+        "YaRN with whole dimensions": lambda c: _config(rope_scaling=c.config.rope_scaling._replace(whole=True))(c),
+        "YaRN without its amplitude": lambda c: _config(rope_scaling=c.config.rope_scaling._replace(amplitude=1.0))(c),
+        "no bias of the output": _config(out_bias=False),
+        "no bias of queries, keys and values": _config(qkv_bias=False),
+        "no bias of the router": _sizes(router_bias=False),
+        "no biases of experts": _sizes(bias=False),
+        "softmax before the choice": _routing(scores="softmax"),
+    },
 }
 MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
 
@@ -155,6 +170,7 @@ WORDS = {
     "olmoe": "2 attention layers, each with a mixture of experts",
     "qwen3_next": "3 of 8 for each token, 16 hidden units each, and a shared MLP of 24",
     "qwen3_5_moe_text": "1 gated delta net and 1 attention layer, in an order that does not repeat, each",
+    "gpt_oss": "16 numbers rotated, windows of 4 tokens, attention sinks",
 }  # fmt: skip
 
 

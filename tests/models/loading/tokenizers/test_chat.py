@@ -103,7 +103,18 @@ def test_template_files_that_are_no_text(tiny, tmp_path):
         assert from_folder(folder).encode("w3") == [3]
 
 
+HARMONY = """{%- macro system() -%}Current date: {{ strftime_now("%Y-%m-%d") }}
+Reasoning: {{ reasoning_effort | default("medium") }}{%- endmacro -%}
+<|start|>system<|message|>{{ system() }}<|end|>
+{%- for m in messages -%}
+{%- if m.role == "assistant" -%}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- else -%}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+"""A template in the form of gpt-oss, whose format is named harmony."""
+
 SAME = [
+    HARMONY,
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}!",
     "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
     "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'b': '<é>', 'a': 1} | tojson(sort_keys=true) }}",
