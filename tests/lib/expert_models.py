@@ -75,6 +75,20 @@ PUBLISHED = {
         },
         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
     },
+    "granitemoe": COMMON | {  # granite-3.1-3b-a800m
+        "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+        "attention_dropout": 0.0, "embedding_multiplier": 12.0, "logits_scaling": 6.0, "model_type": "granitemoe",
+        "output_router_logits": False, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000000.0, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": COMMON | {  # granite-4.0-h-tiny
+        "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12, "init_method": "mup", "logits_scaling": 6, "mamba_chunk_size": 256,
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False,
+        "model_type": "granitemoehybrid", "normalization_function": "rmsnorm", "output_router_logits": False,
+        "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000, "router_aux_loss_coef": 0.0001, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 """Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
 
@@ -97,6 +111,11 @@ SMALL = {
     "gpt_oss": {
         "num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "hidden_size": 64,
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16},
+    "granitemoehybrid": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16, "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_head": 16,
     },
 }  # fmt: skip
 """Small sizes of each family, besides TINY."""

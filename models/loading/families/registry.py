@@ -43,7 +43,7 @@ _EXPERTS = "it is a mixture of experts, which specjax does not support; use a de
 REFUSED = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA_1),
     **dict.fromkeys(("kimi_linear", "kimi-linear"), _KDA),
-    **dict.fromkeys(("nemotron_h_moe", "granitemoe", "granitemoeshared"), _EXPERTS),
+    **dict.fromkeys(("nemotron_h_moe",), _EXPERTS),
     **dict.fromkeys(("lfm2_moe", "lfm2moe"), _EXPERTS),
     "zamba2": "its attention layers share their weights, which specjax does not support",
 }

@@ -1,6 +1,7 @@
-"""Granite 4 without experts: Mamba-2 or attention in each layer, before a gated MLP, with four constant factors.
+"""Granite 4, and the mixtures of Granite 3: Mamba-2 or attention in each layer, with four constant factors.
 
-GGUF files of this architecture may also be Bamba, which rotates.
+A gated MLP follows, or a mixture of experts, or both on the same input. All layers of Granite 3 attend and have experts
+alone. GGUF files of this architecture may also be Bamba, which rotates.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
+from specjax.models.experts.routing import Routing
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.hybrid.config import HybridConfig, LayerKind, Multipliers
-from specjax.models.loading.families import rope
+from specjax.models.loading.families import mixtures, rope
 from specjax.models.loading.families.config_fields import ROWS, ConfigFields
 from specjax.models.loading.families.hybrid import common, mamba_mixer
 from specjax.models.loading.tensors.assembly import StoredTensor
 
-HF_TYPES = MODEL_TYPES = ("granitemoehybrid",)
+HF_TYPES = MODEL_TYPES = ("granitemoehybrid", "granitemoe", "granitemoeshared")
 GGUF_TYPES = ("granitehybrid",)
 
 FIELDS = {
@@ -25,8 +28,20 @@ FIELDS = {
 }  # fmt: skip
 """Defaults of the class of transformers."""
 
-UNUSED = "intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "init_method"
-"""Fields of experts, which a dense model does not have, and of the initialisation."""
+FIELDS_OF_MIXTURES = {
+    **{name: FIELDS[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "num_local_experts": 8, "intermediate_size": 11_008,
+    "position_embedding_type": "rope",
+}  # fmt: skip
+"""Defaults of the classes of models without Mamba-2."""
+
+PREFIXES = {
+    "granitemoehybrid": "GraniteMoeHybrid", "granitemoe": "GraniteMoe", "granitemoeshared": "GraniteMoeShared",
+}  # fmt: skip
+"""The beginning of the names of their classes."""
+
+UNUSED = "output_router_logits", "router_aux_loss_coef", "init_method"
+"""Fields of training and of the initialisation."""
 
 KINDS = {"mamba": LayerKind("mamba2"), "attention": LayerKind("attention")}
 
@@ -35,16 +50,20 @@ _LAYER = "model.layers.*."
 
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
-    rows = common.by_path(common.WEIGHTS)
-    mlp = common.joined_rows(
-        _LAYER + "shared_mlp.input_linear.weight", {"gate": config.mlp_width, "up": config.mlp_width}
-    )
-    return {
-        **{path: StoredTensor(row.hf) for path, row in rows.items()},
-        **{f"layers.*.mlp.{part}.weight": stored for part, stored in mlp.items()},
-        "layers.*.mlp.down.weight": StoredTensor(_LAYER + "shared_mlp.output_linear.weight"),
-        **mamba_mixer.stored_hf(config, _LAYER + "mamba"),
-    }
+    stored = {path: StoredTensor(row.hf) for path, row in common.by_path(common.WEIGHTS).items()}
+    if config.mamba2 is not None:
+        stored |= mamba_mixer.stored_hf(config, _LAYER + "mamba")
+    experts = config.experts
+    width = config.mlp_width if experts is None else experts.shared_width
+    module = "layers.*.mlp." if experts is None else "layers.*.mlp.shared."
+    mlp = common.joined_rows(_LAYER + "shared_mlp.input_linear.weight", {"gate": width, "up": width})
+    stored |= {f"{module}{part}.weight": tensor for part, tensor in mlp.items()}
+    stored[f"{module}down.weight"] = StoredTensor(_LAYER + "shared_mlp.output_linear.weight")
+    if experts is None:
+        return stored
+    names = (f"{_LAYER}block_sparse_moe.{name}_linear.weight" for name in ("input", "output"))
+    router = StoredTensor(_LAYER + "block_sparse_moe.router.layer.weight")
+    return stored | mixtures.stacked_experts(*names, experts.width) | {"layers.*.mlp.router.weight": router}
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
@@ -57,26 +76,22 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     """Build a config from the config.json of one of HF_TYPES.
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
-
-    Raises: UsageError also for mixtures of experts.
     """
-    hf = rope.with_length(hf).with_defaults(FIELDS)
+    kind = hf.text("model_type")
+    is_hybrid = kind == "granitemoehybrid"
+    hf = rope.with_length(hf).with_defaults(FIELDS if is_hybrid else FIELDS_OF_MIXTURES)
     common.check_activation(hf)
     common.refuse_flags(hf, "attention_bias", "mlp_bias")
-    common.refuse_experts(hf, "num_local_experts")
     common.check_only(hf, {"normalization_function": "rmsnorm"})
     hf.skip(*UNUSED)
     sizes = common.sizes_of_hf(hf)
-    layers = sizes["num_layers"]
-    field = "layer_types" if hf.has("layer_types") or not hf.has("layers_block_type") else "layers_block_type"
-    names = common.layer_names(hf, layers, lambda: [mamba_mixer.MAMBA] * layers, mamba_mixer.ATTENTION_NAMES, field)
-    inner = mamba_mixer.expansion(hf, "mamba_expand", sizes["width"])
+    experts = experts_from_hf(hf, kind)
     base, scaling, _ = rope.rotary_from_hf(hf, sizes["head_dim"])
     return HybridConfig(
         **sizes,
-        kinds=mamba_mixer.kinds_from_names(names, KINDS),
-        mamba2=mamba_mixer.sizes_from_hf(hf, mamba_mixer.FIELDS_OF_HYBRIDS, inner),
-        mlp_width=hf.size("shared_intermediate_size", maximum=ROWS),
+        **(_mixers_from_hf(hf, sizes, experts) if is_hybrid else {"kinds": _all_attend(sizes["num_layers"])}),
+        mlp_width=hf.size("shared_intermediate_size", maximum=ROWS) if experts is None else experts.width,
+        experts=experts,
         rope_base=base,
         rope_scaling=scaling,
         rotates=rotates(hf),
@@ -89,8 +104,43 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
         norm_eps=hf.number("rms_norm_eps", maximum=1.0),
         tied=hf.flag("tie_word_embeddings"),
         max_positions=rope.max_positions(hf, scaling),
-        model_type="granitemoehybrid",
+        model_type=kind,
         **options,
+    )
+
+
+def _all_attend(layers: int) -> tuple[LayerKind, ...]:
+    return (KINDS["attention"]._replace(feed="moe"),) * layers
+
+
+def _mixers_from_hf(hf: ConfigFields, sizes: dict[str, Any], experts: MixtureSizes | None) -> dict[str, Any]:
+    """Return the kinds of the layers of Granite 4, and the sizes of its Mamba-2 mixers; None if it has none."""
+    layers = sizes["num_layers"]
+    field = "layer_types" if hf.has("layer_types") or not hf.has("layers_block_type") else "layers_block_type"
+    names = common.layer_names(hf, layers, lambda: [mamba_mixer.MAMBA] * layers, mamba_mixer.ATTENTION_NAMES, field)
+    inner = mamba_mixer.expansion(hf, "mamba_expand", sizes["width"])
+    kinds = mamba_mixer.kinds_from_names(names, KINDS)
+    return {
+        "kinds": kinds if experts is None else tuple(kind._replace(feed="moe") for kind in kinds),
+        "mamba2": mamba_mixer.sizes_from_hf(hf, mamba_mixer.FIELDS_OF_HYBRIDS, inner),
+    }
+
+
+def experts_from_hf(hf: ConfigFields, kind: str) -> MixtureSizes | None:
+    """Return the sizes of the experts, and of the MLP on the same input; None for a dense model.
+
+    Raises: UsageError for more chosen experts than there are.
+    """
+    minimum = 0 if kind == "granitemoehybrid" else 1
+    count = hf.size("num_local_experts", minimum=minimum, maximum=mixtures.EXPERTS)
+    if not count:
+        hf.skip("intermediate_size", "num_experts_per_tok")
+        return None
+    return MixtureSizes(
+        count,
+        hf.size("intermediate_size", maximum=ROWS),
+        Routing(mixtures.check_num_chosen(hf, "num_experts_per_tok", count, 2), "softmax_of_chosen"),
+        shared_width=0 if kind == "granitemoe" else hf.size("shared_intermediate_size", 0, minimum=0, maximum=ROWS),
     )
 
 
@@ -104,16 +154,18 @@ def rotates(hf: ConfigFields) -> bool:
 
 def config_to_hf(c: HybridConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
-    assert c.mamba2 is not None
+    mixers = {}
+    if c.mamba2 is not None:
+        mixers = {
+            "layer_types": [mamba_mixer.FULL if kind.attends else mamba_mixer.MAMBA for kind in c.kinds],
+            "mamba_expand": mamba_mixer.expansion_to_hf(c),
+            **mamba_mixer.fields_to_hf(c.mamba2, mamba_mixer.FIELDS_OF_HYBRIDS),
+        }
     return common.attention_to_hf(c) | {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": c.mlp_width,
-        "layer_types": [mamba_mixer.FULL if kind.attends else mamba_mixer.MAMBA for kind in c.kinds],
-        "mamba_expand": mamba_mixer.expansion_to_hf(c),
-        **mamba_mixer.fields_to_hf(c.mamba2, mamba_mixer.FIELDS_OF_HYBRIDS),
+        "architectures": [f"{PREFIXES[c.model_type]}ForCausalLM"],
+        "model_type": c.model_type,
+        **_experts_to_hf(c),
+        **mixers,
         "rope_parameters": rope.to_rope_parameters(rope.rotary_to_hf(c.rope_base, c.rope_scaling)),
         "position_embedding_type": "rope" if c.rotates else "nope",
         "attention_multiplier": c.head_dim**-0.5 if c.query_scale is None else c.query_scale,
@@ -122,6 +174,18 @@ def config_to_hf(c: HybridConfig) -> dict[str, Any]:
         "logits_scaling": common.reciprocal(c.multipliers.logits),
         "rms_norm_eps": c.norm_eps,
         "hidden_act": "silu",
+    }
+
+
+def _experts_to_hf(c: HybridConfig) -> dict[str, Any]:
+    """Return the fields that `experts_from_hf` reads, and the width of the MLP."""
+    if c.experts is None:
+        return {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": c.mlp_width}
+    return {
+        "num_local_experts": c.experts.num_experts,
+        "num_experts_per_tok": c.experts.routing.num_chosen,
+        "intermediate_size": c.experts.width,
+        "shared_intermediate_size": c.experts.shared_width,
     }
 
 

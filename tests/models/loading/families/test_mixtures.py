@@ -111,6 +111,8 @@ MISTAKES = {
         "no biases of experts": _sizes(bias=False),
         "softmax before the choice": _routing(scores="softmax"),
     },
+    "granitemoe": {"softmax before the choice": _routing(scores="softmax")},
+    "granitemoehybrid": {"softmax before the choice": _routing(scores="softmax")},
 }
 MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
 
@@ -171,6 +173,8 @@ WORDS = {
     "qwen3_next": "3 of 8 for each token, 16 hidden units each, and a shared MLP of 24",
     "qwen3_5_moe_text": "1 gated delta net and 1 attention layer, in an order that does not repeat, each",
     "gpt_oss": "16 numbers rotated, windows of 4 tokens, attention sinks",
+    "granitemoe": "3 of 8 for each token, 16 hidden units each",
+    "granitemoehybrid": "1 Mamba-2 layer and 1 attention layer",
 }  # fmt: skip
 
 

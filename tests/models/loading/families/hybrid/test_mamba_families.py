@@ -139,8 +139,7 @@ CHANGES = {
         ({"mlp_hidden_act": "silu"}, 'has mlp_hidden_act "silu"; specjax supports relu2'),
     ],
     "granite without rotation": [
-        ({"num_local_experts": 4}, r"is a mixture of 4 experts \(num_local_experts\), which specjax does not support"),
-        ({"num_local_experts": None}, r"is a mixture of 8 experts"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5, which must be at most 4"),
         ({"position_embedding_type": "alibi"}, 'has position_embedding_type "alibi"; specjax supports nope and rope'),
         ({"layer_types": ["mamba", "attention"]}, "has 2 layer_types, but num_hidden_layers is 3; make them equal"),
         ({"layer_types": ["mamba", "conv", "mamba"]}, 'has "conv" among its layer_types'),
