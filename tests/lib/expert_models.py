@@ -89,6 +89,12 @@ PUBLISHED = {
         "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
         "rope_theta": 10000, "router_aux_loss_coef": 0.0001, "tie_word_embeddings": True,
     },
+    "glm4_moe": COMMON | {  # GLM-4.5-Air
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "model_type": "glm4_moe",
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "use_qk_norm": False,
+    },
 }  # fmt: skip
 """Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
 
@@ -116,6 +122,9 @@ SMALL = {
     "granitemoehybrid": {
         "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16, "shared_intermediate_size": 24,
         "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_head": 16,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 48,
     },
 }  # fmt: skip
 """Small sizes of each family, besides TINY."""

@@ -13,6 +13,7 @@ from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import gpt_oss, mixtures, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
+from specjax.models.loading.families.deepseek import routing
 from specjax.models.loading.families.rope import FULL, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
@@ -99,6 +100,10 @@ ROWS_OF_HF = {
     "gpt_oss": LlamaDefaults(
         {"sinks": True}, gpt_oss.FIELDS, layers=lambda hf, layers: every_nth_layer(2, layers), rope_base=150_000.0,
         skipped=gpt_oss.SKIPPED, flags={"attention_bias": ("qkv_bias", "out_bias")}, mixture=gpt_oss.FORM,
+    ),
+    "glm4_moe": LlamaDefaults(
+        fields=routing.FIELDS_OF_GLM, partial=True, mixture=routing.FORM,
+        flags={"attention_bias": ("qkv_bias",), "use_qk_norm": ("qk_norm",)},
     ),
 }  # fmt: skip
 """Defaults by `model_type`."""

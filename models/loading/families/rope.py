@@ -86,7 +86,9 @@ def _rotary(
     base = _stated_once(hf, rope, "rope_theta", defaults[0], **BASE)
     part = _stated_once(hf, rope, "partial_rotary_factor", defaults[1], maximum=1.0)
     if part != 1.0 and not partial:
-        raise UsageError(f"{hf.where} has partial_rotary_factor {part:g}, which specjax supports for phi3 only")
+        raise UsageError(
+            f"{hf.where} has partial_rotary_factor {part:g}, which specjax does not support for this architecture"
+        )
     rotary_dim = int(head_dim * part)
     if rotary_dim % 2 or not rotary_dim:
         raise UsageError(

@@ -113,6 +113,12 @@ MISTAKES = {
     },
     "granitemoe": {"softmax before the choice": _routing(scores="softmax")},
     "granitemoehybrid": {"softmax before the choice": _routing(scores="softmax")},
+    "glm4_moe": {
+        "no correction": _sizes(correction=False),
+        "softmax": _routing(scores="softmax"),
+        "all numbers rotated": _config(rotary_dim=None),
+        "no bias of queries, keys and values": _config(qkv_bias=False),
+    },
 }
 MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
 
@@ -175,6 +181,7 @@ WORDS = {
     "gpt_oss": "16 numbers rotated, windows of 4 tokens, attention sinks",
     "granitemoe": "3 of 8 for each token, 16 hidden units each",
     "granitemoehybrid": "1 Mamba-2 layer and 1 attention layer",
+    "glm4_moe": "8 numbers rotated",
 }  # fmt: skip
 
 
