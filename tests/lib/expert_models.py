@@ -95,6 +95,27 @@ PUBLISHED = {
         "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "use_qk_norm": False,
     },
+    "deepseek_v2": DEEPSEEK | {  # DeepSeek-V2-Lite
+        "architectures": ["DeepseekV2ForCausalLM"], "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+            "AutoModel": "modeling_deepseek.DeepseekV2Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+        },
+        "model_type": "deepseek_v2", "n_group": 1, "n_shared_experts": 2,
+        "norm_topk_prob": False, "q_lora_rank": None, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy",
+    },
+    "deepseek_v3": DEEPSEEK | {  # DeepSeek-V3
+        "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "model_type": "deepseek_v3", "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
 }  # fmt: skip
 """Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
 
@@ -126,6 +147,8 @@ SMALL = {
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 48,
     },
+    "deepseek_v2": SMALL_DEEPSEEK,
+    "deepseek_v3": SMALL_DEEPSEEK | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2},
 }  # fmt: skip
 """Small sizes of each family, besides TINY."""
 

@@ -22,6 +22,7 @@ from specjax.models.loading.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
+from specjax.models.loading.families.latent import deepseek
 
 HYBRIDS = (
     qwen3_5,
@@ -34,6 +35,7 @@ HYBRIDS = (
     falcon_h1,
     gemma4,
     gemma4_gguf,
+    deepseek,
 )
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 

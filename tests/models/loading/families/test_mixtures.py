@@ -119,6 +119,18 @@ MISTAKES = {
         "all numbers rotated": _config(rotary_dim=None),
         "no bias of queries, keys and values": _config(qkv_bias=False),
     },
+    "deepseek_v2": {
+        "YaRN without sharper scores": _latent(mscale=0.0),
+        "halves rotated in files": lambda c: _reread(_latent(interleaved=False)(c)),
+        "values before keys": _exchanged("layers.*.attention.k_up.weight", "layers.*.attention.v_up.weight"),
+    },
+    "deepseek_v3": {
+        "no correction": _sizes(correction=False),
+        "no groups": _routing(num_groups=1, num_chosen_groups=1),
+        "groups by their maximum": _routing(group_score="maximum"),
+        "another scale": _routing(scale=1.0),
+        "YaRN without sharper scores": _latent(mscale=0.0),
+    },
 }
 MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
 
@@ -182,6 +194,8 @@ WORDS = {
     "granitemoe": "3 of 8 for each token, 16 hidden units each",
     "granitemoehybrid": "1 Mamba-2 layer and 1 attention layer",
     "glm4_moe": "8 numbers rotated",
+    "deepseek_v2": "latent attention: 4 heads, 20 cached numbers per token and layer, 4 of them rotated, values of 12",
+    "deepseek_v3": "values of 12, queries from vectors of 24",
 }  # fmt: skip
 
 
