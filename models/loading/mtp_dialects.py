@@ -46,7 +46,9 @@ _SHARED = (
     (r"^model\.layers\.(\d+)\.shared_head\.norm\.", r"modules.\1.norm."),
 )
 _NUMBERED: dict[str, Any] = {"owned": r"model\.layers\.(\d+)\.", "numbered_as_layers": True}
-_LIKE_DEEPSEEK = (*_SHARED, (r"^model\.layers\.(\d+)\.", LAYER))
+_LIKE_DEEPSEEK = (
+    *_SHARED, (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."), (r"^model\.layers\.(\d+)\.", LAYER),
+)  # fmt: skip
 
 DIALECTS = (
     MtpDialect(
@@ -148,14 +150,17 @@ COPIES = r".*(?:embed_tokens|shared_head\.head|shared_head_head|rotary_emb\.inv_
 KNOWN = (
     r"modules\.\d+\.(?:(?:enorm|hnorm|eh_proj|norm|head)|layers\.0\.(?:(?:input|post_attention)_layernorm|"
     r"self_attn\.(?:[qkvo]_proj|[qk]_norm|output_gate)|mlp\.(?:gate|up|down)_proj))\.weight|"
-    r"modules\.\d+\.layers\.0\.self_attn\.[qkv]_proj\.bias"
+    r"modules\.\d+\.layers\.0\.self_attn\.[qkv]_proj\.bias|modules\.\d+\.layers\.0\.mlp\.(?:"
+    r"(?:experts\.\d+|shared_expert)\.(?:gate|up|down)_proj\.weight|experts\.(?:gate_up|down)_proj|"
+    r"(?:gate|shared_expert_gate)\.weight|gate\.e_score_correction_bias)|"
+    r"modules\.\d+\.layers\.0\.self_attn\.(?:q_[ab]_proj|q_a_layernorm|kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj)\.weight"
 )
 """Renamed tensors of the parts of a module that specjax has."""
 
 LACKING = {
-    r"\.kv_a_proj_with_mqa\.|\.attn_kv_a_mqa\.": "multi-head latent attention (MLA)",
+    r"\.attn_kv_a_mqa\.": "multi-head latent attention (MLA)",
     r"\.indexer\.": "sparse attention with an indexer (DSA)",
-    r"\.mlp\.(?:experts|gate\.|router|shared_expert)|\.block_sparse_moe\.|\.ffn_gate_inp|_exps\.": "experts (MoE)",
+    r"\.mlp\.router|\.block_sparse_moe\.|\.ffn_gate_inp|_exps\.": "experts (MoE)",
     r"\.moe\.": "experts (MoE)",
     r"\.g_proj\.": "a gate per attention head",
     r"\.sinks$|attention_sink": "attention sinks",

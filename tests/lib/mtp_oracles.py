@@ -36,11 +36,16 @@ class Family(NamedTuple):
     hidden: str = "normed"  # the hidden state of the target that it reads
     config_prefix: str = ""  # of its config and its rotation, if that is another
     layer_index: int = 0
+    separate: bool = True  # files have a tensor for each matrix of an expert, and not two for all experts
 
 
 LIKE_DEEPSEEK = {
     "enorm": "model.layers.{}.enorm", "hnorm": "model.layers.{}.hnorm", "eh_proj": "model.layers.{}.eh_proj",
     "norm": "model.layers.{}.shared_head.norm", "layer": "model.layers.{}",
+}  # fmt: skip
+QWEN_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc", "norm": "mtp.norm",
+    "layer": "mtp.layers.0",
 }  # fmt: skip
 FAMILIES = {
     "mimo": Family(
@@ -60,17 +65,40 @@ FAMILIES = {
         "qwen3_5", "qwen3_5", "Qwen3_5", {
             "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
             "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        }, {
-            "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
-            "norm": "mtp.norm", "layer": "mtp.layers.0",
-        }, centred=True, config_prefix="Qwen3_5Text", layer_index=1,
+        }, QWEN_NAMES, centred=True, config_prefix="Qwen3_5Text", layer_index=1,
     ),
     "qwen3_next": Family(
         "qwen3_5", "qwen3_next", "Qwen3Next",
-        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "partial_rotary_factor": 0.25}, {
-            "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
-            "norm": "mtp.norm", "layer": "mtp.layers.0",
-        }, centred=True, layer_index=1,
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "partial_rotary_factor": 0.25},
+        QWEN_NAMES, centred=True, layer_index=1,
+    ),
+    "qwen3_next_moe": Family(
+        "qwen3_5", "qwen3_next", "Qwen3Next", {
+            "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 0.25, "num_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }, QWEN_NAMES, centred=True, layer_index=1,
+    ),
+    "qwen3_5_moe": Family(
+        "qwen3_5", "qwen3_5_moe", "Qwen3_5Moe", {
+            "layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25,
+        }, QWEN_NAMES, centred=True, config_prefix="Qwen3_5MoeText", layer_index=1, separate=False,
+    ),
+    "glm_moe": Family(
+        "deepseek", "glm4_moe", "Glm4Moe", {
+            "first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": True, "partial_rotary_factor": 0.5,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+        }, LIKE_DEEPSEEK,
+    ),
+    "deepseek_v3": Family(
+        "deepseek", "deepseek_v3", "DeepseekV3", {
+            "first_k_dense_replace": 0, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 4,
+            "topk_group": 2, "routed_scaling_factor": 2.5, "head_dim": 4,
+        }, LIKE_DEEPSEEK,
     ),
     "ernie": Family(
         "ernie", "ernie4_5", "Ernie4_5", {"use_bias": False}, {
@@ -123,21 +151,23 @@ class Oracle:
         with torch.no_grad():
             for part in self.parts:
                 for module in part.values():
-                    for name, p in module.double().eval().named_parameters():
+                    module.double().eval()
+                    for name, p in (*module.named_parameters(), *module.named_buffers()):
                         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
                         is_norm = p.ndim == 1 and "bias" not in name
                         centre = 0.0 if family.centred or not is_norm else 1.0
-                        p.copy_(centre + 0.3 * noise if p.ndim == 1 else noise * 1.5 * p.shape[1] ** -0.5)
+                        p.copy_(centre + 0.3 * noise if p.ndim == 1 else noise * 1.5 * p.shape[-1] ** -0.5)
 
     def tensors(self, first: int = 0) -> dict[str, np.ndarray]:
         """Return the tensors by the names of the family's files. first: number of the first module."""
-        return {
+        tensors = {
             f"{self.family.names[name].format(first + j)}.{key}": p.detach().numpy().astype(np.float32)
             for j, part in enumerate(self.parts)
             for name, module in part.items()
             if name in self.family.names
-            for key, p in module.named_parameters()
+            for key, p in (*module.named_parameters(), *module.named_buffers())
         }
+        return per_expert(tensors) if self.family.separate else tensors
 
     def share_norm(self, weight) -> None:
         """Give the modules the final norm of the target if they have none of their own."""
@@ -182,6 +212,19 @@ class Oracle:
                     output, normed = self.run(depth, embedding[tokens[depth:]], state)
                 rows.append(normed[-1:] @ head.T)
         return torch.cat(rows).numpy()
+
+
+def per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tensors with those of all experts, as transformers has them in memory, split as in files."""
+    result = {}
+    for name, x in tensors.items():
+        prefix, _, part = name.partition(".mlp.experts.")
+        matrices = {"gate_up_proj": {"gate": x[:, : x.shape[1] // 2], "up": x[:, x.shape[1] // 2 :]} if part else {}}
+        matrices |= {"down_proj": {"down": x}, "": {}}
+        for matrix, of_experts in matrices[part].items():
+            result |= {f"{prefix}.mlp.experts.{e}.{matrix}_proj.weight": y for e, y in enumerate(of_experts)}
+        result |= {} if part else {name: x}
+    return result
 
 
 def config_json(family: Family, modules: int = 1, **changes) -> dict:

@@ -37,6 +37,7 @@ from specjax.models.loading.heads.target_fit import (
 )
 from specjax.models.loading.heads.writing import save_head, stored_name
 from specjax.models.loading.tensors.assembly import Parameter, Part, fill, insert, refuse_tensors
+from specjax.models.storage import is_of_experts
 from specjax.types import PyTree, Target
 
 __all__ = ["LoadedHead", "load_head", "read_head", "recognise", "save_head"]
@@ -202,19 +203,34 @@ def _leaves(plan: HeadPlan, path: Path) -> tuple[list[Parameter], tuple[str, ...
         name = ".".join(map(str, keys))
         if name in plan.arrays:
             continue
-        form = plan.stored(stored_name(plan.table, name))
-        stored, shape = form.name, (form.rows or struct.shape[0], *struct.shape[1:])
-        used.add(stored)
-        if stored not in tensors:
-            missing.append(tensors.missing_name(stored))
-        elif tensors[stored].shape != shape:
-            wrong.append(f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(shape)}")
-        else:
-            leaves.append(Parameter(keys, struct.shape, struct.dtype, (Part(form),)))
+        parts = _parts(plan, keys, struct.shape)
+        for part, shape in parts:
+            stored = part.stored.name
+            used.add(stored)
+            if stored not in tensors:
+                missing.append(tensors.missing_name(stored))
+            elif tensors[stored].shape != shape:
+                wrong.append(f"{tensors.file_names[stored]} is {quote(list(tensors[stored].shape))}, not {list(shape)}")
+        leaves.append(
+            Parameter(keys, struct.shape, struct.dtype, tuple(part for part, _ in parts), int(is_of_experts(keys)))
+        )
     extra = sorted(tensors.file_names[name] for name in tensors if name not in used)
     unused = tuple(name for name in extra if any(re.match(pattern, name) for pattern in plan.unused))
     refuse_tensors(path, missing, wrong, [name for name in extra if name not in unused])
     return leaves, unused
+
+
+def _parts(plan: HeadPlan, keys: tuple, shape: tuple[int, ...]) -> list[tuple[Part, tuple[int, ...]]]:
+    """Return the stored tensors of a parameter, one or one per expert, and the shape of each in the file."""
+    num_experts = shape[0] if is_of_experts(keys) else 0
+    rows, *columns = shape[num_experts > 0 :]
+    parts = []
+    for expert in range(num_experts or 1):
+        stored = plan.stored(stored_name(plan.table, ".".join(map(str, keys))))
+        stored = stored._replace(name=stored.name.replace("#", str(expert)), expert=expert if stored.stacked else None)
+        at = (expert,) * (num_experts > 0)
+        parts.append((Part(stored, at), stored.shape_in_file(rows, columns, num_experts)))
+    return parts
 
 
 def _parameters(plan: HeadPlan) -> list[tuple[tuple, Any]]:

@@ -24,6 +24,8 @@ Rules = tuple[tuple[str, str | Callable[[re.Match], str]], ...]
 """Regular expressions and their replacements, which rename the tensors of a file to the names of a format's table."""
 
 
+MLP = "gate", "up", "down"
+
 MASK, MASK_FILE = "mask_embedding", "mask_embedding.pt"
 """The input of block drafters in place of the mask token's embedding, and the file that some writers store it in."""
 
@@ -143,7 +145,23 @@ def attention_table(path: str, name: str) -> dict[str, str]:
 
 def mlp_table(path: str, name: str) -> dict[str, str]:
     """Return the tensor names of a gated MLP's parameters below `path`, those of Hugging Face's `name.mlp`."""
-    return {f"{path}.{part}.weight": f"{name}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    return {f"{path}.{part}.weight": f"{name}.mlp.{part}_proj.weight" for part in MLP}
+
+
+def experts_table(path: str, name: str) -> dict[str, str]:
+    """Return the tensor names of the parameters of a mixture of experts below `path`, with `#` for the expert.
+
+    They are those of Qwen's `name.mlp`, and the correction of DeepSeek's router.
+    """
+    matrices = {f"{path}.expert_{part}.weight": f"{name}.mlp.experts.#.{part}_proj.weight" for part in MLP}
+    shared = {f"{path}.shared.{part}.weight": f"{name}.mlp.shared_expert.{part}_proj.weight" for part in MLP}
+    return {
+        **matrices,
+        **shared,
+        f"{path}.router.weight": f"{name}.mlp.gate.weight",
+        f"{path}.router.correction": f"{name}.mlp.gate.e_score_correction_bias",
+        f"{path}.shared_gate.weight": f"{name}.mlp.shared_expert_gate.weight",
+    }
 
 
 def layer_table(path: str, name: str) -> dict[str, str]:

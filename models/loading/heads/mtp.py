@@ -23,10 +23,11 @@ from specjax.models.loading import mtp_dialects
 from specjax.models.loading.families import rope
 from specjax.models.loading.families.config_fields import HEADS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.hybrid.common import head_rows
+from specjax.models.loading.families.latent.deepseek import attention_forms
 from specjax.models.loading.families.llama import HF_HEADS
 from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.formats.ggml_blocks import quantized_tensor
-from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Tensors, layer_table
+from specjax.models.loading.heads.checkpoint_contents import Contents, HeadPlan, Tensors, experts_table, layer_table
 from specjax.models.loading.heads.describing import describe_layers
 from specjax.models.loading.heads.format import HeadFormat, SaveInfo, shown
 from specjax.models.loading.heads.settings import HeadVariant, change_config
@@ -43,11 +44,18 @@ def _table(path: str, name: str) -> dict[str, str]:
     return {f"{path}{part}.weight": f"{name}.{stored}.weight" for part, stored in parts.items()}
 
 
+LATENT = "q_down", "q_down_norm", "latent", "latent_norm", "k_up", "v_up"
+"""Modules of latent attention, besides `q` and `o`. Their tensors have other names, see `_stored`."""
+
 TABLE = {
     **_table("", "modules.0"),
     **layer_table("stack.*", "modules.0.layers.*"),
+    **experts_table("stack.*.mlp", "modules.0.layers.*"),
     **_table("modules.*.", "modules.*"),
+    **experts_table("modules.*.stack.*.mlp", "modules.*.layers.*"),
     **layer_table("modules.*.stack.*", "modules.*.layers.*"),
+    **{f"stack.*.attention.{part}.weight": f"modules.0.layers.*.self_attn.{part}.weight" for part in LATENT},
+    **{f"modules.*.stack.*.attention.{p}.weight": f"modules.*.layers.*.self_attn.{p}.weight" for p in LATENT},
     "stack.*.attention.output_gate.weight": "modules.0.layers.*.self_attn.output_gate.weight",
     "modules.*.stack.*.attention.output_gate.weight": "modules.*.layers.*.self_attn.output_gate.weight",
 }
@@ -121,8 +129,8 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
         layer = layer_of(spec.target.model.config)
     else:
         layer = _layer_config(fields, tensors, row, spec)
-        check_fits_target(config.where, layer.width, fields.size("vocab_size", spec.vocab_size), spec)
-    layer = _as_stored(layer, tensors, contents.folder)
+        check_fits_target(config.where, fields.size("hidden_size"), fields.size("vocab_size", spec.vocab_size), spec)
+    layer = _as_stored(layer, tensors, contents.folder, spec)
     layer = dataclasses.replace(layer, num_layers=count, vocab_size=spec.vocab_size)
     flags = {name: getattr(row, name) for name in FLAGS if name not in OWN_FLAGS} | OWN_FLAGS
     if row is OWN:
@@ -132,7 +140,7 @@ def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
     return HeadPlan(
         "mtp", dialect, mtp, TABLE, tensors, flags | {"modules": count}, unused=(COPIES,),
         arrays={} if row.own_norm else _shared_norms(spec, count), assumed=row.open,
-        stored=_stored(row, layer, joint=joint),
+        stored=_stored(row, layer, tensors, joint=joint),
     )  # fmt: skip
 
 
@@ -159,7 +167,10 @@ def _renamed(contents: Contents, row: MtpDialect) -> Tensors:
 
 
 def _layer_config(fields: ConfigFields, tensors: Tensors, row: MtpDialect, spec: TargetSpec) -> LlamaConfig:
-    """Return the shapes of the layer by the fields of config.json."""
+    """Return the shapes of the layer by the fields of config.json; those of latent attention are the target's."""
+    target = spec.target.model.config
+    if row is not OWN and "modules.0.layers.0.self_attn.kv_a_proj_with_mqa.weight" in tensors:
+        return _latent_layer(fields, spec)
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UsageError(f"{fields.where} has hidden_act {quote(activation)}; a module has {' or '.join(ACTIVATIONS)}")
@@ -168,7 +179,6 @@ def _layer_config(fields: ConfigFields, tensors: Tensors, row: MtpDialect, spec:
     kv_heads = fields.size("num_key_value_heads", heads, maximum=HEADS)
     head_dim = fields.size("head_dim", width // heads, maximum=HEADS)
     check_heads(fields, HF_HEADS, heads, kv_heads, head_dim)
-    target = spec.target.model.config
     part = 1.0 if row is OWN else (target.rotary_dim or target.head_dim) / target.head_dim
     rotary = rope.rotary_from_hf(fields, head_dim, layer_type=rope.FULL, partial=True, part=part)
     return LlamaConfig(
@@ -192,12 +202,42 @@ def _layer_config(fields: ConfigFields, tensors: Tensors, row: MtpDialect, spec:
     )
 
 
-def _as_stored(layer: LlamaConfig, tensors: Tensors, folder: Path) -> LlamaConfig:
-    """Return the shapes with what the tensors show: the width of the MLP, biases, norms and gates."""
+def _latent_layer(fields: ConfigFields, spec: TargetSpec) -> LlamaConfig:
+    """Return the shapes of a layer with latent attention like that of the target.
+
+    Raises: UsageError for a target without latent attention.
+    """
+    target = spec.target.model.config
+    if target.latent is None:
+        raise UsageError(
+            f"{fields.where} has a module with latent attention, and {spec.name} has none; choose the target it was "
+            "trained with"
+        )
+    shared = {
+        name: getattr(target, name)
+        for name in (
+            "width", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "latent", "mlp_width", "rope_base",
+            "rope_scaling", "norm_eps", "max_positions",
+        )
+    }  # fmt: skip
+    return LlamaConfig(
+        vocab_size=spec.vocab_size, num_layers=1, dtype=spec.dtype, cache_bits=jax.default_backend() == "cpu",
+        name=spec.name, **shared,
+    )  # fmt: skip
+
+
+def _as_stored(layer: LlamaConfig, tensors: Tensors, folder: Path, spec: TargetSpec) -> LlamaConfig:
+    """Return the shapes with what the tensors show: the width of the MLP or experts, biases, norms and gates.
+
+    Raises: UsageError for a module with experts whose target has none, because its own sizes are then unknown.
+    """
     first = "modules.0.layers.0"
+    experts = spec.target.model.config.experts if f"{first}.mlp.gate.weight" in tensors else None
+    if experts is None:
+        layer = dataclasses.replace(layer, mlp_width=tensors.shape(f"{first}.mlp.gate_proj.weight", folder)[0])
     return dataclasses.replace(
         layer,
-        mlp_width=tensors.shape(f"{first}.mlp.gate_proj.weight", folder)[0],
+        experts=None if experts is None else experts._replace(dense_layers=()),
         qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
         qk_norm=f"{first}.self_attn.q_norm.weight" in tensors,
         attention_gate=f"{first}.self_attn.output_gate.weight" in tensors or has_joint_queries(layer, tensors, folder),
@@ -206,6 +246,8 @@ def _as_stored(layer: LlamaConfig, tensors: Tensors, folder: Path) -> LlamaConfi
 
 def has_joint_queries(layer: LlamaConfig, tensors: Tensors, folder: Path) -> bool:
     """Return True if the matrix of queries has rows for their output gates too."""
+    if layer.latent is not None:
+        return False
     return (
         tensors.shape("modules.0.layers.0.self_attn.q_proj.weight", folder)[0] == 2 * layer.num_heads * layer.head_dim
     )
@@ -224,13 +266,25 @@ def _own_flags(stored: ConfigFields, defaults: dict[str, Any]) -> dict[str, Any]
     return flags
 
 
-def _stored(row: MtpDialect, layer: LlamaConfig, *, joint: bool) -> Callable[[str], StoredTensor]:
+def _stored(row: MtpDialect, layer: LlamaConfig, tensors: Tensors, *, joint: bool) -> Callable[[str], StoredTensor]:
     """Return the form of each tensor of the table in the files. joint: queries and output gates are one matrix."""
+    width = 0 if layer.experts is None else layer.experts.width
+    latent = {} if layer.latent is None else attention_forms(layer.latent, layer.num_heads)
     heads, size = {"q_proj": layer.num_heads, "k_proj": layer.num_kv_heads}, layer.head_dim
 
     def form(name: str) -> StoredTensor:
         part = name.split(".")[-2]
         is_norm = part.endswith("norm")
+        module, _, tail = name.rpartition(".self_attn.")
+        if tail.removesuffix(".weight").removesuffix("_proj") in latent:
+            stored = latent[tail.removesuffix(".weight").removesuffix("_proj")]
+            return stored._replace(name=f"{module}.self_attn.{stored.name}")
+        experts, _, matrix = name.rpartition("#.")
+        if experts and experts + "down_proj" in tensors:  # all experts are in two tensors
+            if matrix.startswith("down"):
+                return StoredTensor(experts + "down_proj", stacked=True)
+            first = 0 if matrix.startswith("gate") else width
+            return StoredTensor(experts + "gate_up_proj", first=first, rows=2 * width, stacked=True)
         if joint and part in ("q_proj", "output_gate"):
             order = head_rows(layer.num_heads, size, 2 * size, size if part == "output_gate" else 0)
             joined = name.replace("output_gate", "q_proj")

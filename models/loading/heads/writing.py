@@ -74,7 +74,10 @@ def save_head(
         name = stored_name(head_format.table, keys)
         for pattern, replacement in rules(head.head.config) if callable(rules) else rules:
             name = re.sub(pattern, replacement, name)
-        tensors[name] = value.reshape(head_format.shapes.get(name, value.shape))
+        if "#" in name:  # of experts, which have a tensor each
+            tensors |= {name.replace("#", str(expert)): part for expert, part in enumerate(value)}
+        else:
+            tensors[name] = value.reshape(head_format.shapes.get(name, value.shape))
     place = Path(folder).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -98,14 +98,16 @@ def test_a_module_of_another_kind_of_layer_is_refused_by_name(mimo, tmp_path):
     changed = {name: value for name, value in tensors.items() if name not in layer}
     first = "model.layers.2."
     changed |= {f"{first}{part}.weight": np.zeros((4, 4), np.float32) for part in (
-        "eh_proj", "enorm", "hnorm", "shared_head.norm", "self_attn.kv_a_proj_with_mqa", "mlp.experts.0.up_proj",
+        "eh_proj", "enorm", "hnorm", "shared_head.norm", "self_attn.indexer.wk", "self_attn.g_proj",
     )}  # fmt: skip
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(changed, tmp_path / "model.safetensors")
     target, _ = specjax.load(tmp_path)
     assert target.native.dialect == "deepseek"
-    reason = r"form deepseek, whose layer has multi-head latent attention \(MLA\) and experts \(MoE\), which specjax"
+    reason = (
+        r"form deepseek, whose layer has sparse attention with an indexer \(DSA\) and a gate per attention head, which"
+    )
     with pytest.raises(UsageError, match=reason):
         load_head(NATIVE, target)
     assert defaults(target, None, "cpu").head is None, "the target decodes without its module"
