@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.models.experts.routing import choose
 from specjax.models.experts.running import run_experts
@@ -15,6 +17,7 @@ from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.layers import GatedMLP, Linear
 from specjax.models.products import matmul
 from specjax.models.storage.stacks import LayerOfStack, WholeParam
+from specjax.numerics.quantized_array import is_quantized
 from specjax.types import Array
 
 STEEPNESS = 1.702  # of the sigmoid in the activation of gpt-oss
@@ -41,7 +44,15 @@ class ExpertMatrices(nnx.Module):
 
 def _experts_of(parameter: nnx.Param) -> Any:
     array = parameter[...]
-    return array.flat()[0] if isinstance(array, LayerOfStack) else array
+    return _with_matrix_sharding(array.flat()[0] if isinstance(array, LayerOfStack) else array)
+
+
+def _with_matrix_sharding(weights: Any) -> Any:
+    """Return weights [E, O, I] whose sharding, if they have one, is that of the matrix of one expert."""
+    if not is_quantized(weights) or weights.sharding is None:
+        return weights
+    mesh, spec = weights.sharding.mesh, weights.sharding.spec
+    return dataclasses.replace(weights, sharding=NamedSharding(mesh, PartitionSpec(*spec[-2:])))
 
 
 class ExpertRouter(nnx.Module):
