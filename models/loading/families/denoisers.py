@@ -53,6 +53,13 @@ KINDS = {
     "a2d-qwen3": DenoiserKind("qwen3", block="block_size", mask="<|mask|>"),
     "a2d-llama": DenoiserKind("llama", block="block_size", mask="<|mask|>"),
     "llada": DenoiserKind("llada"),
+    "sdar_moe": DenoiserKind(  # SDAR-30B-A3B
+        "qwen3_moe", block="block_size", released_block=4, mask="<|MASK|>", released_mask=151669
+    ),
+    "lladamoe": DenoiserKind("qwen3_moe", mask="<|mask|>", released_mask=156895),
+    "llada2_moe": DenoiserKind(  # LLaDA2.0 and 2.1
+        "llada2_moe", block="block_size", released_block=32, mask="<|mask|>", released_mask=156895
+    ),
 }
 
 CLASSES = {
@@ -68,12 +75,17 @@ OPEN_DCODER = DenoiserKind("qwen2", "shifted")
 MASK_FIELDS = "mask_token_id", "mask_id"
 """Fields with the id of the mask token, the first that counts first."""
 
-MIXTURES_OF_EXPERTS = {
-    "llada2_moe": "LLaDA2",
-    "llada2_moe_v2": "LLaDA2",
-    "lladamoe": "LLaDA-MoE",
-    "sdar_moe": "SDAR-MoE",
-}
+LLADA_MOE = "lladamoe"
+FIELDS_OF_LLADA_MOE = {
+    "expert_intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size",
+}  # fmt: skip
+"""Fields of LLaDA-MoE, and those of Qwen3-MoE with the same meaning."""
+
+ONLY_IN_LLADA_MOE = {
+    "qk_layernorm": True, "moe_router_enable_expert_bias": False, "moe_router_score_function": "softmax",
+    "routed_scaling_factor": 1, "partial_rotary_factor": 1,
+}  # fmt: skip
+"""Fields of LLaDA-MoE with the only value that specjax supports; they may be absent or null."""
 
 
 class SpecialTokens(Protocol):
@@ -94,6 +106,7 @@ def find_kind(hf: ConfigFields, names: Mapping[str, str] | None = None) -> Denoi
 
     names: the special tokens of its tokenizer, if they are read already.
     """
+    hf = _with_own_type(hf)
     for entry in named_classes(hf):
         if entry.name in CLASSES:
             return CLASSES[entry.name]
@@ -110,12 +123,8 @@ def to_base_family(hf: ConfigFields) -> ConfigFields:
 
     Raises: UsageError for diffusion models that no family supports, and for a class that its family does not have.
     """
+    hf = _with_own_type(hf)
     name = hf.text("model_type", "unnamed")
-    experts = "LLaDA-MoE" if name == "llada" and hf.has("num_experts") else MIXTURES_OF_EXPERTS.get(name)
-    if experts is not None:
-        raise UsageError(
-            f"{hf.where} is a {experts} model, a mixture of experts, which specjax does not support; use a dense model"
-        )
     kind, title = find_kind(hf), diffusion_model(hf, KINDS)
     if kind is None and title is not None:
         raise UsageError(
@@ -131,7 +140,39 @@ def to_base_family(hf: ConfigFields) -> ConfigFields:
         raise UsageError(
             f"{hf.where} is a Dream model with {field}, which specjax does not support; use Dream-7B or DiffuCoder"
         )
+    hf = _as_qwen3_moe(hf) if name == LLADA_MOE else hf
     return dataclasses.replace(hf, values={**hf.values, "model_type": kind.base})
+
+
+def _with_own_type(hf: ConfigFields) -> ConfigFields:
+    """Return the fields of a config.json with a `model_type` of its own for LLaDA-MoE, which can be that of LLaDA."""
+    if hf.text("model_type", "unnamed") != "llada" or not hf.has("num_experts"):
+        return hf
+    return dataclasses.replace(hf, values={**hf.values, "model_type": LLADA_MOE})
+
+
+def _as_qwen3_moe(hf: ConfigFields) -> ConfigFields:
+    """Return the fields of LLaDA-MoE under the names of Qwen3-MoE, which has the same layers.
+
+    Raises: UsageError for routers, rotations and shared MLPs that the released models do not have.
+    """
+    for name, only in ONLY_IN_LLADA_MOE.items():
+        if hf.value(name) not in (None, only):
+            raise UsageError(f"{hf.where} has {name} {quote(hf.value(name))}; specjax supports {quote(only)} only")
+    if hf.size("shared_expert_intermediate_size", 0, minimum=-1) > 0:
+        raise UsageError(f"{hf.where} has a shared_expert_intermediate_size, which specjax does not support")
+    hf.skip("router_num_group", "router_topk_group", *FIELDS_OF_LLADA_MOE)  # groups are those of another score function
+    new_names = {new: hf.value(old) for old, new in FIELDS_OF_LLADA_MOE.items() if hf.has(old)}
+    if hf.has("moe_layer_freq"):
+        flags = hf.array("moe_layer_freq", int)
+        new_names["mlp_only_layers"] = [layer for layer, has_experts in enumerate(flags) if not has_experts]
+    values = {name: value for name, value in hf.values.items() if value is not None}
+    defaults = {
+        "norm_topk_prob": False,
+        "head_dim": hf.size("hidden_size") // hf.size("num_attention_heads"),
+        "rms_norm_eps": 1e-5,
+    }
+    return dataclasses.replace(hf, values=defaults | values | new_names)
 
 
 def write_denoiser_settings(fields: Mapping[str, Any], settings: DenoiserSettings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import gpt_oss, mixtures, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
-from specjax.models.loading.families.deepseek import routing
+from specjax.models.loading.families.deepseek import llada2, routing
 from specjax.models.loading.families.rope import FULL, SLIDING
 from specjax.models.loading.tensors.assembly import StoredTensor, WeightNames
 
@@ -104,6 +104,10 @@ ROWS_OF_HF = {
     "glm4_moe": LlamaDefaults(
         fields=routing.FIELDS_OF_GLM, partial=True, mixture=routing.FORM,
         flags={"attention_bias": ("qkv_bias",), "use_qk_norm": ("qk_norm",)},
+    ),
+    "llada2_moe": LlamaDefaults(
+        fields=llada2.FIELDS, partial=True, biases=("use_qkv_bias", "use_bias"), skipped=llada2.SKIPPED,
+        flags={"use_qk_norm": ("qk_norm",)}, mixture=llada2.FORM,
     ),
 }  # fmt: skip
 """Defaults by `model_type`."""

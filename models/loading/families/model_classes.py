@@ -47,8 +47,7 @@ DIFFUSION_MODELS = {
     "nemotronlabsdiffusion": "Nemotron-Labs-Diffusion", "wedlm": "WeDLM", "diffusiongemma": "DiffusionGemma",
     "sdlm": "SDLM", "dimple": "Dimple", "rnd1": "RND1", "coda": "CoDA", "mmada": "MMaDA", "llavallada": "LLaDA-V",
     "lfm2forblockdiffusion": "LFM2 with block diffusion", "bd3lm": "BD3-LM", "mdlm": "MDLM", "dreamvl": "Dream-VL",
-    "tidar": "TiDAR", "refusion": "ReFusion", "illada": "iLLaDA", "sdarvl": "SDAR-VL", "sdarmoe": "SDAR-MoE",
-    "lladamoe": "LLaDA-MoE", "llada2": "LLaDA2",
+    "tidar": "TiDAR", "refusion": "ReFusion", "illada": "iLLaDA", "sdarvl": "SDAR-VL",
 }  # fmt: skip
 """Diffusion models that specjax does not support, by the beginning of a class or `model_type`, without punctuation."""
 

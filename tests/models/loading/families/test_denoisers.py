@@ -33,15 +33,74 @@ PUBLISHED = {
     ),
     "a2d-qwen3": ("qwen3", {}, FULL, "<|mask|>"),
     "qwen2": ("qwen2", {"mask_token_id": MASK, "auto_map": OWN_CODE}, SHIFTED, None),  # Open-dCoder
+    "sdar_moe": ("qwen3_moe", {"block_size": 4, "architectures": ["SDARMoeForCausalLM"]}, BLOCKS, "<|MASK|>"),
+    "lladamoe": (
+        "qwen3_moe", {
+            "architectures": ["LLaDAMoEModelLM"], "auto_map": {"AutoModel": "modeling_lladamoe.LLaDAMoEModelLM"},
+            "num_experts": 8, "num_local_experts": None, "moe_intermediate_size": None, "expert_intermediate_size": 16,
+            "dense_intermediate_size": 48,
+            "intermediate_size": None, "moe_layer_freq": [1, 1], "qk_layernorm": True, "norm_topk_prob": None,
+            "mlp_only_layers": None, "decoder_sparse_step": None, "head_dim": None, "clip_qkv": None,
+            "moe_router_enable_expert_bias": False, "moe_router_score_function": "softmax", "partial_rotary_factor": 1,
+            "routed_scaling_factor": 1, "router_num_group": None, "router_topk_group": None,
+            "shared_expert_intermediate_size": None,
+        }, FULL, "<|mask|>",
+    ),
+    "llada2_moe": (
+        "glm4_moe", {
+            "architectures": ["LLaDA2MoeModelLM"],
+            "auto_map": {"AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM"}, "n_routed_experts": None,
+            "num_experts": 8, "n_shared_experts": None, "num_shared_experts": 1, "score_function": "sigmoid",
+            "router_dtype": "fp32", "use_bias": False, "use_qkv_bias": False, "max_window_layers": 20,
+            "moe_router_enable_expert_bias": True, "norm_head": False, "norm_softmax": False, "use_rmsnorm": True,
+            "block_size": 4, "attention_bias": None,
+        }, BLOCKS, "<|mask|>",
+    ),
     "llama": ("llama", {"architectures": ["StableDiffcoderForCausalLM"], "block_size": 4}, BLOCKS, "<[MASK_TOKEN]>"),
 }  # fmt: skip
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL = {
+    "sdar_moe": EXPERTS | {"norm_topk_prob": True}, "lladamoe": EXPERTS | {"norm_topk_prob": False},
+    "llada2_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "use_qk_norm": True, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+"""Sizes of the mixtures of experts."""
+
+NAMES_OF_LLADA2 = {
+    "embed_tokens": "word_embeddings", "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm", "self_attn.o_proj": "attention.dense",
+    "e_score_correction_bias": "expert_bias",
+}  # fmt: skip
+
+
+def rename_as_llada2(file):
+    """Write the tensors of GLM-4.5 under the names of LLaDA2, with one matrix for queries, keys and values."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = {}
+    for name, x in load_file(file).items():
+        for old, new in NAMES_OF_LLADA2.items():
+            name = name.replace(old, new)
+        tensors[name] = x
+    for layer in range(2):
+        parts = [tensors.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        tensors[f"model.layers.{layer}.attention.query_key_value.weight"] = np.concatenate(parts)
+    save_file(tensors, file)
 
 
 def publish(tiny, folder, kind, **changes):
     """Write a tiny folder in the layout of the authors of `kind`. Return its model in torch."""
     base, fields, _, piece = PUBLISHED[kind]
-    model = tiny.model(base)
+    model = tiny.model(base, **SMALL.get(kind, {}))
+    if kind == "llada2_moe":
+        model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
     tiny.save(model, folder)
+    if kind == "llada2_moe":
+        rename_as_llada2(folder / "model.safetensors")
     rewrite(folder / "config.json", {"model_type": kind, **fields, **changes})
     if piece is not None:
         written = json.loads((folder / "tokenizer.json").read_text())
@@ -168,9 +227,9 @@ def test_a_loaded_denoiser_writes_a_text(tiny, tmp_path):
         ("Dream", {"mask_token_id": 96}, "mask_token_id 96, which must be below the vocabulary size, 96"),
         ("Dream", {"mask_token_id": 2}, "mask_token_id 2, which is also an end token"),
         ("Dream", {"block_size": 32}, "a Dream model with block_size, which specjax does not support"),
-        ("sdar", {"model_type": "sdar_moe"}, "is a SDAR-MoE model, a mixture of experts"),
-        ("sdar", {"model_type": "llada2_moe"}, "is a LLaDA2 model, a mixture of experts"),
-        ("sdar", {"model_type": "llada", "num_experts": 64}, "is a LLaDA-MoE model, a mixture of experts"),
+        ("llada2_moe", {"score_function": "softmax"}, 'has score_function "softmax"; specjax supports sigmoid only'),
+        ("lladamoe", {"model_type": "llada", "qk_layernorm": False}, "has qk_layernorm .*; specjax supports True only"),
+        ("lladamoe", {"routed_scaling_factor": 2.5}, "has routed_scaling_factor 2.5; specjax supports 1 only"),
         ("sdar", {"model_type": "sdar2"}, r'is "sdar2", a diffusion model, which specjax does not support'),
     ],
 )
