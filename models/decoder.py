@@ -152,15 +152,16 @@ class DecoderConfig:
 
 def make_attention(
     c: DecoderConfig, *, fan_in: int | None = None, queries_only: bool = False, rngs: nnx.Rngs
-) -> L.Attention | LatentAttention:
-    """Create the attention of a layer.
+) -> L.Attention:
+    """Create the attention of a layer, which can also be a `LatentAttention`.
 
     Args:
       fan_in: its input width, if it differs from the width of the stream.
       queries_only: the layer reads the keys and values of another one.
     """
     if c.latent is not None:
-        return LatentAttention(c, rngs)
+        latent: Any = LatentAttention(c, rngs)
+        return latent
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,

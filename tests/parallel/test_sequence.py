@@ -34,8 +34,9 @@ CHAIN, TREE = (prompt_lookup(4), 0.0), (two_model(tiny_llama(1, 1), tree=trees.p
         ({"data": 1, "model": 2, "sequence": 4}, {"stacked": True, "cache_lanes": 16}, TREE),
         exhaustive({"data": 2, "model": 1, "sequence": 4}, {"window": 100}, CHAIN),
         exhaustive({"data": 1, "model": 2, "sequence": 2}, {"stacked": True, "cache_dtype": "int8"}, CHAIN),
+        exhaustive({"data": 1, "model": 2, "sequence": 4}, {"sinks": True}, CHAIN),
     ],
-    ids=["tree", "window", "int8"],
+    ids=["tree", "window", "int8", "sinks"],
 )
 def test_sequence_sharded_cache_equals_one_device(mesh, changes, case):
     target, (drafter, temperature) = tiny_llama(vocab=64, **changes), case

@@ -241,6 +241,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
     base, scaling, rotary_dim = rope.rotary_from_hf(
         hf, head_dim, base=row.rope_base, layer_type=FULL, partial=row.partial
     )
+    flags: dict[str, Any] = {name: hf.flag(flag) for flag, names in row.flags.items() for name in names}
     local = None if is_global is None or row.stretches_all else rope.local_base_from_hf(hf, head_dim, base)
     return LlamaConfig(
         vocab_size=hf.size("vocab_size", maximum=ROWS),
@@ -261,7 +262,7 @@ def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
         local_rope_base=local,
         max_positions=rope.max_positions(hf, scaling),
         **row.shape,
-        **{name: hf.flag(flag) for flag, names in row.flags.items() for name in names},
+        **flags,
         **options,
     )
 

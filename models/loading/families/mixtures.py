@@ -128,7 +128,8 @@ def dense_layers(hf: ConfigFields, layers: int) -> tuple[int, ...]:
 
 def form(kind: str) -> MixtureForm:
     """Return the functions for a `model_type` in FIELDS."""
-    return MixtureForm(*(functools.partial(function, kind) for function in (sizes_from_hf, stored_hf, to_hf)))
+    bind = functools.partial
+    return MixtureForm(bind(sizes_from_hf, kind), bind(stored_hf, kind), bind(to_hf, kind))
 
 
 def stored_hf(kind: str, c: DecoderConfig) -> dict[str, StoredTensor]:

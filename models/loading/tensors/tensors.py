@@ -125,15 +125,17 @@ def select_expert(tensor: StoredArray, expert: int) -> StoredArray:
     if isinstance(tensor, QuantizedTensor):
         of_experts = tensor.rows
         return tensor._replace(shape=shape, rows=lambda start, stop: of_experts(first + start, first + stop))
-    return tensor._replace(shape=shape, rows=lambda start, stop: tensor.rows(expert, expert + 1)[0][start:stop])
+    of_matrices = tensor.rows
+    return tensor._replace(shape=shape, rows=lambda start, stop: of_matrices(expert, expert + 1)[0][start:stop])
 
 
 def transpose(tensor: StoredArray) -> LazyTensor:
     """Return the transpose of a matrix of floats. Raises: UsageError for a matrix in another form."""
     if not isinstance(tensor, TensorLocation) or tensor.kind not in DTYPES:
         raise UsageError(f"{tensor.file} has a quantised matrix [in, out], which specjax does not read; use floats")
-    rows = lambda start, stop: np.ascontiguousarray(read_columns(tensor, start, stop).astype(np.float32).T)
-    return LazyTensor(tensor.file, tensor.shape[::-1], rows)
+    matrix = tensor
+    rows = lambda start, stop: np.ascontiguousarray(read_columns(matrix, start, stop).astype(np.float32).T)
+    return LazyTensor(matrix.file, matrix.shape[::-1], rows)
 
 
 def read_quantized_rows(

@@ -61,9 +61,12 @@ def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     stored[f"{module}down.weight"] = StoredTensor(_LAYER + "shared_mlp.output_linear.weight")
     if experts is None:
         return stored
-    names = (f"{_LAYER}block_sparse_moe.{name}_linear.weight" for name in ("input", "output"))
-    router = StoredTensor(_LAYER + "block_sparse_moe.router.layer.weight")
-    return stored | mixtures.stacked_experts(*names, experts.width) | {"layers.*.mlp.router.weight": router}
+    module = _LAYER + "block_sparse_moe."
+    return {
+        **stored,
+        **mixtures.stacked_experts(module + "input_linear.weight", module + "output_linear.weight", experts.width),
+        "layers.*.mlp.router.weight": StoredTensor(module + "router.layer.weight"),
+    }
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:
@@ -86,10 +89,12 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
     hf.skip(*UNUSED)
     sizes = common.sizes_of_hf(hf)
     experts = experts_from_hf(hf, kind)
+    mixers: dict[str, Any] = {"kinds": (KINDS["attention"]._replace(feed="moe"),) * sizes["num_layers"]}
+    mixers = _mixers_from_hf(hf, sizes, experts) if is_hybrid else mixers
     base, scaling, _ = rope.rotary_from_hf(hf, sizes["head_dim"])
     return HybridConfig(
         **sizes,
-        **(_mixers_from_hf(hf, sizes, experts) if is_hybrid else {"kinds": _all_attend(sizes["num_layers"])}),
+        **mixers,
         mlp_width=hf.size("shared_intermediate_size", maximum=ROWS) if experts is None else experts.width,
         experts=experts,
         rope_base=base,
@@ -107,10 +112,6 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
         model_type=kind,
         **options,
     )
-
-
-def _all_attend(layers: int) -> tuple[LayerKind, ...]:
-    return (KINDS["attention"]._replace(feed="moe"),) * layers
 
 
 def _mixers_from_hf(hf: ConfigFields, sizes: dict[str, Any], experts: MixtureSizes | None) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def rotates(hf: ConfigFields) -> bool:
 
 def config_to_hf(c: HybridConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
-    mixers = {}
+    mixers: dict[str, Any] = {}
     if c.mamba2 is not None:
         mixers = {
             "layer_types": [mamba_mixer.FULL if kind.attends else mamba_mixer.MAMBA for kind in c.kinds],

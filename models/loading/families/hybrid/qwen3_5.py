@@ -53,7 +53,7 @@ NAMES = {
 def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint with this `model_type`."""
     inputs = {_RECURRENT + path: StoredTensor(_HF + name) for path, (name, _) in NAMES.items()}
-    experts = {}
+    experts: dict[str, StoredTensor] = {}
     if config.experts is not None:
         module = "model.layers.*.mlp.experts."
         experts = mixtures.stacked_experts(module + "gate_up_proj", module + "down_proj", config.experts.width)
