@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from expert_models import PUBLISHED, fields_of, logits_of, make, save
 from hybrid_logits import whole_text_logits
-from tiers import exhaustive
+from tiers import exhaustive, those
 
 import specjax
 from specjax import drafters, models
@@ -30,7 +30,10 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 24))
 _logits = jax.jit(whole_text_logits, static_argnums=0)
 
 
-@pytest.fixture(scope="module", params=list(PUBLISHED))
+QUICK = {"qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "granitemoehybrid", "glm4_moe", "deepseek_v3"}
+
+
+@pytest.fixture(scope="module", params=those(QUICK, list(PUBLISHED)))
 def case(request, tmp_path_factory):
     """Return the family, the checkpoint and the logits in transformers of a model."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -199,7 +202,7 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("kind", those({"qwen3_next", "gpt_oss", "deepseek_v3"}, list(PUBLISHED)))
 def test_inspect_describes_the_model(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(kind)))
     model = describe_model(tmp_path)
@@ -216,7 +219,7 @@ OF_GGUF = {
 """Writers of GGUF files by family."""
 
 
-@pytest.mark.parametrize("kind", OF_GGUF)
+@pytest.mark.parametrize("kind", those({"mixtral", "qwen3_5_moe_text"}, list(OF_GGUF)))
 def test_gguf(kind, tmp_path):
     """Experts are one tensor of each kind of matrix. Blocks of Q8_0 stay quantised on request."""
     changes = {} if kind in ("mixtral", "olmoe") else {"mlp_only_layers": [], "moe_intermediate_size": 32}
