@@ -184,7 +184,7 @@ def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> Array:
     A mixture of experts only reads the tokens of the pass. Tokens that fill a tile would touch other experts.
     """
     if isinstance(feed, MixtureFeed):
-        return pad_tokens(shared.sum(feed(x[:, : shared.positions.shape[1]]), "mlp"), x.shape[1])
+        return pad_tokens(shared.sum(feed(x[:, : shared.positions.shape[1]], shared.layout), "mlp"), x.shape[1])
     return shared.sum(feed(x), "mlp")
 
 

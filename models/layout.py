@@ -1,10 +1,11 @@
 """Layout of a model over a device mesh.
 
 The axis "data" splits the rows of the batch; the other axes split the work on a row. The split is Megatron's (Shoeybi
-et al. 2019, arXiv 1909.08053). Attention is split by heads over "layer" and "model". The MLP is split by its inner
-width, and embedding and head by vocabulary, over all three other axes. There are two sums per layer. The slots of the
+et al. 2019, arXiv 1909.08053). Attention is split by heads over "layer", "expert" and "model". The MLP is split by its
+inner width, and embedding and head by vocabulary, over all other axes. There are two sums per layer. The slots of the
 cache are split over "sequence", for contexts that do not fit one device. A layer-parallel drafter puts its layers on
-"layer"; other models use that axis like "model".
+"layer"; other models use that axis like "model". The experts of a mixture are split over "expert", and the width of
+each one over the other axes.
 
 A vocabulary or an MLP that the mesh does not divide is replicated on every device. If there are fewer key/value heads
 than devices, each is repeated, so that every device has the head that its query heads read.
@@ -58,22 +59,25 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
         ("up", "weight"): ("mlp", None),
         ("gate_up", "weight"): ("mlp", None),
         ("down", "weight"): (None, "mlp"),
-        **{(f"expert_{name}", "weight"): (None, "mlp", None) for name in ("gate", "up")},
-        **{(f"expert_{name}", "bias"): (None, "mlp") for name in ("gate", "up")},
-        ("expert_down", "weight"): (None, None, "mlp"),
+        **{(f"expert_{name}", "weight"): ("experts", "expert_mlp", None) for name in ("gate", "up")},
+        **{(f"expert_{name}", "bias"): ("experts", "expert_mlp") for name in ("gate", "up")},
+        ("expert_down", "weight"): ("experts", None, "expert_mlp"),
+        ("expert_down", "bias"): ("experts", None),
     }
 )
 
 
-AXES = ("data", "layer", "sequence", "model")
+AXES = ("data", "layer", "sequence", "expert", "model")
 """Axes of a mesh. A mesh may lack some; they then count as 1."""
 
 SPLIT_AXES = MappingProxyType(
     {
         "data": ("data",),
-        "heads": ("layer", "model"),
-        "mlp": ("layer", "sequence", "model"),
-        "vocab": ("layer", "sequence", "model"),
+        "heads": ("layer", "expert", "model"),
+        "mlp": ("layer", "sequence", "expert", "model"),
+        "vocab": ("layer", "sequence", "expert", "model"),
+        "experts": ("expert",),
+        "expert_mlp": ("layer", "sequence", "model"),
         "slots": ("sequence",),
     }
 )
@@ -255,7 +259,7 @@ def check_axes(mesh: Mesh) -> None:
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
         raise UsageError(
             f'the mesh has the axes {", ".join(mesh.axis_names)}; it needs "data" and may have '
-            '"layer", "sequence" and "model"; make it with specjax.mesh'
+            '"layer", "sequence", "expert" and "model"; make it with specjax.mesh'
         )
 
 

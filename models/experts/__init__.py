@@ -3,5 +3,6 @@
 - `sizes`: the record of a mixture in a config.
 - `routing`: from router logits to the experts of each row and their weights.
 - `running`: products of rows with the chosen experts.
+- `on_mesh`: the same products on the devices of a mesh.
 - `feed`: the block, for attention decoders and hybrid ones.
 """

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.models.experts.on_mesh import run_on_mesh
 from specjax.models.experts.routing import choose
 from specjax.models.experts.running import run_experts
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.layers import GatedMLP, Linear
+from specjax.models.layout import Layout
 from specjax.models.products import matmul
-from specjax.models.storage.stacks import LayerOfStack, WholeParam
+from specjax.models.storage.stacks import LayerOfStack, WholeParam, flat_experts
 from specjax.numerics.quantized_array import is_quantized
 from specjax.types import Array
 
@@ -32,23 +34,14 @@ class ExpertMatrices(nnx.Module):
         self.bias = WholeParam(jnp.zeros(shape[:2], dtype)) if bias else None
 
     def arrays(self) -> tuple[Any, Any]:
-        """Return the weights and the biases, or None for missing ones."""
-        return _experts_of(self.weight), None if self.bias is None else _experts_of(self.bias)
-
-    @property
-    def first(self) -> Array | int:
-        """Return the place of the layer's first expert in `arrays`, which have the experts of all stacked layers."""
-        weight = self.weight[...]
-        return weight.flat()[1] if isinstance(weight, LayerOfStack) else 0
-
-
-def _experts_of(parameter: nnx.Param) -> Any:
-    array = parameter[...]
-    return _with_matrix_sharding(array.flat()[0] if isinstance(array, LayerOfStack) else array)
+        """Return the weights and the biases, or None for missing ones. Stacked layers have a `LayerOfStack` each."""
+        return _with_matrix_sharding(self.weight[...]), None if self.bias is None else self.bias[...]
 
 
 def _with_matrix_sharding(weights: Any) -> Any:
     """Return weights [E, O, I] whose sharding, if they have one, is that of the matrix of one expert."""
+    if isinstance(weights, LayerOfStack):
+        return dataclasses.replace(weights, arrays=_with_matrix_sharding(weights.arrays))
     if not is_quantized(weights) or weights.sharding is None:
         return weights
     mesh, spec = weights.sharding.mesh, weights.sharding.spec
@@ -95,13 +88,16 @@ class MixtureFeed(nnx.Module):
         self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs) if shared and sizes.shared_gate else None
         self.sizes, self.act = sizes, act
 
-    def __call__(self, x: Array) -> Array:
-        """Return the output of tokens [B, T, D]."""
+    def __call__(self, x: Array, layout: Layout | None = None) -> Array:
+        """Return the output of tokens [B, T, D]. `layout` is that of a mesh."""
         rows = x.reshape(-1, x.shape[-1])
         matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
-        y = run_experts(
-            rows, self.router(rows), matrices, self.sizes.num_experts, self._expert, first=self.expert_gate.first
-        )
+        choice, count = self.router(rows), self.sizes.num_experts
+        if layout is None:
+            arrays, first = flat_experts(matrices)
+            y = run_experts(rows, choice, arrays, count, self._expert, first=first)
+        else:
+            y = run_on_mesh(layout, rows, choice, matrices, count, self._expert)
         if self.shared is None:
             return y.astype(x.dtype).reshape(x.shape)
         shared = self.shared(x)

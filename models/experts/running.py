@@ -25,6 +25,8 @@ from specjax.models.storage.stacks import slice_layer
 from specjax.types import Array, PyTree
 
 Form = Literal["loop", "blocks", "gather"]
+Expert = Callable[[PyTree, Array], Array]
+"""Function from the weights of one expert and rows [r, D] to float32[r, D]."""
 
 MAX_LOOP_ROWS, BLOCK_ROWS = 16, 64
 """Largest number of rows of the form "loop", and number of rows in a block of the form "blocks".
@@ -46,15 +48,15 @@ def form_for(rows: int, num_chosen: int, platform: str) -> Form:
 
 
 def run_experts(
-    x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Callable[[PyTree, Array], Array],
+    x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Expert,
     form: Form | None = None, first: Array | int = 0,
 ) -> Array:  # fmt: skip
     """Return the weighted sum float32[R, D] of the outputs of each row's experts.
 
     Args:
       x: [R, D].
+      choice: pairs with the expert `num_experts`, which does not exist, and weight 0 add nothing.
       weights: arrays [E, ...], or `QuantizedArray`s. Those of stacked layers have the experts of all layers.
-      expert: (weights of one expert, rows [r, D]) -> float32[r, D].
       form: None: that of `form_for`.
       first: place of the layer's first expert in `weights`.
     """
@@ -125,5 +127,6 @@ def _gather(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts:
     for place in range(choice.experts.shape[-1]):
         gathered = weights.gathered(choice.experts[:, place])
         y = jax.vmap(lambda part, row: expert(part, row[None])[0])(gathered, x)
-        total = total + y * choice.weights[:, place, None]
+        share = choice.weights[:, place, None]
+        total = total + jnp.where(share == 0, 0.0, y * share)  # an expert that does not exist is read as another one
     return total

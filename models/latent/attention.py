@@ -11,6 +11,7 @@ its first r, and W_v is applied to the sum (the for_vectors form). Otherwise eac
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ class LatentAttention(nnx.Module):
         new = kv.to_cache_dtype(self._entries(x, inputs).swapaxes(1, 2), cache.k)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         keys = jax.tree.map(join, cache.earlier[0], new) if cache.earlier else new
-        attend = functools.partial(tree_attention, scale=self.scale)
+        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale)
         attend = attend if shared.layout is None else shared.layout.shard_attention(attend)
         optional = {} if shared.first is None else {"first": shared.first}
         out = attend(

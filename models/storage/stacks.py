@@ -37,6 +37,17 @@ class LayerOfStack:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), self.arrays), self.layer * size
 
 
+def flat_experts(tree: PyTree) -> tuple[PyTree, Array | int]:
+    """Return a tree with the experts of all layers in place of each `LayerOfStack`, and the place of the first one."""
+    is_layer = lambda leaf: isinstance(leaf, LayerOfStack)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_layer)
+    layers = [leaf.flat() for leaf in leaves if is_layer(leaf)]
+    if not layers:
+        return tree, 0
+    assert len(layers) == len(leaves), "the arrays of all experts are parameters of one layer"
+    return jax.tree.unflatten(structure, [arrays for arrays, _ in layers]), layers[0][1]
+
+
 def split_whole(state: PyTree) -> tuple[PyTree, PyTree]:
     """Return the state of stacked layers that a scan may slice, and the parameters that stay whole."""
     whole, sliced = nnx.split_state(state, WholeParam, ...)

@@ -24,9 +24,10 @@ from specjax.types import Array, PyTree, Target
 
 
 def mesh(
-    data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, devices: Sequence | None = None
-) -> Mesh:
-    """Make a mesh of `data` x `layer` x `sequence` x `model` devices, in the order of `devices`.
+    data: int = 1, model: int | None = None, *, layer: int = 1, sequence: int = 1, expert: int = 1,
+    devices: Sequence | None = None,
+) -> Mesh:  # fmt: skip
+    """Make a mesh of `data` x `layer` x `sequence` x `expert` x `model` devices, in the order of `devices`.
 
     The axis "model" changes fastest. It stays within a host if it divides the number of the host's devices.
 
@@ -35,17 +36,21 @@ def mesh(
       model: parts of the weights and of the heads; None: all remaining devices.
       layer: layers that a layer-parallel draft model runs at the same time; other models use it like "model".
       sequence: parts of the cache's slots, for long contexts.
+      expert: parts of the experts of a mixture; other weights use it like "model". A mesh with 1 lacks this axis.
       devices: None: all devices of all hosts.
 
     Raises: UsageError if there are not enough devices.
     """
     devices = jax.devices() if devices is None else devices
-    fixed_parts = data * layer * sequence
+    fixed_parts = data * layer * sequence * expert
     if model is None:
         model = max(len(devices) // max(fixed_parts, 1), 1)
-    shape = data, layer, sequence, model
+    sizes = {"data": data, "layer": layer, "sequence": sequence, "expert": expert, "model": model}
+    if expert == 1:
+        del sizes["expert"]
+    shape, names = tuple(sizes.values()), ", ".join(sizes)
     if min(shape) < 1:
-        raise UsageError(f"the parts of a mesh (data, layer, sequence, model) must be at least 1, not {shape}")
+        raise UsageError(f"the parts of a mesh ({names}) must be at least 1, not {shape}")
     num_needed = math.prod(shape)
     if num_needed > len(devices):
         hint = (
@@ -54,10 +59,10 @@ def mesh(
             else ""
         )
         raise UsageError(
-            f"a mesh of {' x '.join(map(str, shape))} (data, layer, sequence, model) needs {num_needed} devices, but "
+            f"a mesh of {' x '.join(map(str, shape))} ({names}) needs {num_needed} devices, but "
             f"there are {len(devices)}; use fewer parts{hint}"
         )
-    return Mesh(np.array(devices[:num_needed]).reshape(shape), ("data", "layer", "sequence", "model"))
+    return Mesh(np.array(devices[:num_needed]).reshape(shape), tuple(sizes))
 
 
 ShardableModel = TypeVar("ShardableModel", bound=Any)

@@ -55,13 +55,14 @@ class Workload:
     model: int = 1
     layer: int = 1
     sequence: int = 1
+    expert: int = 1
     reading: DenoiserSettings | None = (
         None  # settings of a diffusion model as a denoiser; None: the model is autoregressive
     )
 
     @property
     def devices(self) -> int:
-        return self.data * self.layer * self.sequence * self.model
+        return self.data * self.layer * self.sequence * self.expert * self.model
 
     @property
     def platform(self) -> str:
@@ -82,7 +83,8 @@ class Workload:
 
     def mesh(self, devices: list) -> Mesh:
         """Return the mesh in the compiler's device order, with neighbouring devices along "model"."""
-        return parallel.mesh(self.data, self.model, layer=self.layer, sequence=self.sequence, devices=devices)
+        sizes = {"layer": self.layer, "sequence": self.sequence, "expert": self.expert}
+        return parallel.mesh(self.data, self.model, **sizes, devices=devices)
 
 
 def make_workload(
@@ -114,6 +116,7 @@ def make_workload(
     model: int | None = None,
     layer: int = 1,
     sequence: int = 1,
+    expert: int = 1,
     reading: DenoiserSettings | None = None,
     block: int | None = None,
 ) -> Workload:
@@ -127,8 +130,8 @@ def make_workload(
       head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
         "eagle3:draft_vocab_size=8192".
       options: other options of the method as texts, by name.
-      data, layer, sequence, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as the
-        target's heads can be split over.
+      data, layer, sequence, expert, model: axes of the mesh, as in `specjax.mesh`. model=None uses as many devices as
+        the target's heads can be split over.
       max_new_tokens: None: 128, or as many as the models' positions leave after the context.
       same_bits, quantize, keep_quantized: as in `specjax.load`, for the target. Quantised files are kept in their
         formats by default, as on TPUs and GPUs.
@@ -182,7 +185,7 @@ def make_workload(
     _check_options(row, options, tree, num_draft_tokens)
     for flag, value in (("--batch-size", batch), ("--context", context),
                         ("--max-new-tokens", 1 if max_new_tokens is None else max_new_tokens),
-                        ("--data", data), ("--layer", layer), ("--sequence", sequence),
+                        ("--data", data), ("--layer", layer), ("--sequence", sequence), ("--expert", expert),
                         ("--num-draft-tokens", 1 if num_draft_tokens is None else num_draft_tokens),
                         ("--model", 1 if model is None else model)):  # fmt: skip
         if value < 1:
@@ -207,11 +210,13 @@ def make_workload(
     max_new_tokens = _new_tokens(context, max_new_tokens, max_positions)
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
-    model = _model_axis(target_config, slice_, {"--data": data, "--layer": layer, "--sequence": sequence}, model)
+    _check_expert(target_config, expert)
+    axes = {"--data": data, "--layer": layer, "--sequence": sequence, "--expert": expert}
+    model = _model_axis(target_config, slice_, axes, model)
     return Workload(
         target_config, slice_, draft_config, head_config, method, tree, num_draft_tokens,
         tuple(sorted(options.items())), batch, context, max_new_tokens, warping, data, model, layer,
-        sequence, reading,
+        sequence, expert, reading,
     )  # fmt: skip
 
 
@@ -326,16 +331,27 @@ def _close(one: int, other: int) -> bool:
     return abs(one - other) <= max(one, other) // 100
 
 
+def _check_expert(config: Any, expert: int) -> None:
+    """Raise a UsageError for an axis "expert" that the model cannot use."""
+    if expert == 1:
+        return
+    if config.experts is None:
+        raise UsageError(f"--expert {expert} needs a mixture of experts, and {config.name} is none; use --model")
+    if config.experts.num_experts % expert:
+        raise UsageError(f"--expert {expert} does not divide the {config.experts.num_experts} experts of {config.name}")
+
+
 def _model_axis(config: Any, slice_: Topology, other_axes: dict[str, int], model: int | None) -> int:
     """Return the size of the axis "model".
 
     Raises: UsageError for too many devices, or an axis that does not divide the heads.
     """
     free_devices, layer = slice_.num_devices // math.prod(other_axes.values()), other_axes["--layer"]
+    heads_parts = layer * other_axes["--expert"]
     if free_devices < (model or 1):
         axes_text = " times ".join(f"{flag} {n}" for flag, n in (other_axes | {"--model": model or 1}).items() if n > 1)
         raise UsageError(f"{axes_text} is more than the {slice_.num_devices} devices of {slice_.name}")
-    fitting = [n for n in range(1, free_devices + 1) if fits_heads(config, layer * n)]
+    fitting = [n for n in range(1, free_devices + 1) if fits_heads(config, heads_parts * n)]
     if model is None and fitting:
         return fitting[-1]
     if model not in fitting:
@@ -352,7 +368,7 @@ def describe(work: Workload) -> dict[str, Any]:
     """Return the options of the plan as JSON."""
     names = (
         "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "data", "layer", "sequence",
-        "model",
+        "expert", "model",
     )  # fmt: skip
     return {
         "options": dict(work.options),

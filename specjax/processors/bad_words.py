@@ -40,7 +40,8 @@ def bad_words(words: Words | Sequence[Words], *, room: int = 0, longest: int = 0
 
     Raises: UsageError for a word without tokens, or an invalid id.
     """
-    rows = [list(row) for row in (words if _is_per_row(words) else [words])]
+    per_row: Any = words if _is_per_row(words) else [words]
+    rows: list[list[Sequence[int]]] = [list(row) for row in per_row]
     lengths = [np.size(word) for row in rows for word in row]
     if 0 in lengths:
         raise UsageError("a bad word has no tokens; leave it out")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Tables(NamedTuple):
     """The automata of a constraint."""
 
     starts: Array  # int32[A], address of each automaton
-    words: Array | np.ndarray  # int32[M], the packed automata
+    words: Any  # int32[M], the packed automata
 
 
 class Location(NamedTuple):

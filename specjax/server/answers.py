@@ -55,7 +55,8 @@ class ServedChoice:
             return None
         shown, self.unshown, self.num_shown = self.unshown[:count], self.unshown[count:], served.num_shown
         tokens, logprobs = zip(*shown, strict=True)
-        return served._replace(tokens=list(tokens), logprobs=TokenLogprobs(*map(np.stack, zip(*logprobs, strict=True))))
+        arrays: Any = map(np.stack, zip(*logprobs, strict=True))
+        return served._replace(tokens=list(tokens), logprobs=TokenLogprobs(*arrays))
 
     def add(self, served: Served) -> tuple[str, list[ToolCall]]:
         """Add an update. Return its text without calls of tools, and these calls."""

@@ -127,8 +127,9 @@ class _Row:
         chunks, self.prompt_logprobs = self.prompt_logprobs, None
         if chunks is None or self.alternatives is None:
             return None
-        empty = np.zeros((1, 0, self.alternatives), np.int32)
-        parts = [TokenLogprobs(np.zeros((1, 0), np.float32), empty, np.float32(empty))]
+        empty: Any = np.zeros((1, 0, self.alternatives), np.int32)
+        none: Any = np.zeros((1, 0), np.float32)
+        parts = [TokenLogprobs(none, empty, empty.astype(np.float32))]
         parts += [TokenLogprobs(x, *(y[..., : self.alternatives] for y in rest)) for x, *rest in jax.device_get(chunks)]
         joined = jax.tree.map(lambda *x: np.concatenate(x, 1)[0], *parts)
         return _cut(joined, num_prompt - 1, self.alternatives)

@@ -64,7 +64,8 @@ def save_head(
         head, layout=layout, target=target, num_tokens=num_tokens, target_name=target_name
     )
     rules = head_format.layouts[layout]
-    tensors, maps = {}, {}
+    tensors: dict[str, Any] = {}
+    maps: dict[str, Any] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(head.params)[0]:
         keys = ".".join(str(entry.key) for entry in path)
         if keys == "vocabulary.place":

@@ -28,7 +28,7 @@ def milliseconds(seconds: float) -> str:
 
 def mesh_of(inputs: dict[str, Any]) -> str:
     """Return the axes of a job's mesh with more than one device."""
-    axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "model") if inputs[name] > 1]
+    axes = [f"{name} {inputs[name]}" for name in ("data", "layer", "sequence", "expert", "model") if inputs[name] > 1]
     return f"mesh {' x '.join(axes)}" if axes else "one device"
 
 

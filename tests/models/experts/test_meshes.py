@@ -71,10 +71,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "scheme"), CASES)
-@pytest.mark.parametrize(("data", "model"), [(2, 4), exhaustive(1, 8), exhaustive(8, 1)])
-def test_a_mesh_equals_one_device(data, model, name, scheme):
-    worst, size = difference(target_of(name, scheme), specjax.mesh(data, model))
+@pytest.mark.parametrize(
+    ("data", "model", "expert"), [(2, 2, 2), exhaustive(2, 4, 1), exhaustive(1, 8, 1), exhaustive(8, 1, 1)]
+)
+def test_a_mesh_equals_one_device(data, model, expert, name, scheme):
+    worst, size = difference(target_of(name, scheme), specjax.mesh(data, model, expert=expert))
     assert worst < 2e-5 * max(1.0, size)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8-weights"])
+def test_stacked_experts_of_a_mesh_equal_separate_ones(scheme):
+    """Each device has a part of the experts of all layers, and loops over those of one layer."""
+    target = target_of("gpt_oss", scheme)
+    config = dataclasses.replace(target.model.config, stacked=True)
+    layers = target.params["layers"]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[i] for i in range(2)))
+    of_stack = specjax.Target(make_model(config), target.params | {"layers": stacked})
+    worst, size = difference(of_stack, specjax.mesh(1, 2, expert=4))
+    assert worst < 2e-5 * max(1.0, size)
+    full = [np.asarray(_logits(t.model, t.params, TOKENS)) for t in (target, of_stack)]
+    np.testing.assert_allclose(*full, atol=2e-5 * max(1.0, size))
 
 
 @pytest.mark.parametrize("name", those({"shared"}, list(CONFIGS)))

@@ -1,0 +1,102 @@
+"""Experts on a mesh: each device runs its part of the experts of each row, and one sum follows.
+
+The mesh axis "expert" gives each device some of the experts, and the other axes split the width of each expert. A
+device loops over those of its experts that its rows chose. Left to the compiler, the loop would have a sum over devices
+in each turn, and would gather experts that are split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specjax.models.experts.routing import ExpertChoice
+from specjax.models.experts.running import Expert, run_experts
+from specjax.models.layout import PARAMETER_DIMENSIONS, Layout
+from specjax.models.storage.stacks import LayerOfStack, flat_experts
+from specjax.numerics.quantized_array import is_quantized
+from specjax.types import Array, PyTree
+
+NAMES = ("expert_gate", "weight"), ("expert_gate", "bias"), ("expert_up", "weight"), ("expert_up", "bias"), \
+    ("expert_down", "weight"), ("expert_down", "bias")  # fmt: skip
+
+
+def run_on_mesh(
+    layout: Layout, x: Array, choice: ExpertChoice, matrices: PyTree, num_experts: int, expert: Expert
+) -> Array:
+    """Compute `run_experts` for rows that are split over "data".
+
+    matrices: (weight, bias) of the projections gate, up and down, as the modules have them.
+    """
+    specs = _specs(layout, matrices)
+    *_, expert_axes, _, width_axes = _of_weights(specs[2][0])
+    if not _fits(matrices, specs, bool(width_axes)):
+        arrays, first = flat_experts(matrices)
+        return run_experts(x, choice, arrays, num_experts, expert, first=first)
+    size = num_experts // _count(layout, expert_axes)
+
+    def run(x: Array, choice: ExpertChoice, matrices: PyTree) -> Array:
+        place = lambda axes: jax.lax.axis_index(axes) if axes else jnp.int32(0)
+        own = choice.experts - place(expert_axes) * size
+        is_here = (own >= 0) & (own < size)
+        # The expert `size` does not exist: its pairs are dropped.
+        here = ExpertChoice(jnp.where(is_here, own, size), jnp.where(is_here, choice.weights, 0.0))
+        *others, (weight, bias) = matrices
+        if bias is not None and width_axes:  # the sum over parts of the width has it once
+            bias = jax.tree.map(lambda x: jnp.where(place(width_axes) == 0, x, 0), bias)
+        arrays, first = flat_experts((*others, (weight, bias)))
+        y = run_experts(x, here, _on_one_device(arrays), size, expert, first=first)
+        axes = (*expert_axes, *width_axes)
+        return jax.lax.psum(y, axes) if axes else y
+
+    rows = lambda x: layout.sharding(x.shape, "data", *[None] * (x.ndim - 1)).spec
+    inputs = rows(x), jax.tree.map(rows, choice), specs
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=inputs, out_specs=rows(x), check_vma=False)(
+        x, choice, matrices
+    )
+
+
+def _specs(layout: Layout, matrices: PyTree) -> PyTree:
+    """Return the parts of the mesh that have each array, in the form of the matrices."""
+
+    def of_array(name: tuple[str, str], array: Any) -> Any:
+        of_leaf = lambda leaf: layout.sharding(leaf.shape, *PARAMETER_DIMENSIONS[name]).spec
+        if isinstance(array, LayerOfStack):
+            everywhere: Any = PartitionSpec()
+            return LayerOfStack(jax.tree.map(of_leaf, array.arrays), everywhere)
+        return None if array is None else jax.tree.map(of_leaf, array)
+
+    names = iter(NAMES)
+    return tuple(tuple(of_array(next(names), array) for array in pair) for pair in matrices)
+
+
+def _of_weights(array: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that split each dimension of a weight array, by its specs."""
+    array = array.arrays if isinstance(array, LayerOfStack) else array
+    spec = array.values if is_quantized(array) else array
+    return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec)
+
+
+def _fits(matrices: PyTree, specs: PyTree, splits_width: bool) -> bool:
+    """Return True if each device can multiply by its part alone. Activations may be rounded by all their numbers."""
+    (weight, _), (spec, _) = matrices[2], specs[2]
+    weight, spec = (x.arrays if isinstance(x, LayerOfStack) else x for x in (weight, spec))
+    if not is_quantized(weight) or not splits_width:
+        return True
+    has_groups = weight.scales.shape[-1] > 1
+    return weight.inputs is None and (not has_groups or spec.scales[-1] == spec.values[-1])
+
+
+def _count(layout: Layout, axes: tuple[str, ...]) -> int:
+    """Return the number of parts along mesh axes."""
+    return layout.parts("experts") if axes else 1
+
+
+def _on_one_device(arrays: PyTree) -> PyTree:
+    """Return arrays whose quantised matrices carry no sharding, because a device has them alone."""
+    drop = lambda leaf: dataclasses.replace(leaf, sharding=None) if is_quantized(leaf) else leaf
+    return jax.tree.map(drop, arrays, is_leaf=is_quantized)
