@@ -130,9 +130,9 @@ class _Row:
         empty: Any = np.zeros((1, 0, self.alternatives), np.int32)
         none: Any = np.zeros((1, 0), np.float32)
         parts = [TokenLogprobs(none, empty, empty.astype(np.float32))]
-        parts += [TokenLogprobs(x, *(y[..., : self.alternatives] for y in rest)) for x, *rest in jax.device_get(chunks)]
-        joined = jax.tree.map(lambda *x: np.concatenate(x, 1)[0], *parts)
-        return _cut(joined, num_prompt - 1, self.alternatives)
+        alternatives = lambda x: x[..., : self.alternatives]
+        parts += [TokenLogprobs(chunk[0], *map(alternatives, chunk[1:])) for chunk in jax.device_get(chunks)]
+        return _cut(jax.tree.map(lambda *x: np.concatenate(x, 1)[0], *parts), num_prompt - 1, self.alternatives)
 
 
 def _cut(logprobs: TokenLogprobs, size: int, count: int) -> TokenLogprobs:

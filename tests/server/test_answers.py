@@ -111,14 +111,14 @@ def test_logprobs_are_those_of_the_model(client):
 
 
 def test_logprobs_are_those_of_the_text_without_its_stop_string(client):
-    """Also in streams, where a token that may begin a stop string is held back with its log-probability."""
+    """A stream holds back a token that may begin a stop string, with its log-probability."""
     options = {"seed": 2, "max_tokens": 20, "temperature": 0.5, "logprobs": True}
-    whole = chat(client, **options).choices[0].message.content
-    for stop in (whole[5], whole[4:7], [whole[3] + "?", whole[6:8]], whole[7:9] + "?"):
+    full = chat(client, **options).choices[0].message.content
+    for stop in (full[5], full[4:7], [full[3] + "?", full[6:8]], full[7:9] + "?"):
         choice = chat(client, stop=stop, **options).choices[0]
         text = choice.message.content
         assert "".join(entry.token for entry in choice.logprobs.content) == text
-        assert whole.startswith(text) and (len(text) < len(whole)) == (choice.finish_reason == "stop")
+        assert full.startswith(text) and (len(text) < len(full)) == (choice.finish_reason == "stop")
         sent = 0
         for event in chat(client, stop=stop, stream=True, **options):
             part = event.choices[0]

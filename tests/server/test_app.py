@@ -81,7 +81,7 @@ def test_the_key():
 
 
 def test_a_client_that_leaves_while_it_sends(caplog):
-    """Nothing is answered, and nothing is an error of the server."""
+    """The server answers nothing, and logs no error."""
     sent = []
 
     async def receive():

@@ -115,9 +115,9 @@ def test_the_end_waits_no_longer_than_it_may(server):
         answers = [pool.submit(httpx.post, f"{other.url}/v1/completions", json=sent, timeout=60) for sent in bodies]
         wait_until(lambda: other.engine.load.num_running == 4 and other.engine.load.num_waiting == 8)
         other.http.handle_exit(15, None)
-        stream, *others = [answer.result() for answer in answers]
+        stream, *documents = [answer.result() for answer in answers]
         other.thread.join(30)
-    assert {answer.status_code for answer in others} == {503} and "the server stops" in others[0].text
+    assert {answer.status_code for answer in documents} == {503} and "the server stops" in documents[0].text
     assert "the server stops" in stream.text
     assert stream.status_code == 503 or stream.text.endswith("data: [DONE]\n\n")
 

@@ -136,7 +136,7 @@ def test_the_tokens_whose_text_was_returned_are_counted():
 
 
 class Words:
-    """Two words."""
+    """A vocabulary of two words."""
 
     def decode(self, ids):
         return "".join(("a", "ab")[i] for i in ids)

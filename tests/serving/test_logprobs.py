@@ -66,7 +66,7 @@ def test_they_are_those_of_the_model_before_processors_and_temperature():
 
 
 def test_those_of_a_prompt_are_those_of_the_model():
-    """Also beyond chunks, and beside a prompt that the store has."""
+    """They are right beyond the first chunk, and for a prompt that the store has."""
     long = np.random.default_rng(0).integers(1, 16, 70).tolist()
     prompts = [long, long, long[:50], [5, 6], [5], long]
     requests = [

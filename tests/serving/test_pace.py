@@ -60,7 +60,7 @@ def test_the_work_of_an_admission_counts(slowdown, step, chunk, is_async):
 
 
 def test_a_step_alone_is_measured_from_time_to_time():
-    """Also where a chunk could be read in each turn. When rows need more time, prompts may need more too."""
+    """A chunk could be read in each turn. When rows need more time, prompts may need more too."""
     clock = Clock()
     pace = Pace(3.0, clock)
     assert run(pace, clock, 1.0, 0.5)[2] >= 20
