@@ -62,9 +62,7 @@ def some(vocab: int) -> dict[str, Processor]:
         "bias": processors.bias({1: 1.5, 2: -2.0, vocab - 1: -np.inf}),
         "constraint": processors.constraint(counting(vocab)),
         "min_length": processors.min_length(2, [1, vocab - 1]),
-        "bad_words": processors.bad_words(
-            [[5], [1, 2, 3], *([token, (2 * token + 1) % vocab] for token in range(vocab))]
-        ),
+        "bad_words": processors.bad_words([[5], *([a, b, (a + b) % vocab] for a, b in np.ndindex(vocab, vocab))]),
     }
 
 
