@@ -65,8 +65,8 @@ test-gpu-compile: $(VENV)/.dev
 PEERS := build/peers
 test-peers: $(VENV)/.dev
 	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(PEERS)
-	$(BIN)/uv pip install -q --python $(PEERS)/bin/python -e '.[server,constraints]' google-tunix==0.1.7 gemma==3.3.0 llm-comply==0.5.0 httpx pytest pytest-xdist hypothesis scipy
-	JAX_PLATFORMS=cpu $(PEERS)/bin/python -m pytest -q -rs tests/models/test_tunix.py tests/models/test_gemma.py tests/examples/test_tunix_grpo.py tests/server/test_llm_comply.py
+	$(BIN)/uv pip install -q --python $(PEERS)/bin/python -e '.[server,constraints]' google-tunix==0.1.7 gemma==3.3.0 llm-comply==0.5.0 flatbuffers etils httpx pytest pytest-xdist hypothesis scipy
+	JAX_PLATFORMS=cpu $(PEERS)/bin/python -m pytest -q -rs tests/models/test_tunix.py tests/models/test_gemma.py tests/models/test_jax_llm_examples.py tests/examples/test_tunix_grpo.py tests/server/test_llm_comply.py
 
 # The wheel and the source archive, checked as an index would.
 dist: $(VENV)/.dev
