@@ -6,9 +6,9 @@ samples of a prompt resemble each other, in one call and in later epochs of trai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,20 +48,23 @@ def pack(
     """Return `Rollouts` of at most `size` tokens per prompt, from the samples of each prompt, the newest last."""
     tokens = np.full((len(prompts), size), END, np.int32)
     for row, texts in zip(tokens, samples, strict=True):
-        joined = np.concatenate([np.zeros(0, np.int32), *([*text, END] for text in texts)])[-size:]
-        row[size - len(joined) :] = joined
+        joined = np.concatenate([np.zeros(0, np.int32), *(np.append(text, END) for text in map(np.asarray, texts))])
+        row[max(size - len(joined), 0) :] = joined[-size:]
     width = max(map(len, prompts))
     padded = np.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return Rollouts(np.asarray(prompt_hash(padded, lengths)), tokens, siblings)
+    return Rollouts(prompt_hash(padded, lengths, np), tokens, siblings)
 
 
-def prompt_hash(tokens: Array | np.ndarray, length: Array | np.ndarray) -> Array:
-    """Return uint32[B], a polynomial of the first `length` int32[B] of `tokens` int32[B, L], for any padding."""
+def prompt_hash(tokens: Array | np.ndarray, length: Array | np.ndarray, xp: Any = jnp) -> Array:
+    """Return uint32[B], a polynomial of the first `length` int32[B] of `tokens` int32[B, L], for any padding.
+
+    xp: jax.numpy, or numpy on the host, where a dispatch of each operation would take longer.
+    """
     powers = np.cumprod(np.full(tokens.shape[1], MULTIPLIER, np.uint32), dtype=np.uint32)
     is_prompt = np.arange(tokens.shape[1]) < length[:, None]
-    terms = jnp.where(is_prompt, (jnp.asarray(tokens).astype(jnp.uint32) + 1) * powers, jnp.uint32(0))
-    return jnp.sum(terms, 1, dtype=jnp.uint32)
+    terms = xp.where(is_prompt, (xp.asarray(tokens).astype(np.uint32) + np.uint32(1)) * powers, np.uint32(0))
+    return xp.sum(terms, 1, dtype=np.uint32)
 
 
 def find_sources(rollouts: Rollouts, context: Context) -> RolloutSources:
@@ -100,13 +103,18 @@ class LikelyCopy(NamedTuple):
     chance: Array  # float32[B, D], share of the votes for each token, given that the tokens before it are correct
 
 
-def likeliest_copy(tokens: Array, length: Array, count: int, max_match: int = 16) -> LikelyCopy:
+def likeliest_copy(
+    tokens: Array, length: Array, count: int, max_match: int = 16, noise: Callable[[Array], Array] | None = None
+) -> LikelyCopy:
     """Return the continuation that the places with the longest matches share most, D = `count`.
 
     The PLACES best places vote. A match of m tokens has m votes, and m = 0 none. The winner has the largest expected
     number of correct tokens if the text continues as at a random place. Chances are shrunk by one vote per token.
 
-    Args: tokens: int32[B, L], length: int32[B], a context of `extend`.
+    Args:
+      tokens: int32[B, L], length: int32[B], a context of `extend`.
+      noise: returns the noise float32[B, D, R] of the target's draws for tokens int32[B, D, R] at the next D places.
+        The votes for a token are then the q of a race (`drafters.combined.noisy_ranks`), which the draft should win.
     """
     matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_match))
     size = tokens.shape[1]
@@ -118,8 +126,30 @@ def likeliest_copy(tokens: Array, length: Array, count: int, max_match: int = 16
     is_text = jnp.cumprod(is_text, 2).astype(bool)  # [B, R, D]
     agrees = jnp.cumprod((paths[:, :, None] == paths[:, None]) & is_text[:, :, None] & is_text[:, None], 3)
     votes = jnp.sum(agrees * weight[:, None, :, None], 2)  # [B, R, D]
-    best = jnp.argmax(jnp.sum(votes, 2), 1)[:, None, None]
+    total = jnp.broadcast_to(jnp.sum(weight, 1)[:, None, None], (*votes.shape[:2], 1))
+    votes_before = jnp.concatenate([total, votes[:, :, :-1]], 2)  # votes for the tokens before
+    share = votes / (votes_before + 1)
+    if noise is None:
+        chance, expected = share, votes
+    else:
+        chance = _race(
+            share, 1 / (votes_before + 1), agrees, is_text, jnp.swapaxes(noise(jnp.swapaxes(paths, 1, 2)), 1, 2)
+        )
+        expected = jnp.cumprod(jnp.where(is_text, chance, 0.0), 2)
+    best = jnp.argmax(jnp.sum(expected, 2), 1)[:, None, None]
     take = lambda x: take_along(x, best, 1)[:, 0]
-    votes, total = take(votes), jnp.sum(weight, 1, keepdims=True)
-    chance = votes / (jnp.concatenate([total, votes[:, :-1]], 1) + 1)
-    return LikelyCopy(jnp.maximum(take(paths), 0), take(is_text), chance)
+    return LikelyCopy(jnp.maximum(take(paths), 0), take(is_text), take(chance))
+
+
+def _race(share: Array, other_share: Array, agrees: Array, is_text: Array, noise: Array) -> Array:
+    """Return the chance float32[B, R, D] that the token of a place is drawn, given that the tokens before it are.
+
+    Args:
+      share: float32[B, R, D], share of the votes for the token. other_share: the share without votes.
+      agrees: [B, R, R, D], 1 where two places share the tokens up to a depth. noise: float32[B, R, D] of the tokens.
+    """
+    score = jnp.exp(jnp.clip(jnp.log(jnp.maximum(share, 1e-6)) + noise, -60, 60))
+    agrees_before = jnp.concatenate([jnp.ones_like(agrees[..., :1]), agrees[..., :-1]], 3)
+    num_equal = jnp.maximum(jnp.sum(agrees, 2), 1)  # [B, R, D], places with the same token
+    rivals = jnp.sum(agrees_before * jnp.where(is_text, score / num_equal, 0.0)[:, None], 2)
+    return jnp.where(is_text, score / jnp.maximum(rivals, 1e-30) * jnp.exp(-other_share / score), 0.0)

@@ -18,7 +18,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows
 from specjax.errors import UsageError
 from specjax.numerics import sampling
-from specjax.trees.contracts import Builder, Fed, FeedFn, Frontier, Level, Parents, exclude
+from specjax.trees.contracts import SHORTLIST, Builder, Fed, FeedFn, Frontier, Level, Parents, exclude, noise_at
 from specjax.types import Array, Context, DraftOutput, PyTree, Sampling, TokenTree
 
 LogitsFn = Callable[[PyTree], Array]
@@ -214,9 +214,11 @@ def _expand(inputs: _Inputs, carry: _Carry, output: Array | DraftOutput) -> _Car
     grown, expands = _judge(inputs, carry.grown, nodes, depth, output, log_q_of)
     keys = _noise_keys(inputs, level, depth)
     is_greedy = None if keys is None else sampling.is_greedy(sampling_of_text, len(nodes))
-    parents = Parents(nodes, expands, rows, keys, inputs.context.noise is not None, is_greedy)
+    is_coupled = inputs.context.noise is not None
+    shortlist = SHORTLIST if is_coupled and builder.scored else None
+    parents = Parents(nodes, expands, rows, keys, is_coupled, is_greedy, shortlist)
     state, drafted = builder.expand(carry.state, level, parents)
-    chances = _chances(nodes, drafted, rows, output.confidence) if builder.scored else None
+    chances = _chances(builder, parents, drafted, output.confidence) if builder.scored else None
     log_q = None if carry.log_q is None else _store(builder, carry.log_q, level, rows, drafted)
     following = 1 + level * builder.width + drafted.feed
     return _Carry(level + 1, following, _record(inputs, grown, level, drafted, chances), state, carry.memory, log_q)
@@ -232,19 +234,37 @@ def _store(builder: Builder, log_q: Array | DraftStates, level: Array, rows: Log
     return write(log_q, rows.states if new.excluded is None else exclude(rows.states, new.excluded))
 
 
-def _chances(nodes: Array, new: Level, rows: LogitRows, confidence: Array | None) -> Array:
-    """Return float32[B, W]: acceptance probabilities of the nodes drafted below the frontier `nodes`.
+def _chances(builder: Builder, parents: Parents, new: Level, confidence: Array | None) -> Array:
+    """Return float32[B, W]: acceptance probabilities of the nodes drafted below the frontier.
 
-    The children of the frontier have the distributions `rows`, log q [B, F, V]. A drafter's `confidence` [B, F] is the
-    acceptance probability of the likeliest child. The other children get a share in proportion to q.
+    The children of the frontier have the distributions `parents.rows`, log q [B, F, V]. A drafter's `confidence` [B, F]
+    is the acceptance probability of the likeliest child. The other children get a share in proportion to q. In coupled
+    decoding, a child with noise has the probability that no other token beats it, and siblings share it.
     """
+    nodes = parents.ids
     slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # the parents' indices in the frontier
     tokens = jnp.broadcast_to(new.tokens[:, None, :], (*nodes.shape, new.tokens.shape[1]))
-    log_p, top = rows.reduce(lambda log_q, tokens: (take_along(log_q, tokens, 2), jnp.max(log_q, -1)), tokens)
+    log_p, top = parents.rows.reduce(lambda log_q, tokens: (take_along(log_q, tokens, 2), jnp.max(log_q, -1)), tokens)
     log_p = take_along(log_p, slot[:, None, :], 1)[:, 0]  # of each child below its own parent
+    if parents.coupled and parents.keys is not None and builder.draws != "point_mass":
+        keys = parents.keys[jnp.arange(len(nodes))[:, None], slot]
+        noise = noise_at(keys, new.tokens[..., None])[..., 0]
+        return parents.unless_greedy(_race_chances(log_p, noise, slot, new.valid), jnp.exp(log_p))
     if confidence is None:
         return jnp.exp(log_p)
     return jnp.exp(log_p - take_along(top, slot, 1)) * take_along(confidence, slot, 1)
+
+
+def _race_chances(log_p: Array, noise: Array, slot: Array, valid: Array) -> Array:
+    """Return float32[B, W]: the probability that no token but the siblings beats a node, times its share among them.
+
+    Args:
+      log_p: float32[B, W]. noise: float32[B, W]. slot: int32[B, W], the parents. valid: bool[B, W].
+    """
+    score = jnp.exp(jnp.clip(log_p + noise, -60, 60))
+    is_sibling = (slot[:, :, None] == slot[:, None, :]) & valid[:, None, :]
+    share = score / jnp.maximum(jnp.sum(jnp.where(is_sibling, score[:, None, :], 0.0), 2), score)
+    return share * jnp.exp(-(1 - jnp.exp(log_p)) / score)
 
 
 def _log_q(builder: Builder, settings: Sampling, logits: Array) -> Array:

@@ -22,9 +22,12 @@ Rule for a draft:
      (`specjax.drafters.combined.head_schedule`). Otherwise its unread pairs wait in a window.
 The rates are learned in hindsight: every draft is stored, verified or not, until the text has passed it. No decision
 therefore depends on the randomness of its own step.
+With `sampling="coupled"` the noise of the target's draws is known. Stored tokens, votes for copies and the head's
+tokens are then ranked by log q + noise (`specjax.drafters.combined.noisy_ranks`), and their classes depend on the
+chance to be drawn.
 Guarantee: distribution (a point-mass tree; a head's nodes are its most likely tokens, never sampled, and q is 1 at
-each). All rows of a batch have the same width, so the number of passes of a row depends on its batch; its text does
-not.
+each; in coupled sampling the text is that of plain sampling with the same key). All rows of a batch have the same
+width, so the number of passes of a row depends on its batch; its text does not.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
 from specjax.drafters.combined.widths import RECENT, PassWidths, best_width, weight_of
 from specjax.drafters.heads import head_drafter, pending_pairs
-from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup, recycled_tree
+from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.retrieval import rollouts
@@ -293,7 +296,7 @@ def _propose_with_head(
 
     The head's memory is written between the branches, because a branch would copy it.
     """
-    head, builder, history = config.head, config.builder, _history(config, params)
+    head, history = config.head, _history(config, params)
     assert head is not None and isinstance(state.head, HeadState)
     bare_context, record = context._replace(cache=None, target=None), state.record
     passes = config.passes(len(limit), context.target)
@@ -312,6 +315,7 @@ def _propose_with_head(
     read = pending_pairs.read_pending(head, params.head, state.head.read, context, config.chunk, runs_head | is_full)
 
     def draft_with_head() -> RankedDraft:
+        builder = config.builder if context.noise is None else config.noisy_builder
         grown = head_drafter.grow_tree(head, builder, params.head, read.memory, keys, context, limit)
         return _rank(
             config,
@@ -348,11 +352,10 @@ def _draft_without_head(
     """Draft without the head, and update the statistics of earlier drafts."""
     counts, texts = history.counts, history.rollouts
     past = node_statistics.count_pending(config.prior, config.shape, record.past, context, counts)
-    runners_up = recycled_tree(config.template, successors, context, limit)
     copyable = None
     if isinstance(texts, Rollouts) and isinstance(sources, RolloutSources):
         copyable = rollouts.extend(texts, sources, context)
-    drafted = node_classes.without_head(config.shape, runners_up, successors, context, limit, copyable)
+    drafted = node_classes.without_head(config.shape, config.template, successors, context, limit, copyable)
     return _rank(config, passes, past, counts, drafted, context, limit), past
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -9,13 +10,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from specjax.arrays.indexing import take_along
+from specjax.drafters.combined import noisy_ranks
 from specjax.drafters.lookup.suffix import find
-from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup
+from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup, recycled_tree
 from specjax.retrieval.rollouts import likeliest_copy
 from specjax.retrieval.suffixes import copied_chain
 from specjax.trees.growing import GrownTree
 from specjax.trees.node_statistics import Drafted, DraftShape
 from specjax.trees.operations import chain
+from specjax.trees.templates import Template
 from specjax.types import Array, Context, TokenTree
 
 MATCHES = (1, 2, 3, 4, 6, 9, 16)  # lower bounds of the classes of match lengths
@@ -42,12 +45,15 @@ def prior(has_head: bool = False) -> np.ndarray:
 
 
 def without_head(
-    shape: DraftShape, runners_up: TokenTree, successors: SuccessorLookup, context: Context, limit: Array,
+    shape: DraftShape, template: Template, successors: SuccessorLookup, context: Context, limit: Array,
     texts: Context | None = None,
 ) -> Drafted:  # fmt: skip
     """Draft without the head: a copied chain, then the recycled tree; the head's nodes stay empty.
 
-    texts: the context with rollouts before the text (`retrieval.rollouts.extend`), to copy from; None: only the text.
+    If the target's noise is shared (`context.noise`), the nodes are those that are likely to be drawn with it.
+
+    template: of the recycled tree. texts: the context with rollouts before the text (`retrieval.rollouts.extend`), to
+    copy from; None: only the text.
     """
     count, root = shape.copied, context.root
     depth_class = class_of(shape.depth[1 : 1 + count], DEPTHS)
@@ -56,12 +62,14 @@ def without_head(
         copy = copied_chain(root, context.tokens, context.length, start, count, limit)
         copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + depth_class
     else:
-        likely = likeliest_copy(texts.tokens, texts.length, count)
+        noise = None if context.noise is None else functools.partial(noisy_ranks.noise_at, context, np.arange(count))
+        likely = likeliest_copy(texts.tokens, texts.length, count, noise=noise)
         valid = likely.valid & (jnp.arange(count) < limit[:, None])
         copy = chain(jnp.concatenate([root, likely.tokens], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1))
         copied_class = COPIED + RECYCLED + class_of(likely.chance, CHANCES) * len(DEPTHS) + depth_class
+    runners_up, chance = recycled_nodes(template, successors, context, limit)
     recycled = slice(1 + count, count + runners_up.tokens.shape[1])
-    recycled_class = class_of(jnp.exp(_log_chance(successors, runners_up)), CHANCES) * len(LEVELS)
+    recycled_class = class_of(chance, CHANCES) * len(LEVELS)
     recycled_class += class_of(shape.depth[recycled], LEVELS)
     fill = lambda *parts: jnp.pad(x := jnp.concatenate(parts, 1), ((0, 0), (0, len(shape.parents) - x.shape[1])))
     kind = fill(jnp.zeros_like(root), copied_class, COPIED + recycled_class)
@@ -88,6 +96,16 @@ def with_head(shape: DraftShape, drafted: Drafted, grown: GrownTree) -> Drafted:
 def class_of(x: ArrayLike, bounds: Sequence[float]) -> Array:
     """Return int32 like x, the last class with a lower bound of at most x; 0 below all bounds."""
     return jnp.maximum(jnp.sum(jnp.asarray(x)[..., None] >= jnp.asarray(bounds), -1) - 1, 0)
+
+
+def recycled_nodes(
+    template: Template, successors: SuccessorLookup, context: Context, limit: Array
+) -> tuple[TokenTree, Array]:
+    """Return the recycled tree and the chances float32[B, N - 1] of its nodes without the root."""
+    if context.noise is not None and context.sampling.temperature is not None:
+        return noisy_ranks.noisy_tree(template, successors, context, limit)
+    tree = recycled_tree(template, successors, context, limit)
+    return tree, jnp.exp(_log_chance(successors, tree))
 
 
 def _log_chance(successors: SuccessorLookup, tree: TokenTree) -> Array:

@@ -84,6 +84,11 @@ class Config:
         """Return the builder of the head's tree."""
         return dataclasses.replace(trees.static(self.paths, "point_mass"), scored=True)
 
+    @cached_property
+    def noisy_builder(self) -> Builder:
+        """Return the builder of the head's tree in coupled decoding, of nodes that are likely to be drawn."""
+        return dataclasses.replace(trees.static(self.paths, "without_replacement"), scored=True)
+
     @property
     def longest(self) -> int:
         """Return the maximum number of tokens that a step may accept, the root included."""
