@@ -21,6 +21,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
+from specjax.rollouts.store import prompt_of_each
 from specjax.training.data.packing import TrainingText, choose_round_starts, pack
 from specjax.training.loop.step import export_trainable, init_state, train_step
 from specjax.training.methods.online import plan_updates
@@ -59,8 +60,11 @@ class HeadRefresher:
         self._texts: deque[TrainingText] = deque(maxlen=rows)
 
     def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int]]) -> bool:
-        """Store the samples of a call, and return True if an update is due. Equal texts are stored once."""
-        for prompt, sample in zip(prompts, samples, strict=True):
+        """Store the samples of a call, and return True if an update is due. Equal texts are stored once.
+
+        Raises: UsageError for samples that are not equally many for each prompt.
+        """
+        for prompt, sample in zip(prompt_of_each(prompts, len(samples)), samples, strict=True):
             tokens = *map(int, prompt), *map(int, sample)
             text = TrainingText(tokens, len(prompt))
             if len(sample) > 1 and len(prompt) + 1 < self.length and text not in self._texts:

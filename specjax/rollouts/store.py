@@ -11,6 +11,17 @@ from specjax.errors import UsageError
 from specjax.retrieval.rollouts import Rollouts, pack
 
 
+def prompt_of_each(prompts: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
+    """Return the prompts of `count` samples: each prompt has equally many of them, in succession.
+
+    Raises: UsageError for another number of samples.
+    """
+    times, remainder = divmod(count, max(len(prompts), 1))
+    if remainder or not times:
+        raise UsageError(f"each prompt must have the same number of samples, but {len(prompts)} prompts have {count}")
+    return [prompt for prompt in prompts for _ in range(times)]
+
+
 class RolloutStore:
     """Samples by prompt. The prompts that were not used for longest are dropped first.
 
@@ -40,8 +51,11 @@ class RolloutStore:
         return len(self._samples)
 
     def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int] | np.ndarray]) -> None:
-        """Store one sample per prompt, and drop the oldest samples that no call would copy from."""
-        for prompt, sample in zip(prompts, samples, strict=True):
+        """Store the samples of prompts, and drop the oldest ones that no call would copy from.
+
+        Raises: UsageError for samples that are not equally many for each prompt.
+        """
+        for prompt, sample in zip(prompt_of_each(prompts, len(samples)), samples, strict=True):
             texts = self._samples.setdefault(tuple(map(int, prompt)), deque())
             self._samples.move_to_end(tuple(map(int, prompt)))
             texts.append(np.asarray(sample, np.int32))

@@ -18,6 +18,7 @@ from tunix.rl import common
 from tunix.rl.rollout import base_rollout
 
 from specjax.models.custom import as_target
+from specjax.models.heads.contract import DraftHead
 from specjax.rollouts.sampler import Form, RolloutSampler, SamplingCost, padded_left
 from specjax.rollouts.store import RolloutStore
 from specjax.types import Drafter, PyTree, Target
@@ -37,16 +38,17 @@ class SpecJaxRollout(base_rollout.BaseRollout):
         mesh: jax.sharding.Mesh | None = None,
         rollout_config: Any = None,
         *,
-        drafter: Drafter | str = "auto",
+        drafter: Drafter | DraftHead | str | None = "auto",
         logprobs: Form = "tempered",
         cache: Callable[[int, int], PyTree] | None = None,
         report: Callable[[SamplingCost], Any] | None = None,
         store: RolloutStore | None = None,
+        rescore: bool = False,
     ):
         """Build the engine; Tunix passes the first four arguments.
 
         Args:
-          drafter, logprobs, store: as in `RolloutSampler`.
+          drafter, logprobs, store, rescore: as in `RolloutSampler`.
           cache: function of (batch, slots) that returns an empty cache of the module. Default: its `init_cache`.
           report: function that receives the cost of each call.
         """
@@ -54,6 +56,7 @@ class SpecJaxRollout(base_rollout.BaseRollout):
         module: Any = rollout_actor
         self._slots = cache or (lambda batch, count: module.init_cache(batch, count, _dtype(module)))
         self._drafter, self._logprobs, self._store = drafter, logprobs, store
+        self._rescore = rescore
         self._sampler: RolloutSampler | None = None
         self._target: Target | None = None
 
@@ -63,8 +66,9 @@ class SpecJaxRollout(base_rollout.BaseRollout):
         if self._sampler is None or self._target is None:
             form = self._logprobs if config.return_logprobs else None
             self._sampler = RolloutSampler(
-                self._drafter, max_prompt_length=config.max_prompt_length, logprobs=form, store=self._store
-            )
+                self._drafter, max_prompt_length=config.max_prompt_length, logprobs=form, store=self._store,
+                rescore=self._rescore,
+            )  # fmt: skip
             self._target = as_target(self._model, max_positions=config.kv_cache_size, cache=self._slots, name="policy")
         ids = [self._tokens(text)[-config.max_prompt_length :] for text in prompts]
         policy = Target(self._target.model, nnx.to_pure_dict(nnx.state(self._model)))

@@ -1,14 +1,18 @@
 """Samples of a policy whose weights change: their law, their log-probabilities, and what the drafter learns."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from toy import markov, tiny_llama
 
 from specjax import UsageError, decode
+from specjax.costs import Curve
 from specjax.drafters import auto
-from specjax.rollouts import RolloutSampler, RolloutStore
-from specjax.rollouts.sampler import grouped, padded_left
+from specjax.rollouts import RolloutSampler, RolloutStore, score
+from specjax.rollouts import sampler as sampler_file
+from specjax.rollouts.sampler import group_rows, grouped, padded_left
 
 PROMPTS = [[1, 2, 3]] * 3 + [[4, 5]] * 3
 OPTIONS = {"key": 3, "max_new_tokens": 8, "temperature": 0.8, "top_p": 0.9}
@@ -58,6 +62,75 @@ def test_the_drafter_remembers_earlier_rollouts():
     assert reports[2].acceptance[0] > 0.9
 
 
+def test_settings_may_differ_by_row_and_groups_with_equal_ones_are_read_once():
+    sampler, plain = (RolloutSampler(name, max_prompt_length=4) for name in ("prompt_lookup", "autoregressive"))
+    heat = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 1.0])
+    ours = sampler.sample(tiny_llama(), PROMPTS, **OPTIONS | {"temperature": heat})
+    expected = decode(
+        tiny_llama(), "autoregressive", [[1, 2, 3], [4, 5]], samples_per_prompt=3,
+        **OPTIONS | {"temperature": heat[::3], "key": jax.random.fold_in(jax.random.key(3), 0)},
+    )  # fmt: skip
+    assert [row.tolist() for row in ours.tokens] == expected.to_lists()
+    mixed = np.array([0.5, 1.0, 0.5, 1.0, 1.0, 1.0])
+    distinct, samples, settings = group_rows([(1,)] * 6, {"temperature": mixed, "eos": [5, 6]})
+    assert (len(distinct), samples, settings["eos"]) == (6, 1, [5, 6])
+    assert settings["temperature"].tolist() == mixed.tolist()
+    plain.sample(tiny_llama(), PROMPTS, **OPTIONS | {"temperature": mixed})
+    with pytest.raises(UsageError, match=r"temperature must be one number or one per prompt, 6; .* shape \(2,\)"):
+        sampler.sample(tiny_llama(), PROMPTS, **OPTIONS | {"temperature": [0.5, 1.0]})
+
+
+def test_the_default_temperature_is_1():
+    prompts = [np.array([1, 2, 3])] * 3
+    settings = {"key": 3, "max_new_tokens": 6, "eos": ()}
+    ours, hot = (
+        RolloutSampler("autoregressive", max_prompt_length=4).sample(tiny_llama(), prompts, **settings | more)
+        for more in ({}, {"temperature": 1.0})
+    )
+    assert [row.tolist() for row in ours.tokens] == [row.tolist() for row in hot.tokens]
+    assert len({tuple(row.tolist()) for row in ours.tokens}) > 1
+
+
+def test_scores_do_not_depend_on_the_drafts_to_the_bit():
+    policy = tiny_llama()
+    settings = {"key": 3, "max_new_tokens": 16, "temperature": 0.3}
+    drafter = auto(64, widths=(1, 4), costs=(1.0, 1.1), num_recycled=3)
+    samplers = [RolloutSampler(name, max_prompt_length=4, rescore=True) for name in (drafter, "autoregressive")]
+    for _ in range(2):
+        ours, plain = (sampler.sample(policy, PROMPTS, **settings) for sampler in samplers)
+        for row, other in zip(ours.logprobs, plain.logprobs, strict=True):
+            np.testing.assert_array_equal(row, other)
+    assert ours.report.passes < plain.report.passes
+    expected = score(policy, PROMPTS, ours.tokens, temperature=0.3, length=20)
+    np.testing.assert_array_equal(np.concatenate(expected), np.concatenate(ours.logprobs))
+
+
+def test_auto_decides_by_measured_costs(caplog, monkeypatch):
+    """Costs are measured once per number of rows. What the drafter learned passes from one number to the next."""
+    batches = []
+
+    def measure(target, widths, batch, *rest):
+        batches.append(batch)
+        return Curve(tuple(widths), (1.0, *[9.0] * (len(widths) - 1)))
+
+    monkeypatch.setattr(sampler_file, "measured", measure)
+    sampler = RolloutSampler(max_prompt_length=4, measure_costs=True)
+    reports = [sampler.sample(tiny_llama(), PROMPTS[2 : 2 + rows], **OPTIONS).report for rows in (2, 1, 2)]
+    assert batches == [2, 1] and all(report.tokens == report.passes for report in reports)
+    with jax.log_compiles():
+        sampler.sample(tiny_llama(seed=1), PROMPTS[:1], **OPTIONS)
+    assert not any(record.message.startswith("Compiling") for record in caplog.records)
+    assert len(sampler.store) == 2
+
+
+def test_the_default_of_a_target_that_accepts_only_chains_drafts_chains():
+    target = tiny_llama()
+    model = target.model._replace(capabilities=target.model.capabilities._replace(trees=False))
+    sampler = RolloutSampler(None, max_prompt_length=4)
+    samples = sampler.sample(dataclasses.replace(target, model=model), PROMPTS, **OPTIONS)
+    assert samples.report.tokens == 48
+
+
 def test_bad_prompts_and_an_early_refresh_are_refused():
     sampler = RolloutSampler(max_prompt_length=4)
     for prompts in ([], [[]], [[1] * 5]):
@@ -93,3 +166,28 @@ def test_a_full_store_keeps_the_latest_samples_and_prompts():
     assert len(store) == 2 and (store.pack([[2]]).tokens == -3).all()
     with pytest.raises(UsageError, match="siblings at least 0, not 8, 1 and -1"):
         RolloutStore(tokens=8, siblings=-1, prompts=1)
+
+
+def test_samples_per_prompt_repeat_prompts_and_settings():
+    settings = {"key": 3, "max_new_tokens": 5}
+    short, long = (RolloutSampler("autoregressive", max_prompt_length=4) for _ in range(2))
+    ours = short.sample(tiny_llama(), [[1, 2, 3], [4, 5]], samples_per_prompt=3, temperature=[0.5, 0.9], **settings)
+    other = long.sample(tiny_llama(), PROMPTS, temperature=[0.5] * 3 + [0.9] * 3, **settings)
+    assert [row.tolist() for row in ours.tokens] == [row.tolist() for row in other.tokens]
+
+
+def test_samples_as_arrays_and_the_texts_that_were_cut():
+    eos = list(range(40))
+    samples = RolloutSampler("autoregressive", max_prompt_length=4).sample(tiny_llama(), PROMPTS, **OPTIONS, eos=eos)
+    assert samples.hit_eos.tolist() == [int(row[-1]) in eos for row in samples.tokens] and samples.hit_eos.any()
+    tokens, mask, logprobs = samples.padded(9, padding=63)
+    for row, (text, log_p) in enumerate(zip(samples.tokens, samples.logprobs, strict=True)):
+        assert tokens[row].tolist() == text.tolist() + [63] * (9 - len(text)) and mask[row].sum() == len(text)
+        np.testing.assert_array_equal(logprobs[row], np.pad(log_p, (0, 9 - len(text))))
+    with pytest.raises(UsageError, match="size must be at least the length of the longest sample"):
+        samples.padded(0)
+
+
+def test_settings_that_a_sampler_does_not_have_are_refused():
+    with pytest.raises(UsageError, match="no setting logprobs; choose from temperature"):
+        RolloutSampler(max_prompt_length=4).sample(tiny_llama(), PROMPTS, **OPTIONS, logprobs=True)
