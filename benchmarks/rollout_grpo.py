@@ -30,10 +30,12 @@ import numpy as np
 import optax
 
 import specjax
-from specjax.costs.curves import measured
-from specjax.drafters import auto
+from specjax.catalog.methods import METHODS
 from specjax.files.plotting import hide_top_right_spines, new_figure, to_png
+from specjax.models.heads.contract import DraftHead
+from specjax.models.loading.heads import load_head
 from specjax.rollouts import RolloutSampler, RolloutStore, Samples
+from specjax.rollouts.refresh import HeadRefresher
 from specjax.types import Array, Model, PyTree, Target
 
 CLIP = 0.2
@@ -52,16 +54,19 @@ class Problem(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of the run."""
+    """A step of the run, with figures of both samplers."""
 
     epoch: int
     plain: float  # seconds of the rollout
     drafted: float
+    plain_cpu: float  # seconds of the processor, over its cores, which other jobs on the machine change less
+    drafted_cpu: float
     update: float
     tokens: int
     tokens_per_pass: float
     acceptance: float  # of the first drafted token
     reward: float
+    mean_length: float  # of the texts, as a share of the longest: the others wait for it
     gap: float  # between the log-probabilities of both samplers
     trainer_gap: float  # between those of the sampler and of the trainer
 
@@ -153,10 +158,11 @@ def compare(plain: Samples, drafted: Samples) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(plain.logprobs, drafted.logprobs, strict=True))
 
 
-def timed(call) -> tuple[float, Any]:
-    begin = time.perf_counter()
+def timed(call) -> tuple[tuple[float, float], Any]:
+    """Return seconds of the wall clock and of the processor, and the result."""
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(call())
-    return time.perf_counter() - begin, result
+    return (time.perf_counter() - begin, time.process_time() - begin_cpu), result
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -169,8 +175,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--layers", type=int, default=4, help="last layers that are trained")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--measured-costs", action="store_true", help="measure the cost of each width for auto first")
+    parser.add_argument("--drafter", default="auto", help="a method, or the name or folder of a draft head for auto")
+    parser.add_argument("--refresh", type=int, default=0, help="calls per update of the draft head; 0: none")
+    parser.add_argument("--estimated-costs", action="store_true", help="do not measure the cost of wider passes")
+    parser.add_argument("--rescore", action="store_true", help="score the finished texts of both samplers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -190,12 +198,13 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
     prompts = [list(tokenizer.chat(task.text)) for task in tasks]
     longest = max(map(len, prompts))
     stores = RolloutStore(siblings=options.group - 1)
-    drafter = options.drafter
-    if options.measured_costs:
-        drafter = auto(target.model.vocab_size, costs=measured(target, batch=options.group))
+    drafter = options.drafter if options.drafter in METHODS else load_head(options.drafter, target)
+    refresher = HeadRefresher(drafter, every=max(options.refresh, 1)) if isinstance(drafter, DraftHead) else None
+    common = {"max_prompt_length": longest, "rescore": options.rescore}
+    measures = False if options.estimated_costs else None
     samplers = {
-        "drafted": RolloutSampler(drafter, max_prompt_length=longest, store=stores),
-        "plain": RolloutSampler("autoregressive", max_prompt_length=longest),
+        "drafted": RolloutSampler(drafter, store=stores, measure_costs=measures, **common),
+        "plain": RolloutSampler("autoregressive", **common),
     }
     trained, frozen = split(target.params, options.layers)
     optimizer = optax.adam(options.learning_rate)
@@ -215,15 +224,21 @@ def run(target: Target, tokenizer: Any, options: argparse.Namespace) -> dict[str
         rewards = [reward_of(tokenizer.decode(row.tolist()), task.answer) for row in ours.tokens]
         batch = arrays_of(prompt, ours, rewards, longest + options.max_new_tokens)
         gap = compare(samples["plain"], ours)
-        spent, (trained, state, trainer_gap) = timed(
+        (spent, _), (trained, state, trainer_gap) = timed(
             functools.partial(update, target.model, optimizer, trained, frozen, state, *batch, options.temperature)
         )
-        cost = ours.report
+        if refresher is not None and options.refresh and refresher.add([prompt] * options.group, ours.tokens):
+            update_head = functools.partial(refresher.update, Target(target.model, merge(trained, frozen)))
+            (of_head, cpu_of_head), params = timed(update_head)
+            samplers["drafted"].refresh(params)
+            seconds["drafted"] = seconds["drafted"][0] + of_head, seconds["drafted"][1] + cpu_of_head
+        cost, lengths = ours.report, [len(row) for row in ours.tokens]
         first = cost.acceptance[0] if cost.acceptance else 0.0
         steps.append(
             Step(
-                epoch, seconds["plain"], seconds["drafted"], spent, cost.tokens, cost.tokens_per_pass, first,
-                float(np.mean(rewards)), gap, float(trainer_gap),
+                epoch, seconds["plain"][0], seconds["drafted"][0], seconds["plain"][1], seconds["drafted"][1], spent,
+                cost.tokens, cost.tokens_per_pass, first, float(np.mean(rewards)),
+                float(np.mean(lengths)) / max(lengths), gap, float(trainer_gap),
             )
         )  # fmt: skip
         print(", ".join(f"{name} {value:.3g}" for name, value in steps[-1]._asdict().items()), flush=True)
@@ -236,9 +251,10 @@ def summary(steps: list[Step], options: argparse.Namespace) -> dict[str, Any]:
     def of(steps: list[Step]) -> dict[str, float]:
         rollout = statistics.median(step.plain / step.drafted for step in steps)
         of_step = statistics.median((step.plain + step.update) / (step.drafted + step.update) for step in steps)
+        cpu = statistics.median(step.plain_cpu / step.drafted_cpu for step in steps)
         mean = lambda name: statistics.mean(getattr(step, name) for step in steps)
-        names = "tokens_per_pass", "acceptance", "reward", "plain", "drafted", "update"
-        return {"rollout": rollout, "step": of_step} | {name: mean(name) for name in names}
+        names = "tokens_per_pass", "acceptance", "reward", "mean_length", "plain", "drafted", "update"
+        return {"rollout": rollout, "step": of_step, "rollout_cpu": cpu} | {name: mean(name) for name in names}
 
     warm = steps[1:]
     epochs = [of([step for step in warm if step.epoch == epoch]) for epoch in sorted({step.epoch for step in warm})]
