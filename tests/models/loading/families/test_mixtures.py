@@ -192,7 +192,7 @@ WORDS = {
     "mixtral": "2 of 8 for each token, 16 hidden units each",
     "olmoe": "2 attention layers, each with a mixture of experts",
     "qwen3_next": "3 of 8 for each token, 16 hidden units each, and a shared MLP of 24",
-    "qwen3_5_moe_text": "1 gated delta net and 1 attention layer, in an order that does not repeat, each",
+    "qwen3_5_moe_text": "1 gated delta net and 1 attention layer (layer 1, counted from 0), each with a mixture",
     "gpt_oss": "16 numbers rotated, windows of 4 tokens, attention sinks",
     "granitemoe": "3 of 8 for each token, 16 hidden units each",
     "granitemoehybrid": "1 Mamba-2 layer and 1 attention layer",
