@@ -91,8 +91,8 @@ ROUTER = "layers.*.mlp.router."
 OF_ALL = {
     "gate and up of each expert": _exchanged(GATE, UP),
     "experts in another order": _stored(ROUTER + "weight", order=np.roll(np.arange(8), 1)),
-    "normalised or not": _other_normalisation,
 }
+OF_SCORES = {"normalised or not": _other_normalisation}  # the weights of Granite and gpt-oss have the sum 1
 MISTAKES = {
     "qwen3_next": {
         "shared MLP without its gate": _sizes(shared_gate=False),
@@ -135,7 +135,8 @@ MISTAKES = {
         "YaRN without sharper scores": _latent(mscale=0.0),
     },
 }
-MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) for kind in PUBLISHED}
+HAVE_SUM_1 = "gpt_oss", "granitemoe", "granitemoehybrid"
+MISTAKES = {kind: OF_ALL | MISTAKES.get(kind, {}) | ({} if kind in HAVE_SUM_1 else OF_SCORES) for kind in PUBLISHED}
 
 
 def _reread(checkpoint):
