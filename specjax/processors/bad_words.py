@@ -96,8 +96,8 @@ def _init(params, words: Array, tokens: Array, length: Array, vocab_size: int) -
 def _process(params, state: Recent, tree: TokenTree, above: Array, logits: Array) -> Array:
     (batch, num_rows, vocab), words = logits.shape, state.words
     recent = _recent_tokens(state.tokens, tree, above)  # int32[B, R, M - 1]
-    before, last = words[:, None, :, :-1], words[:, :, -1]  # [B, 1, K, M - 1], [B, K]
-    matches = jnp.all((before == recent[:, :, None]) | (before < 0), 3) & (last >= 0)[:, None]  # bool[B, R, K]
+    prefix, last = words[:, None, :, :-1], words[:, :, -1]  # [B, 1, K, M - 1], [B, K]
+    matches = jnp.all((prefix == recent[:, :, None]) | (prefix < 0), 3) & (last >= 0)[:, None]  # bool[B, R, K]
     rows, nodes = jnp.arange(batch)[:, None, None], jnp.arange(num_rows)[:, None]
     return logits.at[rows, nodes, jnp.where(matches, last[:, None], vocab)].set(-jnp.inf, mode="drop")
 

@@ -81,7 +81,7 @@ def test_a_prompt_that_fills_the_context(http):
 
 @pytest.mark.parametrize("number", [2, 9])
 def test_requests_in_parallel(http, number):
-    """As many as there are slots, and more: each has the text that it has alone."""
+    """Send fewer requests than there are slots, and more: each has the text that it has alone."""
     alone = content(http, prompt=PROMPT)
     with concurrent.futures.ThreadPoolExecutor(number) as pool:
         texts = list(pool.map(lambda _: content(http, prompt=PROMPT), range(number)))
@@ -96,7 +96,7 @@ def record_of(payload):
     names = {"acceptance_histogram", "mean_acceptance_length", "draft_acceptance_rate", *COUNTS}
     if not isinstance(payload, dict) or names - payload.keys():
         return None
-    histogram, most = payload["acceptance_histogram"], payload.get("num_spec_tokens")
+    histogram, longest = payload["acceptance_histogram"], payload.get("num_spec_tokens")
     if not isinstance(histogram, list) or not all(type(x) is int and x >= 0 for x in histogram):
         return None
     steps, accepted, drafted = (payload[name] for name in COUNTS)
@@ -106,7 +106,7 @@ def record_of(payload):
     of_steps = [payload.get(name) for name in ("per_step_accepted", "per_step_drafted")]
     is_detailed = None not in of_steps
     identities = [
-        most is None or len(histogram) == most + 1,
+        longest is None or len(histogram) == longest + 1,
         sum(histogram) == steps,
         sum(j * count for j, count in enumerate(histogram)) == accepted,
         0 <= accepted <= drafted,
@@ -199,17 +199,17 @@ def streamed(http, body):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     lines = http.post("/v1/completions", json=SENT | body | options).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    *others, last = chunks
-    assert not any(chunk.get("usage") or chunk.get("metrics") for chunk in others) and last["choices"] == []
+    *chunks, last = chunks
+    assert not any(chunk.get("usage") or chunk.get("metrics") for chunk in chunks) and last["choices"] == []
     return last["usage"], payload_of(last)
 
 
 def test_the_counters_of_answers_and_of_all_requests(http):
-    before = counters(http)
+    start = counters(http)
     documents = [http.post("/v1/completions", json=SENT | body).json() for body in BODIES]
     pairs = [(document["usage"], payload_of(document)) for document in documents]
     pairs += [streamed(http, body) for body in BODIES]
-    change = {name: value - before.get(name, 0) for name, value in counters(http).items()}
+    change = {name: value - start.get(name, 0) for name, value in counters(http).items()}
     pooled = collections.Counter()
     for usage, payload in pairs:
         record = record_of(payload)

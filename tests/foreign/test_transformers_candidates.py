@@ -137,7 +137,7 @@ def test_logits_of_an_assistant_with_another_vocabulary(size):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [6, 13])
 def test_an_assistant_of_fewer_or_more_words(size):
-    """Its drafts are words of both vocabularies, for prompts of words that only the target has."""
+    """Check that drafts are words of both vocabularies, for prompts of words that only the target has."""
     draft = np.random.default_rng(2).dirichlet(np.full(size, 0.3), size).astype(np.float32)
     drafter = drafters.two_model(markov(draft), 3)
     ours = written(drafter, [9, 8], 12, temperature=0.9)

@@ -81,7 +81,7 @@ def texts():
 
 
 def test_minimum_lengths(prompts, texts):
-    """Of texts with 20 tokens, rows with a minimum above 20 ban the ends, and others do not."""
+    """The texts have 20 tokens. Rows with a minimum above 20 ban the ends, and the rest do not."""
     rng = np.random.default_rng(2)
     ends = rng.choice(VOCAB - 1, 9, replace=False)
     minimum = np.where(np.arange(BATCH) % 3 == 0, rng.integers(21, 40, BATCH), rng.integers(0, 21, BATCH))
@@ -106,16 +106,16 @@ def test_frequency(prompts, strength):
     weighted = [[token for place, token in enumerate(ids) for _ in range(place + 1)] for ids in distinct]
     ours = apply((processors.frequency(strength),), prompts, weighted)[:, 0]
     for row, ids in zip(ours, distinct, strict=True):
-        most, other = (row.argmin(), row.argmax()) if strength > 0 else (row.argmax(), row.argmin())
-        assert most == ids[-1] and other not in ids
+        first, last = (row.argmin(), row.argmax()) if strength > 0 else (row.argmax(), row.argmin())
+        assert first == ids[-1] and last not in ids
 
 
 @pytest.mark.parametrize("strength", [0.1, 1.9])
 def test_repetition(prompts, texts, strength):
     ours = apply((processors.repetition(strength),), prompts, texts)[:, 0]
     for row, prompt, text in zip(ours, prompts, texts, strict=True):
-        largest, smallest, seen = row.argmax(), row.argmin(), {*prompt, *text}
-        assert (smallest in seen) == (strength > 1) and (largest in seen) == (strength < 1)
+        largest, smallest, present = row.argmax(), row.argmin(), {*prompt, *text}
+        assert (smallest in present) == (strength > 1) and (largest in present) == (strength < 1)
     only_prompt = apply((processors.repetition(strength),), prompts, [[] for _ in texts])[:, 0]
     for row, prompt in zip(only_prompt, prompts, strict=True):
         assert set(np.flatnonzero(row != np.float32(FLAT))) == set(prompt)
@@ -131,8 +131,8 @@ def test_biases_and_masks(prompts, texts):
         ours = apply((make(bans),), prompts, texts)[:, 0]
         expected = [[row % 2 == 0 and row <= token < row + number for token in range(VOCAB)] for row in range(BATCH)]
         np.testing.assert_array_equal(np.isneginf(ours), expected)
-    others = dict.fromkeys({*range(VOCAB)} - {5}, -np.inf)
-    first, second, *_ = apply((make([others, *[{}] * (BATCH - 1)]),), prompts, texts)[:, 0]
+    bans = dict.fromkeys({*range(VOCAB)} - {5}, -np.inf)
+    first, second, *_ = apply((make([bans, *[{}] * (BATCH - 1)]),), prompts, texts)[:, 0]
     assert first[5] == np.float32(FLAT) and np.isneginf(np.delete(first, 5)).all() and np.isfinite(second).all()
 
 
@@ -176,8 +176,8 @@ REPETITION, FREQUENCY, PRESENCE = (1.0, 1.05, 1.5), (0.0, 0.2, 1.1), (0.0, 0.5, 
 def reference(logits, prompt, text, repetition, frequency, presence):
     """Return the penalised logits of one row, in float64."""
     counts = np.bincount(np.asarray(text, int), minlength=len(logits))
-    seen = (counts > 0) | (np.bincount(np.asarray(prompt, int), minlength=len(logits)) > 0)
-    logits = np.where(seen, np.where(logits > 0, logits / repetition, logits * repetition), logits)
+    present = (counts > 0) | (np.bincount(np.asarray(prompt, int), minlength=len(logits)) > 0)
+    logits = np.where(present, np.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
 
 
@@ -261,7 +261,7 @@ def test_tokens_outside_of_the_vocabulary():
 
 @pytest.mark.exhaustive
 def test_a_row_that_is_used_again_has_no_old_counts():
-    """One slot of `serve` decodes a text of 60 equal tokens, and then another request with penalties."""
+    """Decode a text of 60 equal tokens in one slot of `serve`, and then another request with penalties."""
     rows = np.full((12, 12), 0.01, np.float32) + 0.5 * np.eye(12, dtype=np.float32)[[4] * 12]
     built = [processors.repetition(1.0), processors.frequency(0.0)]
     fresh = [processors.repetition(1.5), processors.frequency(0.9)]

@@ -121,14 +121,14 @@ def test_a_rule_that_takes_all_fails_the_greedy_cases():
     [("standard", 3, 100), *(exhaustive(name, 5, 1000) for name in ("standard", "sample_and_match", "block"))],
 )
 def test_a_seeded_row_is_the_same_in_every_batch(name, depth, vocab):
-    """Of 8 rows every other one has a seed, in 20 batches; and the seeded rows change places."""
+    """Give a seed to every other one of 8 rows, in 20 batches, and exchange two of them."""
     rng = np.random.default_rng(0)
     drafts, target = rng.integers(0, vocab, (8, depth)), rng.random((8, depth + 1, vocab), np.float32)
     tree, results = chains(drafts.tolist(), rng.random((8, depth + 1, vocab), np.float32)), []
     is_seeded = np.arange(8)[:, None] % 2 == 0
     for _ in range(20):
-        others = rng.integers(0, 1 << 32, (8, 2), np.uint32)
-        results.append(emitted(name, tree, target, np.where(is_seeded, KEYS[:8], others)))
+        noise = rng.integers(0, 1 << 32, (8, 2), np.uint32)
+        results.append(emitted(name, tree, target, np.where(is_seeded, KEYS[:8], noise)))
     for row in range(0, 8, 2):
         assert all(result[row] == results[0][row] for result in results)
     assert any(result[1] != results[0][1] for result in results)
@@ -137,34 +137,34 @@ def test_a_seeded_row_is_the_same_in_every_batch(name, depth, vocab):
     assert turned[0] == results[0][4] and turned[4] == results[0][0]
 
 
-def distances(tokens, p, others):
+def distances(tokens, p, references):
     """Return the distances of samples of growing size from the target's distribution and from 100 other ones."""
-    to_target, to_others = [], []
+    to_target, to_references = [], []
     for number in (10, 100, 1000, 10_000, 100_000):
         some = tokens[:number]
         observed = np.bincount(some[some >= 0], minlength=10)
         observed = observed / observed.sum()
         to_target.append(np.linalg.norm(observed - p))
-        to_others.append(np.linalg.norm(observed - others) / 100)
-    return to_target[0] / to_target[-1], to_others[0] / to_others[-1]
+        to_references.append(np.linalg.norm(observed - references) / 100)
+    return to_target[0] / to_target[-1], to_references[0] / to_references[-1]
 
 
 @pytest.mark.parametrize("name", those(["standard"], ["standard", "block", "recursive_rejection"]))
 def test_samples_approach_the_distribution_of_the_target(name):
-    """From 10 to 100,000 samples, the distance falls 20 times more than that from other distributions."""
+    """The distance falls 20 times more than that from 100 distributions, from 10 to 100,000 samples."""
     rng, size = np.random.default_rng(3), 100_000
     q, logits = softmax(rng.random(10)), rng.random(10)
-    p, others, drafted = softmax(logits), softmax(rng.random((100, 10))), rng.choice(10, (size, 3), p=q)
+    p, references, drafted = softmax(logits), softmax(rng.random((100, 10))), rng.choice(10, (size, 3), p=q)
     of_all = lambda x: np.broadcast_to(x.astype(np.float32), (size, 4, 10))
     keys = rng.integers(0, 1 << 32, (size, 2), np.uint32)
     tree = chains(np.zeros((1, 3), int).tolist(), of_all(np.log(q))[:1])
     tree = jax.tree.map(lambda x: np.broadcast_to(x, (size, *x.shape[1:])), tree)
     tree = tree._replace(tokens=np.pad(drafted, ((0, 0), (1, 0))))
     tokens, count = jax.device_get(verdict_of(name, jax.random.wrap_key_data(keys), tree, of_all(logits)))
-    change, change_of_others = distances(np.where(np.arange(2) < count[:, None], tokens[:, :2], -1), p, others)
-    assert change > 20 * change_of_others
-    change, change_of_others = distances(drafted[:, :2], p, others)  # a rule that takes all drafts
-    assert change < 20 * change_of_others
+    change, reference = distances(np.where(np.arange(2) < count[:, None], tokens[:, :2], -1), p, references)
+    assert change > 20 * reference
+    change, reference = distances(drafted[:, :2], p, references)  # a rule that takes all drafts
+    assert change < 20 * reference
 
 
 def drafts_of(rng, batch, depth, vocab):
@@ -227,7 +227,7 @@ def test_bad_words():
 
 
 def test_allowed_token_ids():
-    """In vLLM's test the last token of row 2 is passed in, so it is 5. Here it is as forbidden as the others."""
+    """The last token of row 2 is passed in by vLLM's test, so it is 5. Here it is as forbidden as the rest."""
     bans = processors.bias([dict.fromkeys(range(5), -np.inf), {}, dict.fromkeys(range(2, 7), -np.inf)])
     drafts, target = [[1, 2, 10], [10, 5, 3], [7, 10, 12]], [[1, 2, 10, 5], [10, 5, 10, 5], [7, 10, 12, 5]]
     assert texts(bans, drafts, target, count=0) == [[OTHER], [10, 5, 10], [7, 10, 12, OTHER]]
