@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from specjax.errors import UsageError
 from specjax.retrieval.rollouts import Rollouts, pack
 
 
-def prompt_of_each(prompts: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
+def prompt_of_each(prompts: Sequence[Any], count: int) -> list[Any]:
     """Return the prompts of `count` samples: each prompt has equally many of them, in succession.
 
     Raises: UsageError for another number of samples.
