@@ -38,7 +38,7 @@ class Tables(NamedTuple):
     """The automata of a constraint."""
 
     starts: Array  # int32[A], address of each automaton
-    words: Any  # int32[M], the packed automata
+    words: Array  # int32[M], the packed automata
 
 
 class Location(NamedTuple):
@@ -81,9 +81,9 @@ def constraint_room(size: int, vocab_size: int) -> Processor:
 
     The room takes no memory. Its owner replaces it by an array on the device before the first step.
     """
-    width = _width(vocab_size)
-    tables = Tables(jnp.zeros(0, jnp.int32), np.broadcast_to(np.int32(0), size))
-    return at_addresses(_processor(tables, width), [FREE])
+    room: Any = np.broadcast_to(np.int32(0), size)
+    tables = Tables(jnp.zeros(0, jnp.int32), room)
+    return at_addresses(_processor(tables, _width(vocab_size)), [FREE])
 
 
 def at_addresses(processor: Processor, starts: Sequence[int]) -> Processor:

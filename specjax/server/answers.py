@@ -53,8 +53,8 @@ class ServedChoice:
         count = min(served.num_shown - self.num_shown, len(self.unshown))
         if count <= 0:
             return None
-        shown, self.unshown, self.num_shown = self.unshown[:count], self.unshown[count:], served.num_shown
-        tokens, logprobs = zip(*shown, strict=True)
+        entries, self.unshown, self.num_shown = self.unshown[:count], self.unshown[count:], served.num_shown
+        tokens, logprobs = zip(*entries, strict=True)
         arrays: Any = map(np.stack, zip(*logprobs, strict=True))
         return served._replace(tokens=list(tokens), logprobs=TokenLogprobs(*arrays))
 

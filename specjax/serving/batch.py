@@ -127,10 +127,10 @@ class _Row:
         chunks, self.prompt_logprobs = self.prompt_logprobs, None
         if chunks is None or self.alternatives is None:
             return None
-        empty: Any = np.zeros((1, 0, self.alternatives), np.int32)
-        none: Any = np.zeros((1, 0), np.float32)
-        parts = [TokenLogprobs(none, empty, empty.astype(np.float32))]
+        shape = 1, 0, self.alternatives
+        empty: Any = np.zeros(shape[:2], np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         alternatives = lambda x: x[..., : self.alternatives]
+        parts = [TokenLogprobs(*empty)]  # a prompt of one token has no chunk
         parts += [TokenLogprobs(chunk[0], *map(alternatives, chunk[1:])) for chunk in jax.device_get(chunks)]
         return _cut(jax.tree.map(lambda *x: np.concatenate(x, 1)[0], *parts), num_prompt - 1, self.alternatives)
 

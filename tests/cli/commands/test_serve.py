@@ -12,10 +12,12 @@ import time
 import httpx
 import pytest
 import served
-from tiers import exhaustive, those
+from tiers import those
 
+import specjax.cli as cli_module
 from specjax.cli.commands.serve import ServerOptions
 from specjax.server import run
+from specjax.server.engine_thread import THREAD
 from specjax.serving.pace import MAX_SLOWDOWN
 from specjax.serving.prefixes import PREFIX_GIB
 
@@ -116,7 +118,16 @@ host_worker.cli("serve", "--port", "0", "--longest-prompt", "40", "--max-new-tok
 """
 
 
-@pytest.mark.parametrize(("numbers", "code"), [([signal.SIGTERM], 0), exhaustive([signal.SIGINT] * 2, 130)])
+def test_a_process_does_not_wait_for_a_thread_that_decodes():
+    thread = threading.Thread(target=time.sleep, args=(0.2,), name=THREAD)
+    assert not cli_module._has_busy_threads()
+    thread.start()
+    assert cli_module._has_busy_threads()
+    thread.join()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("numbers", "code"), [([signal.SIGTERM], 0), ([signal.SIGINT] * 2, 130)])
 def test_a_signal_ends_a_process_whose_thread_is_busy(numbers, code):
     """The thread may not return from XLA into an interpreter that has ended: the process would abort."""
     lib = str(pathlib.Path(served.__file__).parent)
