@@ -105,22 +105,19 @@ def test_scores_do_not_depend_on_the_drafts_to_the_bit():
     np.testing.assert_array_equal(np.concatenate(expected), np.concatenate(ours.logprobs))
 
 
-def test_auto_decides_by_measured_costs(caplog, monkeypatch):
-    """Costs are measured once per number of rows. What the drafter learned passes from one number to the next."""
+def test_auto_decides_by_measured_costs(monkeypatch):
+    """Costs are measured once per number of rows, and rounded up."""
     batches = []
 
-    def measure(target, widths, batch, *rest):
+    def measure(target, widths, batch, *more):
         batches.append(batch)
-        return Curve(tuple(widths), (1.0, *[9.0] * (len(widths) - 1)))
+        return Curve(tuple(widths), (1.0, *[20.0 if batch > 1 else 1.01] * (len(widths) - 1)))
 
     monkeypatch.setattr(sampler_file, "measured", measure)
-    sampler = RolloutSampler(max_prompt_length=4, measure_costs=True)
-    reports = [sampler.sample(tiny_llama(), PROMPTS[2 : 2 + rows], **OPTIONS).report for rows in (2, 1, 2)]
-    assert batches == [2, 1] and all(report.tokens == report.passes for report in reports)
-    with jax.log_compiles():
-        sampler.sample(tiny_llama(seed=1), PROMPTS[:1], **OPTIONS)
-    assert not any(record.message.startswith("Compiling") for record in caplog.records)
-    assert len(sampler.store) == 2
+    sampler, target = RolloutSampler(max_prompt_length=4, measure_costs=True), tiny_llama()
+    widths = [sampler._drafter_for(target, rows, 8).pass_widths(rows, target) for rows in (2, 1, 2)]
+    assert batches == [2, 1] and widths == [[1], [1, 4, 8, 16], [1]]
+    assert sampler._costs[1].costs == (1.0, 1.05, 1.05, 1.05, 1.05)
 
 
 def test_the_default_of_a_target_that_accepts_only_chains_drafts_chains():
