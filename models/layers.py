@@ -473,7 +473,7 @@ def _scanned(
     def body(size: int, carried: tuple[Array, Array], group_weights):
         x, first = carried
         if group_weights is not None:
-            members = [LayerWeights(graphdef, merge_whole(group_weights, whole, first))]
+            members = [LayerWeights(graphdef, merge_whole(group_weights, stacks, first))]
         else:
             members = [LayerWeights(graphdef, state, first + i) for i in range(size)]
         inputs = [inputs_of(first + i) for i in range(size)]
@@ -484,8 +484,8 @@ def _scanned(
         return (outputs[-1], first + size), (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
 
     # The scan slices the weights, except those of layers that may be skipped, of groups, and whole parameters.
-    sliced, whole = split_whole(state)
-    sliced_state = sliced if group == 1 and shared.layers is None else None
+    slices, stacks = split_whole(state)
+    sliced_state = slices if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new = [x[None]], []
     for start, size, count in layer_segments(len(cache.k), group):

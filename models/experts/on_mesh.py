@@ -41,15 +41,15 @@ def run_on_mesh(
 
     def run(x: Array, choice: ExpertChoice, matrices: PyTree) -> Array:
         place = lambda axes: jax.lax.axis_index(axes) if axes else jnp.int32(0)
-        own = choice.experts - place(expert_axes) * size
-        is_here = (own >= 0) & (own < size)
+        numbers = choice.experts - place(expert_axes) * size
+        is_local = (numbers >= 0) & (numbers < size)
         # The expert `size` does not exist: its pairs are dropped.
-        here = ExpertChoice(jnp.where(is_here, own, size), jnp.where(is_here, choice.weights, 0.0))
-        *others, (weight, bias) = matrices
+        local = ExpertChoice(jnp.where(is_local, numbers, size), jnp.where(is_local, choice.weights, 0.0))
+        (gate, up, (weight, bias)), first = flat_experts(matrices)
         if bias is not None and width_axes:  # the sum over parts of the width has it once
-            bias = jax.tree.map(lambda x: jnp.where(place(width_axes) == 0, x, 0), bias)
-        arrays, first = flat_experts((*others, (weight, bias)))
-        y = run_experts(x, here, _on_one_device(arrays), size, expert, first=first)
+            bias = jnp.where(place(width_axes) == 0, bias, 0)
+        arrays = _on_one_device((gate, up, (weight, bias)))
+        y = run_experts(x, local, arrays, size, expert, first=first)
         axes = (*expert_axes, *width_axes)
         return jax.lax.psum(y, axes) if axes else y
 

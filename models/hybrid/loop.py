@@ -119,7 +119,7 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
 
 def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending]:
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
-    sliced, whole = zip(*map(split_whole, states), strict=True)
+    slices, stacks = zip(*map(split_whole, states), strict=True)
     settings = layer_pass.settings()
 
     def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple, list]):
@@ -127,15 +127,15 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
         stream: list[Array] = []
         entries: list[LayerEntries] = []
         inputs = with_keys(layer_pass, layer_pass.inputs_of(settings, recurrent, of_layers, repeat), entries)
-        for graphdef, part, shared_part, layer_inputs in zip(graphdefs, weights, whole, inputs, strict=True):
-            x, new = nnx.merge(graphdef, merge_whole(part, shared_part, repeat))(x, layer_inputs)
+        for graphdef, part, stack, layer_inputs in zip(graphdefs, weights, stacks, inputs, strict=True):
+            x, new = nnx.merge(graphdef, merge_whole(part, stack, repeat))(x, layer_inputs)
             stream.append(x)
             entries.append(new)
         return (x, repeat + 1), (jnp.stack(stream), entries)
 
     carried = x, jnp.int32(0)
     of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
-    (last, _), (stream, entries) = jax.lax.scan(body, carried, (sliced, _recurrent(layer_pass), of_layers))
+    (last, _), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
     return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
 

@@ -22,7 +22,7 @@ class WholeParam(nnx.Param):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerOfStack:
-    """One layer of arrays with a layer axis."""
+    """Arrays with a layer axis, and the number of one layer."""
 
     arrays: PyTree  # [layers, E, ...]
     layer: Array | int
@@ -50,8 +50,8 @@ def flat_experts(tree: PyTree) -> tuple[PyTree, Array | int]:
 
 def split_whole(state: PyTree) -> tuple[PyTree, PyTree]:
     """Return the state of stacked layers that a scan may slice, and the parameters that stay whole."""
-    whole, sliced = nnx.split_state(state, WholeParam, ...)
-    return sliced, whole
+    stacks, slices = nnx.split_state(state, WholeParam, ...)
+    return slices, stacks
 
 
 def layer_state(state: PyTree, layer: Array | int) -> PyTree:
@@ -74,6 +74,6 @@ def slice_layer(leaf: Array, layer: Array | int, axis: int = 0) -> Array:
     return jax.lax.dynamic_index_in_dim(leaf, layer, axis, keepdims=False, allow_negative_indices=False)
 
 
-def merge_whole(sliced: PyTree, whole: PyTree, layer: Array | int) -> PyTree:
+def merge_whole(slices: PyTree, stacks: PyTree, layer: Array | int) -> PyTree:
     """Return the state of one layer from its slices and the whole parameters of all layers."""
-    return nnx.merge_state(sliced, layer_state(whole, layer)) if jax.tree.leaves(whole) else sliced
+    return nnx.merge_state(slices, layer_state(stacks, layer)) if jax.tree.leaves(stacks) else slices

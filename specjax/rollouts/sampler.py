@@ -250,7 +250,7 @@ def check_settings(settings: dict[str, Any], count: int) -> None:
 
 def per_row_settings(settings: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the settings that have one value per row."""
-    return {name: np.asarray(settings[name]) for name in WARPS if np.ndim(settings.get(name)) > 0}
+    return {name: np.asarray(settings[name]) for name in WARPS if np.ndim(settings.get(name, 0)) > 0}
 
 
 def group_rows(

@@ -77,7 +77,11 @@ def _score(target: Target, tokens: Array, lengths: Array, sampling: Sampling, fo
     per_row = Sampling(*map(column, sampling))
     if target.model.mesh is not None:
         return _score_rows(target, tokens, lengths, per_row, form)
-    one_row = lambda row: _score_rows(target, *jax.tree.map(lambda x: x[None], row), form)[0]
+
+    def one_row(row: tuple[Array, Array, Sampling]) -> Array:
+        texts, sizes, options = jax.tree.map(lambda x: x[None], row)
+        return _score_rows(target, texts, sizes, options, form)[0]
+
     return jax.lax.map(one_row, (tokens, lengths, per_row))
 
 
