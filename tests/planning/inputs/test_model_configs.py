@@ -32,6 +32,7 @@ PARAMETERS = {
     "sdar_4b": 4_411_424_256,
     "smollm2_135m": 134_515_008,
     # Hybrid models, text only. No file was at hand: these are the shapes of the configs, near the sizes in the names.
+    "gpt_oss_20b": 20_914_757_184,
     "gemma4_e2b": 4_628_569_379,  # 2,348,810,240 of them in the table of layer inputs
     "lfm2_1_2b": 1_170_340_608,
     "mamba2_780m": 780_161_280,
