@@ -42,8 +42,8 @@ NEED_OF = {
 }  # fmt: skip
 """The need that provides a parameter of a factory; None: the target provides it."""
 NO_METHODS = {
-    "composed", "head_schedule", "layer_files", "loop_setup", "making", "node_classes", "settings", "widths",
-    "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
+    "composed", "head_schedule", "layer_files", "loop_setup", "making", "node_classes", "noisy_ranks", "settings",
+    "widths", "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
 }  # fmt: skip
 """Files of the folders that hold parts of several methods, or training."""
 OF_EVERY_LOOP = {

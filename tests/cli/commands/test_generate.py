@@ -426,7 +426,8 @@ def test_processors_and_stop_strings(cli, monkeypatch):
     assert unstopped["identical"] is True and 120 not in unstopped["results"][0]["token_ids"]
     text = unstopped["results"][0]["text"]
     stop = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
-    word = text[2:4]  # its two tokens follow each other in the text
+    pairs = (text[i : i + 2] for i in range(1, len(text) - 1))
+    word = next(pair for pair in pairs if pair.isascii() and pair.isprintable())  # two tokens in succession
     without = json.loads(cli(*command, "--bad-word", word).out)
     assert without["identical"] is True and word not in without["results"][0]["text"]
     ended = json.loads(cli(*command, "--stop-string", stop, "--min-p", 0.1).out)

@@ -51,6 +51,7 @@ def test_layers_of_gemma_4_differ_in_windows_and_heads_and_share_keys():
     assert model.memory.per_token == 2 * 2 * (12 * 256 + 3 * 512)  # keys and values of one head
     sizes = lambda head_dim, rotated, window: {
         "heads": 8, "kv_heads": 1, "head_dim": head_dim, "rotated": rotated, "window": window, "output_gate": False,
+        "sinks": False,
     }  # fmt: skip
     assert model.sizes == {"windowed_attention": sizes(256, 256, 512), "attention": sizes(512, 128, None)}
     lines = "\n".join(describe_in_lines(model))

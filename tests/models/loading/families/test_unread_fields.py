@@ -15,7 +15,8 @@ from specjax.models.loading.families.unread_fields import MAX_NAMES, describe_un
 from specjax.models.loading.formats.hf import parse_config
 from specjax.planning.inputs.model_configs import builtin_configs
 
-FAMILIES = tuple(kind for kind in (*llama.HF_TYPES, *gemma3.HF_TYPES) if kind != "mimo")  # its class is in its files
+WITHOUT_CLASS = "mimo", "llada2_moe"  # their classes are in their files
+FAMILIES = tuple(kind for kind in (*llama.HF_TYPES, *gemma3.HF_TYPES) if kind not in WITHOUT_CLASS)
 
 OF_TRANSFORMERS_4 = {
     "add_cross_attention": False, "bad_words_ids": None, "begin_suppress_tokens": None, "chunk_size_feed_forward": 0,

@@ -277,7 +277,7 @@ UNSUPPORTED = {
         dict(rope_parameters=YARN | {"rope_theta": 1.0}),
         "has rope_theta 1, which YaRN",
     ),
-    "architecture": ("llama", dict(model_type="gpt_oss"), '"gpt_oss"'),
+    "architecture": ("llama", dict(model_type="gpt_j_oss"), '"gpt_j_oss"'),
     "bias": ("llama", dict(attention_bias=True), "attention_bias"),
     "activation": ("llama", dict(hidden_act="gelu"), '"gelu"'),
     "missing field": ("llama", dict(hidden_size=None), "lacks the field hidden_size"),
