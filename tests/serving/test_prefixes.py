@@ -124,7 +124,7 @@ def test_a_chunk_at_the_end_of_a_prompt(name):
 def test_the_lag_of_a_drafter_leaves_the_last_chunk_to_every_prompt():
     class Programs:
         begin = put_chunk = staticmethod(lambda *arguments: jnp.zeros(()))
-            read = staticmethod(lambda *arguments: (jnp.zeros(()), None))
+        read = staticmethod(lambda *arguments: (jnp.zeros(()), None))
         take_chunk = staticmethod(lambda *arguments: [np.zeros(1)])
 
     for lag, num_stored in ((1, 2), (2, 1)):
