@@ -43,8 +43,9 @@ docs-serve: $(VENV)/.dev linked
 # time without, 148 with).
 MALLOC := GLIBC_TUNABLES=glibc.malloc.mxfast=0:glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.top_pad=67108864
 
+# A worker that dies ends the run: with another one in its place, pytest-xdist waits forever at the end.
 check: $(VENV)/.dev
-	$(MALLOC) $(BIN)/pytest -n auto --dist loadfile -m "not exhaustive"
+	$(MALLOC) $(BIN)/pytest -n auto --max-worker-restart 0 --dist loadfile -m "not exhaustive"
 
 # With what repeats a proof for more methods, meshes and settings (an hour on two cores): before a release.
 test-all: lint types

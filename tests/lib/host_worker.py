@@ -171,8 +171,7 @@ def cli(*arguments: str) -> None:
         return target if mesh is None else specjax.shard(target, mesh, over), conftest.ByteTokenizer()
 
     specjax.load = load
-    sys.argv[1:] = arguments
-    main()
+    main(arguments)  # one that reads `sys.argv` may end the process of the tests at once
 
 
 def of_version(version: str, *arguments: str) -> None:
