@@ -44,7 +44,7 @@ def test_both_sides_draw_the_same_texts(bench):
         seed=0, estimated_costs=True, rescore=True, refresh=0,
     )  # fmt: skip
     report = bench.run(tiny_llama(), Numbers(), options)
-    assert report["gap"] == 0 and report["trainer_gap"] < 1e-5 and len(report["steps"]) == 4
+    assert report["gap"] == 0 and report["trainer_gap"] < 5e-5 and len(report["steps"]) == 4
     assert all(row["tokens_per_pass"] >= 1 for row in report["epochs"])
     pytest.importorskip("matplotlib")
     assert bench.draw(report).startswith(b"\x89PNG")

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from rich.console import Console
+from tiers import exhaustive
 
 from specjax.cli import main
 from specjax.costs.chips import CHIPS, GIB
@@ -19,20 +20,28 @@ from specjax.models.storage import num_bytes
 from specjax.planning import what_fits
 from specjax.planning.inputs.model_configs import builtin_configs
 from specjax.planning.memory import slots_of
+from specjax.planning.reports import fits as fits_module
 from specjax.planning.reports.fits_table import show_fits
 from specjax.planning.workload import make_workload
 
-
-@pytest.fixture(scope="module")
-def colab():
-    """Return the estimates for one v5e chip, as in Colab."""
-    return what_fits("v5e:1x1")
+QUICK = {"dream_7b", "gpt_oss_20b", "llama3_1b", "llama3_8b", "llama3_70b", "qwen2_5_coder_1_5b", "qwen3_5_0_8b"}
+"""Each kind of model, and those that tests name. All built-in configs take a minute."""
 
 
-def test_every_built_in_config_has_a_row_for_each_dtype(colab):
+@pytest.fixture(scope="module", params=[pytest.param(QUICK, id="quick"), exhaustive(set(builtin_configs()), id="all")])
+def colab(request):
+    """Return the estimates of built-in configs for one v5e chip, as in Colab."""
+    configs = {name: make for name, make in builtin_configs().items() if name in request.param}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fits_module, "builtin_configs", lambda: configs)
+        return what_fits("v5e:1x1")
+
+
+def test_every_built_in_config_has_a_row_for_each_dtype(colab, request):
     plain = [fit for fit in colab.models if fit.scheme is None]
+    names = QUICK if "quick" in request.node.callspec.id else set(builtin_configs())
     assert [(fit.target, fit.dtype) for fit in plain] == [
-        (name, dtype) for name in builtin_configs() for dtype in ("bfloat16", "float32")
+        (name, dtype) for name in builtin_configs() if name in names for dtype in ("bfloat16", "float32")
     ]
     for fit in colab.models:
         params = abstract_params(dataclasses.replace(builtin_configs()[fit.target](), dtype=fit.dtype))
