@@ -1,0 +1,59 @@
+"""Blocks of the rows of one expert. Pairs of a row and an expert are sorted by expert, and each expert fills blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.models.experts.routing import ExpertChoice
+from specjax.types import Array
+
+BLOCK_ROWS = 64
+"""Largest number of rows of a block. `specjax.models.experts.running` has the times of blocks of 32 and 64 rows."""
+
+
+class Block(NamedTuple):
+    """Some rows of one expert. A block that its expert does not fill has rows outside of the input."""
+
+    expert: Array  # int32[]
+    pairs: Array  # int32[r], places in the flat choice [R * k]
+    rows: Array  # int32[r]
+
+
+class Blocks(NamedTuple):
+    """The blocks of all chosen experts, in ascending order of the experts."""
+
+    order: Array  # int32[P], pairs by expert
+    counts: Array  # int32[E], pairs of each expert
+    ends: Array  # int32[E], the number of blocks up to each expert
+    num_rows: int
+    num_chosen: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows of a block."""
+        return min(BLOCK_ROWS, self.num_rows)
+
+    @property
+    def number(self) -> Array:
+        """Return the number of blocks int32[]."""
+        return self.ends[-1]
+
+    def at(self, block: Array) -> Block:
+        """Return a block."""
+        expert = jnp.searchsorted(self.ends, block, side="right").astype(jnp.int32)
+        start = (jnp.cumsum(self.counts) - self.counts)[expert]
+        place = (block - jnp.where(expert > 0, self.ends[expert - 1], 0)) * self.size + jnp.arange(self.size)
+        pairs = self.order[jnp.minimum(start + place, len(self.order) - 1)]
+        rows = jnp.where(place < self.counts[expert], pairs // self.num_chosen, self.num_rows)
+        return Block(expert, pairs, rows)
+
+
+def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
+    """Return the blocks of a choice. Pairs with the expert `num_experts`, which does not exist, are in none."""
+    num_rows, num_chosen = choice.experts.shape
+    flat = choice.experts.reshape(-1)
+    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    size = min(BLOCK_ROWS, num_rows)
+    return Blocks(jnp.argsort(flat, stable=True), counts, jnp.cumsum(-(-counts // size)), num_rows, num_chosen)
