@@ -79,6 +79,22 @@ def test_a_mesh_equals_one_device(data, model, expert, name, scheme):
     assert worst < 2e-5 * max(1.0, size)
 
 
+@pytest.mark.parametrize("name", those({"gpt_oss"}, list(CONFIGS)))
+def test_gradients_on_a_mesh_equal_those_on_one_device(name):
+    target = target_of(name)
+    spread = specjax.shard(target, specjax.mesh(data=2, model=2, expert=2))
+
+    def gradients(target):
+        loss = lambda params: jnp.mean(jax.nn.log_softmax(whole_text_logits(target.model, params, TOKENS))[..., 3])
+        return jax.jit(jax.grad(loss))(target.params)
+
+    pairs = list(zip(jax.tree.leaves(gradients(spread)), jax.tree.leaves(gradients(target)), strict=True))
+    pairs = [(a, b) for a, b in pairs if a.shape == b.shape]  # a mesh repeats heads of keys and values
+    assert any(a.ndim == 3 for a, _ in pairs)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5 * (1 + np.abs(b).max()))
+
+
 @pytest.mark.parametrize("scheme", [None, "int8-weights"])
 def test_stacked_experts_of_a_mesh_equal_separate_ones(scheme):
     """Each device has a part of the experts of all layers, and loops over those of one layer."""
