@@ -4,6 +4,7 @@ import functools
 
 import depths
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiers import those
@@ -55,4 +56,4 @@ def test_logits_of_a_difference_are_those_of_the_thinned_model():
 
 
 def test_passes_are_timed_behind_a_prompt():
-    assert _filled(model(), 2, 7, 300).prompt_length.tolist() == [7, 7]
+    assert _filled(model(), jnp.ones((2, 128), jnp.int32), 7, 300).prompt_length.tolist() == [7, 7]

@@ -16,6 +16,15 @@ from specjax.models import make_model
 from specjax.models.storage import SCHEMES, quantize_params
 
 
+def test_measured_passes_read_different_tokens(monkeypatch):
+    """Equal tokens choose equal experts, so a pass over many of them would seem to cost no more than one."""
+    read, run = [], curves._timed_pass
+    monkeypatch.setattr(curves, "_timed_pass", lambda *a: read.append(np.asarray(a[3])) or run(*a))
+    costs.measured(tiny_llama(), (1, 4), batch=2, context=16, repeats=1)
+    assert {tokens.shape for tokens in read} == {(2, 1), (2, 4)}
+    assert all(len(np.unique(tokens)) > 4 for tokens in read if tokens.shape == (2, 4))
+
+
 def test_measured_on_this_device():
     curve = costs.measured(tiny_llama(), (1, 4), context=16, repeats=3)
     assert curve.widths == (1, 4) and curve.costs[0] == 1.0 and curve.costs[1] > 0
