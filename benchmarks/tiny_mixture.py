@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
-from tiny_hybrid import LENGTH, VOCABULARY, on_progress, texts, tokenizer
+from tiny_hybrid import LENGTH, VOCABULARY, on_progress, rounded, texts, tokenizer
 
 import specjax
 from specjax.files.atomic import write_tensors
@@ -28,8 +28,6 @@ from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mtp import MtpConfig, of_target
-from specjax.models.storage import num_bytes
-from specjax.numerics import log_probs  # noqa: F401
 from specjax.training import new_head, recipe_of, train
 
 EXPERTS, CHOSEN, HIDDEN = 16, 4, 32  # HIDDEN: units of an expert and of the shared MLP
@@ -56,3 +54,84 @@ def module_config() -> MtpConfig:
     )
 
 
+def untrained(seed: int, experts: bool = True) -> specjax.Target:
+    """Return the model with random parameters."""
+    shapes = config(experts)
+    return specjax.Target(make_model(shapes), init_params(shapes, jax.random.key(seed)))
+
+
+def write(folder: Path, target: specjax.Target, module: DraftHead) -> None:
+    """Write the model with its module and its tokenizer, in bfloat16, under the names of GLM-4.5's files."""
+    narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    model = make_model(dataclasses.replace(config(), dtype="bfloat16"))
+    specjax.save_model(folder, specjax.Target(model, narrow(target.params)), tokenizer())
+    tensors = load_file(folder / "model.safetensors") | module_tensors(narrow(module.params))
+    write_tensors(folder / "model.safetensors", tensors)
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def module_tensors(params: Any) -> dict[str, Any]:
+    """Return the tensors of a module, whose layer has the number behind those of the model."""
+    layer = params["stack"][0]
+    attention, feed = layer["attention"], layer["mlp"]
+    arrays = {
+        "enorm": params["embedding_norm"], "hnorm": params["state_norm"], "eh_proj": params["fc"],
+        "shared_head.norm": params["norm"], "input_layernorm": layer["attention_norm"],
+        "post_attention_layernorm": layer["mlp_norm"], "mlp.gate": feed["router"],
+        **{f"self_attn.{name}_proj": attention[name] for name in "qkvo"},
+        **{f"mlp.shared_experts.{name}_proj": feed["shared"][name] for name in ("gate", "up", "down")},
+    }  # fmt: skip
+    tensors = {f"{name}.weight": np.asarray(part["weight"]) for name, part in arrays.items()}
+    tensors["mlp.gate.e_score_correction_bias"] = np.asarray(feed["router"]["correction"])
+    for name in ("gate", "up", "down"):
+        matrices = np.asarray(feed[f"expert_{name}"]["weight"])
+        tensors |= {f"mlp.experts.{i}.{name}_proj.weight": matrix for i, matrix in enumerate(matrices)}
+    return {f"model.layers.{config().num_layers}.{name}": np.ascontiguousarray(x) for name, x in tensors.items()}
+
+
+def loss(target: specjax.Target, lessons: list) -> float:
+    """Return the mean loss per token of texts, each read alone."""
+    model = target.model
+
+    @jax.jit
+    def of_text(params, tokens):
+        cache = model.init_cache(params, None, 1, LENGTH)
+        path = jnp.arange(LENGTH)
+        logits = model.forward(
+            params, tokens[None], cache, positions=path[None], mask=(path[:, None] >= path)[None]
+        )[0].logits  # fmt: skip
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], -1)[:, 0]
+
+    losses = []
+    for lesson in lessons:
+        tokens = lesson.tokens[:LENGTH]
+        padded = np.pad(np.asarray(tokens), (0, LENGTH - len(tokens)))
+        losses += np.asarray(of_text(target.params, padded))[: len(tokens) - 1].tolist()
+    return float(np.mean(losses))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", required=True, type=Path, help="folder of the model")
+    parser.add_argument("--run", required=True, type=Path, help="folder of the state of the training")
+    parser.add_argument("--twin", action="store_true", help="also train the dense model, and print both losses")
+    parser.add_argument("--stories", type=int, default=8000, help="for the model; its module has a third of them")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shape = {"rows": args.rows, "length": LENGTH, "seed": args.seed, "evaluate_every": 50, "on_progress": on_progress}
+    lessons, others = texts(args.stories, args.seed + 1), texts(100, args.seed + 2)
+    recipe = recipe_of("fastdraft_pretraining", optimizer="muon", learning_rate=1e-2, tables=1.0)
+    target = rounded(train(None, untrained(args.seed), lessons, recipe=recipe, folder=args.run / "model", **shape))
+    print(f"mixture: loss {loss(target, others):.4f} of texts that were not trained", flush=True)
+    if args.twin:
+        twin = train(None, untrained(args.seed, False), lessons, recipe=recipe, folder=args.run / "twin", **shape)
+        print(f"dense twin: loss {loss(twin, others):.4f}", flush=True)
+    module = new_head("mtp", module_config(), target, jax.random.key(args.seed))
+    module = train(target, module, lessons[: args.stories // 3], folder=args.run / "module", **shape)
+    write(args.out, target, module)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The tiny trained mixture that comes with the tests: its routing is in use, and its module drafts with experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_hybrid
+import tiny_mixture
+from shipped_hybrid import NEW, TEXTS
+from shipped_mixture import FOLDER, mixture_module, shipped_mixture
+from tiers import those
+
+import specjax
+from specjax import costs, trees
+from specjax.catalog.defaults import NATIVE, defaults
+from specjax.models.experts import feed
+from specjax.models.heads.agreement import agreement, read_text
+from specjax.models.loading.heads import read_head
+from specjax.models.loading.heads.checking import check_head
+
+
+@functools.cache
+def prompts():
+    return [tiny_hybrid.tokenizer().encode(text) for text in TEXTS]
+
+
+@functools.cache
+def plain(temperature=None):
+    options = {} if temperature is None else {"temperature": temperature, "sampling": "coupled"}
+    return specjax.decode(
+        shipped_mixture(), "autoregressive", prompts(), key=0, max_new_tokens=NEW, **options
+    ).to_lists()  # fmt: skip
+
+
+def test_the_files_are_small_and_their_model_is_that_of_the_benchmark():
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 1_300_000
+    target, tokenizer = specjax.load(FOLDER, dtype="bfloat16")
+    assert target.native.dialect == "deepseek" and tokenizer.encode(TEXTS[0]) == prompts()[0]
+    assert target.model.config.experts == tiny_mixture.SIZES
+    shapes = jax.eval_shape(tiny_mixture.untrained, 0).params
+    assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, target.params)
+
+
+def chosen(text: list[int]) -> np.ndarray:
+    """Return the experts int32[layers, T, k] of each token of a text, which is read at once."""
+    target, choices = shipped_mixture(), []
+    length = len(text)
+
+    def record(x, choice, *rest, **options):
+        choices.append(choice.experts)
+        return run(x, choice, *rest, **options)
+
+    run, feed.run_experts = feed.run_experts, record
+    try:
+        tokens, mask = jnp.asarray(text)[None], jnp.tril(jnp.ones((length, length), bool))[None]
+        positions = jnp.arange(length)[None]
+        with jax.disable_jit():
+            cache = target.model.init_cache(target.params, None, 1, length)
+            target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
+    finally:
+        feed.run_experts = run
+    return np.asarray([np.asarray(choice) for choice in choices])
+
+
+def test_routing_is_in_use_and_neighbours_share_experts():
+    """Most experts read some token. Eight tokens of a text choose fewer experts than independent rows would."""
+    experts = chosen(tiny_mixture.texts(1, seed=99)[0].tokens[:64])
+    assert experts.shape[0] == 3 and experts.shape[2] == tiny_mixture.CHOSEN
+    for layer in experts:
+        assert len(np.unique(layer)) >= 12
+        distinct = np.mean([len(np.unique(layer[start : start + 8])) for start in range(0, 64, 8)])
+        assert tiny_mixture.CHOSEN < distinct < tiny_mixture.SIZES.expected_experts(8)
+
+
+def test_the_model_and_its_module_know_their_stories():
+    ids = tiny_mixture.texts(1, seed=99)[0].tokens
+    text = read_text(shipped_mixture(), ids, [mixture_module()])
+    assert (np.asarray(text.best)[:-1] == np.asarray(ids[1:])).mean() > 0.7
+    shares = agreement(shipped_mixture(), mixture_module(), text, depths=3)
+    assert min(shares) > 0.5 and shares[0] > 0.7, shares
+    assert check_head(read_head(NATIVE, shipped_mixture()), shipped_mixture(), ids).reason is None
+
+
+DRAFTS = {"default": None, "chain": "mtp", "tree": "mtp", "auto": "auto", "suffix": "suffix"}
+
+
+@pytest.mark.parametrize("name", those({"default"}, list(DRAFTS)))
+@pytest.mark.parametrize("temperature", those({None}, [None, 0.7]))
+def test_drafted_texts_are_those_of_plain_decoding(name, temperature):
+    target, method = shipped_mixture(), DRAFTS[name]
+    options = {"tree": trees.parse("top:4x2x1")} if name == "tree" else {"num_tokens": 3} if name == "chain" else {}
+    head = (mixture_module(),) if method == "mtp" else ()
+    drafter = None if method is None else specjax.make_drafter(method, target, *head, **options)
+    assert defaults(target, None, "cpu").head == NATIVE
+    sampling = {} if temperature is None else {"temperature": temperature, "sampling": "coupled"}
+    result = specjax.decode(target, drafter, prompts(), key=0, max_new_tokens=NEW, **sampling)
+    assert result.to_lists() == plain(temperature)
+    if temperature is None and name in ("default", "chain", "tree"):
+        assert np.sum(result.lengths) / np.sum(result.stats.target_passes) > 1.5
+
+
+def test_estimated_costs_grow_with_the_experts_of_a_pass():
+    """A dense model of the size that reads a token has the costs of its products alone."""
+    target = shipped_mixture()
+    ours, theirs = (
+        costs.estimated((1, 2, 4, 8), 1, costs.dtype_of(model), "v5e", costs.shares_of(model, "v5e"))
+        for model in (target, tiny_mixture.untrained(0, experts=False))
+    )
+    assert np.all(np.diff(ours - theirs) > 0.05)
