@@ -97,13 +97,14 @@ def running(policy: Policy | None = None, wait: bool = True, setup=None, shutdow
     engine = Engine(setup, policy or Policy(), Metrics("tiny", setup.max_depth))
     built = Service(engine, LetterTokenizer(), ("tiny", "alias"), "fp_0", **service)
     http, listener = HttpServer(built, shutdown_seconds=shutdown_seconds), listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]  # a server that fails closes it soon
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         while wait and not engine.is_healthy:
             assert engine.error is None, engine.error
             time.sleep(0.02)
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", built, http, thread)
+        yield Running(f"http://127.0.0.1:{port}", built, http, thread)
     finally:
         http.handle_exit(15, None)
         thread.join(30)
