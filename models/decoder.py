@@ -178,13 +178,21 @@ def activation_function(c: DecoderConfig):
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
+def token_ids(config: DecoderConfig, tokens: Array | Mixture | Stream | Appended) -> Array | None:
+    """Return the token ids int32[B, T] of a pass if tables of experts read them, and if its inputs are tokens."""
+    has_tables = config.experts is not None and config.experts.shuffling is not None
+    return jnp.asarray(tokens) if has_tables and isinstance(tokens, jax.Array | np.ndarray) else None
+
+
 def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> Array:
     """Return the output of a feed-forward block for x [B, T, D], summed over the devices that split its width.
 
     A mixture of experts only reads the tokens of the pass. Tokens that fill a tile would touch other experts.
     """
     if isinstance(feed, MixtureFeed):
-        return pad_tokens(shared.sum(feed(x[:, : shared.positions.shape[1]], shared.layout), "mlp"), x.shape[1])
+        return pad_tokens(
+            shared.sum(feed(x[:, : shared.positions.shape[1]], shared.layout, shared.tokens), "mlp"), x.shape[1]
+        )
     return shared.sum(feed(x), "mlp")
 
 
@@ -292,7 +300,7 @@ class Decoder(LanguageModel):
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
         taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
-        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers)
+        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers, token_ids(self.config, tokens))
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
         hidden = self.norm(stream[-1])

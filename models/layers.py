@@ -135,6 +135,7 @@ class PassInputs:
     first: Array | None = None  # int32[B], see `KVCache.first`
     layers: Sublayers | None = None  # the sublayers to run; None: all
     layout: Layout | None = field(default=None, metadata={"static": True})  # of a sharded model
+    tokens: Array | None = None  # int32[B, T], for mixtures that predict experts by token ids; None: others
 
     replace = replace
 
@@ -154,10 +155,11 @@ def make_pass_inputs(
     earlier: kv.Pending | None,
     layout: Layout | None,
     layers: Sublayers | None = None,
+    tokens: Array | None = None,
 ) -> PassInputs:
     """Build the `PassInputs` from the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return PassInputs(positions, keys, traced_mask(mask), cache.length, earlier, cache.first, layers, layout)
+    return PassInputs(positions, keys, traced_mask(mask), cache.length, earlier, cache.first, layers, layout, tokens)
 
 
 class LayerCache(NamedTuple):

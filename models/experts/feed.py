@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.models.experts.on_mesh import run_on_mesh
-from specjax.models.experts.routing import choose
+from specjax.models.experts.routing import ExpertChoice, choose
 from specjax.models.experts.running import run_experts
-from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.experts.shuffling import DevicePrediction, can_shuffle, run_shuffled
+from specjax.models.experts.sizes import MixtureSizes, TokenShuffling
 from specjax.models.layers import GatedMLP, Linear
 from specjax.models.layout import Layout
 from specjax.models.products import matmul
@@ -56,13 +57,37 @@ class ExpertRouter(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (count, width), dtype) * width**-0.5)
         self.bias = nnx.Param(jnp.zeros((count,), dtype)) if sizes.router_bias else None
         self.correction = nnx.Param(jnp.zeros((count,), jnp.float32)) if sizes.correction else None
+        is_permuted = sizes.shuffling is not None and sizes.routing.num_groups > 1
+        self.order = nnx.Param(jnp.arange(count, dtype=jnp.int32)) if is_permuted else None
         self.routing = sizes.routing
 
-    def __call__(self, x: Array):
-        """Return the `ExpertChoice` of rows [R, D]."""
-        logits = jnp.dot(x.astype(jnp.float32), self.weight[...].astype(jnp.float32).T, precision="highest")
-        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
-        return choose(logits, self.routing, None if self.correction is None else self.correction[...])
+    def __call__(self, x: Array) -> ExpertChoice:
+        """Return the experts of rows [R, D]."""
+        return self.route(self.arrays(), x)
+
+    def arrays(self) -> tuple[Array | None, ...]:
+        """Return the weight, the bias, the correction and the order of the experts, or None for missing ones."""
+        parts = self.weight, self.bias, self.correction, self.order
+        return tuple(None if part is None else part[...] for part in parts)
+
+    def route(self, arrays: tuple, x: Array) -> ExpertChoice:
+        """Return the experts of rows [R, D] with `arrays` in place of the parameters."""
+        weight, bias, correction, order = arrays
+        logits = jnp.dot(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision="highest")
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
+        return choose(logits, self.routing, correction, order)
+
+
+class DeviceTables(nnx.Module):
+    """The predicted device of each token id."""
+
+    def __init__(self, shuffling: TokenShuffling):
+        self.device = nnx.Param(jnp.zeros((shuffling.vocab_size,), jnp.int8))
+        self.confidence = nnx.Param(jnp.zeros((shuffling.vocab_size,), jnp.float16))
+
+    def __call__(self, tokens: Array) -> DevicePrediction:
+        """Return the predictions of tokens int32[R]."""
+        return DevicePrediction(self.device[...][tokens].astype(jnp.int32), self.confidence[...][tokens])
 
 
 class MixtureFeed(nnx.Module):
@@ -86,18 +111,29 @@ class MixtureFeed(nnx.Module):
         shared = sizes.shared_width
         self.shared = GatedMLP(width, shared, act, joined=joined, dtype=dtype, rngs=rngs) if shared else None
         self.shared_gate = Linear(width, 1, dtype=dtype, rngs=rngs) if shared and sizes.shared_gate else None
+        self.tables = DeviceTables(sizes.shuffling) if sizes.shuffling else None
         self.sizes, self.act = sizes, act
 
-    def __call__(self, x: Array, layout: Layout | None = None) -> Array:
-        """Return the output of tokens [B, T, D]. `layout` is that of a mesh."""
+    def __call__(self, x: Array, layout: Layout | None = None, tokens: Array | None = None) -> Array:
+        """Return the output of rows [B, T, D].
+
+        Args:
+          layout: that of a mesh.
+          tokens: int32[B, T], the token ids of the rows, from which tables predict their devices; None: rows are
+            vectors.
+        """
         rows = x.reshape(-1, x.shape[-1])
         matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
-        choice, count = self.router(rows), self.sizes.num_experts
+        count = self.sizes.num_experts
         if layout is None:
             arrays, first = flat_experts(matrices)
-            y = run_experts(rows, choice, arrays, count, self._expert, first=first)
+            y = run_experts(rows, self.router(rows), arrays, count, self._expert, first=first)
+        elif self.tables is not None and tokens is not None and can_shuffle(layout, matrices, self.sizes):
+            router = self.router.route, self.router.arrays()
+            prediction = self.tables(tokens.reshape(-1))
+            y = run_shuffled(layout, rows, prediction, router, matrices, self.sizes, self._expert)
         else:
-            y = run_on_mesh(layout, rows, choice, matrices, count, self._expert)
+            y = run_on_mesh(layout, rows, self.router(rows), matrices, count, self._expert)
         if self.shared is None:
             return y.astype(x.dtype).reshape(x.shape)
         shared = self.shared(x)

@@ -8,7 +8,7 @@ in each turn, and would gather experts that are split.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,23 +32,16 @@ def run_on_mesh(
 
     matrices: (weight, bias) of the projections gate, up and down, as the modules have them.
     """
-    specs = _specs(layout, matrices)
-    *_, expert_axes, _, width_axes = _of_weights(specs[2][0])
-    if not _fits(matrices, specs, bool(width_axes)):
+    split = split_experts(layout, matrices)
+    if split is None:
         arrays, first = flat_experts(matrices)
         return run_experts(x, choice, arrays, num_experts, expert, first=first)
+    specs, expert_axes, width_axes = split
     size = num_experts // _count(layout, expert_axes)
 
     def run(x: Array, choice: ExpertChoice, matrices: PyTree) -> Array:
-        place = lambda axes: jax.lax.axis_index(axes) if axes else jnp.int32(0)
-        numbers = choice.experts - place(expert_axes) * size
-        is_local = (numbers >= 0) & (numbers < size)
-        # The expert `size` does not exist: its pairs are dropped.
-        local = ExpertChoice(jnp.where(is_local, numbers, size), jnp.where(is_local, choice.weights, 0.0))
-        (gate, up, (weight, bias)), first = flat_experts(matrices)
-        if bias is not None and width_axes:  # the sum over parts of the width has it once
-            bias = jnp.where(place(width_axes) == 0, bias, 0)
-        arrays = _on_one_device((gate, up, (weight, bias)))
+        arrays, first = arrays_of_device(matrices, width_axes)
+        local = choice_of_device(choice, index_along(expert_axes), size)
         y = run_experts(x, local, arrays, size, expert, first=first)
         axes = (*expert_axes, *width_axes)
         return jax.lax.psum(y, axes) if axes else y
@@ -58,6 +51,44 @@ def run_on_mesh(
     return jax.shard_map(run, mesh=layout.mesh, in_specs=inputs, out_specs=rows(x), check_vma=False)(
         x, choice, matrices
     )
+
+
+class ExpertSplit(NamedTuple):
+    """The parts of experts that each device of a mesh has."""
+
+    specs: PyTree  # of the matrices
+    expert_axes: tuple[str, ...]  # mesh axes that split the experts
+    width_axes: tuple[str, ...]  # those that split the width of each expert; a result is the sum over them
+
+
+def split_experts(layout: Layout, matrices: PyTree) -> ExpertSplit | None:
+    """Return the parts of each device; None if a device cannot multiply by its part alone."""
+    specs = _specs(layout, matrices)
+    *_, expert_axes, _, width_axes = _of_weights(specs[2][0])
+    return ExpertSplit(specs, expert_axes, width_axes) if _fits(matrices, specs, bool(width_axes)) else None
+
+
+def index_along(axes: tuple[str, ...]) -> Array:
+    """Return the place of this device along mesh axes."""
+    return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def choice_of_device(choice: ExpertChoice, device: Array | int, size: int) -> ExpertChoice:
+    """Return the choices of the experts of one device, which has `size` of them. Others have the expert `size`.
+
+    That expert does not exist, so `run_experts` drops its pairs.
+    """
+    numbers = choice.experts - device * size
+    is_local = (numbers >= 0) & (numbers < size)
+    return ExpertChoice(jnp.where(is_local, numbers, size), jnp.where(is_local, choice.weights, 0.0))
+
+
+def arrays_of_device(matrices: PyTree, width_axes: tuple[str, ...]) -> tuple[PyTree, Array | int]:
+    """Return the arrays of this device for `run_experts`, and the place of the layer's first expert in them."""
+    (gate, up, (weight, bias)), first = flat_experts(matrices)
+    if bias is not None and width_axes:  # the sum over parts of the width has it once
+        bias = jnp.where(index_along(width_axes) == 0, bias, 0)
+    return _on_one_device((gate, up, (weight, bias))), first
 
 
 def _specs(layout: Layout, matrices: PyTree) -> PyTree:

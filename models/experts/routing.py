@@ -42,15 +42,20 @@ class ExpertChoice(NamedTuple):
     weights: Array  # float32[R, k]
 
 
-def choose(logits: Array, routing: Routing, correction: Array | None = None) -> ExpertChoice:
+def choose(
+    logits: Array, routing: Routing, correction: Array | None = None, order: Array | None = None
+) -> ExpertChoice:
     """Return the experts of each row of router logits float[R, E].
 
-    correction: float[E], added to the scores for the choice only; None: nothing is added.
+    Args:
+      correction: float[E], added to the scores for the choice only; None: nothing is added.
+      order: int32[E], the number of each expert before a permutation, by which experts belong to groups; None: they
+        are in order.
     """
     logits = logits.astype(jnp.float32)
     scores = _scores(logits, routing)
     ranked = scores if correction is None else scores + correction.astype(jnp.float32)
-    experts = jnp.sort(jax.lax.top_k(_best_groups(ranked, routing), routing.num_chosen)[1], -1)
+    experts = jnp.sort(jax.lax.top_k(_best_groups(ranked, routing, order), routing.num_chosen)[1], -1)
     weights = jnp.take_along_axis(scores, experts, -1)
     if routing.scores == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, -1)
@@ -65,10 +70,12 @@ def _scores(logits: Array, routing: Routing) -> Array:
     return jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else logits
 
 
-def _best_groups(scores: Array, routing: Routing) -> Array:
+def _best_groups(scores: Array, routing: Routing, order: Array | None) -> Array:
     """Return scores [R, E] with minus infinity outside of the best groups of each row."""
     if routing.num_groups == 1:
         return scores
+    if order is not None:
+        return _best_groups(scores[:, jnp.argsort(order)], routing, None)[:, order]
     grouped = scores.reshape(len(scores), routing.num_groups, -1)
     best_scores = jax.lax.top_k(grouped, 1 if routing.group_score == "maximum" else 2)[0]
     best = jax.lax.top_k(jnp.sum(best_scores, -1), routing.num_chosen_groups)[1]  # int32[R, groups]

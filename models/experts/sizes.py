@@ -7,6 +7,14 @@ from typing import NamedTuple
 from specjax.models.experts.routing import Routing
 
 
+class TokenShuffling(NamedTuple):
+    """A mixture whose rows are sent to devices that tables predict, see `specjax.models.experts.shuffling`."""
+
+    devices: int  # size of the mesh axis "expert" that the tables are for
+    vocab_size: int
+    remote: float  # mean number of other devices that have an expert of a row; it sets the size of the exchange
+
+
 class MixtureSizes(NamedTuple):
     """Sizes and rules of a mixture of experts. All its experts have the same shape."""
 
@@ -20,6 +28,7 @@ class MixtureSizes(NamedTuple):
     bias: bool = False  # of the projections of experts
     limit: float | None = None  # gpt-oss: gate and up are clamped, see `feed.clamped_product`; None: they are not
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP instead
+    shuffling: TokenShuffling | None = None  # None: each device of a mesh reads all rows
 
     def expected_experts(self, rows: float) -> float:
         """Return the expected number of distinct experts that `rows` rows choose, E (1 - (1 - k / E) ** rows).

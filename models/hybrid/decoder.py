@@ -7,7 +7,7 @@ from flax import nnx
 
 from specjax.errors import UsageError
 from specjax.models import layers as L
-from specjax.models.decoder import LanguageModel
+from specjax.models.decoder import LanguageModel, token_ids
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
 from specjax.models.hybrid.block import HybridBlock, scaled
 from specjax.models.hybrid.config import HybridConfig
@@ -35,7 +35,9 @@ class HybridDecoder(LanguageModel):
         taps=(), earlier: HybridPending | None = None, layout=None,
     ) -> tuple[Output, HybridPending]:  # fmt: skip
         attention = None if earlier is None else earlier.attention
-        shared = L.make_pass_inputs(positions, mask, cache.attention, attention, layout)
+        shared = L.make_pass_inputs(
+            positions, mask, cache.attention, attention, layout, tokens=token_ids(self.config, tokens)
+        )
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         of_layers = None
         if self.layer_inputs is not None:

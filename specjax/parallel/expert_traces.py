@@ -1,0 +1,117 @@
+"""Traces of a mixture: the experts that its routers choose for the tokens of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import io_callback
+
+from specjax.errors import UsageError
+from specjax.models.bridge import abstract_module
+from specjax.models.experts.feed import MixtureFeed
+from specjax.types import Array, PyTree, Target
+
+
+class ExpertTraces(NamedTuple):
+    """Experts that the router of each layer chose for tokens of texts."""
+
+    tokens: np.ndarray  # int32[N]
+    experts: np.ndarray  # int16[L, N, k], for the L layers with a mixture
+    num_experts: int
+    vocab_size: int
+
+
+def mixture_config(target: Target) -> Any:
+    """Return the config of a mixture of experts. Raises: UsageError for other models, and for sharded or grouped ones."""
+    config = target.model.config
+    if getattr(config, "experts", None) is None:
+        raise UsageError(f"{target.model.name} has no experts to group; choose a mixture of experts")
+    if target.model.mesh is not None:
+        raise UsageError(f"{target.model.name} is already sharded; group its experts before specjax.shard")
+    if config.experts.shuffling is not None:
+        raise UsageError(f"the experts of {config.name} are in groups already; pass the target as it was loaded")
+    return config
+
+
+def mixture_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers with a mixture of experts."""
+    kinds = getattr(config, "kinds", None)
+    if kinds is not None:
+        return [layer for layer, kind in enumerate(kinds) if kind.feed == "moe"]
+    return [layer for layer in range(config.num_layers) if layer not in config.experts.dense_layers]
+
+
+def trace_experts(target: Target, texts: Sequence[Sequence[int]], *, window: int = 256) -> ExpertTraces:
+    """Return the experts that each layer chooses for the tokens of texts.
+
+    Args:
+      target: a mixture of experts from `specjax.models`, before `specjax.shard`.
+      texts: token ids. They are cut into windows that are read alone.
+      window: tokens of a window. All windows run in one compiled program.
+
+    Raises: UsageError for a model without experts, a window that is not positive, or a token outside the vocabulary.
+    """
+    config = mixture_config(target)
+    if window < 1:
+        raise UsageError(f"window must be at least 1, not {window}")
+    pieces = [np.asarray(text[i : i + window], np.int32) for text in texts for i in range(0, len(text), window)]
+    received: list[np.ndarray] = []
+    run = _tracing_pass(target.model, lambda experts: received.append(np.asarray(experts, np.int16)))
+    parts = [np.zeros((len(mixture_layers(config)), 0, config.experts.routing.num_chosen), np.int16)]
+    for piece in pieces:
+        if piece.min() < 0 or piece.max() >= config.vocab_size:
+            raise UsageError(
+                f"the texts have tokens from {piece.min()} to {piece.max()}, but {config.name} has "
+                f"{config.vocab_size}; use the tokenizer of the model"
+            )
+        run(target.params, np.pad(piece, (0, window - len(piece)))).block_until_ready()
+        jax.effects_barrier()
+        parts.append(np.stack(received)[:, : len(piece)])
+        received.clear()
+    tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
+    return ExpertTraces(tokens, np.concatenate(parts, 1), config.experts.num_experts, config.vocab_size)
+
+
+class _TracingRouter(nnx.Module):
+    """A router that passes its choices to a function on the host, in the order of the layers."""
+
+    def __init__(self, router: Any, receive: Callable[[np.ndarray], None]):
+        self.router, self.receive = router, receive
+
+    def __call__(self, x: Array) -> Any:
+        choice = self.router(x)
+        io_callback(self.receive, None, choice.experts, ordered=True)
+        return choice
+
+
+def _tracing_pass(model: Any, receive: Callable[[np.ndarray], None]) -> Callable[[PyTree, Array], Array]:
+    """Return the compiled pass over tokens int32[T] that passes the choices int32[T, k] of each layer to `receive`."""
+    module = abstract_module(model.config)
+    for _, part in nnx.iter_graph(module):
+        if isinstance(part, MixtureFeed):
+            part.router = _TracingRouter(part.router, receive)
+    graphdef = nnx.split(module)[0]
+
+    @jax.jit
+    def run(params: PyTree, tokens: Array) -> Array:
+        count = len(tokens)
+        cache = model.init_cache(params, None, 1, count)
+        mask = jnp.tril(jnp.ones((1, count, count), bool))
+        module = nnx.merge(graphdef, nnx.State(_with_tracing_routers(params)))
+        output, _ = module(tokens[None], cache, positions=jnp.arange(count)[None], mask=mask)
+        return output.hidden
+
+    return run
+
+
+def _with_tracing_routers(params: PyTree) -> PyTree:
+    """Return the parameters of a model whose routers are `_TracingRouter`s."""
+    if not isinstance(params, dict):
+        return params
+    wrap = lambda name, part: {"router": part} if name == "router" else _with_tracing_routers(part)
+    return {name: wrap(name, part) for name, part in params.items()}
