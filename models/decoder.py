@@ -17,6 +17,7 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.experts.feed import MixtureFeed
+from specjax.models.experts.shuffling import RowHistory
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.latent.attention import LatentAttention
 from specjax.models.latent.sizes import LatentSizes
@@ -178,22 +179,23 @@ def activation_function(c: DecoderConfig):
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
-def token_ids(config: DecoderConfig, tokens: Array | Mixture | Stream | Appended) -> Array | None:
-    """Return the token ids int32[B, T] of a pass if tables of experts read them, and if its inputs are tokens."""
+def row_history(config: DecoderConfig, tokens: Array | Mixture | Stream | Appended) -> RowHistory | None:
+    """Return the history of a pass if tables of experts read it, and if the inputs of the pass are token ids."""
     has_tables = config.experts is not None and config.experts.shuffling is not None
-    return jnp.asarray(tokens) if has_tables and isinstance(tokens, jax.Array | np.ndarray) else None
+    return RowHistory.start(tokens) if has_tables and isinstance(tokens, jax.Array | np.ndarray) else None
 
 
-def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> Array:
-    """Return the output of a feed-forward block for x [B, T, D], summed over the devices that split its width.
+def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> tuple[Array, RowHistory | None]:
+    """Run a feed-forward block on x [B, T, D].
 
     A mixture of experts only reads the tokens of the pass. Tokens that fill a tile would touch other experts.
+
+    Returns: the output, summed over the devices that split the width of the block, and the history after it.
     """
     if isinstance(feed, MixtureFeed):
-        return pad_tokens(
-            shared.sum(feed(x[:, : shared.positions.shape[1]], shared.layout, shared.tokens), "mlp"), x.shape[1]
-        )
-    return shared.sum(feed(x), "mlp")
+        y, history = feed.with_history(x[:, : shared.positions.shape[1]], shared.layout, shared.history)
+        return pad_tokens(shared.sum(y, "mlp"), x.shape[1]), history
+    return shared.sum(feed(x), "mlp"), shared.history
 
 
 class DecoderBlock(nnx.Module):
@@ -227,7 +229,11 @@ class DecoderBlock(nnx.Module):
         return self.attention.queries(_normalize(self.attention_norm, x), shared, settings)
 
     def feed(self, x, shared: L.PassInputs):
-        return _normalize(self.mlp_post_norm, run_feed(self.mlp, _normalize(self.mlp_norm, x), shared))
+        return self.feed_with_history(x, shared)[0]
+
+    def feed_with_history(self, x, shared: L.PassInputs):
+        y, history = run_feed(self.mlp, _normalize(self.mlp_norm, x), shared)
+        return _normalize(self.mlp_post_norm, y), history
 
 
 def _normalize(norm: L.RMSNorm | None, x: Array) -> Array:
@@ -300,7 +306,7 @@ class Decoder(LanguageModel):
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
         taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
-        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers, token_ids(self.config, tokens))
+        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers, row_history(self.config, tokens))
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
         hidden = self.norm(stream[-1])

@@ -135,7 +135,7 @@ class PassInputs:
     first: Array | None = None  # int32[B], see `KVCache.first`
     layers: Sublayers | None = None  # the sublayers to run; None: all
     layout: Layout | None = field(default=None, metadata={"static": True})  # of a sharded model
-    tokens: Array | None = None  # int32[B, T], for mixtures that predict experts by token ids; None: others
+    history: PyTree = None  # `RowHistory` of a mixture whose tables predict devices; None: others
 
     replace = replace
 
@@ -155,11 +155,11 @@ def make_pass_inputs(
     earlier: kv.Pending | None,
     layout: Layout | None,
     layers: Sublayers | None = None,
-    tokens: Array | None = None,
+    history: PyTree = None,
 ) -> PassInputs:
     """Build the `PassInputs` from the arguments of `forward`."""
     keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
-    return PassInputs(positions, keys, traced_mask(mask), cache.length, earlier, cache.first, layers, layout, tokens)
+    return PassInputs(positions, keys, traced_mask(mask), cache.length, earlier, cache.first, layers, layout, history)
 
 
 class LayerCache(NamedTuple):
@@ -438,17 +438,21 @@ def _unrolled(
     # `jit` lets equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
     @functools.partial(jax.jit, static_argnums=0)
     def run_layer(graphdef, state, x, inputs):
-        return apply_layer(LayerWeights(graphdef, state), x, inputs)
+        return apply_layer_with_history(LayerWeights(graphdef, state), x, inputs)
+
+    history = shared.history
 
     def inputs_of(i: int) -> LayerInputs:
         layer_cache = LayerCache.of_layer(cache, i, earlier)
-        return LayerInputs(shared, layer_cache, settings.at_layer(i), at_layer(shared.layers, i, axis=1))
+        return LayerInputs(
+            shared.replace(history=history), layer_cache, settings.at_layer(i), at_layer(shared.layers, i, axis=1)
+        )
 
     stream, new = [x], []
     for start, size, count in layer_segments(len(layers), group):
         for first in range(start, start + size * count, size):
             if size == 1:
-                x, pending = run_layer(*nnx.split(layers[first]), x, inputs_of(first))
+                x, pending, history = run_layer(*nnx.split(layers[first]), x, inputs_of(first))
                 outputs, pending = [x], [pending]
             else:
                 members = range(first, first + size)
@@ -466,33 +470,39 @@ def _scanned(
     graphdef, state = nnx.split(layers)
     earlier = keys_and_values(shared.earlier)
 
-    def inputs_of(layer: Array) -> LayerInputs:
+    def inputs_of(layer: Array, history: PyTree) -> LayerInputs:
         # Pass the whole cache, not a slice of it. A slice that is a kernel's operand is copied out of the stack.
         layer_cache = LayerCache(cache.k, cache.v, layer, at_layer(earlier, layer))
-        return LayerInputs(shared, layer_cache, settings.at_layer(layer), at_layer(shared.layers, layer, axis=1))
+        runs = at_layer(shared.layers, layer, axis=1)
+        return LayerInputs(shared.replace(history=history), layer_cache, settings.at_layer(layer), runs)
 
     # The number of the first layer is carried. As an input of the scan it would be sliced out of an array.
-    def body(size: int, carried: tuple[Array, Array], group_weights):
-        x, first = carried
+    def body(size: int, carried: tuple[Array, Array, PyTree], group_weights):
+        x, first, history = carried
         if group_weights is not None:
             members = [LayerWeights(graphdef, merge_whole(group_weights, stacks, first))]
         else:
             members = [LayerWeights(graphdef, state, first + i) for i in range(size)]
-        inputs = [inputs_of(first + i) for i in range(size)]
+        inputs = [inputs_of(first + i, history) for i in range(size)]
         if size == 1:
-            x, new = apply_layer(members[0], x, inputs[0])
-            return (x, first + size), (x[None], jax.tree.map(lambda leaf: leaf[None], new))
+            x, new, history = apply_layer_with_history(members[0], x, inputs[0])
+            return (x, first + size, history), (x[None], jax.tree.map(lambda leaf: leaf[None], new))
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
-        return (outputs[-1], first + size), (jnp.stack(outputs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *new))
+        return (outputs[-1], first + size, history), (
+            jnp.stack(outputs),
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *new),
+        )
 
     # The scan slices the weights, except those of layers that may be skipped, of groups, and whole parameters.
     slices, stacks = split_whole(state)
     sliced_state = slices if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
-    stream, new = [x[None]], []
+    stream, new, history = [x[None]], [], shared.history
     for start, size, count in layer_segments(len(cache.k), group):
-        carried = x, jnp.int32(start)
-        (x, _), (outputs, pending) = jax.lax.scan(functools.partial(body, size), carried, sliced_state, length=count)
+        carried = x, jnp.int32(start), history
+        (x, _, history), (outputs, pending) = jax.lax.scan(
+            functools.partial(body, size), carried, sliced_state, length=count
+        )
         stream.append(flat(outputs))
         new.append(jax.tree.map(flat, pending))
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.
@@ -515,15 +525,24 @@ def _run_group(blocks: list, x: Array, inputs: list[LayerInputs]) -> tuple[list[
 
 def apply_layer(weights: LayerWeights, x: Array, inputs: LayerInputs):
     """Run one layer, or the sublayers of `inputs.runs`. Return the stream after it, and (k, v)."""
+    return apply_layer_with_history(weights, x, inputs)[:2]
+
+
+def apply_layer_with_history(weights: LayerWeights, x: Array, inputs: LayerInputs):
+    """Run one layer like `apply_layer`. Return the stream after it, (k, v), and `PassInputs.history` after it."""
+    history = inputs.shared.history
     if inputs.runs is None:
         block = weights.block()
         y, new = block.attend(x, inputs)
         x = x + y
-        return x + block.feed(x, inputs.shared), new
+        if history is None:
+            return x + block.feed(x, inputs.shared), new, None
+        y, history = block.feed_with_history(x, inputs.shared)
+        return x + y, new, history
     of_row = lambda runs: runs[:, None]
     x, new = run_where(of_row(inputs.runs.attention), lambda x: weights.block().attend(x, inputs), x)
     x, _ = run_where(of_row(inputs.runs.mlp), lambda x: (weights.block().feed(x, inputs.shared), ()), x)
-    return x, new
+    return x, new, history
 
 
 def run_where(tokens: Array, sublayer, x: Array, otherwise=None):

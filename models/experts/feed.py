@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax.models.experts.on_mesh import run_on_mesh
 from specjax.models.experts.routing import ExpertChoice, choose
 from specjax.models.experts.running import run_experts
-from specjax.models.experts.shuffling import DevicePrediction, can_shuffle, run_shuffled
+from specjax.models.experts.shuffling import DevicePrediction, RowHistory, can_shuffle, run_shuffled, surer
 from specjax.models.experts.sizes import MixtureSizes, TokenShuffling
 from specjax.models.layers import GatedMLP, Linear
 from specjax.models.layout import Layout
@@ -79,15 +79,23 @@ class ExpertRouter(nnx.Module):
 
 
 class DeviceTables(nnx.Module):
-    """The predicted device of each token id."""
+    """The predicted device of a row by its token id, and by its devices in the last two layers."""
 
     def __init__(self, shuffling: TokenShuffling):
-        self.device = nnx.Param(jnp.zeros((shuffling.vocab_size,), jnp.int8))
-        self.confidence = nnx.Param(jnp.zeros((shuffling.vocab_size,), jnp.float16))
+        by_token, by_devices = (shuffling.vocab_size,), (shuffling.devices,) * 2
+        self.token_device = nnx.Param(jnp.zeros(by_token, jnp.int8))
+        self.token_confidence = nnx.Param(jnp.zeros(by_token, jnp.float16))
+        self.device = nnx.Param(jnp.zeros(by_devices, jnp.int8))
+        self.confidence = nnx.Param(jnp.zeros(by_devices, jnp.float16))
 
-    def __call__(self, tokens: Array) -> DevicePrediction:
-        """Return the predictions of tokens int32[R]."""
-        return DevicePrediction(self.device[...][tokens].astype(jnp.int32), self.confidence[...][tokens])
+    def __call__(self, history: RowHistory) -> DevicePrediction:
+        """Return the predictions [B, T] of the surer table for each row."""
+        tokens, devices = history.tokens, tuple(jnp.maximum(history.devices, 0))
+        has_history = jnp.all(history.devices >= 0, 0)
+        return surer(
+            DevicePrediction(self.token_device[...][tokens], self.token_confidence[...][tokens]),
+            DevicePrediction(self.device[...][devices], jnp.where(has_history, self.confidence[...][devices], 0)),
+        )
 
 
 class MixtureFeed(nnx.Module):
@@ -114,13 +122,16 @@ class MixtureFeed(nnx.Module):
         self.tables = DeviceTables(sizes.shuffling) if sizes.shuffling else None
         self.sizes, self.act = sizes, act
 
-    def __call__(self, x: Array, layout: Layout | None = None, tokens: Array | None = None) -> Array:
-        """Return the output of rows [B, T, D].
+    def __call__(self, x: Array, layout: Layout | None = None) -> Array:
+        """Return the output of rows [B, T, D]. `layout` is that of a mesh."""
+        return self.with_history(x, layout, None)[0]
 
-        Args:
-          layout: that of a mesh.
-          tokens: int32[B, T], the token ids of the rows, from which tables predict their devices; None: rows are
-            vectors.
+    def with_history(
+        self, x: Array, layout: Layout | None, history: RowHistory | None
+    ) -> tuple[Array, RowHistory | None]:
+        """Return the output of rows [B, T, D], and their history after this layer.
+
+        history: what tables predict the device of each row from; None: rows stay on all devices.
         """
         rows = x.reshape(-1, x.shape[-1])
         matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
@@ -128,18 +139,23 @@ class MixtureFeed(nnx.Module):
         if layout is None:
             arrays, first = flat_experts(matrices)
             y = run_experts(rows, self.router(rows), arrays, count, self._expert, first=first)
-        elif self.tables is not None and tokens is not None and can_shuffle(layout, matrices, self.sizes):
+        elif self.tables is not None and history is not None and can_shuffle(layout, matrices, self.sizes):
             router = self.router.route, self.router.arrays()
-            prediction = self.tables(tokens.reshape(-1))
-            y = run_shuffled(layout, rows, prediction, router, matrices, self.sizes, self._expert)
+            prediction = DevicePrediction(*(part.reshape(-1) for part in self.tables(history)))
+            y, device = run_shuffled(layout, rows, prediction, router, matrices, self.sizes, self._expert)
+            history = history.after(device.reshape(x.shape[:2]))
         else:
             y = run_on_mesh(layout, rows, self.router(rows), matrices, count, self._expert)
+        return self._with_shared(y.astype(x.dtype).reshape(x.shape), x), history
+
+    def _with_shared(self, y: Array, x: Array) -> Array:
+        """Add the output of the shared MLP, if there is one, to that of the experts."""
         if self.shared is None:
-            return y.astype(x.dtype).reshape(x.shape)
+            return y
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
-        return y.astype(x.dtype).reshape(x.shape) + shared
+        return y + shared
 
     def _expert(self, matrices: tuple, x: Array) -> Array:
         """Return the output float32[R, D] of one expert."""

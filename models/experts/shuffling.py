@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from specjax.models.experts.on_mesh import arrays_of_device, choice_of_device, split_experts
@@ -42,6 +43,24 @@ class DevicePrediction(NamedTuple):
     confidence: Array  # float[R], 0 to 1
 
 
+class RowHistory(NamedTuple):
+    """What predicts the device of each row of a pass."""
+
+    tokens: Array  # int32[B, T]
+    devices: (
+        Array  # int32[2, B, T], with most experts of the row in the mixture before the last one, and the last; or -1
+    )
+
+    @classmethod
+    def start(cls, tokens: Array | np.ndarray) -> RowHistory:
+        """Return the history of tokens int32[B, T] before the first layer."""
+        return cls(jnp.asarray(tokens), jnp.full((2, *tokens.shape), -1, jnp.int32))
+
+    def after(self, device: Array) -> RowHistory:
+        """Return the history after a layer where most experts of each row are on `device` int32[B, T]."""
+        return self._replace(devices=jnp.stack([self.devices[1], device]))
+
+
 class Slots(NamedTuple):
     """The place of each row. Each of G devices has S = ceil(R / G) slots."""
 
@@ -57,7 +76,7 @@ def surer(first: DevicePrediction, second: DevicePrediction) -> DevicePrediction
 
 def place_rows(prediction: DevicePrediction, devices: int) -> Slots:
     """Place each row on its predicted device. If a device has no slot left, its least certain rows go elsewhere."""
-    device, confidence = prediction
+    device, confidence = prediction.device.astype(jnp.int32), prediction.confidence.astype(jnp.float32)
     count = len(device)
     size = -(-count // devices)
     order = jnp.argsort(-confidence, stable=True)
@@ -95,8 +114,10 @@ def can_shuffle(layout: Layout, matrices: PyTree, sizes: MixtureSizes) -> bool:
 def run_shuffled(
     layout: Layout, x: Array, prediction: DevicePrediction, router: tuple[Callable, PyTree], matrices: PyTree,
     sizes: MixtureSizes, expert: Expert,
-) -> Array:  # fmt: skip
-    """Return the weighted sums [R, D] of the outputs of each row's experts, in the dtype of x.
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return the weighted sums [R, D] of the outputs of each row's experts, and the device int32[R] with most of them.
+
+    The sums have the dtype of x.
 
     Args:
       x: [R, D], which "data" may split.
@@ -109,7 +130,9 @@ def run_shuffled(
     devices, size = shuffling.devices, sizes.num_experts // shuffling.devices
     route, router_arrays = router
 
-    def run(x: Array, prediction: DevicePrediction, router_arrays: PyTree, matrices: PyTree) -> Array:
+    def run(
+        x: Array, prediction: DevicePrediction, router_arrays: PyTree, matrices: PyTree
+    ) -> tuple[Array, Array]:  # fmt: skip
         arrays, first = arrays_of_device(matrices, split.width_axes)
         slots = place_rows(prediction, devices)
         per_device = len(slots.rows) // devices
@@ -120,8 +143,8 @@ def run_shuffled(
         choice = ExpertChoice(jnp.where(rows[:, None] < len(x), choice.experts, sizes.num_experts), choice.weights)
         compute = lambda x, choice: run_experts(x, choice, arrays, size, expert, first=first)
         capacity = exchange_capacity(per_device, devices, shuffling.remote)
-        is_needed = jnp.any(choice.experts[..., None] // size == jnp.arange(devices), 1)  # bool[S, G]
-        is_needed &= jnp.arange(devices) != own
+        counts = jnp.sum(choice.experts[..., None] // size == jnp.arange(devices), 1)  # int32[S, G], experts of a row
+        is_needed = (counts > 0) & (jnp.arange(devices) != own)
         exchange = lambda capacity: _exchange(local, choice, is_needed, capacity, size, compute)
         overflows = jnp.max(jnp.sum(is_needed, 0)) > capacity
         # Devices of all data parts take the same branch, because its collectives wait for each other.
@@ -132,12 +155,14 @@ def run_shuffled(
             else jax.lax.cond(overflows > 0, lambda: exchange(per_device), lambda: exchange(capacity))
         )
         y = jax.lax.psum(y, split.width_axes) if split.width_axes else y
-        return jax.lax.all_gather(y.astype(x.dtype), AXIS, tiled=True)[slots.of_rows]
+        of_all = jax.lax.all_gather((y.astype(x.dtype), jnp.argmax(counts, -1)), AXIS, tiled=True)
+        return jax.tree.map(lambda leaf: leaf[slots.of_rows], of_all)
 
     rows = lambda x: layout.sharding(x.shape, "data", *[None] * (x.ndim - 1)).spec
     everywhere = jax.tree.map(lambda _: PartitionSpec(), router_arrays)
+    outputs = rows(x), rows(prediction.device)
     inputs = rows(x), jax.tree.map(rows, prediction), everywhere, split.specs
-    return jax.shard_map(run, mesh=layout.mesh, in_specs=inputs, out_specs=rows(x), check_vma=False)(
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)(
         x, prediction, router_arrays, matrices
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -41,12 +41,17 @@ class HybridInputs(NamedTuple):
     keys: tuple | None = None  # new keys and values of the layer that `LayerKind.keys_of` names
     layer_input: Array | None = None  # [B, T, w], see `layer_inputs`
 
+    def with_history(self, history: Any) -> HybridInputs:
+        """Return the inputs with another `PassInputs.history`."""
+        return self if history is None else self._replace(shared=self.shared.replace(history=history))
+
 
 class LayerEntries(NamedTuple):
     """New entries of one layer: its keys and values, and its recurrent updates. Missing ones are None."""
 
     keys: tuple | None
     updates: Updates | None
+    history: Any = None  # `PassInputs.history` after the layer
 
 
 class HybridBlock(nnx.Module):
@@ -69,7 +74,7 @@ class HybridBlock(nnx.Module):
 
     def __call__(self, x: Array, inputs: HybridInputs) -> tuple[Array, LayerEntries]:
         """Return the residual stream after the layer, and its new entries."""
-        m, keys, updates = self.multipliers, None, None
+        m, keys, updates, history = self.multipliers, None, None, inputs.shared.history
         if self.mixer_norm is not None:
             n = self.mixer_norm(x)
             outputs = []
@@ -87,14 +92,14 @@ class HybridBlock(nnx.Module):
             y = y if self.mixer_post_norm is None else self.mixer_post_norm(y)
             x = x + scaled(y, m.residual)
         if self.mlp is not None and self.mlp_norm is not None:
-            y = run_feed(self.mlp, self.mlp_norm(x), inputs.shared)
+            y, history = run_feed(self.mlp, self.mlp_norm(x), inputs.shared)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
             x = x + scaled(y, m.down * m.residual)
         if self.layer_input is not None:
             assert inputs.layer_input is not None
             x = x + self.layer_input(x, inputs.layer_input)
         x = x if self.scale is None else self.scale(x)
-        return x, LayerEntries(keys if self.kind.has_keys else None, updates)
+        return x, LayerEntries(keys if self.kind.has_keys else None, updates, history)
 
 
 def with_scaled_keys(c: HybridConfig) -> HybridConfig:

@@ -7,7 +7,7 @@ from flax import nnx
 
 from specjax.errors import UsageError
 from specjax.models import layers as L
-from specjax.models.decoder import LanguageModel, token_ids
+from specjax.models.decoder import LanguageModel, row_history
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
 from specjax.models.hybrid.block import HybridBlock, scaled
 from specjax.models.hybrid.config import HybridConfig
@@ -36,7 +36,7 @@ class HybridDecoder(LanguageModel):
     ) -> tuple[Output, HybridPending]:  # fmt: skip
         attention = None if earlier is None else earlier.attention
         shared = L.make_pass_inputs(
-            positions, mask, cache.attention, attention, layout, tokens=token_ids(self.config, tokens)
+            positions, mask, cache.attention, attention, layout, history=row_history(self.config, tokens)
         )
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         of_layers = None

@@ -110,8 +110,10 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
     entries: list[LayerEntries] = []
     of_layers = at_members(layer_pass.layer_inputs)
     inputs = layer_pass.inputs_of(layer_pass.settings(), _recurrent(layer_pass), of_layers)
+    history = layer_pass.shared.history
     for block, layer_inputs in zip(blocks, with_keys(layer_pass, inputs, entries), strict=True):
-        x, new = run_block(*nnx.split(block), x, layer_inputs)
+        x, new = run_block(*nnx.split(block), x, layer_inputs.with_history(history))
+        history = new.history
         stream.append(x)
         entries.append(new)
     return stream, _pending(entries, layer_pass.shared, x)
@@ -122,20 +124,21 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
     slices, stacks = zip(*map(split_whole, states), strict=True)
     settings = layer_pass.settings()
 
-    def body(carried: tuple[Array, Array], scanned: tuple[PyTree, tuple, list]):
-        (x, repeat), (weights, recurrent, of_layers) = carried, scanned
+    def body(carried: tuple[Array, Array, PyTree], scanned: tuple[PyTree, tuple, list]):
+        (x, repeat, history), (weights, recurrent, of_layers) = carried, scanned
         stream: list[Array] = []
         entries: list[LayerEntries] = []
         inputs = with_keys(layer_pass, layer_pass.inputs_of(settings, recurrent, of_layers, repeat), entries)
         for graphdef, part, stack, layer_inputs in zip(graphdefs, weights, stacks, inputs, strict=True):
-            x, new = nnx.merge(graphdef, merge_whole(part, stack, repeat))(x, layer_inputs)
+            x, new = nnx.merge(graphdef, merge_whole(part, stack, repeat))(x, layer_inputs.with_history(history))
+            history = new.history
             stream.append(x)
-            entries.append(new)
-        return (x, repeat + 1), (jnp.stack(stream), entries)
+            entries.append(new._replace(history=None))
+        return (x, repeat + 1, history), (jnp.stack(stream), entries)
 
-    carried = x, jnp.int32(0)
+    carried = x, jnp.int32(0), layer_pass.shared.history
     of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
-    (last, _), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
+    (last, *_), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
     return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
 

@@ -271,7 +271,12 @@ def group_experts(target: Target, groups: ExpertGroups) -> Target:
         order = jnp.asarray(groups.orders[places])
         # Routers that choose groups of neighbours read the first places of their experts.
         of_router = {"order": order} if config.experts.routing.num_groups > 1 else {}
-        tables = {"device": groups.tokens[places], "confidence": groups.token_confidence[places]}
+        tables = {
+            "token_device": groups.tokens[places],
+            "token_confidence": groups.token_confidence[places],
+            "device": groups.history[places],
+            "confidence": groups.history_confidence[places],
+        }
         router = _permute(feed["router"], order) | of_router
         experts = {name: _permute(feed[name], order) for name in EXPERTS}
         return feed | experts | {"router": router, "tables": jax.tree.map(jnp.asarray, tables)}
