@@ -10,7 +10,7 @@ import typer
 import typer.completion
 
 from specjax.cli.commands import bench, chat, compare_verifiers, datastore, explain, generate, methods, serve, train
-from specjax.cli.commands.models import check_bits, compile, inspect, plan, quantize
+from specjax.cli.commands.models import check_bits, compile, group_experts, inspect, plan, quantize
 from specjax.cli.options import completion
 from specjax.cli.options.panels import assign_panels
 from specjax.errors import UsageError
@@ -39,6 +39,7 @@ app.command("train")(train.train)
 app.command("methods")(methods.methods)
 app.command("inspect")(inspect.inspect)
 app.command("quantize")(quantize.quantize)
+app.command("group-experts")(group_experts.group_experts)
 app.command("check-bits")(check_bits.check_bits)
 app.add_typer(datastore.app, name="datastore")
 

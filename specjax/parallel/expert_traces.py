@@ -27,7 +27,10 @@ class ExpertTraces(NamedTuple):
 
 
 def mixture_config(target: Target) -> Any:
-    """Return the config of a mixture of experts. Raises: UsageError for other models, and for sharded or grouped ones."""
+    """Return the config of a mixture of experts.
+
+    Raises: UsageError for other models, and for a mixture that is sharded or has groups.
+    """
     config = target.model.config
     if getattr(config, "experts", None) is None:
         raise UsageError(f"{target.model.name} has no experts to group; choose a mixture of experts")

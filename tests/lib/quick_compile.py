@@ -13,7 +13,7 @@ SKIPPED = [
     *("while-loop-trip-count-annotator", "small-while-loop-hoisting", "simplify-sorts", "simplify-conditional"),
     *("conditional-to-select", "reshape-mover", "tree_reduction_rewriter", "batch-dot-simplification", "gemv-rewriter"),
     *("literal-canonicalizer", "map-inline", "associative-scan-rewriter", "async-collective-replacer"),
-    *("cpu-all-reduce-combiner", "all_to_all_decomposer", "strip-memory-placement-annotations"),
+    *("cpu-all-reduce-combiner", "strip-memory-placement-annotations"),
     *("dynamic-dimension-simplifier", "dynamic_padder", "propagate-call-metadata", "apply-xla-transforms"),
     *("convolution-group-converter", "convolution-canonicalization", "reduce-window-rewriter"),
     *("select_and_scatter_expander", "batchnorm_expander", "cholesky_expander", "qr_expander", "eigh_expander"),

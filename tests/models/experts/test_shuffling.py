@@ -18,17 +18,23 @@ from specjax.models.layout import Layout
 
 VOCAB, WIDTH, DEVICES, REMOTE = 16, 16, 4, 0.4
 SIZES = MixtureSizes(8, 32, Routing(2, normalized=True), bias=True, shuffling=TokenShuffling(DEVICES, VOCAB, REMOTE))
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 21))  # 4 devices do not divide 21 rows
+TOKENS = np.random.default_rng(0).permutation(np.arange(42) % VOCAB).reshape(2, 21)  # 4 devices do not divide 21 rows
 
 
 def rows_and_params():
-    """Return rows that depend on their tokens, and the parameters of a feed."""
+    """Return rows whose tokens choose both experts of one device, and the parameters of a feed."""
     rng = np.random.default_rng(1)
-    rows = 0.1 * rng.normal(size=(*TOKENS.shape, WIDTH)) + rng.normal(size=(VOCAB, WIDTH))[TOKENS]
+    directions = np.eye(DEVICES, WIDTH)
+    rows = 3 * directions[TOKENS % DEVICES] + 0.3 * rng.normal(size=(*TOKENS.shape, WIDTH))
     graphdef, state = nnx.split(MixtureFeed(WIDTH, SIZES, nnx.silu, dtype="float32", rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(state)
+    router = np.repeat(directions, 2, 0) + 0.05 * rng.normal(size=(8, WIDTH))
     bias = jnp.asarray(rng.normal(size=(8, WIDTH)), jnp.float32)  # one device adds it
-    return jnp.asarray(rows, jnp.float32), graphdef, params | {"expert_down": params["expert_down"] | {"bias": bias}}
+    changes = {
+        "router": {"weight": jnp.asarray(router, jnp.float32)},
+        "expert_down": params["expert_down"] | {"bias": bias},
+    }
+    return jnp.asarray(rows, jnp.float32), graphdef, params | changes
 
 
 ROWS, GRAPHDEF, PARAMS = rows_and_params()

@@ -1,1 +1,1 @@
-"""Commands that examine a model or a draft head: compile, plan, quantize, check-bits and inspect."""
+"""Commands that examine a model or a draft head: compile, plan, quantize, group-experts, check-bits and inspect."""
