@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import exhaustive
 
 import specjax
 from specjax.models.experts import shuffling
@@ -78,7 +79,7 @@ def plain():
     return np.asarray(nnx.merge(GRAPHDEF, nnx.State(PARAMS))(ROWS))
 
 
-@pytest.mark.parametrize(("data", "model"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("data", "model"), [exhaustive(2, 1), (1, 2)])
 def test_any_table_gives_the_same_outputs(data, model):
     """One program serves all tables, which are parameters."""
     run = run_on(specjax.mesh(data, model, expert=DEVICES))
