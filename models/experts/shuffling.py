@@ -136,15 +136,15 @@ def run_shuffled(
         arrays, first = arrays_of_device(matrices, split.width_axes)
         slots = place_rows(prediction, devices)
         per_device = len(slots.rows) // devices
-        own = jax.lax.axis_index(AXIS)
-        rows = jax.lax.dynamic_slice_in_dim(slots.rows, own * per_device, per_device)
+        device = jax.lax.axis_index(AXIS)
+        rows = jax.lax.dynamic_slice_in_dim(slots.rows, device * per_device, per_device)
         local = x[jnp.minimum(rows, len(x) - 1)]
         choice = route(router_arrays, local)
         choice = ExpertChoice(jnp.where(rows[:, None] < len(x), choice.experts, sizes.num_experts), choice.weights)
         compute = lambda x, choice: run_experts(x, choice, arrays, size, expert, first=first)
         capacity = exchange_capacity(per_device, devices, shuffling.remote)
         counts = jnp.sum(choice.experts[..., None] // size == jnp.arange(devices), 1)  # int32[S, G], experts of a row
-        is_needed = (counts > 0) & (jnp.arange(devices) != own)
+        is_needed = (counts > 0) & (jnp.arange(devices) != device)
         exchange = lambda capacity: _exchange(local, choice, is_needed, capacity, size, compute)
         overflows = jnp.max(jnp.sum(is_needed, 0)) > capacity
         # Devices of all data parts take the same branch, because its collectives wait for each other.
@@ -181,11 +181,11 @@ def _exchange(
       compute: from rows and their choice of the experts of this device to float32[rows, D].
     """
     count, devices = is_needed.shape
-    own = jax.lax.axis_index(AXIS)
+    device = jax.lax.axis_index(AXIS)
     rank = jnp.cumsum(is_needed, 0) - 1  # int32[S, G], place of a row in the buffer for a device
     place = jnp.where(is_needed & (rank < capacity), jnp.arange(devices) * capacity + rank, devices * capacity)
     source = jnp.full(devices * capacity, count).at[place].set(jnp.arange(count)[:, None], mode="drop")
-    choices = jax.vmap(lambda device: choice_of_device(choice, device, size))(jnp.arange(devices))  # [G, S, k]
+    choices = jax.vmap(lambda other: choice_of_device(choice, other, size))(jnp.arange(devices))  # [G, S, k]
     # An empty place of a buffer has experts that do not exist. Numbers of experts are exact in float32.
     numbers = jnp.pad(choices.experts, ((0, 0), (0, 1), (0, 0)), constant_values=size).astype(jnp.float32)
     weights = jnp.pad(choices.weights, ((0, 0), (0, 1), (0, 0)))
@@ -195,13 +195,13 @@ def _exchange(
     swap = lambda x: jax.lax.all_to_all(x, AXIS, 0, 0)
     rows = swap(x[jnp.minimum(by_place, count - 1)])  # [G, C, D], from each device
     experts, shares = jnp.split(swap(routes), 2, -1)
-    local = choice_of_device(choice, own, size)
-    join = lambda own, others: jnp.concatenate([own, others.reshape(-1, others.shape[-1])])
+    local = choice_of_device(choice, device, size)
+    join = lambda first, second: jnp.concatenate([first, second.reshape(-1, second.shape[-1])])
     joined = ExpertChoice(join(local.experts, experts.astype(jnp.int32)), join(local.weights, shares))
     y = compute(join(x, rows), joined)
     back = swap(y[count:].reshape(devices, capacity, -1)).reshape(devices * capacity, -1)
     back = jnp.concatenate([back, jnp.zeros((1, back.shape[-1]))])
     total = jnp.zeros((count, back.shape[-1]), jnp.float32)
-    for device in range(devices):
-        total = total + jnp.where(own == device, y[:count], back[place[:, device]])
+    for other in range(devices):
+        total = total + jnp.where(other == device, y[:count], back[place[:, other]])
     return total

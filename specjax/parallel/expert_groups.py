@@ -197,10 +197,10 @@ def _swap_experts(counts: np.ndarray, group, device, devices: int, rng, balance:
     """Return groups of equal size after random swaps of two experts, until no swap improves the score."""
     group, total, load = group.copy(), counts.sum(), counts.sum(0) / counts.sum() * devices
     affinity = np.stack([counts[device == g].sum(0) for g in range(devices)], -1) / total  # float64[E, G]
-    own = np.arange(len(group))
+    index = np.arange(len(group))
     for _ in range(50 * len(group)):
-        moved = affinity[:, group]  # of expert e on the device of expert f
-        gain = moved + moved.T - affinity[own, group][:, None] - affinity[own, group][None]
+        across = affinity[:, group]  # of expert e on the device of expert f
+        gain = across + across.T - affinity[index, group][:, None] - affinity[index, group][None]
         loads = np.bincount(group, load, devices)[group]
         change = load[:, None] - load[None]  # load that leaves the device of e for that of f
         gain -= balance * (2 * change**2 + 2 * change * (loads[None] - loads[:, None])) / devices
@@ -230,7 +230,7 @@ def _history_tables(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _rates(groups: ExpertGroups, tokens: np.ndarray, shares: np.ndarray) -> tuple[float, float]:
     """Return the hit rate and the mean number of other devices per row, with predictions of both tables."""
     main, rows = np.argmax(shares, -1), np.arange(len(tokens))
-    hits, others = 0, 0
+    hits, remote = 0, 0
     for layer, share in enumerate(shares):
         device, sure = groups.tokens[layer, tokens], groups.token_confidence[layer, tokens]
         if layer >= 2:
@@ -238,8 +238,8 @@ def _rates(groups: ExpertGroups, tokens: np.ndarray, shares: np.ndarray) -> tupl
             is_surer = groups.history_confidence[layer][pair] > sure
             device = np.where(is_surer, groups.history[layer][pair], device)
         hits += share[rows, device].sum()
-        others += (share > 0).sum() - (share[rows, device] > 0).sum()
-    return float(hits / shares.sum()), float(others / (len(shares) * len(tokens)))
+        remote += (share > 0).sum() - (share[rows, device] > 0).sum()
+    return float(hits / shares.sum()), float(remote / (len(shares) * len(tokens)))
 
 
 def group_experts(target: Target, groups: ExpertGroups) -> Target:

@@ -30,13 +30,13 @@ def planted(devices=4, experts=16, layers=3, tokens=40, noise=0.0, seed=0):
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, tokens, 3000)
     group = np.stack([rng.permutation(np.arange(experts) % devices) for _ in range(layers)])
-    chosen = np.zeros((layers, len(ids), 2), np.int16)
+    choices = np.zeros((layers, len(ids), 2), np.int16)
     for layer in range(layers):
         for row, token in enumerate(ids):
             is_noise = rng.uniform() < noise
             members = np.arange(experts) if is_noise else np.flatnonzero(group[layer] == token % devices)
-            chosen[layer, row] = rng.choice(members, 2, replace=False)
-    return ExpertTraces(ids.astype(np.int32), chosen, experts, tokens + 5), group
+            choices[layer, row] = rng.choice(members, 2, replace=False)
+    return ExpertTraces(ids.astype(np.int32), choices, experts, tokens + 5), group
 
 
 def test_planted_groups_are_recovered():

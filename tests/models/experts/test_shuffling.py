@@ -161,11 +161,13 @@ def test_routers_with_groups_of_experts_choose_the_same_after_a_permutation():
     order = rng.permutation(8)
     routing = Routing(2, "sigmoid", num_groups=4, num_chosen_groups=2, group_score="two_best", normalized=True)
     arrays = lambda *parts: [jnp.asarray(part) for part in parts]
-    before = choose(*arrays(logits), routing, *arrays(correction))
-    after = choose(*arrays(logits[:, order]), routing, *arrays(correction[order], order))
+    plain_choice = choose(*arrays(logits), routing, *arrays(correction))
+    choice_of_permutation = choose(*arrays(logits[:, order]), routing, *arrays(correction[order], order))
     weights = lambda experts, choice: (
         np.put_along_axis(full := np.zeros((20, 8)), experts, np.asarray(choice.weights), 1) or full
     )
     np.testing.assert_allclose(
-        weights(order[np.asarray(after.experts)], after), weights(np.asarray(before.experts), before), atol=1e-6
+        weights(order[np.asarray(choice_of_permutation.experts)], choice_of_permutation),
+        weights(np.asarray(plain_choice.experts), plain_choice),
+        atol=1e-6,
     )
