@@ -72,7 +72,7 @@ def trace_experts(target: Target, texts: Sequence[Sequence[int]], *, window: int
                 f"the texts have tokens from {piece.min()} to {piece.max()}, but {config.name} has "
                 f"{config.vocab_size}; use the tokenizer of the model"
             )
-        run(target.params, np.pad(piece, (0, window - len(piece)))).block_until_ready()
+        run(target.params, jnp.asarray(np.pad(piece, (0, window - len(piece))))).block_until_ready()
         jax.effects_barrier()
         parts.append(np.stack(received)[:, : len(piece)])
         received.clear()
