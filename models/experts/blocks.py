@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from specjax.arrays import platforms
 from specjax.models.experts.routing import ExpertChoice
 from specjax.types import Array
 
-BLOCK_ROWS = 64
-"""Largest number of rows of a block. `specjax.models.experts.running` has the times of blocks of 32 and 64 rows."""
+BLOCK_ROWS, BLOCK_ROWS_TPU = 64, 256
+"""Largest number of rows of a block, and on a TPU. `specjax.models.experts.running` has the times of some sizes."""
 
 
 class Block(NamedTuple):
@@ -27,13 +28,10 @@ class Blocks(NamedTuple):
     order: Array  # int32[P], pairs by expert
     counts: Array  # int32[E], pairs of each expert
     ends: Array  # int32[E], the number of blocks up to each expert
+    experts: Array  # int32[blocks], the expert of each block
+    size: int  # rows of a block
     num_rows: int
     num_chosen: int
-
-    @property
-    def size(self) -> int:
-        """Return the number of rows of a block."""
-        return min(BLOCK_ROWS, self.num_rows)
 
     @property
     def number(self) -> Array:
@@ -42,7 +40,7 @@ class Blocks(NamedTuple):
 
     def at(self, block: Array) -> Block:
         """Return a block."""
-        expert = jnp.searchsorted(self.ends, block, side="right").astype(jnp.int32)
+        expert = self.experts[block]
         start = (jnp.cumsum(self.counts) - self.counts)[expert]
         place = (block - jnp.where(expert > 0, self.ends[expert - 1], 0)) * self.size + jnp.arange(self.size)
         pairs = self.order[jnp.minimum(start + place, len(self.order) - 1)]
@@ -54,6 +52,10 @@ def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
     """Return the blocks of a choice. Pairs with the expert `num_experts`, which does not exist, are in none."""
     num_rows, num_chosen = choice.experts.shape
     flat = choice.experts.reshape(-1)
+    size = min(BLOCK_ROWS_TPU if platforms.of_program() == "tpu" else BLOCK_ROWS, num_rows)
     counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
-    size = min(BLOCK_ROWS, num_rows)
-    return Blocks(jnp.argsort(flat, stable=True), counts, jnp.cumsum(-(-counts // size)), num_rows, num_chosen)
+    ends = jnp.cumsum(-(-counts // size))
+    most = min(len(flat), num_experts + len(flat) // size)
+    # A search within the loop would be a loop of its own, with a third of a turn's cycles on a TPU.
+    experts = jnp.searchsorted(ends, jnp.arange(most), side="right", method="compare_all").astype(jnp.int32)
+    return Blocks(jnp.argsort(flat, stable=True), counts, ends, experts, size, num_rows, num_chosen)

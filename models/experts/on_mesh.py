@@ -42,7 +42,7 @@ def run_on_mesh(
     def run(x: Array, choice: ExpertChoice, matrices: PyTree) -> Array:
         arrays, first = arrays_of_device(matrices, width_axes)
         local = choice_of_device(choice, index_along(expert_axes), size)
-        y = run_experts(x, local, arrays, size, expert, first=first)
+        y = run_experts(x, local, arrays, size, expert, first=first, is_part=bool(expert_axes))
         axes = (*expert_axes, *width_axes)
         return jax.lax.psum(y, axes) if axes else y
 

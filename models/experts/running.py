@@ -2,14 +2,14 @@
 
 Few rows: a loop over the distinct experts of all rows. Each turn multiplies all rows by one expert. The number of turns
 is data, so a pass costs what the experts cost that it touches. Many rows: the pairs of row and expert are sorted, and
-each turn multiplies a block of rows of one expert. On a GPU, where such a loop costs a round trip to the host per turn,
-the weights of few pairs are gathered instead.
+each turn multiplies a block of rows of one expert. On a TPU a kernel multiplies them. On a GPU, where such a loop costs
+a round trip to the host per turn, the weights of few pairs are gathered instead.
 
 Every form adds the outputs of a row's experts in ascending order of the experts, in float32. `gradients` has the
 backward pass of all forms.
 
 `jax.lax.ragged_dot` is not used. On CPU it computes every expert: one row and 64 experts of 512 x 256 take 69.9 ms, and
-the loop takes 0.3 (jax 0.10).
+the loop takes 0.3 (jax 0.10). On TPU the compiler copies all experts to another layout before it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import platforms
+from specjax.arrays import platforms, scopes
 from specjax.models.experts.blocks import blocks_of
 from specjax.models.experts.gradients import with_gradients
 from specjax.models.experts.routing import ExpertChoice
+from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.storage.stacks import slice_layer
 from specjax.types import Array, PyTree
 
-Form = Literal["loop", "blocks", "gather"]
+Form = Literal["loop", "blocks", "gather", "grouped"]
 Expert = Callable[[PyTree, Array], Array]
 """Function from the weights of one expert and rows [r, D] to float32[r, D]."""
 
@@ -44,8 +45,30 @@ MAX_GATHERED_PAIRS = 16
 """Largest number of pairs of a row and an expert whose weights a GPU gathers."""
 
 
-def form_for(rows: int, num_chosen: int, platform: str) -> Form:
-    """Return the form for a number of rows on "cpu", "gpu" or "tpu"."""
+MAX_LOOP_ROWS_TPU = 256
+"""The same on a TPU, where a turn reads one expert for all rows, and more rows of a block cost little.
+
+Milliseconds of the experts of a layer of Qwen3-30B-A3B on a v5e chip, by the schedule of the TPU compiler for the
+expected number of turns (libtpu with jax 0.10, `benchmarks/expert_forms.py`, not measured). Loop: 0.26 for 1 row, 1.32
+for 8, 3.55 for 64, 4.48 for 256. Gather: 0.21 for 1 row, 5.9 for 8. Blocks of 64, 128 and 256 of 2,048 rows: 10.7, 7.1
+and 5.6. `ragged_dot` takes 10 or more for any number of rows, because it copies the experts.
+The kernel of the form "grouped" has no schedule. By its roofline, a lower bound, and the schedule of the rest, 2,048
+rows take 2.9. The blocks are faster if the kernel reaches less than 41 % of its roofline. gpt-oss-20b: loop 0.40 for
+1 row, 2.07 for 8, 3.39 for 64; gather 0.37 for 1 row, 37.8 for 8; 2,048 rows in blocks of 256 6.5, grouped 4.4 (less
+than 60 %). Fewer rows stay with the loop, which reads the same bytes. Its schedule and a roofline do not compare.
+"""
+
+
+def form_for(rows: int, num_chosen: int, platform: str, *, is_plain: bool = True, is_part: bool = False) -> Form:
+    """Return the form for a number of rows on "cpu", "gpu" or "tpu".
+
+    Args:
+      is_plain: the weights are bfloat16. is_part: of a row's experts, some may be on other devices.
+    """
+    if platform == "tpu":
+        if rows == 1 and is_plain and not is_part:  # a gather reads an expert in place of each one that is elsewhere
+            return "gather"
+        return "loop" if rows <= MAX_LOOP_ROWS_TPU else "grouped" if is_plain else "blocks"
     if platform == "gpu" and rows * num_chosen <= MAX_GATHERED_PAIRS:
         return "gather"
     return "loop" if rows <= MAX_LOOP_ROWS else "blocks"
@@ -53,7 +76,7 @@ def form_for(rows: int, num_chosen: int, platform: str) -> Form:
 
 def run_experts(
     x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Expert,
-    form: Form | None = None, first: Array | int = 0,
+    form: Form | None = None, first: Array | int = 0, is_part: bool = False,
 ) -> Array:  # fmt: skip
     """Return the weighted sum float32[R, D] of the outputs of each row's experts.
 
@@ -63,9 +86,12 @@ def run_experts(
       weights: arrays [E, ...], or `QuantizedArray`s. Those of stacked layers have the experts of all layers.
       form: None: that of `form_for`.
       first: place of the layer's first expert in `weights`.
+      is_part: `weights` are a part of the experts, and the pairs of the others have the expert `num_experts`.
     """
-    form = form or form_for(len(x), choice.experts.shape[-1], platforms.of_program())
-    run: Any = {"loop": _loop, "blocks": _blocks, "gather": _gather}[form]
+    if form is None:
+        is_plain = all(leaf.dtype == jnp.bfloat16 for leaf in (x, *jax.tree.leaves(weights)))
+        form = form_for(len(x), choice.experts.shape[-1], platforms.of_program(), is_plain=is_plain, is_part=is_part)
+    run: Any = {"loop": _loop, "blocks": _blocks, "gather": _gather, "grouped": _grouped}[form]
     run = functools.partial(run, num_experts=num_experts, expert=expert)
     return with_gradients(run, num_experts, expert)(x, choice, ExpertWeights(weights, first))
 
@@ -102,7 +128,8 @@ def _loop(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: i
         y = expert(weights.of(number), x) * shares[number][:, None]
         return total + jnp.where(is_chosen[number][:, None], y, 0.0)  # a row without this expert may overflow in it
 
-    return jax.lax.fori_loop(0, count, body, jnp.zeros(x.shape, jnp.float32))
+    with jax.named_scope(scopes.EXPERTS):
+        return jax.lax.fori_loop(0, count, body, jnp.zeros(x.shape, jnp.float32))
 
 
 def _blocks(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
@@ -114,7 +141,30 @@ def _blocks(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts:
         y = expert(weights.of(block.expert), x[jnp.minimum(block.rows, len(x) - 1)])
         return total.at[block.rows].add(y * shares[block.pairs][:, None], mode="drop")  # rows outside of x are dropped
 
-    return jax.lax.fori_loop(0, blocks.number, body, jnp.zeros(x.shape, jnp.float32))
+    with jax.named_scope(scopes.EXPERTS):
+        return jax.lax.fori_loop(0, blocks.number, body, jnp.zeros(x.shape, jnp.float32))
+
+
+def _grouped(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
+    """Multiply the pairs of a row and an expert, sorted by expert. The expert multiplies by `matmul` alone."""
+    flat, num_chosen = choice.experts.reshape(-1), choice.experts.shape[-1]
+    order = jnp.argsort(flat, stable=True)
+    experts = flat[order]
+    exists = experts < num_experts
+
+    def of_pairs(leaf: Array) -> Any:
+        if leaf.ndim == 2:  # biases
+            return leaf[weights.first + jnp.minimum(experts, num_experts - 1)]
+        place = jnp.where(flat < num_experts, weights.first + flat, len(leaf))  # outside: dropped
+        return GroupedMatrix(leaf, jnp.zeros(len(leaf), jnp.int32).at[place].add(1, mode="drop"))
+
+    y = expert(jax.tree.map(of_pairs, weights.arrays), x[order // num_chosen])
+    y = jnp.where(exists[:, None], y * choice.weights.reshape(-1)[order][:, None], 0.0)
+    of_pair = jnp.argsort(order).reshape(choice.experts.shape)  # int32[R, k], the place of each pair
+    total = jnp.zeros(x.shape, jnp.float32)
+    for place in range(num_chosen):
+        total = total + y[of_pair[:, place]]
+    return total
 
 
 def _gather(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:

@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.products.padding import fill_tile
 from specjax.models.products.quantized import quantized_matmul
 from specjax.numerics import reproducible_math
@@ -18,8 +19,10 @@ from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Array
 
 
-def matmul(x: Array, weight: Array | QuantizedArray, dtype=None) -> Array:
+def matmul(x: Array, weight: Array | QuantizedArray | GroupedMatrix, dtype=None) -> Array:
     """Multiply x [..., I] by the transpose of weight [O, I]. Return [..., O] in `dtype`, by default that of x."""
+    if isinstance(weight, GroupedMatrix):
+        return weight.product(x, dtype)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, dtype)
     default, cpu, tpu = (functools.partial(f, dtype=dtype) for f in (_matmul_plain, _matmul_on_cpu, _matmul_on_tpu))

@@ -7,8 +7,9 @@ import pytest
 
 from specjax.models.experts import running
 from specjax.models.experts.feed import clamped_product
-from specjax.models.experts.routing import Routing, choose
+from specjax.models.experts.routing import ExpertChoice, Routing, choose
 from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.products import matmul
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(24, 8)).astype(np.float32)
@@ -110,3 +111,45 @@ def test_the_activation_of_gpt_oss():
 def test_expected_experts():
     sizes = MixtureSizes(128, 768, Routing(8))
     assert [round(sizes.expected_experts(rows), 1) for rows in (1, 2, 8, 32)] == [8.0, 15.5, 51.6, 111.8]
+
+
+def _bfloat16(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
+
+
+def _projected(weights, x):
+    (up, bias), down = weights
+    return matmul(jnp.tanh(matmul(x, up) + bias), down, jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_grouped_products_equal_a_loop(rows):
+    """Experts of a later layer, with pairs whose expert does not exist, and groups that are larger than a tile."""
+    weights = (_bfloat16(16, 24, 16), _bfloat16(16, 24)), _bfloat16(16, 16, 24)
+    experts = jnp.asarray([[1, 3], [3, 8], [0, 3]])[jnp.arange(rows) % 3]
+    choice = ExpertChoice(experts, jnp.where(experts < 8, jnp.asarray(RNG.uniform(size=(rows, 2)), jnp.float32), 0.0))
+    x = _bfloat16(rows, 16)
+    run = jax.jit(running.run_experts, static_argnames=("num_experts", "expert", "form"))
+    grouped, loop = (
+        run(x, choice, weights, 8, _projected, form=form, first=jnp.int32(8)) for form in ("grouped", "loop")
+    )
+    np.testing.assert_allclose(grouped, loop, atol=0.02 * float(jnp.abs(loop).max()))
+    other = run(x.at[1:].set(7.0), choice, weights, 8, _projected, form="grouped", first=jnp.int32(8))
+    np.testing.assert_array_equal(grouped[0], other[0])
+
+
+def test_forms_of_platforms():
+    many = 4096
+    assert {running.form_for(rows, 8, "cpu") for rows in (1, 16, 64, many)} == {"loop", "blocks"}
+    assert running.form_for(many, 8, "tpu") == "grouped" and running.form_for(8, 8, "tpu") == "loop"
+    assert running.form_for(1, 8, "tpu") == "gather" and running.form_for(1, 8, "tpu", is_part=True) == "loop"
+    assert running.form_for(many, 8, "tpu", is_plain=False) == "blocks"
+    assert "grouped" not in {running.form_for(rows, 8, "gpu") for rows in (1, 16, 64, many)}
+
+
+def test_no_ragged_product_on_cpu():
+    """XLA on CPU computes every expert in `ragged_dot`."""
+    weights = (_bfloat16(8, 24, 16), _bfloat16(8, 24)), _bfloat16(8, 16, 24)
+    choice = choose(jnp.asarray(RNG.normal(size=(600, 8)), jnp.float32), Routing(2))
+    program = str(jax.make_jaxpr(lambda x: running.run_experts(x, choice, weights, 8, _projected))(_bfloat16(600, 16)))
+    assert "ragged_dot" not in program and "pallas_call" not in program and "while" in program

@@ -1,0 +1,241 @@
+"""Forms of the experts of one layer on a TPU, by the schedule of the TPU compiler.
+
+    python benchmarks/expert_forms.py
+    python benchmarks/expert_forms.py --target gpt_oss_20b --rows 2048 --forms blocks,grouped --json
+
+Each program is the router and the experts of one mixture of `--target`, in bfloat16, for one device. The forms are
+those of `models/experts/running.py`, of which "grouped" is the megablox kernel `gmm` over sorted pairs of a row and an
+expert, and `jax.lax.ragged_dot` over the same pairs. The figures are estimates, not
+measurements. Needs the extra tpu-compile, no TPU.
+
+The number of turns of "loop" and "blocks" depends on the data, so the schedule does not contain it. The cycles of a
+turn are multiplied by the expected number of distinct experts or of blocks, for rows that choose independently. The
+compiler counts no cycles for Pallas kernels. The column "kernels" is a roofline of them: the bytes of the chosen
+experts, of the rows and of the results at the published bandwidth, or the products of all tiles at the peak. It is a
+lower bound, and a schedule is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from specjax.costs.chips import gib
+from specjax.models.experts import running
+from specjax.models.experts.feed import MixtureFeed, clamped_product
+from specjax.models.experts.sizes import MixtureSizes
+from specjax.models.products.grouped import tile_outputs, tile_rows
+from specjax.planning import hlo
+from specjax.planning.inputs.topologies import describe_devices, parse_topology
+from specjax.planning.programs import compile_for, device_kind
+
+FORMS = *get_args(running.Form), "ragged_dot"
+WITH_KERNELS = "grouped", "ragged_dot"
+
+
+class Layer(NamedTuple):
+    """One mixture and its program's sizes."""
+
+    width: int
+    sizes: MixtureSizes
+    rows: int
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.sizes.routing.num_chosen
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the projections gate, up and down."""
+        return (self.width, self.sizes.width), (self.width, self.sizes.width), (self.sizes.width, self.width)
+
+    def expert_bytes(self) -> int:
+        return 2 * sum(fan_in * fan_out for fan_in, fan_out in self.products)
+
+    def blocks(self, size: int) -> float:
+        """Return the expected number of blocks of the rows of one expert, for rows that choose independently."""
+        share = self.sizes.routing.num_chosen / self.sizes.num_experts
+        log = lambda n: math.lgamma(n + 1)
+        of = lambda n: math.exp(
+            log(self.rows) - log(n) - log(self.rows - n) + n * math.log(share) + (self.rows - n) * math.log1p(-share)
+        )
+        return self.sizes.num_experts * sum(of(n) * -(-n // size) for n in range(1, self.rows + 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", nargs="*", default=["qwen3_30b_a3b", "gpt_oss_20b"])
+    parser.add_argument("--chip", default="v5e:1x1")
+    parser.add_argument("--rows", default="1,8,64,2048")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument(
+        "--block-rows", default=str(running.BLOCK_ROWS_TPU), help="sizes of the blocks of the form blocks"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    whole = lambda text: [int(part) for part in text.split(",")]
+    log, results = Console(stderr=True), []
+    for target in args.target:
+        config = importlib.import_module(f"specjax.configs.{target}").get_config()
+        for rows in whole(args.rows):
+            layer = Layer(config.width, config.experts, rows)
+            for form in args.forms.split(","):
+                for size in whole(args.block_rows) if form == "blocks" else [0]:
+                    result = {"target": target, "rows": rows, "form": f"{form} {size}" if size else form}
+                    results.append(result | measure(args.chip, layer, form, size))
+                    log.print(json.dumps(results[-1]), style="dim", soft_wrap=True)
+    if args.json:
+        print(json.dumps({"settings": vars(args), "results": results}))
+    else:
+        show(results, args.chip)
+
+
+def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, Any]:
+    """Return the estimates of one form, or the reason why it does not compile."""
+    topology = parse_topology(chip)
+    mesh = Mesh(np.array(describe_devices(topology)[:1]), ("model",))
+    place = NamedSharding(mesh, PartitionSpec())
+    abstract = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    act = jax.nn.silu
+    feed = nnx.eval_shape(lambda: MixtureFeed(layer.width, layer.sizes, act, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(feed)
+
+    def apply(state: Any, x: jax.Array) -> jax.Array:
+        feed = nnx.merge(definition, state)
+        choice = feed.router(x)
+        matrices = tuple(part.arrays() for part in (feed.expert_gate, feed.expert_up, feed.expert_down))
+        if form == "ragged_dot":
+            return sorted_pairs(layer, x, choice, matrices).astype(x.dtype)
+        y = running.run_experts(x, choice, matrices, layer.sizes.num_experts, feed._expert, form=form)
+        return y.astype(x.dtype)
+
+    x = abstract(jax.ShapeDtypeStruct((layer.rows, layer.width), jnp.bfloat16))
+    default, running.BLOCK_ROWS_TPU = running.BLOCK_ROWS_TPU, block_rows or running.BLOCK_ROWS_TPU
+    try:
+        with device_kind(mesh):
+            lowered = jax.jit(apply).lower(jax.tree.map(abstract, state), x)
+        compiled = compile_for(mesh, lowered)
+    except Exception as error:  # a form that does not fit is a result
+        return {"reason": " ".join(str(error).split())[:200]}
+    finally:
+        running.BLOCK_ROWS_TPU = default
+    size = min(block_rows, layer.rows)
+    turns = layer.sizes.expected_experts(layer.rows) if form == "loop" else layer.blocks(size) if size else 1.0
+    module = hlo.parse(compiled.as_text())
+    totals = hlo.totals(module, lambda loop: turns)
+    kernels = kernel_seconds(layer, topology.chip, totals.kernels.calls) if form in WITH_KERNELS else 0.0
+    memory = compiled.memory_analysis()
+    schedule = totals.cycles / topology.chip.clock
+    return {
+        "reason": "",
+        "turns": turns,
+        "cycles": totals.cycles,
+        "schedule_ms": 1e3 * schedule,
+        "kernels_ms": 1e3 * kernels,
+        "ms": 1e3 * (schedule + kernels),
+        "bytes": totals.hbm_bytes - totals.kernels.bytes + (kernel_bytes(layer) if totals.kernels.calls else 0.0),
+        "flops": totals.flops,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "kernel_calls": totals.kernels.calls,
+        "unknown_loops": len(hlo.dynamic_loops(module)),
+        "copies_of_experts": copies_of_experts(module, layer),
+    }
+
+
+def sorted_pairs(layer: Layer, x: jax.Array, choice: Any, matrices: Any) -> jax.Array:
+    """Return the weighted sum float32[R, D] from products over the pairs of a row and an expert, sorted by expert."""
+    count, sizes = layer.sizes.num_experts, layer.sizes
+    flat = choice.experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    groups = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    experts = flat[order]
+
+    def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+        y = ragged_product(x, weight, groups, dtype)
+        return y if bias is None else y + bias[experts]
+
+    sorted_rows = x[order // sizes.routing.num_chosen]
+    gate, up = (project(sorted_rows, *part, x.dtype) for part in matrices[:2])
+    hidden = jax.nn.silu(gate) * up if sizes.limit is None else clamped_product(gate, up, sizes.limit)
+    y = project(hidden.astype(x.dtype), *matrices[2], jnp.float32) * choice.weights.reshape(-1)[order][:, None]
+    of_pair = jnp.argsort(order).reshape(choice.experts.shape)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for place in range(sizes.routing.num_chosen):
+        total = total + y[of_pair[:, place]]
+    return total
+
+
+def ragged_product(x: jax.Array, weight: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply sorted rows [P, I] by the experts' matrices [E, O, I]."""
+    dimensions = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    precision = jax.lax.Precision.DEFAULT
+    return jax.lax.ragged_dot_general(x, weight, groups, dimensions, precision, preferred_element_type=dtype)
+
+
+def kernel_bytes(layer: Layer) -> float:
+    """Return the bytes of the kernels: chosen experts once, rows once per tile of outputs, and results."""
+    rows = sum(
+        layer.pairs * (2 * fan_in * -(-fan_out // tile_outputs(fan_in, fan_out)) + (2 + 2 * (place == 2)) * fan_out)
+        for place, (fan_in, fan_out) in enumerate(layer.products)
+    )
+    return layer.sizes.expected_experts(layer.rows) * layer.expert_bytes() + rows
+
+
+def kernel_seconds(layer: Layer, chip: Any, calls: float) -> float:
+    """Return the roofline of the kernels. Each visited tile of rows is multiplied as a whole."""
+    if not calls:
+        return 0.0
+    size = tile_rows(layer.pairs)
+    tiles = -(-layer.pairs // size) + layer.sizes.expected_experts(layer.rows) - 1
+    flops = tiles * size * layer.expert_bytes()  # two operations per number of two bytes
+    return max(kernel_bytes(layer) / chip.hbm_bandwidth, flops / chip.peak_flops)
+
+
+def copies_of_experts(module: hlo.Module, layer: Layer) -> int:
+    """Return the number of instructions whose result has the size of one matrix of all experts, beyond arguments."""
+    count = layer.sizes.num_experts
+    shapes = {tuple(sorted((count, fan_in, fan_out))) for fan_in, fan_out in layer.products}
+    large = lambda instruction: any(tuple(sorted(array.dims)) in shapes for array in instruction.arrays)
+    views = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "copy-done", "opt-barrier", "conditional"}
+    return sum(large(i) and i.opcode not in views for _, i, _ in hlo.walk(module))
+
+
+def show(results: list[dict[str, Any]], chip: str) -> None:
+    table = Table(title=f"Experts of one layer on {chip}, estimates of the compiler")
+    for name in (
+        "target",
+        "rows",
+        "form",
+        "turns",
+        "schedule",
+        "kernels",
+        "sum",
+        "HBM traffic",
+        "temporaries",
+        "copies",
+    ):
+        table.add_column(name, justify="left" if name in ("target", "form") else "right")
+    for row in results:
+        cells = [row["target"], str(row["rows"]), row["form"]]
+        if row["reason"]:
+            table.add_row(*cells, "", row["reason"][:60])
+            continue
+        times = (f"{row[name]:.3f} ms" for name in ("schedule_ms", "kernels_ms", "ms"))
+        sizes = (gib(row[name]) for name in ("bytes", "temporary_bytes"))
+        table.add_row(*cells, f"{row['turns']:.1f}", *times, *sizes, str(row["copies_of_experts"]))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
