@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.costs.chips import gib
-from specjax.models.experts import running
+from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import MixtureFeed, clamped_product
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.products.grouped import tile_outputs, tile_rows
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,64,2048")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument(
-        "--block-rows", default=str(running.BLOCK_ROWS_TPU), help="sizes of the blocks of the form blocks"
+        "--block-rows", default=str(blocks.BLOCK_ROWS_TPU), help="sizes of the blocks of the form blocks"
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -121,7 +121,7 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
         return y.astype(x.dtype)
 
     x = abstract(jax.ShapeDtypeStruct((layer.rows, layer.width), jnp.bfloat16))
-    default, running.BLOCK_ROWS_TPU = running.BLOCK_ROWS_TPU, block_rows or running.BLOCK_ROWS_TPU
+    default, blocks.BLOCK_ROWS_TPU = blocks.BLOCK_ROWS_TPU, block_rows or blocks.BLOCK_ROWS_TPU
     try:
         with device_kind(mesh):
             lowered = jax.jit(apply).lower(jax.tree.map(abstract, state), x)
@@ -129,7 +129,7 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
     except Exception as error:  # a form that does not fit is a result
         return {"reason": " ".join(str(error).split())[:200]}
     finally:
-        running.BLOCK_ROWS_TPU = default
+        blocks.BLOCK_ROWS_TPU = default
     size = min(block_rows, layer.rows)
     turns = layer.sizes.expected_experts(layer.rows) if form == "loop" else layer.blocks(size) if size else 1.0
     module = hlo.parse(compiled.as_text())

@@ -27,6 +27,7 @@ class Blocks(NamedTuple):
 
     order: Array  # int32[P], pairs by expert
     counts: Array  # int32[E], pairs of each expert
+    starts: Array  # int32[E], place of the first pair of each expert in `order`
     ends: Array  # int32[E], the number of blocks up to each expert
     experts: Array  # int32[blocks], the expert of each block
     size: int  # rows of a block
@@ -41,9 +42,8 @@ class Blocks(NamedTuple):
     def at(self, block: Array) -> Block:
         """Return a block."""
         expert = self.experts[block]
-        start = (jnp.cumsum(self.counts) - self.counts)[expert]
         place = (block - jnp.where(expert > 0, self.ends[expert - 1], 0)) * self.size + jnp.arange(self.size)
-        pairs = self.order[jnp.minimum(start + place, len(self.order) - 1)]
+        pairs = self.order[jnp.minimum(self.starts[expert] + place, len(self.order) - 1)]
         rows = jnp.where(place < self.counts[expert], pairs // self.num_chosen, self.num_rows)
         return Block(expert, pairs, rows)
 
@@ -58,4 +58,5 @@ def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
     most = min(len(flat), num_experts + len(flat) // size)
     # A search within the loop would be a loop of its own, with a third of a turn's cycles on a TPU.
     experts = jnp.searchsorted(ends, jnp.arange(most), side="right", method="compare_all").astype(jnp.int32)
-    return Blocks(jnp.argsort(flat, stable=True), counts, ends, experts, size, num_rows, num_chosen)
+    starts = jnp.cumsum(counts) - counts
+    return Blocks(jnp.argsort(flat, stable=True), counts, starts, ends, experts, size, num_rows, num_chosen)

@@ -141,7 +141,7 @@ def run_shuffled(
         local = x[jnp.minimum(rows, len(x) - 1)]
         choice = route(router_arrays, local)
         choice = ExpertChoice(jnp.where(rows[:, None] < len(x), choice.experts, sizes.num_experts), choice.weights)
-        compute = lambda x, choice: run_experts(x, choice, arrays, size, expert, first=first)
+        compute = lambda x, choice: run_experts(x, choice, arrays, size, expert, first=first, is_part=True)
         capacity = exchange_capacity(per_device, devices, shuffling.remote)
         counts = jnp.sum(choice.experts[..., None] // size == jnp.arange(devices), 1)  # int32[S, G], experts of a row
         is_needed = (counts > 0) & (jnp.arange(devices) != device)

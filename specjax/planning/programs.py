@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from specjax.arrays import scopes
 from specjax.costs.accelerators import CHIP_OF_KIND
+from specjax.costs.experts import busiest_experts
 from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.files import libtpu
@@ -34,6 +35,9 @@ VISITED = 3.0
 
 KEPT_SHARE = 0.9
 """Assumed mass of the tokens that top-k keeps."""
+
+MAX_ROWS = 256
+"""Rows of a pass above which the distinct experts are no longer counted: practically all are chosen."""
 
 DIGITS = 4.0
 """Assumed passes over the vocabulary after the first one, to find the threshold of top-k or top-p."""
@@ -75,18 +79,23 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)
     races = expected_races(work.warping.top_p or KEPT_SHARE, work.batch)
+    mixture = getattr(work.target, "experts", None)
+    rows = parts.drafter.size.num_nodes * work.batch // work.data
+    experts = busiest_experts(mixture, min(rows, MAX_ROWS), work.expert) if mixture else 0.0
     assumed = {
         "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
         "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes), "visited_nodes": visited, "digits": DIGITS,
         "races": races,
     }  # fmt: skip
+    if mixture:
+        assumed["experts"] = experts
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
     large = frozenset(keys_of((state.cache, state.draft, parts.target.params, parts.drafter.params)))
     # A chunk attends to half of the blocks on average.
-    named_trips = trips_of_scopes(passes, visited, chunks, races)
+    named_trips = trips_of_scopes(passes, visited, chunks, races) | {scopes.EXPERTS: experts}
     in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
     in_step = named(named_trips, lambda loop: float(blocks))
     in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]))

@@ -6,7 +6,7 @@ import numpy as np
 
 from specjax import models
 from specjax.costs import curves
-from specjax.costs.experts import active_bytes, expert_share
+from specjax.costs.experts import active_bytes, busiest_experts, expert_share
 from specjax.models.bridge import abstract_params
 from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
@@ -40,3 +40,12 @@ def test_more_tokens_read_more_experts():
     costs = curves.estimated((1, 8), 1, platform="cpu", shares=shares)
     np.testing.assert_allclose(costs, [1, 1 + 8 / 16 + added], rtol=1e-6)
     assert curves.shares_of(of_shapes(DENSE), "cpu").experts.added(8) == 0
+
+
+def test_experts_of_the_busiest_device():
+    sizes = MIXTURE.experts
+    assert busiest_experts(sizes, 3) == sizes.expected_experts(3)
+    assert busiest_experts(sizes, 100, 4) == 4  # all of them
+    assert busiest_experts(sizes._replace(routing=Routing(1)), 1, 8) == 1
+    # Two of 16 experts on two devices are on the same one with probability 7 / 15.
+    np.testing.assert_allclose(busiest_experts(sizes, 1, 2), 1 + 7 / 15, atol=0.07)
