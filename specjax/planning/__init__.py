@@ -7,6 +7,7 @@ from specjax.planning.records import PlanReport
 from specjax.planning.reports.decode import compile_report
 from specjax.planning.reports.fits import Fits, ModelFit, what_fits
 from specjax.planning.reports.training import TrainingReport, training_report
+from specjax.planning.stages.report import StagePlan, plan_stages
 from specjax.planning.tree.plan import Plan, plan
 from specjax.planning.workload import Workload, make_workload
 
@@ -17,6 +18,7 @@ __all__ = [
     "ModelFit",
     "Plan",
     "PlanReport",
+    "StagePlan",
     "TrainingReport",
     "Workload",
     "choose_model",
@@ -25,6 +27,7 @@ __all__ = [
     "make_workload",
     "parse_topology",
     "plan",
+    "plan_stages",
     "training_report",
     "what_fits",
 ]

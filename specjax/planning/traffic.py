@@ -69,7 +69,7 @@ def pass_bytes(
     weights = shard_bytes(params) - shard_bytes(params.get("layer_inputs", {}).get("table", {}))
     weights -= 0 if config.tied and head else shard_bytes(params["embed"])
     weights -= 0 if config.tied or head else shard_bytes(params["head"])
-    return weights + per_token * _mean_context(config, context) + 2 * states
+    return weights + per_token * mean_context(config, context) + 2 * states
 
 
 def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:
@@ -113,7 +113,7 @@ def _cache_in(state: PyTree, draft: Target) -> PyTree | None:
     return next(filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)), None)
 
 
-def _mean_context(config: Any, context: float) -> float:
+def mean_context(config: Any, context: float) -> float:
     """Return the cached tokens that a layer reads, averaged over layers."""
     window, kinds = getattr(config, "window", None), getattr(config, "kinds", ())
     if kinds:

@@ -37,10 +37,10 @@ def test_the_draft_models_cache_is_found_in_the_drafters_state():
 
 def test_windowed_layers_read_their_window():
     gemma = load_config("gemma3_270m", "bfloat16")
-    assert traffic._mean_context(gemma, 4096) == pytest.approx((3 * 4096 + 15 * 512) / 18)
-    assert traffic._mean_context(load_config("llama3_1b", "bfloat16"), 4096) == 4096
+    assert traffic.mean_context(gemma, 4096) == pytest.approx((3 * 4096 + 15 * 512) / 18)
+    assert traffic.mean_context(load_config("llama3_1b", "bfloat16"), 4096) == 4096
     mistral = dataclasses.replace(load_config("llama3_1b", "bfloat16"), window=512)
-    assert traffic._mean_context(mistral, 4096) == 512, "all of its layers, as it names none"
+    assert traffic.mean_context(mistral, 4096) == 512, "all of its layers, as it names none"
 
 
 def test_states_of_recurrent_layers_count_at_any_length():

@@ -37,6 +37,11 @@ the longest prompt, and the largest tree whose pass costs at most 1.25 passes
 over one token. It counts the model's own multi-token-prediction module, which
 drafts by default; --draft native lists the models that have one, and --method
 autoregressive leaves the modules out.
+
+--stages compiles nothing either. It estimates the attention part and the
+feed-forward part of a pass over --widths nodes, and the fastest division of the
+chips into devices for each (Step-3, arXiv 2507.19427): transfers,
+--micro-batches, and the ratio to devices that do both. Use a large --batch-size.
 """
 
 WIDTHS = "1,2,4,8,16,32,64"
@@ -61,9 +66,23 @@ def plan(
     fits: Annotated[
         bool, typer.Option("--fits", help="Estimate which models fit on the chips, and propose no tree.")
     ] = False,
-    widths: Annotated[str, typer.Option("--widths", help="Sizes of the target passes to compile, in nodes.")] = WIDTHS,
+    stages: Annotated[
+        bool,
+        typer.Option("--stages", help="Estimate attention and feed-forward layers on separate devices."),
+    ] = False,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batches",
+            help="Parts of the batch that --stages has in different stages at a time. Default: fastest up to 8.",
+            show_default=False,
+        ),
+    ] = None,
+    widths: Annotated[str, typer.Option("--widths", help="Sizes of the target passes, in nodes.")] = WIDTHS,
     as_json: o.JsonOption = False,
 ) -> None:
+    require(stages or micro_batches is None, "--micro-batches applies only to --stages; leave it out, or add --stages")
+    require(not (fits and stages), "--fits and --stages are two reports; leave one of them out")
     if fits:
         unused = {
             "--acceptance": acceptance, "--head": head,
@@ -73,10 +92,11 @@ def plan(
         return
     require(target is not None, "plan needs --target; give it, or --fits to see which models fit on the chips")
     assert target is not None
-    try:
-        sizes = [int(n) for n in widths.split(",")]
-    except ValueError:
-        raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{widths}"') from None
+    sizes = _parse_widths(widths)
+    if stages:
+        unused = {"--acceptance": acceptance, "--draft": draft, "--head": head, "--method": method}
+        _show_stages(target, topology, programs, sizes, micro_batches, unused, as_json)
+        return
 
     from specjax import planning
     from specjax.cli.output.console import Console, print_json
@@ -92,6 +112,14 @@ def plan(
         print_json(result.to_json())
     else:
         show_plan(result, Console())
+
+
+def _parse_widths(text: str) -> list[int]:
+    """Return the numbers of --widths. Raises: UsageError for a text without them."""
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{text}"') from None
 
 
 def _by_draft(texts: list[str]) -> str | dict[str, str] | None:
@@ -131,6 +159,36 @@ def _show_fits(
         print_json(result.to_json())
     else:
         show_fits(result, Console())
+
+
+def _show_stages(
+    target: str,
+    topology: str,
+    programs: p.ProgramOptions,
+    widths: list[int],
+    micro_batches: int | None,
+    unused: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Print the plan of stages. Raises: UsageError for a flag of `unused` that is set, or an axis of a mesh."""
+    for flag, value in unused.items():
+        require(not value, f"--stages counts target passes only and has no {flag}; leave one of them out")
+    axes = {"--data": programs.data, "--layer": programs.layer, "--sequence": programs.sequence,
+            "--expert": programs.expert, "--model": 1 if programs.model is None else 0}  # fmt: skip
+    for flag, value in axes.items():
+        require(value == 1, f"--stages divides the devices itself and has no {flag}; leave it out")
+
+    from specjax import planning
+    from specjax.cli.output.console import Console, print_json
+    from specjax.planning.stages.table import show_stages
+
+    omitted = {"cache", "data", "model", "layer", "sequence", "expert"}
+    options = {name: value for name, value in programs.arguments.items() if name not in omitted}
+    result = planning.plan_stages(target, topology, widths=widths, micro_batches=micro_batches, **options)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        show_stages(result, Console())
 
 
 plan.__doc__ = HELP

@@ -1,0 +1,5 @@
+"""Attention and feed-forward layers on separate devices: seconds of each stage, and the best division of devices."""
+
+from specjax.planning.stages.report import StagePlan, StageRow, plan_stages
+
+__all__ = ["StagePlan", "StageRow", "plan_stages"]
