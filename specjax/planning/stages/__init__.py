@@ -1,5 +1,6 @@
 """Attention and feed-forward layers on separate devices: seconds of each stage, and the best division of devices."""
 
+from specjax.planning.stages.programs import StagePrograms, compile_stages
 from specjax.planning.stages.report import StagePlan, StageRow, plan_stages
 
-__all__ = ["StagePlan", "StageRow", "plan_stages"]
+__all__ = ["StagePlan", "StagePrograms", "StageRow", "compile_stages", "plan_stages"]
