@@ -109,8 +109,8 @@ def split_of(
     """
     attention, feed = devices
     rows = -(-batch // micro_batches)
-    own = -(-rows // attention)
-    t_a = attention_seconds(parts, chip, own, nodes)
+    device_rows = -(-rows // attention)
+    t_a = attention_seconds(parts, chip, device_rows, nodes)
     t_f = feed_seconds(parts, chip, rows * nodes) / feed
     t_c = transfer_seconds(parts, chip, rows * nodes, min(attention, feed))
     period = max(t_a, t_f, t_c)
@@ -123,7 +123,7 @@ def split_of(
         transfer_seconds=micro_batches * t_c,
         period_seconds=period / parts.num_layers,
         step_seconds=max(micro_batches * period, t_a + t_f + 2 * t_c),
-        attention_bytes=attention_bytes(parts, micro_batches * own, attention, slots),
+        attention_bytes=attention_bytes(parts, micro_batches * device_rows, attention, slots),
         feed_bytes=feed_bytes(parts, feed),
     )
 

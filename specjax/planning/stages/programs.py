@@ -37,7 +37,8 @@ def compile_stages(
 
     The seconds of both reports, "roofline" and "schedule", are t_a and t_f of `specjax.planning.stages.pipeline` for
     the rows of one attention device, and for a feed-forward device that has all layers. They include a step's other
-    work, with a vocabulary of 256 tokens.
+    work, with a vocabulary of 256 tokens. The loop over the experts of a mixture runs as often as the data require. Its
+    iterations are assumed as for other such loops of a report, so the figures of a mixture can be too low.
 
     Args:
       nodes: of a pass, per row.
@@ -85,5 +86,5 @@ def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
     feeds: list[Feed] = ["gated" if layer in dense else "moe" for layer in range(config.num_layers)]
     mixer = "attention" if config.latent is None else "latent_attention"
     is_global = config.is_global or (False,) * config.num_layers
-    changes = [(("window", None),) if whole and config.window is not None else () for whole in is_global]
+    changes = [(("window", None),) if is_full and config.window is not None else () for is_full in is_global]
     return tuple(LayerKind(mixer, feed, change) for feed, change in zip(feeds, changes, strict=True))

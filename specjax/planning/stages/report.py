@@ -133,11 +133,11 @@ def _row(work: Workload, parts: StageParts, nodes: int, counts: Sequence[int]) -
             "or --quantize"
         )
     best = min(fitting, key=lambda split: split.step_seconds)
-    own = -(-work.batch // devices)
-    t_a = attention_seconds(parts, chip, own, nodes)
+    device_rows = -(-work.batch // devices)
+    t_a = attention_seconds(parts, chip, device_rows, nodes)
     t_f = feed_seconds(parts, chip, work.batch * nodes) / devices
     exchange = 2 * transfer_seconds(parts, chip, work.batch * nodes, devices)
-    needed = attention_bytes(parts, own, devices, slots) + feed_bytes(parts, devices)
+    needed = attention_bytes(parts, device_rows, devices, slots) + feed_bytes(parts, devices)
     return StageRow(
         nodes=nodes,
         attention_seconds=t_a,

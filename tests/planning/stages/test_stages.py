@@ -47,10 +47,10 @@ def oracle(model, chip, devices, batch, nodes, context, attention, micro_batches
         flops = 2 * n * (m["feed"] + m["chosen"] * m["expert"])
         return m["layers"] * np.maximum(moved / bandwidth, flops / peak)
 
-    others = devices - attention
+    feeders = devices - attention
     rows = np.ceil(batch / micro_batches)
-    a, f = attend(np.ceil(rows / attention)), feed(rows * nodes) / others
-    links = np.minimum(attention, others) * 2 * chip.link_bandwidth
+    a, f = attend(np.ceil(rows / attention)), feed(rows * nodes) / feeders
+    links = np.minimum(attention, feeders) * 2 * chip.link_bandwidth
     c = m["layers"] * (2 * rows * nodes * m["width"] / links + 1e-6)
     period = np.max([a, f, c])
     step = np.maximum(micro_batches * period, a + f + 2 * c)
