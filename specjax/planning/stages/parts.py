@@ -20,15 +20,15 @@ FEED = "mlp"
 """Module of a layer's feed-forward part. Its norms have names that begin with it."""
 
 
-class Weights(NamedTuple):
+class PartSize(NamedTuple):
     """Size of a part of a model's parameters."""
 
     bytes: int = 0
     params: int = 0
 
-    def plus(self, leaf: PyTree) -> Weights:
+    def plus(self, leaf: PyTree) -> PartSize:
         """Return the size with one more array or quantised matrix."""
-        return Weights(self.bytes + num_bytes(leaf), self.params + math.prod(leaf.shape))
+        return PartSize(self.bytes + num_bytes(leaf), self.params + math.prod(leaf.shape))
 
 
 class StageParts(NamedTuple):
@@ -38,9 +38,9 @@ class StageParts(NamedTuple):
     width: int
     item: int  # bytes of a number of the stream
     is_float32: bool
-    attention: Weights  # of all mixers: attention, and recurrent layers of hybrid models
-    feed: Weights  # of MLPs, routers and shared experts: a pass reads all of them
-    experts: Weights  # of all experts together
+    attention: PartSize  # of all mixers: attention, and recurrent layers of hybrid models
+    feed: PartSize  # of MLPs, routers and shared experts: a pass reads all of them
+    experts: PartSize  # of all experts together
     outer: int  # bytes of the embedding and the output head
     sizes: MixtureSizes | None  # None: the model has no experts
     context: float  # cached tokens that a layer with keys reads, averaged over these layers
@@ -63,7 +63,7 @@ def parts_of(config: Any, context: int) -> StageParts:
     target = Target(make_model(config), abstract_params(config))
     is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
     outer = {name: part for name, part in target.params.items() if name != "layers"}
-    attention, feed, experts = Weights(), Weights(), Weights()
+    attention, feed, experts = PartSize(), PartSize(), PartSize()
     for path, leaf in jax.tree_util.tree_flatten_with_path(target.params["layers"], is_leaf=is_matrix)[0]:
         names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
         if is_of_experts(tuple(map(str, names))):
