@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.models.decoder import DecoderConfig
-from specjax.models.hybrid.config import Feed, HybridConfig, LayerKind
+from specjax.models.hybrid.config import Feed, HybridConfig, LayerKind, Mixer
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.inputs.topologies import one_of
 from specjax.planning.records import ProgramReport
@@ -52,7 +52,8 @@ def compile_stages(
     work = make_workload(target, topology, **options)
     if work.reading is not None:
         raise UsageError(f"--target: {work.target.name} is a diffusion model, whose stages are not compiled")
-    notify, reports = on_step or (lambda name: None), []
+    notify = on_step or (lambda name: None)
+    reports: list[ProgramReport] = []
     for name, config in zip(StagePrograms._fields, stage_configs(work.target), strict=True):
         one = dataclasses.replace(work.plain, target=config, topology=one_of(work.topology.chip), model=1)
         reports += compile_programs(one, cache, notify, only=("step",), rename={"step": name}, nodes=nodes)
@@ -70,8 +71,8 @@ def stage_configs(config: DecoderConfig) -> tuple[HybridConfig, HybridConfig]:
         values = {field.name: getattr(config, field.name) for field in dataclasses.fields(DecoderConfig)}
     kinds = _kinds(config)
     values |= {"vocab_size": VOCAB, "tied": True, "is_global": None}
-    attention = {"kinds": tuple(kind._replace(feed="none") for kind in kinds), "experts": None}
-    feed = {"kinds": tuple(LayerKind("none", kind.feed, kind.changes) for kind in kinds)}
+    attention: dict[str, Any] = {"kinds": tuple(kind._replace(feed="none") for kind in kinds), "experts": None}
+    feed: dict[str, Any] = {"kinds": tuple(LayerKind("none", kind.feed, kind.changes) for kind in kinds)}
     return (
         HybridConfig(**values | attention | {"name": f"{config.name}-attention"}),
         HybridConfig(**values | feed | {"name": f"{config.name}-feed"}),
@@ -84,7 +85,7 @@ def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
         return config.kinds
     dense = range(config.num_layers) if config.experts is None else config.experts.dense_layers
     feeds: list[Feed] = ["gated" if layer in dense else "moe" for layer in range(config.num_layers)]
-    mixer = "attention" if config.latent is None else "latent_attention"
+    mixer: Mixer = "attention" if config.latent is None else "latent_attention"
     is_global = config.is_global or (False,) * config.num_layers
     changes = [(("window", None),) if is_full and config.window is not None else () for is_full in is_global]
     return tuple(LayerKind(mixer, feed, change) for feed, change in zip(feeds, changes, strict=True))
