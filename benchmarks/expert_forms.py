@@ -45,7 +45,7 @@ WITH_KERNELS = "grouped", "ragged_dot"
 
 
 class Layer(NamedTuple):
-    """One mixture and its program's sizes."""
+    """The sizes of a mixture and of a program with it."""
 
     width: int
     sizes: MixtureSizes
@@ -84,14 +84,14 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    whole = lambda text: [int(part) for part in text.split(",")]
+    numbers_of = lambda text: [int(part) for part in text.split(",")]
     log, results = Console(stderr=True), []
     for target in args.target:
         config = importlib.import_module(f"specjax.configs.{target}").get_config()
-        for rows in whole(args.rows):
+        for rows in numbers_of(args.rows):
             layer = Layer(config.width, config.experts, rows)
             for form in args.forms.split(","):
-                for size in whole(args.block_rows) if form == "blocks" else [0]:
+                for size in numbers_of(args.block_rows) if form == "blocks" else [0]:
                     result = {"target": target, "rows": rows, "form": f"{form} {size}" if size else form}
                     results.append(result | measure(args.chip, layer, form, size))
                     log.print(json.dumps(results[-1]), style="dim", soft_wrap=True)
@@ -193,7 +193,7 @@ def kernel_bytes(layer: Layer) -> float:
 
 
 def kernel_seconds(layer: Layer, chip: Any, calls: float) -> float:
-    """Return the roofline of the kernels. Each visited tile of rows is multiplied as a whole."""
+    """Return the roofline of the kernels. Each visited tile of rows is multiplied as a replicated."""
     if not calls:
         return 0.0
     size = tile_rows(layer.pairs)

@@ -121,13 +121,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = {"rows": args.rows, "length": LENGTH, "seed": args.seed, "evaluate_every": 50, "on_progress": on_progress}
-    lessons, others = texts(args.stories, args.seed + 1), texts(100, args.seed + 2)
+    lessons, held_out = texts(args.stories, args.seed + 1), texts(100, args.seed + 2)
     recipe = recipe_of("fastdraft_pretraining", optimizer="muon", learning_rate=1e-2, tables=1.0)
     target = rounded(train(None, untrained(args.seed), lessons, recipe=recipe, folder=args.run / "model", **shape))
-    print(f"mixture: loss {loss(target, others):.4f} of texts that were not trained", flush=True)
+    print(f"mixture: loss {loss(target, held_out):.4f} of texts that were not trained", flush=True)
     if args.twin:
         twin = train(None, untrained(args.seed, False), lessons, recipe=recipe, folder=args.run / "twin", **shape)
-        print(f"dense twin: loss {loss(twin, others):.4f}", flush=True)
+        print(f"dense twin: loss {loss(twin, held_out):.4f}", flush=True)
     module = new_head("mtp", module_config(), target, jax.random.key(args.seed))
     module = train(target, module, lessons[: args.stories // 3], folder=args.run / "module", **shape)
     write(args.out, target, module)

@@ -14,7 +14,7 @@ BLOCK_ROWS, BLOCK_ROWS_TPU = 64, 256
 """Largest number of rows of a block, and on a TPU. `specjax.models.experts.running` has the times of some sizes."""
 
 
-class Block(NamedTuple):
+class ExpertRows(NamedTuple):
     """Some rows of one expert. A block that its expert does not fill has rows outside of the input."""
 
     expert: Array  # int32[]
@@ -39,13 +39,13 @@ class Blocks(NamedTuple):
         """Return the number of blocks int32[]."""
         return self.ends[-1]
 
-    def at(self, block: Array) -> Block:
+    def at(self, block: Array) -> ExpertRows:
         """Return a block."""
         expert = self.experts[block]
         place = (block - jnp.where(expert > 0, self.ends[expert - 1], 0)) * self.size + jnp.arange(self.size)
         pairs = self.order[jnp.minimum(self.starts[expert] + place, len(self.order) - 1)]
         rows = jnp.where(place < self.counts[expert], pairs // self.num_chosen, self.num_rows)
-        return Block(expert, pairs, rows)
+        return ExpertRows(expert, pairs, rows)
 
 
 def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
@@ -55,8 +55,8 @@ def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
     size = min(BLOCK_ROWS_TPU if platforms.of_program() == "tpu" else BLOCK_ROWS, num_rows)
     counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(-(-counts // size))
-    most = min(len(flat), num_experts + len(flat) // size)
+    max_blocks = min(len(flat), num_experts + len(flat) // size)
     # A search within the loop would be a loop of its own, with a third of a turn's cycles on a TPU.
-    experts = jnp.searchsorted(ends, jnp.arange(most), side="right", method="compare_all").astype(jnp.int32)
+    experts = jnp.searchsorted(ends, jnp.arange(max_blocks), side="right", method="compare_all").astype(jnp.int32)
     starts = jnp.cumsum(counts) - counts
     return Blocks(jnp.argsort(flat, stable=True), counts, starts, ends, experts, size, num_rows, num_chosen)

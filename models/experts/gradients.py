@@ -23,13 +23,14 @@ def with_gradients(run: Callable[..., Array], num_experts: int, expert: Callable
     function = jax.custom_vjp(run)
     function.defvjp(
         lambda *inputs: (run(*inputs), inputs),
-        lambda inputs, cotangents: _backward(*inputs, cotangents, num_experts, expert),
+        lambda inputs, cotangents: _backward(inputs, cotangents, num_experts, expert),
     )
     return function
 
 
-def _backward(x: Array, choice: ExpertChoice, weights: Any, cotangents: Array, num_experts: int, expert) -> tuple:
+def _backward(inputs: tuple, cotangents: Array, num_experts: int, expert: Callable[..., Array]) -> tuple:
     """Return the gradients of x [R, D], of the choice and of the `ExpertWeights`, for cotangents float32[R, D]."""
+    x, choice, weights = inputs
     blocks = blocks_of(choice, num_experts)
     shares = choice.weights.reshape(-1)
     leaves, structure = jax.tree.flatten(weights.arrays)
@@ -60,6 +61,6 @@ def _backward(x: Array, choice: ExpertChoice, weights: Any, cotangents: Array, n
     return of_x.astype(x.dtype), of_choice, type(weights)(of_arrays, _nothing(weights.first))
 
 
-def _nothing(array: Any) -> np.ndarray:
+def _nothing(array: Any) -> Any:
     """Return the cotangent of whole numbers."""
     return np.zeros(np.shape(array), jax.dtypes.float0)

@@ -44,7 +44,7 @@ class DevicePrediction(NamedTuple):
 
 
 class RowHistory(NamedTuple):
-    """What predicts the device of each row of a pass."""
+    """Inputs of the tables that predict the device of each row of a pass."""
 
     tokens: Array  # int32[B, T]
     devices: (

@@ -50,5 +50,5 @@ def tile_rows(rows: int) -> int:
 
 def tile_outputs(fan_in: int, fan_out: int) -> int:
     """Return the outputs of a tile: all, or the largest multiple of 128 within MAX_TILE_BYTES of bfloat16."""
-    most = MAX_TILE_BYTES // (2 * fan_in)
-    return fan_out if fan_out <= most else max(128, most // 128 * 128)
+    max_outputs = MAX_TILE_BYTES // (2 * fan_in)
+    return fan_out if fan_out <= max_outputs else max(128, max_outputs // 128 * 128)

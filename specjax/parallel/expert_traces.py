@@ -97,7 +97,8 @@ def _tracing_pass(model: Any, receive: Callable[[np.ndarray], None]) -> Callable
     module = abstract_module(model.config)
     for _, part in nnx.iter_graph(module):
         if isinstance(part, MixtureFeed):
-            part.router = _TracingRouter(part.router, receive)
+            router: Any = _TracingRouter(part.router, receive)
+            part.router = router
     graphdef = nnx.split(module)[0]
 
     @jax.jit

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_hybrid
@@ -15,10 +14,10 @@ from tiers import those
 import specjax
 from specjax import costs, trees
 from specjax.catalog.defaults import NATIVE, defaults
-from specjax.models.experts import feed
 from specjax.models.heads.agreement import agreement, read_text
 from specjax.models.loading.heads import read_head
 from specjax.models.loading.heads.checking import check_head
+from specjax.parallel.expert_traces import trace_experts
 
 
 @functools.cache
@@ -43,30 +42,9 @@ def test_the_files_are_small_and_their_model_is_that_of_the_benchmark():
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, target.params)
 
 
-def chosen(text: list[int]) -> np.ndarray:
-    """Return the experts int32[layers, T, k] of each token of a text, which is read at once."""
-    target, choices = shipped_mixture(), []
-    length = len(text)
-
-    def record(x, choice, *rest, **options):
-        choices.append(choice.experts)
-        return run(x, choice, *rest, **options)
-
-    run, feed.run_experts = feed.run_experts, record
-    try:
-        tokens, mask = jnp.asarray(text)[None], jnp.tril(jnp.ones((length, length), bool))[None]
-        positions = jnp.arange(length)[None]
-        with jax.disable_jit():
-            cache = target.model.init_cache(target.params, None, 1, length)
-            target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)
-    finally:
-        feed.run_experts = run
-    return np.asarray([np.asarray(choice) for choice in choices])
-
-
 def test_routing_is_in_use_and_neighbours_share_experts():
     """Most experts read some token. Eight tokens of a text choose fewer experts than independent rows would."""
-    experts = chosen(tiny_mixture.texts(1, seed=99)[0].tokens[:64])
+    experts = trace_experts(shipped_mixture(), [tiny_mixture.texts(1, seed=99)[0].tokens[:64]], window=64).experts
     assert experts.shape[0] == 3 and experts.shape[2] == tiny_mixture.CHOSEN
     for layer in experts:
         assert len(np.unique(layer)) >= 12

@@ -134,7 +134,7 @@ def test_a_dense_model_at_4096_tokens_is_not_faster_on_separate_devices():
 
 
 def test_a_micro_batch_alone_passes_the_stages_in_turn():
-    """With one micro-batch, nothing overlaps."""
+    """The stages of a single micro-batch do not overlap."""
     for row in plan_stages("llama3_8b", "v5e:2x4", batch=8, context=1024, micro_batches=1).rows:
         split = row.split
         parts = split.attention_seconds + split.feed_seconds + 2 * split.transfer_seconds
