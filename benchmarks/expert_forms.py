@@ -193,7 +193,7 @@ def kernel_bytes(layer: Layer) -> float:
 
 
 def kernel_seconds(layer: Layer, chip: Any, calls: float) -> float:
-    """Return the roofline of the kernels. Each visited tile of rows is multiplied as a replicated."""
+    """Return the roofline of the kernels. Each visited tile of rows is multiplied as a whole."""
     if not calls:
         return 0.0
     size = tile_rows(layer.pairs)

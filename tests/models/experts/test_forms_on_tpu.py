@@ -39,6 +39,6 @@ def test_no_copy_of_the_experts_of_all_layers(rows, kernels):
         lowered = jax.jit(run).lower(array(rows, WIDTH), *choice, weights, array(dtype=jnp.int32))
     program = compile_for(mesh, lowered).as_text()
     assert program.count('custom_call_target="tpu_custom_call"') == kernels
-    replicated = rf"({EXPERTS}|{count}),({HIDDEN},{WIDTH}|{WIDTH},{HIDDEN})"
-    all_experts = rf"= bf16\[{replicated}\]\S* (?!parameter|get-tuple|bitcast)"
+    shapes = rf"({EXPERTS}|{count}),({HIDDEN},{WIDTH}|{WIDTH},{HIDDEN})"
+    all_experts = rf"= bf16\[{shapes}\]\S* (?!parameter|get-tuple|bitcast)"
     assert not re.search(all_experts, program)
