@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from toy_tasks.stories import story
 import specjax
 from specjax.files.atomic import write_tensors
 from specjax.models import init_params, make_model
+from specjax.models.decoder import DecoderConfig
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mtp import of_target
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind
@@ -89,14 +91,22 @@ def rounded(target: specjax.Target) -> specjax.Target:
     return specjax.Target(target.model, jax.tree.map(cast, target.params))
 
 
-def write(folder: Path, target: specjax.Target, module: DraftHead) -> None:
-    """Write the model with its module and its tokenizer, in bfloat16, under the names of Qwen3.5's files."""
+def write(
+    folder: Path, shapes: DecoderConfig, target: specjax.Target, tensors: Callable[[Any], dict[str, Any]],
+    module: DraftHead, count: str,
+) -> None:  # fmt: skip
+    """Write a model of `shapes` with its module and its tokenizer, in bfloat16, under the names of its family's files.
+
+    Args:
+      tensors: from the module's parameters to its tensors by name.
+      count: the field of config.json with the number of modules.
+    """
     narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    model = make_model(dataclasses.replace(config(), dtype="bfloat16"))
+    model = make_model(dataclasses.replace(shapes, dtype="bfloat16"))
     specjax.save_model(folder, specjax.Target(model, narrow(target.params)), tokenizer())
-    tensors = load_file(folder / "model.safetensors") | module_tensors(narrow(module.params))
-    write_tensors(folder / "model.safetensors", tensors)
-    fields = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    stored = load_file(folder / "model.safetensors") | tensors(narrow(module.params))
+    write_tensors(folder / "model.safetensors", stored)
+    fields = json.loads((folder / "config.json").read_text()) | {count: 1}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -144,7 +154,7 @@ def main() -> None:
     target = rounded(train(None, untrained(args.seed), lessons, recipe=recipe, folder=args.run / "model", **shape))
     module = new_head("mtp", of_target(config()), target, jax.random.key(args.seed))
     module = train(target, module, lessons[: args.stories // 3], folder=args.run / "module", **shape)
-    write(args.out, target, module)
+    write(args.out, config(), target, module_tensors, module, "mtp_num_hidden_layers")
 
 
 if __name__ == "__main__":

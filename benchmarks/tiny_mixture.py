@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
-from tiny_hybrid import LENGTH, VOCABULARY, on_progress, rounded, texts, tokenizer
+from tiny_hybrid import LENGTH, VOCABULARY, on_progress, rounded, texts, write
 
 import specjax
-from specjax.files.atomic import write_tensors
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
-from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.mtp import MtpConfig, of_target
 from specjax.training import new_head, recipe_of, train
 
@@ -58,17 +54,6 @@ def untrained(seed: int, experts: bool = True) -> specjax.Target:
     """Return the model with random parameters."""
     shapes = config(experts)
     return specjax.Target(make_model(shapes), init_params(shapes, jax.random.key(seed)))
-
-
-def write(folder: Path, target: specjax.Target, module: DraftHead) -> None:
-    """Write the model with its module and its tokenizer, in bfloat16, under the names of GLM-4.5's files."""
-    narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    model = make_model(dataclasses.replace(config(), dtype="bfloat16"))
-    specjax.save_model(folder, specjax.Target(model, narrow(target.params)), tokenizer())
-    tensors = load_file(folder / "model.safetensors") | module_tensors(narrow(module.params))
-    write_tensors(folder / "model.safetensors", tensors)
-    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def module_tensors(params: Any) -> dict[str, Any]:
@@ -130,7 +115,7 @@ def main() -> None:
         print(f"dense twin: loss {loss(twin, held_out):.4f}", flush=True)
     module = new_head("mtp", module_config(), target, jax.random.key(args.seed))
     module = train(target, module, lessons[: args.stories // 3], folder=args.run / "module", **shape)
-    write(args.out, target, module)
+    write(args.out, config(), target, module_tensors, module, "num_nextn_predict_layers")
 
 
 if __name__ == "__main__":
