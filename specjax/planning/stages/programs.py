@@ -37,8 +37,8 @@ def compile_stages(
 
     The seconds of both reports, "roofline" and "schedule", are t_a and t_f of `specjax.planning.stages.pipeline` for
     the rows of one attention device, and for a feed-forward device that has all layers. They include a step's other
-    work, with a vocabulary of 256 tokens. The loop over the experts of a mixture counts one turn for each distinct expert
-    that independent rows are expected to choose.
+    work, with a vocabulary of 256 tokens. The loop over the experts of a mixture counts one turn for each distinct
+    expert that independent rows are expected to choose.
 
     Args:
       nodes: of a pass, per row.
