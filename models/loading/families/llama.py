@@ -11,7 +11,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
-from specjax.models.loading.families import gpt_oss, mixtures, rope
+from specjax.models.loading.families import gpt_oss, mixtures, mixtures_gguf, rope
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields, check_heads
 from specjax.models.loading.families.deepseek import llada2, routing
 from specjax.models.loading.families.rope import FULL, SLIDING
@@ -114,9 +114,20 @@ ROWS_OF_HF = {
 
 ROWS_OF_GGUF = {"llama": LlamaDefaults(), "olmo2": ROWS_OF_HF["olmo3"]} | {
     arch: ROWS_OF_HF[kind]
-    for arch, kind in (*((kind, kind) for kind in ("qwen2", "qwen3", "phi3", "olmoe")), ("qwen3moe", "qwen3_moe"))
-}
+    for arch, kind in (
+        *((kind, kind) for kind in ("qwen2", "qwen3", "phi3", "olmoe")),
+        ("qwen3moe", "qwen3_moe"), ("gpt-oss", "gpt_oss"), ("glm4moe", "glm4_moe"),
+    )
+}  # fmt: skip
 """Defaults by `general.architecture`. "olmo2" is also OLMo 3, and "llama" also Mistral and Mixtral."""
+
+GGUF_PERIODS: Mapping[str, int] = MappingProxyType({"olmo2": 4, "gpt-oss": 2})
+"""Architectures of GGUF files in which every n-th layer has full attention, if the files have a window."""
+
+GGUF_FLAGS: Mapping[str, str] = MappingProxyType(
+    {"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"}
+)
+"""Tensors that show the flags of config.json, which GGUF files do not state."""
 
 HF_TYPES = (*ROWS_OF_HF, "mistral3")  # the last is multimodal; only its text part is loaded
 GGUF_TYPES = tuple(ROWS_OF_GGUF)
@@ -198,7 +209,11 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a GGUF file. "llama" files permute q and k to rotate neighbouring rows."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if arch == "llama" else {}
     stored = {w.path: StoredTensor(w.gguf, heads=heads.get(w.path.split(".")[-2], 0)) for w in (*WEIGHTS, *POST_NORMS)}
-    stored |= {} if config.experts is None else mixtures.stored_gguf()
+    stored |= {} if config.experts is None else mixtures_gguf.stored_gguf()
+    stored["layers.*.attention.o.bias"] = StoredTensor("blk.*.attn_output.bias")
+    stored["layers.*.attention.sinks"] = StoredTensor("blk.*.attn_sinks.weight")
+    if arch in ("gpt-oss", "glm4moe"):
+        stored["layers.*.mlp_norm.weight"] = StoredTensor("blk.*.post_attention_norm.weight")
     return stored | (
         joined_projections(config, "blk.*.attn_qkv.weight", "blk.*.ffn_up.weight") if arch == "phi3" else {}
     )
@@ -206,7 +221,7 @@ def stored_gguf(config: LlamaConfig, arch: str) -> dict[str, StoredTensor]:
 
 def earlier_gguf(config: LlamaConfig, names: Collection[str]) -> dict[str, StoredTensor]:
     """Map the paths that differ in files of earlier converters."""
-    return {} if config.experts is None else mixtures.earlier_gguf(names)
+    return {} if config.experts is None else mixtures_gguf.earlier_gguf(names)
 
 
 def config_from_hf(hf: ConfigFields, **options) -> LlamaConfig:
@@ -388,7 +403,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
       factors: its tensors of rope.GGUF_DIVISORS.
     """
     arch, where = meta.prefix.removesuffix("."), meta.where
-    experts = mixtures.sizes_from_gguf(arch, meta)
+    experts = mixtures_gguf.sizes_from_gguf(arch, meta, shapes)
     width, heads = meta.size("embedding_length", maximum=WIDTH), meta.size("attention.head_count", maximum=HEADS)
     kv_heads = meta.size("attention.head_count_kv", heads, maximum=HEADS)
     row, layers = ROWS_OF_GGUF[arch], meta.size("block_count", maximum=LAYERS)
@@ -400,11 +415,14 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
             f"{where} has rope.dimension_count {rotary_dim}, which must be even and at most {head_dim}, the size of a "
             "head"
         )
-    base, scaling = rope.rotary_from_gguf(meta)
+    # llama.cpp rounds the ends of YaRN's range for every model. The authors of gpt-oss do not.
+    base, scaling = rope.rotary_from_gguf(meta, whole=arch != "gpt-oss")
     scaling = rope.scaling_from_divisors(factors, meta, rotary_dim if row.partial else head_dim, base) or scaling
     minimum_window = 0 if arch == "phi3" else 1  # llama.cpp writes 0 for no window
     window = meta.size("attention.sliding_window", None, minimum=minimum_window) or None
-    is_global = None if row.stretches_all or window is None else gguf_global_layers(meta, layers, 4)
+    is_periodic = window is not None and arch in GGUF_PERIODS
+    is_global = gguf_global_layers(meta, layers, GGUF_PERIODS[arch]) if is_periodic else None
+    flags = {name: GGUF_FLAGS[flag] in shapes for flag, names in row.flags.items() for name in names}
     return LlamaConfig(
         vocab_size=gguf_vocab_size(shapes, where),
         width=width,
@@ -421,9 +439,10 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
         tied="output.weight" not in shapes,
         window=window,
         is_global=is_global,
-        local_rope_base=None if is_global is None else base,
-        max_positions=meta.size("context_length"),
+        local_rope_base=None if is_global is None or row.stretches_all else base,
+        max_positions=rope.longest_text(meta.size("context_length"), scaling),
         **row.shape,
+        **flags,
         **options,
     )
 

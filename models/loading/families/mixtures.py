@@ -142,14 +142,23 @@ def stored_hf(kind: str, c: DecoderConfig) -> dict[str, StoredTensor]:
 
 
 def separate_experts(prefix: str, matrices: tuple[str, str, str] = MATRICES) -> dict[str, StoredTensor]:
-    """Map the parameters of experts to tensors of a file with three matrices for each expert.
+    """Map the parameters of experts to tensors of a file with three matrices for each expert, and perhaps biases.
 
     prefix: of their names, with `#` for the expert.
     """
     return {
-        f"layers.*.mlp.{part}.weight": StoredTensor(f"{prefix}{name}.weight")
+        f"layers.*.mlp.{part}.{leaf}": StoredTensor(f"{prefix}{name}.{leaf}")
         for part, name in zip(PARTS, matrices, strict=True)
+        for leaf in ("weight", "bias")
     }
+
+
+def are_separate(names: Collection[str]) -> bool:
+    """Return True if a file has a tensor for each matrix of an expert, in a family whose files stack them.
+
+    transformers writes some families so, and specjax writes quantised experts so.
+    """
+    return any(name.endswith(".experts.0.gate_proj.weight") for name in names)
 
 
 def stacked_experts(gate_up: str, down: str, width: int) -> dict[str, StoredTensor]:
@@ -198,51 +207,3 @@ def kind_of(c: DecoderConfig) -> str:
     if not c.qk_norm:
         return "mixtral"
     return "qwen3_moe" if c.qk_norm_scope == "head" else "olmoe"
-
-
-NORMALIZED_GGUF = {"llama": True, "qwen3moe": True, "olmoe": False}
-"""Architectures of GGUF files with mixtures, and whether weights are divided by their sum. "llama" is also Mixtral."""
-
-
-def sizes_from_gguf(arch: str, meta: ConfigFields) -> MixtureSizes | None:
-    """Return the sizes of the mixtures of a GGUF file; None if it has none.
-
-    Raises: UsageError for an architecture or a router that specjax does not read.
-    """
-    if not meta.size("expert_count", 0, minimum=0):
-        meta.skip("expert_used_count")
-        return None
-    if arch not in NORMALIZED_GGUF:
-        raise UsageError(
-            f"{meta.where} is a mixture of experts, which specjax does not read from files of the architecture "
-            f"{quote(arch)}; use its safetensors"
-        )
-    count = meta.size("expert_count", maximum=EXPERTS)
-    if meta.size("expert_gating_func", 1) != 1 or meta.number("expert_weights_scale", 1.0) != 1.0:
-        raise UsageError(
-            f"{meta.where} has {meta.prefix}expert_gating_func or expert_weights_scale of another router, which "
-            "specjax does not support; use its safetensors"
-        )
-    width = "expert_feed_forward_length" if meta.has("expert_feed_forward_length") else "feed_forward_length"
-    normalized = meta.flag("expert_weights_norm", NORMALIZED_GGUF[arch])
-    routing = Routing(check_num_chosen(meta, "expert_used_count", count, 2), normalized=normalized)
-    return MixtureSizes(count, meta.size(width, maximum=ROWS), routing)
-
-
-def stored_gguf() -> dict[str, StoredTensor]:
-    """Map the parameters of experts to tensors of a GGUF file, one for each matrix of all experts."""
-    stored = {
-        f"layers.*.mlp.{part}.weight": StoredTensor(f"blk.*.ffn_{name}_exps.weight", stacked=True)
-        for part, name in zip(PARTS, MLP_PARTS, strict=True)
-    }
-    return stored | {"layers.*.mlp.router.weight": StoredTensor("blk.*.ffn_gate_inp.weight")}
-
-
-def earlier_gguf(names: Collection[str]) -> dict[str, StoredTensor]:
-    """Map the paths that differ in files of earlier converters of Mixtral, which have a tensor per expert."""
-    if not any(name.endswith(".ffn_gate.0.weight") for name in names):
-        return {}
-    return {
-        f"layers.*.mlp.{part}.weight": StoredTensor(f"blk.*.ffn_{name}.#.weight")
-        for part, name in zip(PARTS, MLP_PARTS, strict=True)
-    }

@@ -22,7 +22,7 @@ from specjax.models.loading.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
-from specjax.models.loading.families.latent import deepseek
+from specjax.models.loading.families.latent import deepseek, deepseek_gguf
 
 HYBRIDS = (
     qwen3_5,
@@ -36,6 +36,7 @@ HYBRIDS = (
     gemma4,
     gemma4_gguf,
     deepseek,
+    deepseek_gguf,
 )
 FAMILIES = (llama, gemma3, llada, *HYBRIDS)
 

@@ -44,8 +44,12 @@ def with_length(hf: ConfigFields) -> ConfigFields:
 
 
 def max_positions(hf: ConfigFields, scaling: RopeScaling | None) -> int:
-    """Return the length of the longest text. YaRN lengthens it by its factor, whether or not the config counts it."""
-    length = hf.size("max_position_embeddings")
+    """Return the length of the longest text of a config.json, see `longest_text`."""
+    return longest_text(hf.size("max_position_embeddings"), scaling)
+
+
+def longest_text(length: int, scaling: RopeScaling | None) -> int:
+    """Return the stated length, or that of YaRN, which lengthens texts whether or not a file counts it."""
     if scaling is None or scaling.kind != "yarn":
         return length
     return min(max(length, int(scaling.factor * scaling.original_positions)), POSITIONS)
@@ -232,16 +236,41 @@ def _divisors(rope: ConfigFields, name: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, divisors))
 
 
-def rotary_from_gguf(meta: ConfigFields) -> tuple[float, RopeScaling | None]:
-    """Read (base, scaling) from GGUF metadata; see also `scaling_from_divisors`."""
+def rotary_from_gguf(meta: ConfigFields, *, whole: bool | None = None) -> tuple[float, RopeScaling | None]:
+    """Read (base, scaling) from GGUF metadata; see also `scaling_from_divisors`.
+
+    whole: `RopeScaling.whole` of YaRN, which files do not state; None: specjax does not read YaRN of this architecture.
+    """
     base = meta.number("rope.freq_base", 10000.0, **BASE)
     kind = meta.text("rope.scaling.type", "none")
+    if kind == "yarn" and whole is not None:
+        return base, _yarn_from_gguf(meta, whole)
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0)
     if kind not in ("none", "linear"):
+        supported = "linear, llama3" if whole is None else "linear, llama3, yarn"
         raise UsageError(
-            f"{meta.where} has RoPE scaling {quote(kind)}, which specjax does not support (only linear, llama3)"
+            f"{meta.where} has RoPE scaling {quote(kind)}, which specjax does not support (only {supported})"
         )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
+
+
+def _yarn_from_gguf(meta: ConfigFields, whole: bool) -> RopeScaling:
+    """Read YaRN settings. Raises: UsageError for factors that the authors' YaRN does not have."""
+    for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
+        value = meta.number(f"rope.scaling.{name}", 1.0, minimum=-1e9)
+        if value != 1.0:
+            raise UsageError(
+                f"{meta.where} has {meta.prefix}rope.scaling.{name} {value:g}, and specjax supports 1 only; use its "
+                "safetensors"
+            )
+    low = meta.number("rope.scaling.yarn_beta_slow", 1.0, **FACTOR)
+    high = meta.number("rope.scaling.yarn_beta_fast", 32.0, **FACTOR)
+    if low >= high:
+        raise UsageError(f"{meta.where} has yarn_beta_slow {low:g}, which must be below yarn_beta_fast, {high:g}")
+    factor = meta.number("rope.scaling.factor", **FACTOR)
+    original = meta.size("rope.scaling.original_context_length", minimum=2, maximum=POSITIONS)
+    amplitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return RopeScaling("yarn", factor, low, high, original, amplitude, whole)
 
 
 def scaling_from_divisors(

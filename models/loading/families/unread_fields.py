@@ -43,7 +43,7 @@ GROUPS = {
         multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
         vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_start_token_id""",
     "facts that the tensors show, or about training, also in GGUF files and nested objects": """
-        finetuned rope.scaling.finetuned tensor_data_layout vocab_size""",
+        attention.value_length finetuned rope.scaling.finetuned tensor_data_layout vocab_size""",
 }
 HARMLESS = frozenset(name for names in GROUPS.values() for name in names.split())
 """Names of fields that change no logits, whatever their value."""

@@ -29,6 +29,7 @@ from specjax.models.layout import has_kv_head_rows, shard_config
 from specjax.models.loading.tensors.tensors import (
     StoredArray,
     as_vector,
+    join_heads,
     read_quantized_rows,
     read_rows,
     select_expert,
@@ -79,16 +80,21 @@ class StoredTensor(NamedTuple):
     flat: bool = False  # the file has a vector as a matrix of any shape
     stacked: bool = False  # the file has the matrices or vectors of all experts in one tensor, with their axis first
     transposed: bool = False  # the file has the matrix [in, out]
+    of_heads: int = 0  # nonzero: the file has the matrix of each of this many heads, with their axis first
     expert: int | None = None  # the expert whose part of a stacked tensor this is; None: the tensor is not stacked
 
     def shape_in_file(self, rows: int, columns: Sequence[int], num_experts: int) -> tuple[int, ...]:
         """Return the shape of the tensor of a parameter with so many rows, [E, ...] if the file stacks experts."""
-        shape = (self.rows or rows, *[1] * self.unit_axis, *columns)
+        shape = ((self.rows or rows) // (self.of_heads or 1), *[1] * self.unit_axis, *columns)
+        if self.of_heads:
+            return (self.of_heads, *(shape[::-1] if self.transposed else shape))
         return ((num_experts,) if self.stacked else ()) + (shape[::-1] if self.transposed else shape)
 
     def select(self, tensor: StoredArray) -> StoredArray:
         """Return the part of a stored tensor that this names, with rows as those of the parameter."""
         tensor = as_vector(tensor) if self.flat else tensor
+        if self.of_heads:
+            return join_heads(tensor, transposed=self.transposed)
         tensor = tensor if self.expert is None else select_expert(tensor, self.expert)
         return transpose(tensor) if self.transposed else tensor
 

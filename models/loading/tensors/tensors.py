@@ -138,6 +138,21 @@ def transpose(tensor: StoredArray) -> LazyTensor:
     return LazyTensor(matrix.file, matrix.shape[::-1], rows)
 
 
+def join_heads(tensor: StoredArray, *, transposed: bool) -> LazyTensor:
+    """Return the matrices [H, O, I] of heads as one matrix [H O, I]. transposed: the file has [H, I, O]."""
+    num_heads, *shape = tensor.shape
+    num_rows, num_columns = shape[::-1] if transposed else shape
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        first, last = start // num_rows, -(-stop // num_rows)
+        counted = shape[0] if isinstance(tensor, QuantizedTensor) else 1  # what `read_rows` counts of each head
+        matrices = read_rows(tensor, first * counted, last * counted).reshape(last - first, *shape)
+        matrices = matrices.swapaxes(1, 2) if transposed else matrices
+        return matrices.reshape(-1, num_columns)[start - first * num_rows : stop - first * num_rows]
+
+    return LazyTensor(tensor.file, (num_heads * num_rows, num_columns), rows)
+
+
 def read_quantized_rows(
     tensor: StoredArray, start: int, stop: int, form: WeightFormat, columns: np.ndarray | None = None
 ) -> QuantizedArray:

@@ -11,7 +11,7 @@ from specjax.errors import UsageError
 from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.hybrid.config import GatedDeltaSizes, HybridConfig, LayerKind
-from specjax.models.loading.families import llama, mixtures, rope
+from specjax.models.loading.families import llama, mixtures, mixtures_gguf, rope
 from specjax.models.loading.families.config_fields import HEADS, ROWS, ConfigFields
 from specjax.models.loading.families.hybrid import common
 from specjax.models.loading.tensors.assembly import StoredTensor
@@ -65,11 +65,7 @@ def stored_gguf(config: HybridConfig) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a GGUF file."""
     stored = {path: StoredTensor(row.gguf) for path, row in NAMES.items()}
     if config.experts is not None:
-        stored |= mixtures.stored_gguf()
-        stored |= {
-            f"layers.*.mlp.shared.{part}.weight": StoredTensor(f"blk.*.ffn_{part}_shexp.weight")
-            for part in mixtures.MLP_PARTS
-        }
+        stored |= mixtures_gguf.stored_gguf()
         stored["layers.*.mlp.shared_gate.weight"] = StoredTensor("blk.*.ffn_gate_inp_shexp.weight")
     return stored | gated_queries(config, "blk.*.attn_q.weight")
 

@@ -89,7 +89,6 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
         hf.flag("rope_interleave", True),
     )
     experts = _experts(hf, kind, layers)
-    latent = LayerKind("latent_attention")
     return HybridConfig(
         vocab_size=hf.size("vocab_size", maximum=ROWS),
         width=hf.size("hidden_size", maximum=WIDTH),
@@ -98,7 +97,7 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
         num_kv_heads=1,
         head_dim=sizes.cached,
         mlp_width=hf.size("intermediate_size", maximum=ROWS),
-        kinds=tuple(latent if i in experts.dense_layers else latent._replace(feed="moe") for i in range(layers)),
+        kinds=kinds_of_layers(experts, layers),
         latent=sizes,
         experts=experts,
         rope_base=base,
@@ -110,6 +109,12 @@ def config_from_hf(hf: ConfigFields, **options) -> HybridConfig:
         model_type=kind,
         **options,
     )
+
+
+def kinds_of_layers(experts: MixtureSizes, layers: int) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer."""
+    latent = LayerKind("latent_attention")
+    return tuple(latent if i in experts.dense_layers else latent._replace(feed="moe") for i in range(layers))
 
 
 def _mscale(hf: ConfigFields) -> float:
