@@ -74,9 +74,16 @@ def stored_hf(c: DecoderConfig) -> dict[str, StoredTensor]:
 
 
 def variant_hf(sizes: MixtureSizes, names: Collection[str]) -> dict[str, StoredTensor]:
-    """Map the paths that differ in files in MXFP4, by the names of the tensors of a file."""
+    """Map the paths that differ in files in MXFP4 or with separate experts, by the names of the tensors of a file."""
+    if mixtures.are_separate(names):
+        return separate_hf()
     is_mxfp4 = any(name.endswith(".experts.gate_up_proj.weight") for name in names)
     return _stored(sizes, "gate_up_proj.weight", "down_proj.weight", transposed=False) if is_mxfp4 else {}
+
+
+def separate_hf() -> dict[str, StoredTensor]:
+    """Map the parameters of experts to tensors of a file with matrices and biases for each expert."""
+    return mixtures.separate_experts(f"{_EXPERTS}#.")
 
 
 def _stored(sizes: MixtureSizes, gate_up: str, down: str, *, transposed: bool) -> dict[str, StoredTensor]:

@@ -190,6 +190,12 @@ def variant_hf(config: LlamaConfig, names: Collection[str]) -> dict[str, StoredT
     return gpt_oss.variant_hf(config.experts, names) if config.sinks and config.experts is not None else {}
 
 
+def separate_hf(config: LlamaConfig) -> dict[str, StoredTensor]:
+    """Map the parameters of experts to separate tensors, for a family whose files stack them."""
+    assert config.sinks, "only files of gpt-oss stack experts"
+    return gpt_oss.separate_hf()
+
+
 def joined_projections(config: LlamaConfig, attention: str, mlp: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of files with one matrix for q, k and v, and one for gate and up."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

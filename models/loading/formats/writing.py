@@ -20,7 +20,7 @@ from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings, write_denoiser_settings
 from specjax.models.loading.formats import compressed_writing, hf
 from specjax.models.loading.formats.module_copies import copy_module
-from specjax.models.loading.tensors.assembly import Checkpoint, StoredTensor, list_parameters
+from specjax.models.loading.tensors.assembly import Checkpoint, Parameter, StoredTensor, list_parameters
 from specjax.models.loading.tokenizers import writing
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
@@ -49,7 +49,8 @@ def save_model(
     Weights are written to the bit, except Gemma's norms: its files store w - 1, so for w below 0.5 the last bits may
     change. Files of recurrent layers store logarithms of their decays, whose last bits may change too. Quantised
     matrices are written in the format compressed-tensors, which `load` reads back to the bit
-    (`compressed_writing`). A module for multi-token prediction is copied from the files of the target, and it is not
+    (`compressed_writing`). Quantised experts then have a tensor for each matrix, also in families whose files have
+    those of a layer in one. A module for multi-token prediction is copied from the files of the target, and it is not
     quantised. Those of GGUF files and quantised ones are left out with a warning.
 
     Args:
@@ -95,6 +96,11 @@ def check_model_writable(target: Target) -> dict[str, Any]:
     config: Any = target.model.config
     if type(config) not in CONFIGS:
         raise UsageError(f"{target.model.name} has no config of specjax.models, so no config.json can describe it")
+    if config.experts is not None and config.experts.shuffling is not None:
+        raise UsageError(
+            f"{config.name} has experts in groups for devices, which no config.json can state; save the target that "
+            "group_experts received"
+        )
     if has_repeated_heads(config, target.params):
         raise UsageError(
             f"{target.model.name} is sharded over a mesh that repeats some of its heads; save it from one device"
@@ -140,7 +146,7 @@ def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightForm
     forms: dict[str, WeightFormat] = {}
     joined_parts: dict[Place, list[tuple[np.ndarray, Any]]] = {}  # parts of a joined tensor, with their rows
     transposes: set[str] = set()
-    for leaf in list_parameters(checkpoint):
+    for leaf in _parameters_in_files(checkpoint):
         value = values[leaf.keys]
         for part in leaf.parts:
             stored, tensor = part.stored, value[part.at] if part.at else value
@@ -154,19 +160,21 @@ def _named_tensors(target: Target) -> tuple[dict[str, Any], dict[str, WeightForm
             else:
                 tensors[place] = tensor
             if leaf.form is not None:
-                _check_separate(stored, config.name)
                 forms[stored.name] = leaf.form
     tensors |= {place: _joined(parts) for place, parts in joined_parts.items()}
     return _stacked({place: x.T if place[0] in transposes else x for place, x in tensors.items()}), forms
 
 
-def _check_separate(stored: StoredTensor, name: str) -> None:
-    """Raise a UsageError for a quantised matrix of an expert whose family stores all experts in one tensor."""
-    if stored.expert is not None:
-        raise UsageError(
-            f"{name} has quantised experts, which the files of its family have in one tensor, so they cannot be "
-            "written; save the model with float weights"
-        )
+def _parameters_in_files(checkpoint: Checkpoint) -> list[Parameter]:
+    """Return the parameters with their names in files. Experts that are quantised have a tensor for each matrix.
+
+    The format compressed-tensors has no stacks of quantised matrices.
+    """
+    parameters = list(list_parameters(checkpoint))
+    if not any(leaf.form is not None and leaf.parts[0].stored.stacked for leaf in parameters):
+        return parameters
+    separate = registry.by_config(checkpoint.config).separate_hf(checkpoint.config)
+    return list(list_parameters(checkpoint._replace(stored=checkpoint.stored | separate)))
 
 
 def _stacked(tensors: dict[Place, Any]) -> dict[str, Any]:

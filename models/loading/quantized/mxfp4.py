@@ -58,4 +58,5 @@ def read_codes(matrix: StoredMatrix, blocks: str, scales: str) -> StoredArray:
         exponent = read_stored(exponents, start, stop).astype(np.int32) - BIAS - 1
         return QuantizedArray(values, np.ldexp(np.float32(1), exponent))
 
-    return matrix.grouped((*shape, inputs), WeightFormat(4, "int8", None if groups == 1 else GROUP), rows)
+    # Five bits: the whole numbers are from -12 to 12.
+    return matrix.grouped((*shape, inputs), WeightFormat(5, "int8", None if groups == 1 else GROUP), rows)

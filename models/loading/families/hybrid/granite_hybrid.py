@@ -6,6 +6,7 @@ alone. GGUF files of this architecture may also be Bamba, which rotates.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from specjax.errors import UsageError
@@ -67,6 +68,16 @@ def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
         **mixtures.stacked_experts(module + "input_linear.weight", module + "output_linear.weight", experts.width),
         "layers.*.mlp.router.weight": StoredTensor(module + "router.layer.weight"),
     }
+
+
+def variant_hf(config: HybridConfig, names: Collection[str]) -> dict[str, StoredTensor]:
+    """Map the paths that differ in files with a tensor for each matrix of an expert."""
+    return separate_hf(config) if mixtures.are_separate(names) else {}
+
+
+def separate_hf(config: HybridConfig) -> dict[str, StoredTensor]:
+    """Map the parameters of experts to separate tensors."""
+    return mixtures.separate_experts(_LAYER + "block_sparse_moe.experts.#.")
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:

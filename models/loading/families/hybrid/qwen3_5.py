@@ -62,8 +62,12 @@ def stored_hf(config: HybridConfig, kind: str) -> dict[str, StoredTensor]:
 
 def variant_hf(config: HybridConfig, names: Collection[str]) -> dict[str, StoredTensor]:
     """Map the paths that differ in files with a tensor for each matrix of an expert, which transformers writes."""
-    is_separate = any(name.endswith(".mlp.experts.0.gate_proj.weight") for name in names)
-    return mixtures.separate_experts("model.layers.*.mlp.experts.#.") if is_separate else {}
+    return separate_hf(config) if mixtures.are_separate(names) else {}
+
+
+def separate_hf(config: HybridConfig) -> dict[str, StoredTensor]:
+    """Map the parameters of experts to separate tensors."""
+    return mixtures.separate_experts("model.layers.*.mlp.experts.#.")
 
 
 def stored_gguf(config: HybridConfig, arch: str) -> dict[str, StoredTensor]:

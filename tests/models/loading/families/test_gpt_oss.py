@@ -12,9 +12,11 @@ from expert_models import fields_of, logits_of, make, torch
 from hybrid_logits import whole_text_logits
 from safetensors.numpy import save_file
 
+import specjax
 from specjax import models
 from specjax.models.experts.routing import Routing
 from specjax.models.loading.formats import hf
+from specjax.models.loading.formats.writing import save_model
 from specjax.models.loading.tensors.assembly import assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
 
@@ -78,6 +80,18 @@ def test_experts_stay_quantised(published):
     params = assemble(quantized)
     assert params["layers"][0]["mlp"]["expert_up"]["weight"].values.dtype == np.int8
     assert error(quantized, expected) < 1
+
+
+def test_experts_in_mxfp4_are_saved(published, tmp_path):
+    """They are written as whole numbers with scales, a tensor for each matrix of an expert."""
+    checkpoint, expected = published
+    quantized = checkpoint._replace(config=with_file_formats(checkpoint, "cpu"))
+    save_model(tmp_path, specjax.Target(models.make_model(quantized.config), assemble(quantized)))
+    again = hf.read(tmp_path, dtype="float32", name="gpt_oss")
+    check_tensors(again)
+    again = again._replace(config=with_file_formats(again, "cpu"))
+    assert assemble(again)["layers"][0]["mlp"]["expert_up"]["weight"].scales.shape == (8, 64, 2)
+    assert error(again, expected) < 1
 
 
 def test_a_file_whose_gates_come_first_has_other_logits(published):

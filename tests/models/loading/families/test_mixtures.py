@@ -8,6 +8,7 @@ import hybrid_gguf
 import jax
 import numpy as np
 import pytest
+import shipped_mixture
 from expert_models import PUBLISHED, fields_of, logits_of, make, save
 from hybrid_logits import whole_text_logits
 from tiers import exhaustive, those
@@ -15,6 +16,7 @@ from tiers import exhaustive, those
 import specjax
 from specjax import drafters, models
 from specjax.errors import UsageError
+from specjax.models.experts.sizes import TokenShuffling
 from specjax.models.loading.families import mixtures
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.model_classes import check_own_code
@@ -23,6 +25,8 @@ from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.formats.writing import save_model
 from specjax.models.loading.tensors.assembly import assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
+from specjax.models.storage import quantized_config
+from specjax.numerics.quantized_array import as_float_weights, is_quantized
 from specjax.planning.description.model import describe_model
 from specjax.planning.description.words import describe_in_lines
 
@@ -168,6 +172,38 @@ def test_saved_and_loaded(case, tmp_path):
     check_tensors(again)
     assert again.config == checkpoint.config
     assert error(again, expected) < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("gpt_oss", "int8"), ("qwen3_5_moe_text", "int4-weights"), exhaustive("granitemoehybrid", "int8-weights"),
+        exhaustive("granitemoe", "fp8"), exhaustive("gpt_oss", "int4-weights"), exhaustive("qwen3_moe", "int8"),
+    ],
+)  # fmt: skip
+def test_quantised_experts_are_saved(kind, scheme, tmp_path):
+    """The matrices of experts are separate in such a file, also in families that stack them."""
+    save(kind, tmp_path / "floats")
+    floats = hf.read(tmp_path / "floats", dtype="float32", name=kind)
+    config = quantized_config(floats.config, scheme, "cpu")
+    params = assemble(floats._replace(config=config))
+    save_model(tmp_path / "saved", specjax.Target(models.make_model(config), params))
+    again = hf.read(tmp_path / "saved", dtype="float32", name=kind)
+    check_tensors(again)
+    kept = again._replace(config=with_file_formats(again, "cpu"))
+    loaded = assemble(kept)
+    assert is_quantized(loaded["layers"][1]["mlp"]["expert_down"]["weight"])
+    jax.tree.map(np.testing.assert_array_equal, as_float_weights(loaded), as_float_weights(params))
+    expected = np.asarray(_logits(models.make_model(config), params, TOKENS))
+    assert error(kept, expected) < 1 and error(floats, expected) > 20
+
+
+def test_groups_of_experts_are_not_saved(tmp_path):
+    target = shipped_mixture.shipped_mixture()
+    config = target.model.config
+    config = dataclasses.replace(config, experts=config.experts._replace(shuffling=TokenShuffling(2, 384, 0.5)))
+    with pytest.raises(UsageError, match=r"^mixture has experts in groups for devices, .* group_experts received$"):
+        save_model(tmp_path, specjax.Target(models.make_model(config), target.params))
 
 
 @pytest.mark.exhaustive
