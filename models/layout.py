@@ -237,7 +237,7 @@ def shard_config(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -
     over: the axes that split the model, besides "data"; None: all. Along other axes the model is replicated, so that a
     small draft model may be split less than its target.
 
-    Raises: UsageError for a mesh with other axes, or one that does not divide the heads.
+    Raises: UsageError for a mesh with other axes, or one that does not divide the heads or the experts.
     """
     check_axes(mesh)
     missing = set(over or ()) - set(mesh.axis_names)
@@ -248,6 +248,7 @@ def shard_config(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -
     layout = Layout(mesh, mesh.axis_names if over is None else ("data", *over))
     num_parts = layout.parts("heads")
     check_heads(config, num_parts, layout.axes("heads"))
+    check_experts(config, layout.parts("experts"))
     return dataclasses.replace(config, num_kv_heads=config.num_kv_heads * kv_head_copies(config, num_parts)), layout
 
 
@@ -274,6 +275,19 @@ def check_heads(config: Any, num_parts: int, axes: tuple[str, ...]) -> None:
             f"the mesh splits attention into {num_parts} parts (axes {', '.join(axes)}), which does not "
             f"divide the {config.num_heads} query and {config.num_kv_heads} key/value heads of {config.name}; "
             f"choose {' or '.join(map(str, counts))}"
+        )
+
+
+def check_experts(config: Any, num_parts: int) -> None:
+    """Check that `num_parts` parts divide the experts of a mixture, because each device would else have all of them.
+
+    Raises: UsageError if they do not.
+    """
+    sizes = getattr(config, "experts", None)
+    if sizes is not None and sizes.num_experts % num_parts:
+        raise UsageError(
+            f"the mesh splits the {sizes.num_experts} experts of {config.name} into {num_parts} parts (axis expert), "
+            "which must divide them"
         )
 
 

@@ -290,7 +290,10 @@ def fill(
     for part in parameter.parts:
         tensor = part.stored.select(tensors[part.stored.name])
         source = _source_rows(parameter, part, head_dim)
-        destinations = [[_of_layer(piece, parameter, part) for piece in pieces] for pieces in device_parts]
+        destinations = [
+            [_of_layer(piece, parameter, part) for piece in pieces if _has_layer(piece, parameter, part)]
+            for pieces in device_parts
+        ]
         read = functools.partial(_read_arrays, tensor, part.stored, form=parameter.form)
         chunk_rows = max(1, CHUNK_ELEMENTS // math.prod(tensor.shape[1:]))
         for start in range(0, tensor.shape[0], chunk_rows):
@@ -302,9 +305,17 @@ def fill(
     return jax.tree.unflatten(structure, placed)
 
 
+def _has_layer(piece: DevicePart, parameter: Parameter, part: Part) -> bool:
+    """Return True if a device has the layer and the expert of `part`. Experts may be split over devices."""
+    leading = piece.where[: parameter.num_leading]
+    return all(place.start <= at < place.stop for place, at in zip(leading, part.at, strict=True))
+
+
 def _of_layer(piece: DevicePart, parameter: Parameter, part: Part) -> Destination:
     """Return the slices and the memory of the layer and the expert of `part`."""
-    return piece.where[parameter.num_leading :], piece.values[part.at]
+    leading = piece.where[: parameter.num_leading]
+    at = tuple(at - place.start for place, at in zip(leading, part.at, strict=True))
+    return piece.where[parameter.num_leading :], piece.values[at]
 
 
 def _place(array: jax.ShapeDtypeStruct, sharding: Any, device_parts: list[DevicePart]) -> jax.Array:

@@ -62,9 +62,10 @@ fills, on a terminal. --compare also runs the procedure that the method speeds
 up: one column per pass, unless the method guarantees the text of another one.
 
 With --distributed the same command runs on every host: --data devices share
-the batch, --model devices share the weights. The texts equal those of one
-host. With --checkpoint the same command continues an interrupted run and
-prints its whole text. Collaborations store finished batches.
+the batch, --model devices share the weights, --expert devices the experts of
+a mixture. The texts equal those of one host. With --checkpoint the same
+command continues an interrupted run and prints its whole text. Collaborations
+store finished batches.
 """
 
 
@@ -192,7 +193,7 @@ def _draft(flags: GenerateFlags) -> None:
     lines = source.read()
     is_first = hosts.is_first()
     log = Console(stderr=True, quiet=not is_first)
-    mesh = hosts.make_mesh(flags.hosts.distributed, flags.hosts.data, flags.hosts.model)
+    mesh = hosts.make_mesh(flags.hosts.distributed, flags.hosts.data, flags.hosts.model, flags.hosts.expert)
     programs = open_program_cache(flags.values())
     session, method = selection.open(log, mesh)
     note_training(flags.models.draft, "system", flags.prompts.system, log)

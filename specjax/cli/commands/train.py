@@ -113,7 +113,7 @@ def _train_drafter(flags: SimpleNamespace, values: dict[str, Any]) -> None:
     models.check_head(has_head)
     training = drafter_flags.read_training(flags, drafter)
     hosts.join(values)
-    mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model)
+    mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model, flags.expert)
     drafter_run.run_training(training, models, mesh, has_head=has_head, as_json=flags.as_json)
 
 

@@ -49,6 +49,13 @@ ModelOption = Annotated[
         "--model", help="Number of devices that share the weights. Default: all remaining devices.", show_default=False
     ),
 ]
+ExpertOption = Annotated[
+    int,
+    typer.Option(
+        "--expert",
+        help="Number of devices that share the experts of a mixture. Other weights are split over them as by --model.",
+    ),
+]
 CheckpointOption = Annotated[
     str | None,  # a Path would change gs://
     typer.Option(
@@ -78,6 +85,7 @@ class HostOptions:
     heartbeat: HeartbeatOption = 30
     data: DataOption = None
     model: ModelOption = None
+    expert: ExpertOption = 1
 
 
 @dataclass(frozen=True)
@@ -143,18 +151,18 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def make_mesh(distributed: bool, data: int | None, model: int | None):
+def make_mesh(distributed: bool, data: int | None, model: int | None, expert: int):
     """Build the mesh of the flags; return None without these flags. Raises: UsageError for too few devices."""
-    if not distributed and data is None and model is None:
+    if not distributed and data is None and model is None and expert == 1:
         return None
     import jax
 
     from specjax.parallel import mesh
 
     try:
-        return mesh(jax.process_count() if data is None else data, model)
+        return mesh(jax.process_count() if data is None else data, model, expert=expert)
     except UsageError as error:
-        raise UsageError(f"--data, --model: {error}") from None
+        raise UsageError(f"--data, --model, --expert: {error}") from None
 
 
 def check_models(*targets) -> None:

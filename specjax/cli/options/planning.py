@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from specjax.cli.options import common as o
-from specjax.cli.options import completion
+from specjax.cli.options import completion, hosts
 from specjax.cli.options.processing import FrequencyOption, PresenceOption, RepetitionOption
 from specjax.cli.output.console import Console
 
@@ -97,7 +97,6 @@ ModelOption = Annotated[
 ]
 LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs in parallel.")]
 SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]
-ExpertOption = Annotated[int, typer.Option("--expert", help="Number of devices that share the experts of a mixture.")]
 NoCacheOption = Annotated[
     bool,
     typer.Option("--no-cache", envvar="SPECJAX_NO_CACHE", help="Compile again, and store nothing in the cache folder."),
@@ -118,7 +117,7 @@ class ProgramOptions:
     model: ModelOption = None
     layer: LayerOption = 1
     sequence: SequenceOption = 1
-    expert: ExpertOption = 1
+    expert: hosts.ExpertOption = 1
     temperature: o.TemperatureOption = 0.0
     top_k: o.TopKOption = None
     top_p: o.TopPOption = None

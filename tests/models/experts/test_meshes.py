@@ -130,6 +130,12 @@ def test_a_quantised_expert_has_the_sharding_of_its_matrix():
     assert feed["shared"]["gate"]["weight"].sharding.spec == PartitionSpec("model", None)
 
 
+def test_a_mesh_that_does_not_divide_the_experts_is_refused():
+    config = dataclasses.replace(CONFIGS["shared"], num_heads=12, num_kv_heads=3, name="mixture")
+    with pytest.raises(specjax.UsageError, match=r"splits the 8 experts of mixture into 3 parts \(axis expert\)"):
+        specjax.parallel.abstract_target(config, specjax.mesh(1, 1, expert=3))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafted_text_on_a_mesh(name):
