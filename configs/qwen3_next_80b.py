@@ -6,6 +6,7 @@ from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.hybrid.config import HybridConfig
 
 HUB_ID = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+MODULE = "qwen3_5"  # the form of its module for multi-token prediction (`models.loading.mtp_dialects`)
 
 
 def get_config(dtype: str = "bfloat16") -> HybridConfig:

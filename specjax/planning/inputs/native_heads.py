@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,14 @@ def native_of(path: Path, num_layers: int) -> NativeModule | None:
 
 
 def stated_config(config: Any, dialect: str) -> mtp.MtpConfig:
-    """Return the shapes of a module of the form `dialect` for a target's config."""
+    """Return the shapes of a module of the form `dialect` for a target's config. A mixture's module has experts too."""
     row, fixed = BY_NAME[dialect], stored_mtp.OWN_FLAGS
     flags = {name: getattr(row, name) for name in stored_mtp.FLAGS if name not in fixed}
-    return mtp.of_target(config, **flags | fixed)
+    head = mtp.of_target(config, **flags | fixed)
+    if config.experts is None:
+        return head
+    experts = config.experts._replace(dense_layers=(), shuffling=None)
+    return dataclasses.replace(head, layer=dataclasses.replace(head.layer, experts=experts))
 
 
 def _stated(source: str | Path, config: Any) -> mtp.MtpConfig | None:

@@ -10,6 +10,7 @@ from specjax.cli import main
 from specjax.models import abstract_params
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.storage import num_bytes
+from specjax.planning.description.model import describe_model
 from specjax.planning.tree.drafts import draft_cost, find_candidates, flags_of
 from specjax.planning.workload import make_workload
 
@@ -36,6 +37,17 @@ def test_a_target_with_a_module_drafts_with_it_by_default(tmp_path):
     stored = make_workload(folder, "v5e:1x1", context=8, max_new_tokens=8)
     assert stored.method == "mtp" and stored.head.layer.width == stored.target.width
     assert stored.plain.target == stored.target and stored.plain.head is None
+
+
+def test_the_module_of_a_mixture_has_experts():
+    """Qwen3-Next's module is an attention layer with the experts of the others."""
+    work = make_workload("qwen3_next_80b", "v5e:4x4", draft="native", expert=16)
+    assert work.head.layer.experts == work.target.experts and work.head.layer.attention_gate
+    description = describe_model("qwen3_next_80b").module
+    experts = 3 * 512 * 2048 * (512 + 1) + 2048 * (512 + 1)  # with the shared MLP, its gate and the router
+    attention = 2048 * (3 * 4096 + 2 * 512) + 2 * 256
+    assert description.parameters == experts + attention + 2 * 2048 * 2048 + 5 * 2048
+    assert description.drafts_by_default and description.dialect == "qwen3_5"
 
 
 def test_settings_of_compile_are_those_of_the_default(capsys):
