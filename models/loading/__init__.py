@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
-from specjax.models.loading.formats import gguf, hf, llama2c
+from specjax.models.loading.formats import gguf, hf, hub_tables, llama2c
 from specjax.models.loading.reward_models import RewardHead, as_language_model, is_head_tensor, read_reward_head
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
@@ -245,8 +245,8 @@ def is_diffusion(source: str | Path | None) -> bool:
         return False
     path = Path(os.path.expanduser(source))
     try:
-        if not path.exists() and isinstance(source, str) and re.fullmatch(HUB_ID, source) and source != DEMO:
-            path = hf.download(source, ("config.json", SETTINGS, SPECIAL_TOKENS))
+        if is_hub_id(source):
+            path = hf.download(str(source), ("config.json", SETTINGS, SPECIAL_TOKENS))
         if not path.is_dir():
             return False
         return denoisers.is_denoiser(_config(path), read_companions(path).names)
@@ -281,6 +281,29 @@ def _read(
     return checkpoint, gguf_tokenizer.from_metadata(meta, str(path))
 
 
+@contextlib.contextmanager
+def open_tables(source: str | Path) -> Iterator[Path]:
+    """Yield the local file or folder of a source, for reading configs and tables of tensors only.
+
+    Of a hub id, the weights are not downloaded, and the folder is deleted afterwards; see `hub_tables`.
+    """
+    if is_hub_id(source):
+        with hub_tables.folder_of_tables(str(source)) as folder:
+            yield folder
+    else:
+        yield resolve(source)
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Return True for the id of a hub repository, which is no file or folder."""
+    return (
+        isinstance(source, str)
+        and re.fullmatch(HUB_ID, source) is not None
+        and Path(source).suffix not in (".gguf", ".bin")
+        and not os.path.exists(os.path.expanduser(source))
+    )
+
+
 def resolve(source: str | Path | None) -> Path:
     """Return the local file or folder of a source. Hub ids are downloaded."""
     if source is None or source == DEMO:
@@ -293,7 +316,8 @@ def resolve(source: str | Path | None) -> Path:
         return path
     if is_file:
         raise UsageError(f"{path} is neither a folder nor a .gguf or .bin file; give one of these or a hub id")
-    if isinstance(source, str) and re.fullmatch(HUB_ID, source) and path.suffix not in (".gguf", ".bin"):
+    if is_hub_id(source):
+        assert isinstance(source, str)
         return hf.download(source)
     raise UsageError(
         f'no file or folder "{shorten(str(source), SENTENCE // 2)}" exists, and it is no hub id such as "org/name"'

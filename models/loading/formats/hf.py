@@ -60,11 +60,16 @@ def download(repo: str, patterns: tuple[str, ...] = DOWNLOADED_FILES) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=list(patterns)))
     except Exception as error:  # many kinds: unknown or gated repository, no network, no space, ...
-        message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(
-            f'"{repo}" is not a local file or folder and could not be downloaded from the hub ({message}); '
-            "check the id or the network, or give a local folder or .gguf file"
-        ) from error
+        raise download_error(repo, error) from error
+
+
+def download_error(repo: str, error: Exception) -> UsageError:
+    """Return the error for a hub repository that cannot be downloaded."""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return UsageError(
+        f'"{repo}" is not a local file or folder and could not be downloaded from the hub ({message}); '
+        "check the id or the network, or give a local folder or .gguf file"
+    )
 
 
 def read_config(folder: Path) -> ConfigFields:

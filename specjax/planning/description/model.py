@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,8 @@ def describe_model(
     """Describe a model without reading its weights.
 
     Args:
-      source: a built-in config such as "qwen3_5_4b", or a model as in `specjax.load`. A folder needs no weights.
+      source: a built-in config such as "qwen3_5_4b", or a model as in `specjax.load`. A folder needs no weights. Of a
+        hub id, only configs and tables of tensors are downloaded, unless its weights are quantised.
       dtype, quantize, keep_quantized: as in `specjax.load`; the bytes are those on this device's platform.
 
     Returns: the kinds of its layers, bytes per text and per token, and the module for multi-token prediction.
@@ -84,22 +87,28 @@ def describe_model(
     Raises: UsageError, in one sentence, for a source that is no model or cannot be read.
     """
     check_scheme(quantize)
-    platform, path = jax.default_backend(), _local(source)
-    config = _config(source, path, dtype, platform, platform != "cpu" if keep_quantized is None else keep_quantized)
-    if quantize is not None:
-        config = quantized_config(config, quantize, platform)
-    return _describe(config, source, path)
+    platform = jax.default_backend()
+    keep_quantized = platform != "cpu" if keep_quantized is None else keep_quantized
+    with open_source(source) as path:
+        config = _config(source, path, dtype, platform, keep_quantized)
+        if quantize is not None:
+            config = quantized_config(config, quantize, platform)
+        return _describe(config, source, path)
 
 
-def _local(source: str | Path) -> Path | None:
-    """Return the file or folder of a source; None for a built-in config."""
+@contextlib.contextmanager
+def open_source(source: str | Path) -> Iterator[Path | None]:
+    """Yield the file or folder of a source, of a hub id without weights; None for a built-in config."""
     if isinstance(source, str) and model_configs.is_builtin(source):
-        return None
-    try:
-        return loading.resolve(source)
-    except UsageError as error:
-        names = ", ".join(model_configs.builtin_configs())
-        raise UsageError(f"{error}; built-in configs are {names}") from None
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            path = stack.enter_context(loading.open_tables(source))
+        except UsageError as error:
+            names = ", ".join(model_configs.builtin_configs())
+            raise UsageError(f"{error}; built-in configs are {names}") from None
+        yield path
 
 
 def _config(source: str | Path, path: Path | None, dtype: str, platform: str, keep_quantized: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +22,8 @@ HELP = """Describe a model or a draft head.
 
 Of a model: the kinds of its layers, the memory of a text per row, per token and
 per drafted token, and the multi-token-prediction module in its files. No
-weights are read. Of a draft head: its kind and format, and its agreement with
+weights are read, and of a hub id they are not downloaded, unless they are
+quantised. Of a draft head: its kind and format, and its agreement with
 the target. A head that is read wrongly drafts slowly, but the text stays right,
 because every draft is verified. Only the agreement shows the error. It is
 measured for four drafts in a row, because some errors show only in the later
@@ -47,20 +50,42 @@ def inspect(
     as_json: o.JsonOption = False,
     no_cache: o.NoCacheOption = False,
 ) -> None:
-    from specjax.cli.options.drafter_flags import find_head_kind
     from specjax.cli.options.groups import ModelOptions
     from specjax.cli.runs.environment import choose_dtype
 
-    if find_head_kind(source, "SOURCE") is None:
-        for_heads = {"--target": target, "--speculative-token-map": token_map, "--head-set": head_set}
-        for flag, value in for_heads.items():
-            require(value is None, f"{flag} is for draft heads, and SOURCE {source} is none; leave it out")
-        _inspect_model(source, as_json, dtype=choose_dtype(dtype), quantize=quantize, keep_quantized=keep_quantized)
+    with _open(source) as local:
+        is_head = _is_head(local)
+        if not is_head:
+            for_heads = {"--target": target, "--speculative-token-map": token_map, "--head-set": head_set}
+            for flag, value in for_heads.items():
+                require(value is None, f"{flag} is for draft heads, and SOURCE {source} is none; leave it out")
+            _inspect_model(local, as_json, dtype=choose_dtype(dtype), quantize=quantize, keep_quantized=keep_quantized)
+    if not is_head:
         return
     models = ModelOptions(
         target, source, dtype, no_cache, head_set=head_set, quantize=quantize, keep_quantized=keep_quantized
     )
     _inspect_head(models, token_map, as_json)
+
+
+@contextlib.contextmanager
+def _open(source: str) -> Iterator[str]:
+    """Yield a source, or of a hub id with safetensors a folder with their tables."""
+    from specjax.models import loading
+
+    if not loading.is_hub_id(source):
+        yield source
+        return
+    with contextlib.ExitStack() as stack:
+        folder = o.parse_flag("SOURCE", lambda id: stack.enter_context(loading.open_tables(id)), source)
+        has_tables = any(folder.glob("*.safetensors"))
+        yield str(folder) if has_tables else source  # heads may have weights in PyTorch's format only
+
+
+def _is_head(source: str) -> bool:
+    from specjax.cli.options.drafter_flags import find_head_kind
+
+    return find_head_kind(source, "SOURCE") is not None
 
 
 def _inspect_model(source: str, as_json: bool, **options: Any) -> None:
