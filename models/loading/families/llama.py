@@ -428,7 +428,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     window = meta.size("attention.sliding_window", None, minimum=minimum_window) or None
     is_periodic = window is not None and arch in GGUF_PERIODS
     is_global = gguf_global_layers(meta, layers, GGUF_PERIODS[arch]) if is_periodic else None
-    flags = {name: GGUF_FLAGS[flag] in shapes for flag, names in row.flags.items() for name in names}
+    flags: dict[str, Any] = {name: GGUF_FLAGS[flag] in shapes for flag, names in row.flags.items() for name in names}
     return LlamaConfig(
         vocab_size=gguf_vocab_size(shapes, where),
         width=width,
