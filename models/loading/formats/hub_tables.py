@@ -30,9 +30,9 @@ def folder_of_tables(repo: str) -> Iterator[Path]:
 
     Raises: UsageError for a repository that cannot be downloaded.
     """
-    cached = _cached(repo)
-    if cached is not None:
-        yield cached
+    local = _cached(repo)
+    if local is not None:
+        yield local
         return
     configs = hf.download(repo, CONFIGS)
     tables = _tables(repo, configs)

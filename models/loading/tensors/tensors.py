@@ -145,8 +145,8 @@ def join_heads(tensor: StoredArray, *, transposed: bool) -> LazyTensor:
 
     def rows(start: int, stop: int) -> np.ndarray:
         first, last = start // num_rows, -(-stop // num_rows)
-        counted = shape[0] if isinstance(tensor, QuantizedTensor) else 1  # what `read_rows` counts of each head
-        matrices = read_rows(tensor, first * counted, last * counted).reshape(last - first, *shape)
+        per_head = shape[0] if isinstance(tensor, QuantizedTensor) else 1  # what `read_rows` counts of each head
+        matrices = read_rows(tensor, first * per_head, last * per_head).reshape(last - first, *shape)
         matrices = matrices.swapaxes(1, 2) if transposed else matrices
         return matrices.reshape(-1, num_columns)[start - first * num_rows : stop - first * num_rows]
 

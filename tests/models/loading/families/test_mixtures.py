@@ -190,12 +190,12 @@ def test_quantised_experts_are_saved(kind, scheme, tmp_path):
     save_model(tmp_path / "saved", specjax.Target(models.make_model(config), params))
     again = hf.read(tmp_path / "saved", dtype="float32", name=kind)
     check_tensors(again)
-    kept = again._replace(config=with_file_formats(again, "cpu"))
-    loaded = assemble(kept)
+    in_formats = again._replace(config=with_file_formats(again, "cpu"))
+    loaded = assemble(in_formats)
     assert is_quantized(loaded["layers"][1]["mlp"]["expert_down"]["weight"])
     jax.tree.map(np.testing.assert_array_equal, as_float_weights(loaded), as_float_weights(params))
     expected = np.asarray(_logits(models.make_model(config), params, TOKENS))
-    assert error(kept, expected) < 1 and error(floats, expected) > 20
+    assert error(in_formats, expected) < 1 and error(floats, expected) > 20
 
 
 def test_groups_of_experts_are_not_saved(tmp_path):
