@@ -30,18 +30,18 @@ VALUE_TYPES = {
 }  # fmt: skip
 
 
-def write(model, file, kind="F32", *, whole=False, without=(), changes=None, module=False):
+def write(model, file, kind="F32", *, joined=False, without=(), changes=None, module=False):
     """Write a torch model as GGUF.
 
     kind: the format of matrices whose rows it can store.
-    whole: the form of earlier converters of DeepSeek, with one matrix for keys and values.
+    joined: the form of earlier converters of DeepSeek, with one matrix for keys and values.
     without: fields that the file lacks, without the architecture. changes: fields with other values.
     module: True if the last layer is a module for multi-token prediction, which then has a projection.
     """
     c = model.config
     arch = ARCHITECTURES[c.model_type]
     writer = gguf.GGUFWriter(str(file), arch)
-    write_metadata(writer, c, whole=whole)
+    write_metadata(writer, c, joined=joined)
     metadata = writer.kv_data[0]
     for field in without:
         del metadata[f"{arch}.{field}"]
@@ -52,7 +52,7 @@ def write(model, file, kind="F32", *, whole=False, without=(), changes=None, mod
         writer.add_tensor(f"blk.{c.num_hidden_layers - 1}.nextn.eh_proj.weight", np.ones((2, 2), np.float32))
     tensors = model.state_dict()
     for name, parameter in (tensors if arch == "gpt-oss" else split_experts(tensors)).items():
-        for stored, values in converted(name, parameter.float().numpy(), c, whole=whole):
+        for stored, values in converted(name, parameter.float().numpy(), c, joined=joined):
             has_blocks = values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
             is_matrix = values.ndim > 1 and "_inp" not in stored and not stored.endswith("bias")
             quant = gguf.GGMLQuantizationType[kind if is_matrix and has_blocks else "F32"]
@@ -65,7 +65,7 @@ def write(model, file, kind="F32", *, whole=False, without=(), changes=None, mod
     return file
 
 
-def converted(name, values, c, *, whole):
+def converted(name, values, c, *, joined):
     """Yield the tensors of a file for one of transformers."""
     name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("_proj_bias", "_proj.bias")
     module, _, leaf = name.rpartition(".")
@@ -80,7 +80,7 @@ def converted(name, values, c, *, whole):
         parts = {"down": values} if "down_proj" in module else {"gate": values[:, ::2], "up": values[:, 1::2]}
         yield from ((f"{prefix}ffn_{part}_exps.{leaf}", x) for part, x in parts.items())
     elif module.endswith("kv_b_proj"):
-        if whole:
+        if joined:
             yield f"{prefix}attn_kv_b.weight", values
             return
         by_head = values.reshape(c.num_attention_heads, -1, values.shape[-1])
@@ -94,7 +94,7 @@ def converted(name, values, c, *, whole):
         yield f"{prefix}{NAMES[module]}.{leaf}", values
 
 
-def write_metadata(writer, c, *, whole):
+def write_metadata(writer, c, *, joined):
     """Write the metadata and a tokenizer."""
     is_deepseek = ARCHITECTURES[c.model_type] == "deepseek2"
     writer.add_block_count(c.num_hidden_layers)
@@ -102,7 +102,7 @@ def write_metadata(writer, c, *, whole):
     writer.add_embedding_length(c.hidden_size)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(1 if is_deepseek and not whole else c.num_key_value_heads)
+    writer.add_head_count_kv(1 if is_deepseek and not joined else c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     rope = c.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -122,7 +122,7 @@ def write_metadata(writer, c, *, whole):
     else:
         _write_shared(writer, c)
     if is_deepseek:
-        _write_latent(writer, c, whole=whole)
+        _write_latent(writer, c, joined=joined)
     elif c.model_type == "glm4_moe":
         writer.add_key_length(c.head_dim)
         writer.add_value_length(c.head_dim)
@@ -147,14 +147,14 @@ def _write_shared(writer, c):
         writer.add_expert_weights_norm(True)
 
 
-def _write_latent(writer, c, *, whole):
+def _write_latent(writer, c, *, joined):
     """Write the sizes of latent attention. Earlier converters have the sizes of heads under the plain names."""
     key_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
     if c.q_lora_rank is not None:
         writer.add_q_lora_rank(c.q_lora_rank)
     writer.add_kv_lora_rank(c.kv_lora_rank)
     writer.add_rope_dimension_count(c.qk_rope_head_dim)
-    if whole:
+    if joined:
         writer.add_key_length(key_dim)
         writer.add_value_length(c.v_head_dim)
     else:

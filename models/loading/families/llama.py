@@ -422,7 +422,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
             "head"
         )
     # llama.cpp rounds the ends of YaRN's range for every model. The authors of gpt-oss do not.
-    base, scaling = rope.rotary_from_gguf(meta, whole=arch != "gpt-oss")
+    base, scaling = rope.rotary_from_gguf(meta, whole_ends=arch != "gpt-oss")
     scaling = rope.scaling_from_divisors(factors, meta, rotary_dim if row.partial else head_dim, base) or scaling
     minimum_window = 0 if arch == "phi3" else 1  # llama.cpp writes 0 for no window
     window = meta.size("attention.sliding_window", None, minimum=minimum_window) or None

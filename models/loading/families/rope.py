@@ -236,25 +236,25 @@ def _divisors(rope: ConfigFields, name: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, divisors))
 
 
-def rotary_from_gguf(meta: ConfigFields, *, whole: bool | None = None) -> tuple[float, RopeScaling | None]:
+def rotary_from_gguf(meta: ConfigFields, *, whole_ends: bool | None = None) -> tuple[float, RopeScaling | None]:
     """Read (base, scaling) from GGUF metadata; see also `scaling_from_divisors`.
 
-    whole: `RopeScaling.whole` of YaRN, which files do not state; None: specjax does not read YaRN of this architecture.
+    whole_ends: `RopeScaling.whole` of YaRN, which files do not state; None: specjax reads no YaRN of this architecture.
     """
     base = meta.number("rope.freq_base", 10000.0, **BASE)
     kind = meta.text("rope.scaling.type", "none")
-    if kind == "yarn" and whole is not None:
-        return base, _yarn_from_gguf(meta, whole)
+    if kind == "yarn" and whole_ends is not None:
+        return base, _yarn_from_gguf(meta, whole_ends)
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0, minimum=0.0), minimum=0.0)
     if kind not in ("none", "linear"):
-        supported = "linear, llama3" if whole is None else "linear, llama3, yarn"
+        supported = "linear, llama3" if whole_ends is None else "linear, llama3, yarn"
         raise UsageError(
             f"{meta.where} has RoPE scaling {quote(kind)}, which specjax does not support (only {supported})"
         )
     return base, RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
 
 
-def _yarn_from_gguf(meta: ConfigFields, whole: bool) -> RopeScaling:
+def _yarn_from_gguf(meta: ConfigFields, whole_ends: bool) -> RopeScaling:
     """Read YaRN settings. Raises: UsageError for factors that the authors' YaRN does not have."""
     for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         value = meta.number(f"rope.scaling.{name}", 1.0, minimum=-1e9)
@@ -270,7 +270,7 @@ def _yarn_from_gguf(meta: ConfigFields, whole: bool) -> RopeScaling:
     factor = meta.number("rope.scaling.factor", **FACTOR)
     original = meta.size("rope.scaling.original_context_length", minimum=2, maximum=POSITIONS)
     amplitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    return RopeScaling("yarn", factor, low, high, original, amplitude, whole)
+    return RopeScaling("yarn", factor, low, high, original, amplitude, whole_ends)
 
 
 def scaling_from_divisors(

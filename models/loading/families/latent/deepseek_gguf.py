@@ -79,7 +79,7 @@ def config_from_gguf(meta: ConfigFields, shapes: dict[str, tuple[int, ...]], fac
     heads, rotary_dim = (
         meta.size(name, maximum=HEADS) for name in ("attention.head_count", "rope.dimension_count")
     )  # fmt: skip
-    base, scaling = rope.rotary_from_gguf(meta, whole=True)
+    base, scaling = rope.rotary_from_gguf(meta, whole_ends=True)
     if scaling is not None and scaling.kind == "yarn":
         scaling = scaling._replace(amplitude=1.0)  # mscale and mscale_all_dim are equal in all published models
     latent = _latent(meta, rotary_dim, has_yarn=scaling is not None and scaling.kind == "yarn")

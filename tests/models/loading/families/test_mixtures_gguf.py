@@ -102,15 +102,15 @@ def test_keys_and_values_of_short_vectors(kind, tmp_path):
     """Present converters split them by head and transpose the keys, also in blocks. Earlier ones keep one matrix."""
     model = make(kind, **LATENT)
     expected = logits_of(model, TOKENS)
-    whole = read(model, tmp_path / "whole.gguf", whole=True)
-    assert error(whole, expected) < 1
+    joined = read(model, tmp_path / "whole.gguf", joined=True)
+    assert error(joined, expected) < 1
     file = mixture_gguf.write(model, tmp_path / "split.gguf")
     split, _ = gguf.read(file, dtype="float32", name="")
-    assert split.config == whole.config
+    assert split.config == joined.config
     assert error(split, expected) < 1
     keys = split.stored[KEYS]._replace(transposed=False)
     assert error(split._replace(stored=split.stored | {KEYS: keys}), expected) > 20
-    assert error(_exchanged(whole, KEYS, VALUES), expected) > 20
+    assert error(_exchanged(joined, KEYS, VALUES), expected) > 20
     blocks = read(model, tmp_path / "blocks.gguf", kind="Q8_0")
     quantized = blocks._replace(config=with_file_formats(blocks, "cpu"))
     logits = np.asarray(_logits(models.make_model(blocks.config), assemble(blocks), TOKENS))

@@ -123,8 +123,8 @@ def test_the_files_have_the_tables_of_the_whole_ones(hub):
     with loading.open_tables(REPO) as folder:
         local = hf.read_tensors(folder / "model.safetensors")
         assert (folder / "model.safetensors").stat().st_size > 500_000
-    whole = hf.read_tensors(hub.files / "model.safetensors")
-    assert {name: x[2:] for name, x in local.items()} == {name: x[2:] for name, x in whole.items()}
+    complete = hf.read_tensors(hub.files / "model.safetensors")
+    assert {name: x[2:] for name, x in local.items()} == {name: x[2:] for name, x in complete.items()}
     assert not folder.exists()
 
 
