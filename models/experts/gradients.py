@@ -40,7 +40,8 @@ def _backward(inputs: tuple, cotangents: Array, num_experts: int, expert: Callab
     def body(number: Array, totals: tuple) -> tuple:
         of_x, of_shares, of_leaves = totals
         block = blocks.at(number)
-        y, pull = jax.vjp(expert, weights.of(block.expert), x[jnp.minimum(block.rows, len(x) - 1)])
+        # Rows outside of x are zeros: another row could overflow in this expert, and 0 times infinity is no number.
+        y, pull = jax.vjp(expert, weights.of(block.expert), x.at[block.rows].get(mode="fill", fill_value=0))
         wanted = cotangents.at[block.rows].get(mode="fill", fill_value=0)
         of_part, of_rows = pull(wanted * shares[block.pairs][:, None])
         pairs = jnp.where(block.rows < len(x), block.pairs, len(shares))

@@ -63,7 +63,8 @@ def form_for(rows: int, num_chosen: int, platform: str, *, is_plain: bool = True
     """Return the form for a number of rows on "cpu", "gpu" or "tpu".
 
     Args:
-      is_plain: the weights are bfloat16. is_part: of a row's experts, some may be on other devices.
+      is_plain: rows and weights are bfloat16.
+      is_part: some experts of a row may be on other devices.
     """
     if platform == "tpu":
         if rows == 1 and is_plain and not is_part:  # a gather reads an expert in place of each one that is elsewhere
@@ -82,12 +83,15 @@ def run_experts(
 
     Args:
       x: [R, D].
-      choice: pairs with the expert `num_experts`, which does not exist, and weight 0 add nothing.
+      choice: pairs with the expert `num_experts`, which does not exist, and weight 0 add nothing. A row that names an
+        expert twice has it with the sum of both weights.
       weights: arrays [E, ...], or `QuantizedArray`s. Those of stacked layers have the experts of all layers.
       form: None: that of `form_for`.
       first: place of the layer's first expert in `weights`.
       is_part: `weights` are a part of the experts, and the pairs of the others have the expert `num_experts`.
     """
+    if len(x) == 0:
+        return jnp.zeros(x.shape, jnp.float32)
     if form is None:
         is_plain = all(leaf.dtype == jnp.bfloat16 for leaf in (x, *jax.tree.leaves(weights)))
         form = form_for(len(x), choice.experts.shape[-1], platforms.of_program(), is_plain=is_plain, is_part=is_part)
@@ -120,7 +124,8 @@ class ExpertWeights(NamedTuple):
 def _loop(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply all rows by each distinct expert in turn."""
     order, count = distinct_experts(choice, num_experts)
-    shares = jnp.zeros((num_experts, len(x))).at[choice.experts, jnp.arange(len(x))[:, None]].set(choice.weights)
+    shares = jnp.zeros((num_experts, len(x)), jnp.float32)
+    shares = shares.at[choice.experts, jnp.arange(len(x))[:, None]].add(choice.weights)
     is_chosen = jnp.zeros((num_experts, len(x)), bool).at[choice.experts, jnp.arange(len(x))[:, None]].set(True)
 
     def body(turn, total):

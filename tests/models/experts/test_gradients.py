@@ -8,7 +8,7 @@ from tiers import exhaustive
 
 from specjax import models
 from specjax.models.experts import feed
-from specjax.models.experts.routing import Routing, choose
+from specjax.models.experts.routing import ExpertChoice, Routing, choose
 from specjax.models.experts.running import run_experts
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.products import matmul
@@ -76,6 +76,16 @@ def test_pairs_without_an_expert_have_no_gradient():
     alone = lambda shares: jnp.sum(of_all(x, choice._replace(weights=shares), weights))
     np.testing.assert_allclose(of_shares[:, 0], jax.grad(alone)(choice.weights)[:, 0], rtol=1e-5)
     assert not np.any(of_shares[:, 1]) and np.isfinite(of_x).all()
+
+
+@pytest.mark.parametrize("form", ["loop", "blocks"])
+def test_a_row_that_overflows_in_another_expert_changes_no_gradient(form):
+    """A block that its expert does not fill reads no row of another expert. The last row overflows in expert 0."""
+    x, weights = jnp.array([[1.0, 0.0], [2.0, 0.0], [200.0, 0.0]]), jnp.stack([jnp.eye(2), -jnp.eye(2)])
+    choice = ExpertChoice(jnp.array([[0], [0], [1]]), jnp.ones((3, 1)))
+    run = lambda weights: jnp.sum(run_experts(x, choice, weights, 2, lambda part, x: jnp.exp(x @ part.T), form))
+    expected = [[[np.exp(1) + 2 * np.exp(2), 0], [3, 0]], [[0, 0], [200, 0]]]
+    np.testing.assert_allclose(jax.grad(run)(weights), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -96,6 +96,56 @@ def test_an_overflow_of_another_row_changes_nothing():
         assert np.isfinite(np.asarray(y)[0]).all() and not np.isfinite(np.asarray(y)[1]).any()
 
 
+FORMS = "loop", "blocks", "gather"
+_run = jax.jit(running.run_experts, static_argnames=("num_experts", "expert", "form"))
+
+
+def _inputs(rows):
+    """Return rows, their choice of two of eight experts, and the weights of the experts."""
+    x = jnp.asarray(RNG.normal(size=(rows, 6)), jnp.float32)
+    weights = tuple(jnp.asarray(RNG.normal(size=size), jnp.float32) for size in ((8, 5, 6), (8, 6, 5)))
+    return x, choose(jnp.asarray(RNG.normal(size=(rows, 8)), jnp.float32), Routing(2)), weights
+
+
+@pytest.mark.parametrize(("form", "rows"), [("loop", 5), ("blocks", 70), ("gather", 5)])
+def test_other_rows_change_no_bit_of_a_row(form, rows):
+    """The other rows get other values and experts, and the row gets another place among them."""
+    x, choice, weights = _inputs(rows)
+    others, changed = np.arange(1, rows), _inputs(rows)
+    replace = lambda old, new: old.at[others].set(new[others])
+    x_changed, choice_changed = replace(x, changed[0]), jax.tree.map(replace, choice, changed[1])
+    last_first = jax.tree.map(lambda leaf: leaf[::-1], (x_changed, choice_changed))
+    row = np.asarray(_run(x, choice, weights, 8, _expert, form=form))[0]
+    np.testing.assert_array_equal(row, _run(x_changed, choice_changed, weights, 8, _expert, form=form)[0])
+    np.testing.assert_array_equal(row, _run(*last_first, weights, 8, _expert, form=form)[-1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_expert_that_a_row_names_twice_has_both_weights(form):
+    x, _, weights = _inputs(5)
+    once = ExpertChoice(jnp.full((5, 1), 3), jnp.full((5, 1), 0.75))
+    twice = ExpertChoice(jnp.full((5, 2), 3), jnp.tile(jnp.array([0.5, 0.25]), (5, 1)))
+    y, expected = (_run(x, choice, weights, 8, _expert, form=form) for choice in (twice, once))
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows(form):
+    x, choice, weights = _inputs(0)
+    run = lambda x, weights: jnp.sum(running.run_experts(x, choice, weights, 8, _expert, form))
+    assert running.run_experts(x, choice, weights, 8, _expert, form).shape == (0, 6)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.grad(run, (0, 1))(x, weights)))
+
+
+def test_64_bit_types_change_nothing():
+    x, choice, weights = _inputs(5)
+    expected = _run(x, choice, weights, 8, _expert, form="loop")
+    with jax.enable_x64(True):
+        y = running.run_experts(x, choice, weights, 8, _expert, "loop")
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
 def test_the_activation_of_gpt_oss():
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
