@@ -29,10 +29,13 @@ from specjax.files.atomic import write_atomic
 from specjax.files.untrusted import check_file, guarded_read
 from specjax.models.experts.sizes import TokenShuffling
 from specjax.models.storage.schemes import EXPERTS
+from specjax.numerics.validation import check_integer, check_range
 from specjax.parallel.expert_traces import ExpertTraces, mixture_config, mixture_layers
 from specjax.types import Array, PyTree, Target
 
 FORMAT = "specjax.expert_groups.1"
+MAX_DEVICES = 127
+"""Largest number of devices, which tables store in int8."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +74,31 @@ class ExpertGroups:
                 if str(file["format"]) != FORMAT:
                     raise UsageError(f"{path} has no expert groups; write them with `specjax group-experts`")
                 arrays: dict[str, Any] = {name: file[name] for name in names}
-        numbers: dict[str, Any] = {name: float(arrays[name]) for name in ("hit_rate", "remote")}
+            numbers: dict[str, Any] = {name: float(arrays[name]) for name in ("hit_rate", "remote")}
         groups = cls(**arrays | numbers)
         _check_tables(groups, path)
         return groups
 
 
 def _check_tables(groups: ExpertGroups, path: str | Path) -> None:
-    """Check tables from a file. Raises: UsageError for a table with a wrong shape or a number out of range."""
-    orders, devices = groups.orders, groups.devices
-    layers = len(orders)
+    """Check tables from a file. Raises: UsageError for a wrong dtype or shape, or a number out of range."""
+    orders, shapes_fit = groups.orders, groups.orders.ndim == groups.tokens.ndim == 2 and groups.history.ndim == 3
+    layers, devices = (len(orders), groups.devices) if shapes_fit else (0, 0)
+    confidences = groups.token_confidence, groups.history_confidence
     is_right = (
-        orders.ndim == 2
+        layers > 0
+        and 1 <= devices <= MAX_DEVICES
+        and (orders.dtype, groups.tokens.dtype, groups.history.dtype) == (np.int32, np.int8, np.int8)
+        and all(table.dtype == np.float16 for table in confidences)
         and groups.history.shape == groups.history_confidence.shape == (layers, devices, devices)
-        and groups.tokens.ndim == 2
         and groups.tokens.shape == groups.token_confidence.shape
         and len(groups.tokens) == layers
         and orders.shape[1] % devices == 0
         and np.array_equal(np.sort(orders, -1), np.broadcast_to(np.arange(orders.shape[1]), orders.shape))
         and all(((table >= 0) & (table < devices)).all() for table in (groups.tokens, groups.history))
+        and all(((table >= 0) & (table <= 1)).all() for table in confidences)
+        and 0 <= groups.hit_rate <= 1
+        and 0 <= groups.remote <= devices
     )
     if not is_right:
         raise UsageError(f"{path} has expert groups with damaged tables; write it again with `specjax group-experts`")
@@ -104,12 +113,16 @@ def cluster_experts(traces: ExpertTraces, devices: int, *, seed: int = 0, balanc
       seed: random seed of the swaps.
       balance: weight of equal loads of devices against choices on the right device.
 
-    Raises: UsageError if the devices do not divide the experts, or if the traces are empty.
+    Raises: UsageError if the devices do not divide the experts, for a negative seed or balance, or for empty traces.
     """
     count = traces.num_experts
-    if not 1 <= devices <= 127 or count % devices:
+    check_integer("devices", devices, maximum=MAX_DEVICES)
+    check_integer("seed", seed, minimum=0)
+    check_range("balance", balance, lambda x: (x >= 0) & np.isfinite(x), "a number of at least 0")
+    if count % devices:
         raise UsageError(
-            f"{devices} devices cannot have equal parts of {count} experts; use a divisor of {count} from 1 to 127"
+            f"{devices} devices cannot have equal parts of {count} experts; use a divisor of {count} from 1 to "
+            f"{MAX_DEVICES}"
         )
     if len(traces.tokens) == 0:
         raise UsageError("the traces have no tokens; give texts with at least one token")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
 
+from specjax.arrays.modes import jit
 from specjax.errors import UsageError
+from specjax.files.untrusted import shorten
 from specjax.models.bridge import abstract_module
 from specjax.models.experts.feed import MixtureFeed
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Target
 
 
@@ -57,27 +62,39 @@ def trace_experts(target: Target, texts: Sequence[Sequence[int]], *, window: int
       texts: token ids. They are cut into windows that are read alone.
       window: tokens of a window. All windows run in one compiled program.
 
-    Raises: UsageError for a model without experts, a window that is not positive, or a token outside the vocabulary.
+    Raises: UsageError for a model without experts, a window that is no positive integer, or texts with other contents
+      than tokens of the vocabulary.
     """
     config = mixture_config(target)
-    if window < 1:
-        raise UsageError(f"window must be at least 1, not {window}")
-    pieces = [np.asarray(text[i : i + window], np.int32) for text in texts for i in range(0, len(text), window)]
-    received: list[np.ndarray] = []
-    run = _tracing_pass(target.model, lambda experts: received.append(np.asarray(experts, np.int16)))
+    check_integer("window", window)
+    ids = [_token_ids(text, config) for text in texts]
+    pieces = [text[i : i + window] for text in ids for i in range(0, len(text), window)]
+    run, received, lock = _tracing_pass(target.model)
     parts = [np.zeros((len(mixture_layers(config)), 0, config.experts.routing.num_chosen), np.int16)]
     for piece in pieces:
-        if piece.min() < 0 or piece.max() >= config.vocab_size:
-            raise UsageError(
-                f"the texts have tokens from {piece.min()} to {piece.max()}, but {config.name} has "
-                f"{config.vocab_size}; use the tokenizer of the model"
-            )
-        run(target.params, jnp.asarray(np.pad(piece, (0, window - len(piece))))).block_until_ready()
-        jax.effects_barrier()
-        parts.append(np.stack(received)[:, : len(piece)])
-        received.clear()
+        with lock:
+            received.clear()
+            run(target.params, np.pad(piece, (0, window - len(piece)))).block_until_ready()
+            jax.effects_barrier()
+            parts.append(np.stack(received)[:, : len(piece)])
     tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
     return ExpertTraces(tokens, np.concatenate(parts, 1), config.experts.num_experts, config.vocab_size)
+
+
+def _token_ids(text: Any, config: Any) -> np.ndarray:
+    """Return a text as int32[T]. Raises: UsageError for other contents than a sequence of tokens of the vocabulary."""
+    try:
+        ids = np.asarray(text)
+    except ValueError:  # sequences of different lengths
+        ids = np.zeros((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise UsageError(f"each text must be a sequence of token ids, not {shorten(repr(text), 60)}")
+    if ids.size and (ids.min() < 0 or ids.max() >= config.vocab_size):
+        raise UsageError(
+            f"the texts have tokens from {ids.min()} to {ids.max()}, but {config.name} has {config.vocab_size}; use "
+            "the tokenizer of the model"
+        )
+    return ids.astype(np.int32)
 
 
 class _TracingRouter(nnx.Module):
@@ -92,8 +109,19 @@ class _TracingRouter(nnx.Module):
         return choice
 
 
-def _tracing_pass(model: Any, receive: Callable[[np.ndarray], None]) -> Callable[[PyTree, Array], Array]:
-    """Return the compiled pass over tokens int32[T] that passes the choices int32[T, k] of each layer to `receive`."""
+class _TracingPass(NamedTuple):
+    """A compiled pass over tokens int32[T], and the list to which it appends the choices int16[T, k] of each layer."""
+
+    run: Callable[[PyTree, Any], Array]
+    received: list[np.ndarray]
+    lock: threading.Lock  # of the list
+
+
+@functools.lru_cache(maxsize=8)
+def _tracing_pass(model: Any) -> _TracingPass:
+    """Return the tracing pass of a model, so that a second call compiles nothing."""
+    received: list[np.ndarray] = []
+    receive = lambda experts: received.append(np.asarray(experts, np.int16))
     module = abstract_module(model.config)
     for _, part in nnx.iter_graph(module):
         if isinstance(part, MixtureFeed):
@@ -101,7 +129,7 @@ def _tracing_pass(model: Any, receive: Callable[[np.ndarray], None]) -> Callable
             part.router = router
     graphdef = nnx.split(module)[0]
 
-    @jax.jit
+    @jit
     def run(params: PyTree, tokens: Array) -> Array:
         count = len(tokens)
         cache = model.init_cache(params, None, 1, count)
@@ -110,7 +138,7 @@ def _tracing_pass(model: Any, receive: Callable[[np.ndarray], None]) -> Callable
         output, _ = module(tokens[None], cache, positions=jnp.arange(count)[None], mask=mask)
         return output.hidden
 
-    return run
+    return _TracingPass(run, received, threading.Lock())
 
 
 def _with_tracing_routers(params: PyTree) -> PyTree:

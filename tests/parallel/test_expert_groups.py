@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hybrid_logits import whole_text_logits
+from unusual_modes import unusual_modes
 
 import specjax
 from specjax.errors import UsageError
@@ -15,7 +16,7 @@ from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.llama import LlamaConfig
 from specjax.parallel.expert_groups import ExpertGroups, cluster_experts, group_experts
-from specjax.parallel.expert_traces import ExpertTraces, trace_experts
+from specjax.parallel.expert_traces import ExpertTraces, _tracing_pass, trace_experts
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 12))
 CONFIG = LlamaConfig(
@@ -110,6 +111,17 @@ def test_traces_are_the_choices_of_the_router():
         np.testing.assert_array_equal(traces.experts[i], np.sort(np.argsort(-scores)[:, :2]))
 
 
+def test_a_second_trace_compiles_nothing_and_modes_change_nothing():
+    mixture, text = target(), TOKENS[:1].tolist()
+    expected = trace_experts(mixture, text, window=16).experts
+    run = _tracing_pass(mixture.model).run
+    count = run._cache_size()
+    np.testing.assert_array_equal(trace_experts(mixture, text * 2, window=16).experts[:, 12:], expected)
+    assert run._cache_size() == count == 1
+    with unusual_modes():
+        np.testing.assert_array_equal(trace_experts(mixture, text, window=16).experts, expected)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -117,7 +129,17 @@ def test_traces_are_the_choices_of_the_router():
         (lambda traces, groups: cluster_experts(traces._replace(tokens=traces.tokens[:0]), 4), "have no tokens"),
         (lambda traces, groups: group_experts(target(), groups), "the groups have 3 layers of 16 experts"),
         (lambda traces, groups: trace_experts(target(), [[99]]), "the texts have tokens from 99 to 99"),
-        (lambda traces, groups: trace_experts(target(), [[1]], window=0), "window must be at least 1"),
+        (
+            lambda traces, groups: trace_experts(target(), [[1]], window=0),
+            "window must be a whole number of at least 1, not 0",
+        ),
+        (lambda traces, groups: trace_experts(target(), [[1]], window=2.5), "window must be a whole number"),
+        (lambda traces, groups: trace_experts(target(), [1, 2]), "each text must be a sequence of token ids, not 1"),
+        (lambda traces, groups: trace_experts(target(), ["text"]), "each text must be a sequence of token ids"),
+        (lambda traces, groups: trace_experts(target(), [[0.5]]), "each text must be a sequence of token ids"),
+        (lambda traces, groups: cluster_experts(traces, 4.0), "devices must be a whole number from 1 to 127"),
+        (lambda traces, groups: cluster_experts(traces, 4, seed=-1), "seed must be a whole number"),
+        (lambda traces, groups: cluster_experts(traces, 4, balance=np.inf), "balance must be a number of at least 0"),
     ],
 )
 def test_wrong_input(call, message):
@@ -129,8 +151,19 @@ def test_wrong_input(call, message):
 def test_damaged_files(tmp_path):
     (tmp_path / "text").write_text("no groups")
     groups = cluster_experts(planted()[0], 4)
-    dataclasses.replace(groups, tokens=groups.tokens + 4).save(tmp_path / "damaged")
     np.savez(tmp_path / "other.npz", format="another")
-    for name in ("text", "damaged", "other.npz", "missing"):
+    damages: dict[str, dict] = {
+        "range": {"tokens": groups.tokens + 4},
+        "dtype": {"tokens": groups.tokens.astype(np.float32)},
+        "words": {"token_confidence": groups.token_confidence.astype(str)},
+        "nan": {"history_confidence": groups.history_confidence * np.nan},
+        "shape": {"history": np.int8(3)},
+        "empty": {name: getattr(groups, name)[:, :0, :0] for name in ("history", "history_confidence")},
+        "remote": {"remote": float("inf")},
+        "vector": {"remote": np.ones(3)},
+    }
+    for name, changes in damages.items():
+        dataclasses.replace(groups, **changes).save(tmp_path / name)
+    for name in (*damages, "text", "other.npz", "missing"):
         with pytest.raises(UsageError, match=name):
             ExpertGroups.load(tmp_path / name)
