@@ -1,23 +1,29 @@
-"""Forms of the experts of one layer on a TPU, by the schedule of the TPU compiler.
+"""Forms of the experts of one layer on a TPU or a GPU, by the schedule of its compiler.
 
     python benchmarks/expert_forms.py
+    python benchmarks/expert_forms.py --chip h200:1
     python benchmarks/expert_forms.py --target gpt_oss_20b --rows 2048 --forms blocks,grouped --json
 
 Each program is the router and the experts of one mixture of `--target`, in bfloat16, for one device. The forms are
 those of `models/experts/running.py`, of which "grouped" is the megablox kernel `gmm` over sorted pairs of a row and an
 expert, and `jax.lax.ragged_dot` over the same pairs. The figures are estimates, not
-measurements. Needs the extra tpu-compile, no TPU.
+measurements. Needs the extra tpu-compile or gpu-compile, no TPU or GPU.
 
 The number of turns of "loop" and "blocks" depends on the data, so the schedule does not contain it. The cycles of a
 turn are multiplied by the expected number of distinct experts or of blocks, for rows that choose independently. The
 compiler counts no cycles for Pallas kernels. The column "kernels" is a roofline of them: the bytes of the chosen
 experts, of the rows and of the results at the published bandwidth, or the products of all tiles at the peak. It is a
 lower bound, and a schedule is not.
+
+The schedule of a GPU consists of the bytes that the program moves, its kernels and the conditions that the host reads
+(docs/gpu.md). The bytes of the form "pairs" are those of every pair, because two rows with the same expert may both
+read it from memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -31,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
+from specjax.costs import roofline
 from specjax.costs.chips import gib
 from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import MixtureFeed, clamped_product
@@ -121,7 +128,9 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
         return y.astype(x.dtype)
 
     x = abstract(jax.ShapeDtypeStruct((layer.rows, layer.width), jnp.bfloat16))
-    default, blocks.BLOCK_ROWS_TPU = blocks.BLOCK_ROWS_TPU, block_rows or blocks.BLOCK_ROWS_TPU
+    setting = f"BLOCK_ROWS_{topology.chip.platform.upper()}"
+    default = getattr(blocks, setting)
+    setattr(blocks, setting, block_rows or default)
     try:
         with device_kind(mesh):
             lowered = jax.jit(apply).lower(jax.tree.map(abstract, state), x)
@@ -129,14 +138,17 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
     except Exception as error:  # a form that does not fit is a result
         return {"reason": " ".join(str(error).split())[:200]}
     finally:
-        blocks.BLOCK_ROWS_TPU = default
+        setattr(blocks, setting, default)
     size = min(block_rows, layer.rows)
     turns = layer.sizes.expected_experts(layer.rows) if form == "loop" else layer.blocks(size) if size else 1.0
     module = hlo.parse(compiled.as_text())
     totals = hlo.totals(module, lambda loop: turns)
+    if form == "pairs":
+        totals = dataclasses.replace(totals, hbm_bytes=max(totals.hbm_bytes, layer.pairs * layer.expert_bytes()))
     kernels = kernel_seconds(layer, topology.chip, totals.kernels.calls) if form in WITH_KERNELS else 0.0
     memory = compiled.memory_analysis()
-    schedule = totals.cycles / topology.chip.clock
+    on_gpu = topology.chip.launches is not None
+    schedule = roofline.estimate(topology.chip, totals, 0).schedule if on_gpu else totals.cycles / topology.chip.clock
     return {
         "reason": "",
         "turns": turns,
@@ -148,6 +160,8 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
         "flops": totals.flops,
         "temporary_bytes": memory.temp_size_in_bytes,
         "kernel_calls": totals.kernels.calls,
+        "launches": totals.instructions if on_gpu else 0.0,
+        "host_reads": totals.condition_reads if on_gpu else 0.0,
         "unknown_loops": len(hlo.dynamic_loops(module)),
         "copies_of_experts": copies_of_experts(module, layer),
     }
@@ -224,6 +238,8 @@ def show(results: list[dict[str, Any]], chip: str) -> None:
         "HBM traffic",
         "temporaries",
         "copies",
+        "launches",
+        "host reads",
     ):
         table.add_column(name, justify="left" if name in ("target", "form") else "right")
     for row in results:
@@ -232,8 +248,9 @@ def show(results: list[dict[str, Any]], chip: str) -> None:
             table.add_row(*cells, "", row["reason"][:60])
             continue
         times = (f"{row[name]:.3f} ms" for name in ("schedule_ms", "kernels_ms", "ms"))
+        counts = (f"{row[name]:.0f}" for name in ("launches", "host_reads"))
         sizes = (gib(row[name]) for name in ("bytes", "temporary_bytes"))
-        table.add_row(*cells, f"{row['turns']:.1f}", *times, *sizes, str(row["copies_of_experts"]))
+        table.add_row(*cells, f"{row['turns']:.1f}", *times, *sizes, str(row["copies_of_experts"]), *counts)
     Console().print(table)
 
 

@@ -10,8 +10,8 @@ from specjax.arrays import platforms
 from specjax.models.experts.routing import ExpertChoice
 from specjax.types import Array
 
-BLOCK_ROWS, BLOCK_ROWS_TPU = 64, 256
-"""Largest number of rows of a block, and on a TPU. `specjax.models.experts.running` has the times of some sizes."""
+BLOCK_ROWS, BLOCK_ROWS_TPU, BLOCK_ROWS_GPU = 64, 256, 256
+"""Largest number of rows of a block. `specjax.models.experts.running` has the times of some sizes."""
 
 
 class ExpertRows(NamedTuple):
@@ -39,6 +39,15 @@ class Blocks(NamedTuple):
         """Return the number of blocks int32[]."""
         return self.ends[-1]
 
+    @property
+    def turns(self) -> Array | int:
+        """Return the number of turns of a loop over the blocks.
+
+        On a GPU it is the largest possible number, because the host reads a number that is data before each turn.
+        Further blocks have no rows.
+        """
+        return len(self.experts) if platforms.of_program() == "gpu" else self.number
+
     def at(self, block: Array) -> ExpertRows:
         """Return a block."""
         expert = self.experts[block]
@@ -52,11 +61,13 @@ def blocks_of(choice: ExpertChoice, num_experts: int) -> Blocks:
     """Return the blocks of a choice. Pairs with the expert `num_experts`, which does not exist, are in none."""
     num_rows, num_chosen = choice.experts.shape
     flat = choice.experts.reshape(-1)
-    size = min(BLOCK_ROWS_TPU if platforms.of_program() == "tpu" else BLOCK_ROWS, num_rows)
+    platform = platforms.of_program()
+    size = min({"tpu": BLOCK_ROWS_TPU, "gpu": BLOCK_ROWS_GPU}.get(platform, BLOCK_ROWS), num_rows)
     counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
     ends = jnp.cumsum(-(-counts // size))
     max_blocks = min(len(flat), num_experts + len(flat) // size)
     # A search within the loop would be a loop of its own, with a third of a turn's cycles on a TPU.
     experts = jnp.searchsorted(ends, jnp.arange(max_blocks), side="right", method="compare_all").astype(jnp.int32)
+    experts = jnp.minimum(experts, num_experts - 1)  # blocks beyond the last one are after those of its rows
     starts = jnp.cumsum(counts) - counts
     return Blocks(jnp.argsort(flat, stable=True), counts, starts, ends, experts, size, num_rows, num_chosen)

@@ -2,14 +2,16 @@
 
 Few rows: a loop over the distinct experts of all rows. Each turn multiplies all rows by one expert. The number of turns
 is data, so a pass costs what the experts cost that it touches. Many rows: the pairs of row and expert are sorted, and
-each turn multiplies a block of rows of one expert. On a TPU a kernel multiplies them. On a GPU, where such a loop costs
-a round trip to the host per turn, the weights of few pairs are gathered instead.
+each turn multiplies a block of rows of one expert. A kernel multiplies them on a TPU. On a GPU a turn copies weights,
+and a loop whose number of turns is data costs a round trip to the host per turn. There, the weights of few pairs are
+read within the products, and more rows are multiplied by all experts at once.
 
 Every form adds the outputs of a row's experts in ascending order of the experts, in float32. `gradients` has the
 backward pass of all forms.
 
 `jax.lax.ragged_dot` is not used. On CPU it computes every expert: one row and 64 experts of 512 x 256 take 69.9 ms, and
-the loop takes 0.3 (jax 0.10). On TPU the compiler copies all experts to another layout before it.
+the loop takes 0.3 (jax 0.10). On TPU the compiler copies all experts to another layout before it. On GPU it computes
+every expert for every pair, in copies of the rows.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from specjax.models.experts.gradients import with_gradients
 from specjax.models.experts.routing import ExpertChoice
 from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.storage.stacks import slice_layer
+from specjax.numerics.quantized_array import is_quantized
 from specjax.types import Array, PyTree
 
-Form = Literal["loop", "blocks", "gather", "grouped"]
+Form = Literal["loop", "blocks", "gather", "pairs", "dense", "grouped"]
 Expert = Callable[[PyTree, Array], Array]
 """Function from the weights of one expert and rows [r, D] to float32[r, D]."""
 
@@ -41,9 +44,15 @@ Times of the loop and of blocks of 32 and 64 rows, in ms, for 4 of 64 experts of
 take 2.0 for 1 row and 121 for 8 (two busy cores with AVX2, jax 0.10). Scratch memory is one expert's weights.
 """
 
-MAX_GATHERED_PAIRS = 16
-"""Largest number of pairs of a row and an expert whose weights a GPU gathers."""
+MAX_DENSE_BYTES = 1 << 30
+"""Largest size of the outputs of all experts for a block of rows, in the form "dense" of a GPU.
 
+Milliseconds of the experts of a layer of Qwen3-30B-A3B on an H200, by the planner's schedule of the program of the CUDA
+compiler (jax 0.11, `benchmarks/expert_forms.py --chip h200:1`, not measured). Pairs: 0.028 for 1 row, 0.16 for 8, 1.22
+for 64. Dense: 0.32, 0.32 and 0.35, and 2.5 for 2,048. Loop: 0.21, 1.5, 4.0 and 6.9. Blocks of 256: 0.08, 0.97, 2.4 and
+5.6. `ragged_dot`: 0.54, 0.99, 1.2 and 20, with 9.0 GB of temporaries. gpt-oss-20b: pairs 0.060, 0.42, 3.2; dense 0.41,
+0.42, 0.44 and 3.3; loop 0.16, 1.3, 2.1 and 4.0. docs/devices.md has the table.
+"""
 
 MAX_LOOP_ROWS_TPU = 256
 """The same on a TPU, where a turn reads one expert for all rows, and more rows of a block cost little.
@@ -59,19 +68,27 @@ than 60 %). Fewer rows stay with the loop, which reads the same bytes. Its sched
 """
 
 
-def form_for(rows: int, num_chosen: int, platform: str, *, is_plain: bool = True, is_part: bool = False) -> Form:
+def form_for(
+    rows: int, sizes: tuple[int, int], platform: str, *, is_plain: bool = True, is_part: bool = False,
+    is_whole: bool = True,
+) -> Form:  # fmt: skip
     """Return the form for a number of rows on "cpu", "gpu" or "tpu".
 
     Args:
+      sizes: the number of experts that a row chooses, and of those on this device.
       is_plain: rows and weights are bfloat16.
       is_part: some experts of a row may be on other devices.
+      is_whole: the weights are arrays of floats of one layer, so one product can have all experts.
     """
+    num_chosen, num_experts = sizes
     if platform == "tpu":
         if rows == 1 and is_plain and not is_part:  # a gather reads an expert in place of each one that is elsewhere
             return "gather"
         return "loop" if rows <= MAX_LOOP_ROWS_TPU else "grouped" if is_plain else "blocks"
-    if platform == "gpu" and rows * num_chosen <= MAX_GATHERED_PAIRS:
-        return "gather"
+    if platform == "gpu":
+        if rows * num_chosen <= num_experts:  # the pairs read no more than all experts
+            return "pairs"
+        return "dense" if is_whole else "blocks"
     return "loop" if rows <= MAX_LOOP_ROWS else "blocks"
 
 
@@ -93,9 +110,16 @@ def run_experts(
     if len(x) == 0:
         return jnp.zeros(x.shape, jnp.float32)
     if form is None:
+        leaves = jax.tree.leaves(weights, is_leaf=is_quantized)
         is_plain = all(leaf.dtype == jnp.bfloat16 for leaf in (x, *jax.tree.leaves(weights)))
-        form = form_for(len(x), choice.experts.shape[-1], platforms.of_program(), is_plain=is_plain, is_part=is_part)
-    run: Any = {"loop": _loop, "blocks": _blocks, "gather": _gather, "grouped": _grouped}[form]
+        is_whole = isinstance(first, int) and not any(map(is_quantized, leaves))
+        form = form_for(
+            len(x), (choice.experts.shape[-1], num_experts), platforms.of_program(),
+            is_plain=is_plain, is_part=is_part, is_whole=is_whole,
+        )  # fmt: skip
+    run: Any = {
+        "loop": _loop, "blocks": _blocks, "gather": _gather, "pairs": _pairs, "dense": _dense, "grouped": _grouped,
+    }[form]  # fmt: skip
     run = functools.partial(run, num_experts=num_experts, expert=expert)
     return with_gradients(run, num_experts, expert)(x, choice, ExpertWeights(weights, first))
 
@@ -147,7 +171,7 @@ def _blocks(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts:
         return total.at[block.rows].add(y * shares[block.pairs][:, None], mode="drop")  # rows outside of x are dropped
 
     with jax.named_scope(scopes.EXPERTS):
-        return jax.lax.fori_loop(0, blocks.number, body, jnp.zeros(x.shape, jnp.float32))
+        return jax.lax.fori_loop(0, blocks.turns, body, jnp.zeros(x.shape, jnp.float32))
 
 
 def _grouped(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
@@ -173,11 +197,50 @@ def _grouped(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts
 
 
 def _gather(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
-    """Multiply each row by the gathered weights of its experts."""
+    """Multiply each row by the gathered weights of its experts, one after another."""
     total = jnp.zeros(x.shape, jnp.float32)
     for place in range(choice.experts.shape[-1]):
         gathered = weights.gathered(choice.experts[:, place])
         y = jax.vmap(lambda part, row: expert(part, row[None])[0])(gathered, x)
         share = choice.weights[:, place, None]
         total = total + jnp.where(share == 0, 0.0, y * share)  # an expert that does not exist is read as another one
+    return total
+
+
+def _pairs(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
+    """Multiply all pairs of a row and an expert at once. XLA on GPU reads the weights within the products.
+
+    One after another, XLA joins the products, and compiles a layer of 64 pairs in 16 s instead of 4.
+    """
+    num_chosen = choice.experts.shape[-1]
+    parts, rows = weights.gathered(choice.experts.reshape(-1)), jnp.repeat(x, num_chosen, axis=0)
+    y = jax.vmap(lambda part, row: expert(part, row[None])[0])(parts, rows)
+    return _sum_of(y.reshape(*choice.experts.shape, -1), choice)
+
+
+def _dense(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
+    """Multiply blocks of rows by all experts."""
+    size = max(1, MAX_DENSE_BYTES // (4 * num_experts * x.shape[-1]))
+
+    def run(x: Array, choice: ExpertChoice) -> Array:
+        y = jax.vmap(expert, in_axes=(0, None))(weights.arrays, x)  # float32[E, R, D]
+        return _sum_of(y[jnp.minimum(choice.experts, num_experts - 1), jnp.arange(len(x))[:, None]], choice)
+
+    if len(x) <= size:
+        return run(x, choice)
+    blocks = jax.tree.map(lambda leaf: _in_blocks(leaf, size), (x, choice))
+    return jax.lax.map(lambda block: run(*block), blocks).reshape(-1, x.shape[-1])[: len(x)]
+
+
+def _in_blocks(rows: Array, size: int) -> Array:
+    """Return rows [R, ...] as blocks of `size` rows, the last of which is padded with zeros."""
+    return jnp.pad(rows, ((0, -len(rows) % size), *[(0, 0)] * (rows.ndim - 1))).reshape(-1, size, *rows.shape[1:])
+
+
+def _sum_of(y: Array, choice: ExpertChoice) -> Array:
+    """Return the weighted sums float32[R, D] of the outputs [R, k, D] of each row's experts, in their order."""
+    total = jnp.zeros((len(y), y.shape[-1]), jnp.float32)
+    for place in range(y.shape[1]):
+        share = choice.weights[:, place, None]
+        total = total + jnp.where(share == 0, 0.0, y[:, place] * share)  # as in `_gather`
     return total

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.experts import running
+from specjax.arrays import platforms
+from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import clamped_product
 from specjax.models.experts.routing import ExpertChoice, Routing, choose
 from specjax.models.experts.sizes import MixtureSizes
@@ -67,7 +68,7 @@ def _expert(weights, x):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_forms_have_equal_results(rows):
+def test_forms_have_equal_results(rows, monkeypatch):
     """Blocks of 64 rows and fewer: 70 rows need several blocks for one expert."""
     x = RNG.normal(size=(rows, 6)).astype(np.float32)
     weights = tuple(RNG.normal(size=size).astype(np.float32) for size in ((8, 5, 6), (8, 6, 5)))
@@ -80,9 +81,16 @@ def test_forms_have_equal_results(rows):
             hidden = np.tanh(weights[0][expert].astype(np.float64) @ x[row])
             expected[row] += share * (weights[1][expert] @ hidden)
     run = jax.jit(running.run_experts, static_argnames=("num_experts", "expert", "form"))
-    for form in ("loop", "blocks", "gather"):
+    for form in ("loop", "blocks", "gather", "pairs", "dense"):
         y = run(x, choice, weights, num_experts=8, expert=_expert, form=form)
         np.testing.assert_allclose(y, expected, atol=1e-5, err_msg=form)
+    monkeypatch.setattr(running, "MAX_DENSE_BYTES", 32 * 4 * 8 * 6)
+    y = running.run_experts(jnp.asarray(x), choice, jax.tree.map(jnp.asarray, weights), 8, _expert, "dense")
+    np.testing.assert_allclose(y, expected, atol=1e-5, err_msg="blocks of all experts")
+    monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
+    monkeypatch.setattr(blocks, "BLOCK_ROWS_GPU", 16)
+    y = running.run_experts(jnp.asarray(x), choice, jax.tree.map(jnp.asarray, weights), 8, _expert, "blocks")
+    np.testing.assert_allclose(y, expected, atol=1e-5, err_msg="a constant number of blocks")
 
 
 def test_an_overflow_of_another_row_changes_nothing():
@@ -91,7 +99,7 @@ def test_an_overflow_of_another_row_changes_nothing():
     expert = lambda weights, x: jnp.dot(x, weights[0].T) * jnp.float32(1e38)
     x = np.array([[1.0, 0, 0], [1e30, 0, 0]], np.float32)
     choice = choose(jnp.array([[1.0, 0], [0, 1.0]]), Routing(1))
-    for form in ("loop", "blocks"):
+    for form in ("loop", "blocks", "pairs", "dense"):
         y = running.run_experts(jnp.asarray(x), choice, weights, 2, expert, form)
         assert np.isfinite(np.asarray(y)[0]).all() and not np.isfinite(np.asarray(y)[1]).any()
 
@@ -189,12 +197,13 @@ def test_grouped_products_equal_a_loop(rows):
 
 
 def test_forms_of_platforms():
-    many = 4096
-    assert {running.form_for(rows, 8, "cpu") for rows in (1, 16, 64, many)} == {"loop", "blocks"}
-    assert running.form_for(many, 8, "tpu") == "grouped" and running.form_for(8, 8, "tpu") == "loop"
-    assert running.form_for(1, 8, "tpu") == "gather" and running.form_for(1, 8, "tpu", is_part=True) == "loop"
-    assert running.form_for(many, 8, "tpu", is_plain=False) == "blocks"
-    assert "grouped" not in {running.form_for(rows, 8, "gpu") for rows in (1, 16, 64, many)}
+    many, sizes = 4096, (8, 128)
+    assert {running.form_for(rows, sizes, "cpu") for rows in (1, 16, 64, many)} == {"loop", "blocks"}
+    assert running.form_for(many, sizes, "tpu") == "grouped" and running.form_for(8, sizes, "tpu") == "loop"
+    assert running.form_for(1, sizes, "tpu") == "gather" and running.form_for(1, sizes, "tpu", is_part=True) == "loop"
+    assert running.form_for(many, sizes, "tpu", is_plain=False) == "blocks"
+    assert [running.form_for(rows, sizes, "gpu") for rows in (1, 16, 17, many)] == ["pairs", "pairs", "dense", "dense"]
+    assert running.form_for(17, sizes, "gpu", is_whole=False) == "blocks"
 
 
 def test_no_ragged_product_on_cpu():
