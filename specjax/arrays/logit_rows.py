@@ -23,6 +23,15 @@ GROUP_BYTES = 1 << 27
 """Maximum size of the float32 logits of a group, if it has more than one node per row."""
 
 
+def by_index(rows: jax.Array, index: jax.Array) -> LogitRows:
+    """Return rows [B, N, V] of which several are equal: row i is rows float[B, R, V] at index int32[B, N]."""
+    return LogitRows(index, _at_index, rows)
+
+
+def _at_index(index: jax.Array, rows: jax.Array) -> jax.Array:
+    return take_along(rows, index[:, :, None], 1)
+
+
 def are_large(batch: int, nodes: int, vocab: int) -> bool:
     """Return True if the logits of `nodes` nodes in each of `batch` rows are too large to be stored.
 
@@ -37,8 +46,10 @@ class LogitRows:
     """Rows of logits [B, N, V] as a function of states."""
 
     states: Any  # arrays [B, N, ...]
-    # (states of any R nodes) -> float[B, R, V]; None: `states` are the rows
-    compute: Callable[[Any], jax.Array] | None = field(default=None, metadata={"static": True})
+    # (states of any R nodes) -> float[B, R, V], or (states, common) -> ... if there are common arrays; None: `states`
+    # are the rows
+    compute: Callable[..., jax.Array] | None = field(default=None, metadata={"static": True})
+    common: Any = None  # arrays [B, ...] that all nodes of a row of the batch read; None: none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +71,12 @@ class LogitRows:
 
     def every(self) -> jax.Array:
         """Return all rows as an array."""
-        return self.states if self.compute is None else self.compute(self.states)
+        return self._compute(self.states)
+
+    def _compute(self, states: Any) -> Any:
+        if self.compute is None:
+            return states
+        return self.compute(states) if self.common is None else self.compute(states, self.common)
 
     def reduce(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Return `function(rows float[B, N, V], *arrays)`, a pytree of arrays [B, N, ...] that is evaluated by groups.
@@ -81,6 +97,5 @@ class LogitRows:
         index = np.minimum(np.arange(count * size), nodes - 1)
         split = lambda x: jnp.moveaxis(x[:, index].reshape(batch, count, size, *x.shape[2:]), 1, 0)
         join = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :nodes]
-        compute = self.compute
-        group = lambda parts: function(compute(parts[0]), *parts[1])
+        group = lambda parts: function(self._compute(parts[0]), *parts[1])
         return jax.tree.map(join, jax.lax.map(group, jax.tree.map(split, (self.states, arrays))))

@@ -193,7 +193,7 @@ class Builder:
     # nodes, valid or not, in the order of `finish`.
     scored: bool = False
     # (depth) -> Builder, for trees from one distribution per depth: the same tree with at most `depth` levels. Only
-    # drafters whose slots do not see each other's tokens can grow such a tree.
+    # drafters whose slots do not see each other's tokens can grow such a tree. Each level feeds one node.
     shorten: Callable[[int], Builder] | None = None
 
     @property

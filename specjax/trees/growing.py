@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.arrays import platforms, scopes
 from specjax.arrays.indexing import take_along
-from specjax.arrays.logit_rows import LogitRows
+from specjax.arrays.logit_rows import LogitRows, by_index
 from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.trees.contracts import SHORTLIST, Builder, Fed, FeedFn, Frontier, Level, Parents, exclude, noise_at
@@ -63,7 +63,9 @@ def grow(
     Returns: the tree, and the memory. Raises: UsageError for a builder that needs `is_path_free`.
     """
     if builder.shorten is not None and not is_path_free:
-        raise UsageError("ddtree needs a head whose slots do not see each other's tokens; choose eagle2:KxLxN instead")
+        raise UsageError(
+            "ddtree and drawn trees need a head whose slots do not see each other's tokens; choose eagle2:KxLxN instead"
+        )
     inputs = _Inputs(builder, keys, context, limit, logits_of)
     output = _as_output(jax.tree.map(lambda x: x[:, None], output))
     carry = _expand(inputs, _start(inputs, root, memory, LogitRows(output.logits, logits_of)), output)
@@ -353,10 +355,16 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
     valid = (nodes >= 0) & take(grown.valid) | first
     tree = TokenTree(take(grown.tokens), jnp.where(first, -1, jnp.where(valid, parents, 0)).astype(jnp.int32), valid)
     place = jnp.where(nodes >= 0, take(grown.place), -1)
-    if carry.log_q is not None:
+    if carry.log_q is not None and builder.shorten is not None:
+        # The places are the depths. All nodes of a depth have one row, which is stored once.
+        depth = jnp.minimum(take(grown.depth), builder.places - 1)
+        is_stored = not isinstance(carry.log_q, DraftStates)
+        log_q: Any = by_index(carry.log_q, depth) if is_stored else LogitRows(carry.log_q).take(depth).states
+        tree = tree._replace(logits=log_q)
+    elif carry.log_q is not None:
         # A node without drafts below it may have been fed because of other rows, so its logits are set to 0.
         fed = (place >= 0) & take(grown.expands)
-        log_q: Any = LogitRows(carry.log_q).take(jnp.maximum(place, 0)).states
+        log_q = LogitRows(carry.log_q).take(jnp.maximum(place, 0)).states
         if not isinstance(log_q, DraftStates):
             log_q = jnp.where(fed[:, :, None], log_q, 0.0)
         tree = tree._replace(logits=log_q)

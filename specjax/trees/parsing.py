@@ -17,7 +17,7 @@ from specjax.numerics.validation import MAX_NODES
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
-from specjax.trees.builders.ddtree import ddtree
+from specjax.trees.builders.ddtree import ddtree, drawn_ddtree
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
@@ -49,6 +49,8 @@ FORMS = {
     "dyspec:N": "the N likeliest draws, one draft pass each; optionally followed by `,children=C`",
     "eagle2:KxLxN": "the N likeliest nodes among L levels of K x K candidates",
     "ddtree:N": "the N best prefixes of the distributions of a dflash, medusa or p_eagle head (:NxL: on L levels)",
+    "drawn:N": "N nodes in the best shape for the same heads, drawn without replacement, for rules that read q (:NxL: "
+    "on L levels)",
     "bild:N": "a chain of up to N likeliest tokens that ends where the probability is below 0.6; optionally followed "
     "by `,fallback=P`",
 }
@@ -77,6 +79,8 @@ def parse(spec: str) -> Builder:
         ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
         ("ddtree", 1): ddtree,
         ("ddtree", 2): ddtree,
+        ("drawn", 1): drawn_ddtree,
+        ("drawn", 2): drawn_ddtree,
         ("bild", 1): functools.partial(bild, **named),
     }
     if (kind, len(sizes)) in makers and len(named) == len(options) and (len(sizes) == 2 or "threshold" not in named):
@@ -122,7 +126,7 @@ def _paths(spec: str, forms: Iterable[str]) -> Paths:
 def static_paths(spec: str) -> Paths | None:
     """Return the rank paths of a tree of `FORMS`, or None if its shape depends on the drafted distributions."""
     kind, _, arguments = spec.partition(":")
-    if kind in ("beam", "dyspec", "ddtree", "eagle2", "siblings", "bild"):
+    if kind in ("beam", "dyspec", "ddtree", "drawn", "eagle2", "siblings", "bild"):
         return None
     if kind == "paths":
         first, depth = _sizes(arguments)

@@ -73,7 +73,7 @@ def tree_drafter(head: DraftHead, builder: Builder, max_accepted: int | None = N
     if builder.shorten is not None:
         if head.head.kind not in PATH_FREE:
             raise UsageError(
-                f"a slot of a {head.head.kind} head sees the tokens before it, and ddtree needs one of "
+                f"a slot of a {head.head.kind} head sees the tokens before it, and ddtree and drawn trees need one of "
                 f"{', '.join(PATH_FREE)}; choose eagle2:KxLxN instead"
             )
         builder = builder.shorten(max_depth or builder.max_depth)

@@ -1,25 +1,34 @@
-"""DDTree: the N best prefixes of the distributions that a block drafter returns for each depth.
+"""DDTree: the N best prefixes of the distributions that a block drafter returns for each depth, fixed or drawn.
 
 DDTree (2026), arXiv 2604.12989.
 
 Rule: the score of a rank path (r_1 .. r_d) is the sum of log q_k[r_k]. The tree consists of the N best paths. A node of
 rank r below the i-th best prefix, both counted from 0, is worse than (i + 1)(r + 1) - 1 others. So only pairs with
 (i + 1)(r + 1) <= N are candidates.
-Guarantee: a point-mass tree, for verification by matching; min(1, p/q) tests would be wrong on it.
+`drawn_ddtree` is the form for rules that read q. Siblings are drawn without replacement, and one draw per depth serves
+all nodes of that depth. The shape is computed before the draws: a node of rank r has the score sum of log q_k[r_k] over
+its ancestors + log(1 - q_d[0] - ... - q_d[r - 1]), the probability that its draw is tested if q is the target's.
+Guarantee: `ddtree` returns a point-mass tree, for verification by matching; min(1, p/q) tests would be wrong on it.
+`drawn_ddtree` keeps the guarantee of all rules for draws without replacement, because the shape depends on q alone. A
+shape that reads the shared draws, such as DySpec's, would bias the text by up to 0.13 with three tokens.
 The distribution of a depth serves all of its nodes, so each level feeds one node and stores no logits per node. The
-scores are at temperature 1, for any temperature of the target.
+scores of `ddtree` are at temperature 1, for any temperature of the target. Those of `drawn_ddtree` are at the target's
+temperature. Greedy rows of `drawn_ddtree` draft the tree of `ddtree`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.trees.contracts import Builder, Level, Parents, verify_widths
+from specjax.types import Array
 
 
 @functools.cache
@@ -30,35 +39,54 @@ def ddtree(total: int = 15, depth: int | None = None) -> Builder:
 
     Raises: UsageError for a number below 1.
     """
+    return _builder(total, depth, False)
+
+
+@functools.cache
+def drawn_ddtree(total: int = 15, depth: int | None = None) -> Builder:
+    """Return a builder of `total` drawn nodes in the shape that is best for q. Args and errors: see `ddtree`."""
+    return _builder(total, depth, True)
+
+
+class _Prefixes(NamedTuple):
+    scores: Array  # float32[B, levels * N], of all candidates
+    reach: Array  # float32[B, N], log probability of each prefix of the previous depth, best first
+    nodes: Array  # int32[B, N], their node numbers
+
+
+def _builder(total: int, depth: int | None, is_drawn: bool) -> Builder:
     if min(total, 1 if depth is None else depth) < 1:
         raise UsageError(f"the number of nodes and the depth must be at least 1, not {total} and {depth}")
     levels = min(total, depth or 16)
     candidates = levels * total
     pairs = np.array([(i, r) for i in range(total) for r in range(total // (i + 1))])
 
-    def expand(state, level, parents: Parents):
-        scores, best = state  # scores [B, levels * N] of all candidates and [B, N] of the previous depth
-        k = min(total, parents.vocab_size)
-        prefix, rank = pairs[pairs[:, 1] < k].T
-        tokens, log_q = parents.best(k, noisy=False)  # [B, 1, k]
-        step = jnp.where(parents.valid, jnp.minimum(log_q[:, 0], 0.0), -jnp.inf)
-        best, pick = jax.lax.top_k(best[:, prefix] + step[:, rank], total)
-        parent = jnp.where(level > 0, 1 + (level - 1) * total + jnp.asarray(prefix)[pick], 0)
-        token = jnp.take_along_axis(tokens[:, 0], jnp.asarray(rank)[pick], 1)
-        scores = jax.lax.dynamic_update_slice_in_dim(scores, best, level * total, 1)
-        first = jnp.zeros((len(best), 1), jnp.int32)  # the likeliest prefix, whose parent is the one fed before
-        return (scores, best), Level(token, parent, best > -jnp.inf, first)
+    def init(batch: int) -> _Prefixes:
+        empty = jnp.full((batch, total), -jnp.inf).at[:, 0].set(0.0)
+        return _Prefixes(jnp.full((batch, candidates), -jnp.inf), empty, jnp.zeros((batch, total), jnp.int32))
 
-    def finish(state, parents, valid):
-        best, nodes = jax.lax.top_k(state[0], total)  # ties go to the earlier node, so parents precede children
+    def expand(state: _Prefixes, level, parents: Parents):
+        k = min(total, parents.vocab_size)
+        prefix, rank = map(jnp.asarray, pairs[pairs[:, 1] < k].T)
+        ranks = (_draw_ranks if is_drawn else _likeliest_ranks)(parents, k)
+        score = jnp.where(parents.valid, ranks.score, -jnp.inf)
+        best, pick = jax.lax.top_k(state.reach[:, prefix] + score[:, rank], total)
+        prefix, rank = prefix[pick], rank[pick]  # [B, N]
+        at = lambda x, index: take_along(x, index, 1)
+        scores = jax.lax.dynamic_update_slice_in_dim(state.scores, best, level * total, 1)
+        reach = jnp.where(best > -jnp.inf, at(state.reach, prefix) + at(ranks.log_q, rank), -jnp.inf)
+        reach, order = jax.lax.top_k(reach, total)
+        first = jnp.zeros((len(best), 1), jnp.int32)  # any node of the level serves as the next parent
+        drafted = Level(at(ranks.tokens, rank), at(state.nodes, prefix), best > -jnp.inf, first)
+        return _Prefixes(scores, reach, 1 + level * total + order), drafted
+
+    def finish(state: _Prefixes, parents, valid):
+        best, nodes = jax.lax.top_k(state.scores, total)  # ties go to the earlier node, so parents precede children
         nodes = jnp.sort(jnp.where(best > -jnp.inf, nodes + 1, candidates + 1), 1)
         return jnp.pad(jnp.where(nodes > candidates, -1, nodes), ((0, 0), (1, 0)))
 
     return Builder(
-        init=lambda batch: (
-            jnp.full((batch, candidates), -jnp.inf),
-            jnp.full((batch, total), -jnp.inf).at[:, 0].set(0.0),
-        ),
+        init=init,
         expand=expand,
         finish=finish,
         num_nodes=total + 1,
@@ -66,8 +94,32 @@ def ddtree(total: int = 15, depth: int | None = None) -> Builder:
         width=total,
         frontier=1,
         levels=levels,
-        draws="point_mass",
+        draws="without_replacement" if is_drawn else "point_mass",
         widths=verify_widths(range(1, total + 2)),
-        warped=False,
-        shorten=lambda deepest: ddtree(total, min(levels, deepest)),
+        warped=is_drawn,
+        shorten=lambda deepest: (drawn_ddtree if is_drawn else ddtree)(total, min(levels, deepest)),
     )
+
+
+class _Ranks(NamedTuple):
+    """The k children of each prefix at one depth."""
+
+    tokens: Array  # int32[B, k]
+    log_q: Array  # float32[B, k], log of the k largest q, best first
+    score: Array  # float32[B, k], log score of a child, given its prefix; it falls with the rank and is >= log_q
+
+
+def _likeliest_ranks(parents: Parents, k: int) -> _Ranks:
+    tokens, log_q = parents.best(k, noisy=False)  # [B, 1, k]
+    log_q = jnp.minimum(log_q[:, 0], 0.0)
+    return _Ranks(tokens[:, 0], log_q, log_q)
+
+
+def _draw_ranks(parents: Parents, k: int) -> _Ranks:
+    """Draw k tokens. The scores do not depend on them: rank r exists if q has more than r tokens."""
+    tokens = parents.best(k)[0][:, 0]
+    log_q = _likeliest_ranks(parents, k).log_q
+    q = jnp.exp(log_q)
+    left = jnp.maximum(1 - (jnp.cumsum(q, 1) - q), q)
+    score = jnp.where(q > 0, jnp.log(jnp.minimum(left, 1.0)), -jnp.inf)
+    return _Ranks(tokens, log_q, parents.unless_greedy(score, log_q))
