@@ -158,6 +158,11 @@ class DraftHead:
     replace = replace
 
 
+def has_confidence(draft: Any) -> bool:
+    """Return True for a `DraftHead` with a trained confidence."""
+    return isinstance(draft, DraftHead) and getattr(draft.head.config, "confidence", "no") != "no"
+
+
 class HeadKind(NamedTuple):
     """A kind of head: its row of the catalogue, its functions, and the shapes that a user may change."""
 

@@ -1,8 +1,8 @@
-"""DFlash, DSpark, DFlash 2 and Domino: one pass over a block of mask tokens drafts all of its tokens.
+"""DFlash, JetSpec, DSpark, DFlash 2 and Domino: one pass over a block of mask tokens drafts all of its tokens.
 
 DFlash: Block Diffusion for Flash Speculative Decoding (2026), arXiv 2602.06036. DSpark: Confidence-Scheduled
 Speculative Decoding with Semi-Autoregressive Generation (DeepSeek 2026), github.com/deepseek-ai/DeepSpec. DFlash 2
-(z-lab 2026), github.com/z-lab/dflash. Domino (2026), arXiv 2605.29707.
+(z-lab 2026), github.com/z-lab/dflash. Domino (2026), arXiv 2605.29707. JetSpec (2026), arXiv 2606.18394.
 
 Rule: c_t = norm(fc[h^a; ...; h^e]) of each committed token. Each layer projects c to keys and values of the text, with
 the weights of the block but without the norm before the attention. The block [root, mask, ..., mask] follows the text
@@ -14,17 +14,20 @@ output layer.
             predicts                  n      n+1    n+2       DFlash, DFlash 2
             predicts           n      n+1    n+2    n+3       `from_anchor`: DSpark, Domino
 
-In DFlash all nodes at one depth have the same distribution. The others correct the logits of a slot once the token
-before it is drafted (`corrections`). DSpark uses that token, and Domino a recurrence over all drafted tokens. DFlash 2
-uses a selector that joins the candidates of the slots to a path. DSpark's confidence predicts the acceptance of a
-slot's token from the tokens before it. Two stop conditions use it: `trees.stops.drafter_confidence(P)` stops where it
-is below P. `trees.stops.acceptance(T, lag=False, predict=trees.stops.read_confidence)` stops where the product of
-confidences falls below 1 - T.
+JetSpec is DFlash with slots that attend to earlier slots only, in all layers (`causal="all"`). A slot then does not
+depend on the length of the block, so a short draft computes only its own slots. Its trees are those of `trees.ddtree`,
+whose fan-out may be capped.
+In DFlash and JetSpec all nodes at one depth have the same distribution. The others correct the logits of a slot once
+the token before it is drafted (`corrections`). DSpark uses that token, and Domino a recurrence over all drafted tokens.
+DFlash 2 uses a selector that joins the candidates of the slots to a path. DSpark's confidence predicts the acceptance
+of a slot's token from the tokens before it. Three stop conditions use it: `trees.stops.drafter_confidence(P)` stops
+where it is below P, and `trees.stops.budget()` is the scheduler for a batch. The condition `trees.stops.acceptance(T,
+lag=False, predict=trees.stops.read_confidence)` stops where the product of confidences falls below 1 - T.
 Guarantee: distribution. q of a chain is softmax(logits), with all corrections, warped like the target's; a tree of
 most likely tokens is a point mass. q of DFlash 2 is 0 outside of the candidates.
 Deviations: the block has its full trained length near the end of a text too. Embeddings of the target are scaled as the
-target does, times `embedding_scale`. top-k and top-p of the target's sampling also warp the scores of DFlash 2. The
-scheduler of the DSpark paper, which shares the budget of a batch among its rows, is not implemented.
+target does, times `embedding_scale`. top-k and top-p of the target's sampling also warp the scores of DFlash 2. JetSpec
+trains with forward KL at temperature 1 and the decay of DFlash's recipe; the paper's values are not in its code.
 """
 
 from __future__ import annotations
@@ -74,6 +77,16 @@ METHODS = (
         paper="arXiv 2602.06036 (2026)",
         options=shared.head_options(),
         cpu_options={"num_tokens": 7},
+        takes=frozenset({"costs"}),
+        **shared.HEAD,
+    ),
+    Method(
+        name="jetspec",
+        summary="drafts a block of mask tokens that attend to earlier ones only, for trees of its likeliest prefixes",
+        paper="arXiv 2606.18394 (2026)",
+        options=shared.head_options(),
+        cpu_options={"num_tokens": 7},
+        takes=frozenset({"costs"}),
         **shared.HEAD,
     ),
     Method(
@@ -97,7 +110,9 @@ METHODS = (
         summary="extends dflash by a correction of the logits for the previous token, and a trained confidence",
         paper="DeepSeek 2026, github.com/deepseek-ai/DeepSpec",
         options=shared.head_options(),
+        serving_stop="budget",
         cpu_options={"num_tokens": 7},
+        takes=frozenset({"costs"}),
         **shared.HEAD,
     ),
 )
@@ -141,7 +156,9 @@ class DFlashConfig:
             return "dflash2"
         if self.prefix_rank:
             return "domino"
-        return "dflash" if self.markov == self.confidence == "no" else "dspark"
+        if self.markov != "no" or self.confidence != "no":
+            return "dspark"
+        return "jetspec" if self.causal == "all" else "dflash"
 
     @property
     def first(self) -> int:
@@ -353,6 +370,8 @@ def dflash_head(config: DFlashConfig) -> Head:
         params, cache: kv.KVCache, context: Context, places: int, *, stores: bool = True
     ) -> tuple[BlockScratch, Any]:
         module, batch, size = module_of(params), len(cache.length), config.block_size
+        if config.kind == "jetspec":  # the slots behind the last level change nothing
+            size = min(size, config.first + places)
         tokens = jnp.full((batch, size), config.mask_token, jnp.int32).at[:, :1].set(context.root)
         positions = cache.length[:, None] + jnp.arange(size)  # the text ends before the root
         step = pass_inputs(context, c, cache, positions, jnp.ones((batch, size, size), bool))
@@ -476,6 +495,11 @@ def domino_of_target(target: LlamaConfig, **changes) -> DFlashConfig:
     return of_target(target, kind="domino", **({"from_anchor": True, "prefix_rank": 256} | changes))
 
 
+def jetspec_of_target(target: LlamaConfig, **changes) -> DFlashConfig:
+    """Return the shapes of JetSpec for a target."""
+    return of_target(target, kind="jetspec", **({"causal": "all"} | changes))
+
+
 _SHAPES = ("num_layers", "block_size", "mlp_width")
 _FLAGS = ("from_anchor", "embeds")
 _MARKOV = (("markov", ("no", "vanilla", "gated", "rnn")), ("confidence", ("no", "state", "markov")))
@@ -483,15 +507,18 @@ _MARKOV = (("markov", ("no", "vanilla", "gated", "rnn")), ("confidence", ("no", 
 KINDS = (
     HeadKind(METHODS[0], DFlash, dflash_head, of_target, (*_SHAPES, "draft_vocab_size"), taps=True, flags=_FLAGS),
     HeadKind(
-        METHODS[1], DFlash, dflash_head, dflash2_of_target, (*_SHAPES, "conv_group", "candidates"), taps=True,
+        METHODS[1], DFlash, dflash_head, jetspec_of_target, (*_SHAPES, "draft_vocab_size"), taps=True, flags=_FLAGS,
+    ),
+    HeadKind(
+        METHODS[2], DFlash, dflash_head, dflash2_of_target, (*_SHAPES, "conv_group", "candidates"), taps=True,
         flags=_FLAGS, counts=("conv_taps", "selector_rank"),
     ),
     HeadKind(
-        METHODS[2], DFlash, dflash_head, domino_of_target, (*_SHAPES, "prefix_rank", "prefix_state"), taps=True,
+        METHODS[3], DFlash, dflash_head, domino_of_target, (*_SHAPES, "prefix_rank", "prefix_state"), taps=True,
         flags=_FLAGS, counts=("pure_prefix",),
     ),
     HeadKind(
-        METHODS[3], DFlash, dflash_head, dspark_of_target, (*_SHAPES, "draft_vocab_size", "markov_rank"), taps=True,
+        METHODS[4], DFlash, dflash_head, dspark_of_target, (*_SHAPES, "draft_vocab_size", "markov_rank"), taps=True,
         flags=_FLAGS, choices=_MARKOV,
     ),
 )  # fmt: skip

@@ -33,6 +33,7 @@ METHOD = Method(
     options=shared.head_options(),
     cpu_options={"num_tokens": 3},
     wide_tree="top:8x2x1",
+    takes=frozenset({"costs"}),
     **shared.HEAD,
 )
 

@@ -40,6 +40,7 @@ METHOD = Method(
     paper="arXiv 2602.01469 (2026)",
     options=shared.head_options(),
     cpu_options={"num_tokens": 7},
+    takes=frozenset({"costs"}),
     **shared.HEAD,
 )
 

@@ -71,6 +71,7 @@ class Method(NamedTuple):
     words: tuple[Option, ...] = ()  # texts of --set that become arguments once the tokenizer is loaded
     cpu_options: Mapping[str, int] = MappingProxyType({})  # budgets for machines on which wide passes are slow
     wide_tree: str | None = None  # the command line's tree where passes over dozens of tokens are cheap
+    serving_stop: str | None = None  # the server's stop condition for a head with a confidence, in chains
     alone: bool = False  # True: a head that drafts by itself by default; other heads join `auto`
     draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
     acceptance: TypicalAcceptance | None = None  # None: not measured, so a plan needs the user's

@@ -37,6 +37,7 @@ from specjax.training.loop.history import TrainingHistory, read_history
 from specjax.training.loop.target_activations import ActivationCache
 from specjax.training.loop.trainer import LoopSettings, TrainingProgress, run_identity, train
 from specjax.training.measure.acceptance_eval import MeasuredAcceptance, measure_acceptance
+from specjax.training.measure.confidence_scaling import has_temperatures, scale_confidence
 from specjax.training.measure.scaling import MIN_BUDGETS, fit
 from specjax.training.objectives.recipes import Recipe, check_recipe, recipe_of
 from specjax.training.objectives.trainables import TrainingObjective
@@ -411,6 +412,12 @@ class _Job:
 
     def _finish(self, model: Any, history: TrainingHistory, corpus: Corpus) -> TrainedDrafter:
         """Write and return the result."""
+        if has_temperatures(model):
+            settings = self.settings
+            model = scale_confidence(
+                self.target, model, corpus.held_out or corpus.texts, rows=settings.rows, length=settings.length,
+                temperature=settings.temperature,
+            )  # fmt: skip
         measured = self._measure(model, corpus)
         self._save(model)
         improved = not self.start.is_trained or any(entry["best"] and entry["step"] for entry in history.entries)

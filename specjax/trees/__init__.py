@@ -6,7 +6,7 @@ from specjax.trees import stops
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import chain_with_siblings
-from specjax.trees.builders.ddtree import ddtree, drawn_ddtree
+from specjax.trees.builders.ddtree import ddtree, ddtree_auto, drawn_ddtree
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, chain, independent_paths, make_builder, static
@@ -26,6 +26,7 @@ __all__ = [
     "chain",
     "chain_with_siblings",
     "ddtree",
+    "ddtree_auto",
     "drawn_ddtree",
     "dyspec",
     "dyspec_fixed",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.arrays.logit_rows import LogitRows
@@ -147,6 +148,8 @@ class Fed(NamedTuple):
     logits: Array  # [B, F, V], logits of the drafter
     confidence: Array | None = None  # float32[B, F], from drafters with a confidence head
     accepted: Array | None = None  # float32[B, F], acceptance of the nodes themselves, from an acceptance head
+    expands: Array | None = None  # bool[B, F], nodes below which a level may be drafted
+    pass_costs: np.ndarray | None = None  # float32[D + 1], of the target pass for a chain of each length; None: unknown
 
 
 class Stop(NamedTuple):
@@ -156,12 +159,14 @@ class Stop(NamedTuple):
     in the structure of `start`. The argument is the result of judging the parents, and the result is passed to the
     children. Where `go_on` is False, drafting ends below the children; without `keeps`, below the nodes themselves.
     A condition reads distributions and the tokens drawn above them, never the tokens drawn from them. So the existing
-    nodes still follow the drafter's distribution, and exact verification rules stay exact.
+    nodes still follow the drafter's distribution, and exact verification rules stay exact. It may read other rows at
+    the same level.
     """
 
     judge: Callable[[PyTree, Fed], tuple[PyTree, Array]]
     keeps: bool = True  # True: tokens drawn at the stop stay in the draft
     start: PyTree = ()  # numbers, the value of the root
+    reads_costs: bool = False  # True: `judge` reads `Fed.pass_costs`
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,7 @@ class Builder:
     # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all
     # nodes, valid or not, in the order of `finish`.
     scored: bool = False
+    sized: bool = False  # the drafter cuts each tree to the size with the most tokens per second
     # (depth) -> Builder, for trees from one distribution per depth: the same tree with at most `depth` levels. Only
     # drafters whose slots do not see each other's tokens can grow such a tree. Each level feeds one node.
     shorten: Callable[[int], Builder] | None = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays import platforms, scopes
 from specjax.arrays.indexing import take_along
@@ -48,6 +49,7 @@ def grow(
     logits_of: LogitsFn | None = None,
     *,
     is_path_free: bool = False,
+    pass_costs: np.ndarray | None = None,
 ) -> tuple[GrownTree, PyTree]:
     """Draft a tree below `root` int32[B].
 
@@ -58,6 +60,7 @@ def grow(
         logits, because the logits are too large to be stored.
       keys: [B]; None: greedy. context: sampling settings of the target; `context.noise` shares the target's noise.
       limit: int32[B], deepest level.
+      pass_costs: float32[D + 1], costs of target passes for stop conditions; see `Fed`.
       is_path_free: True if the output depends on the depth of a node only, not on the tokens above it.
 
     Returns: the tree, and the memory. Raises: UsageError for a builder that needs `is_path_free`.
@@ -66,7 +69,7 @@ def grow(
         raise UsageError(
             "ddtree and drawn trees need a head whose slots do not see each other's tokens; choose eagle2:KxLxN instead"
         )
-    inputs = _Inputs(builder, keys, context, limit, logits_of)
+    inputs = _Inputs(builder, keys, context, limit, logits_of, pass_costs)
     output = _as_output(jax.tree.map(lambda x: x[:, None], output))
     carry = _expand(inputs, _start(inputs, root, memory, LogitRows(output.logits, logits_of)), output)
     if builder.levels > 1:
@@ -107,6 +110,7 @@ class _Inputs(NamedTuple):
     context: Context
     limit: Array  # int32[B]
     logits_of: LogitsFn | None
+    pass_costs: np.ndarray | None
 
 
 class _Nodes(NamedTuple):
@@ -297,12 +301,13 @@ def _judge(
     if stop is None:
         return grown, expands
 
-    def judge(logits, value, depth, confidence, accepted):
-        return stop.judge(value, Fed(log_q_of(logits), depth, logits, confidence, accepted))
+    def judge(logits, value, depth, confidence, accepted, expands):
+        fed = Fed(log_q_of(logits), depth, logits, confidence, accepted, expands, inputs.pass_costs)
+        return stop.judge(value, fed)
 
     value = jax.tree.map(take, grown.value)
     logits = LogitRows(output.logits, inputs.logits_of)
-    value, go_on = logits.reduce(judge, value, depth, output.confidence, output.accepted)
+    value, go_on = logits.reduce(judge, value, depth, output.confidence, output.accepted, expands)
     expands = expands if stop.keeps else expands & go_on
     rows = jnp.arange(nodes.shape[0])[:, None]
     write = lambda old, new: old.at[rows, nodes].set(new)

@@ -17,7 +17,7 @@ from specjax.numerics.validation import MAX_NODES
 from specjax.trees.builders.beam import beam
 from specjax.trees.builders.bild import bild
 from specjax.trees.builders.chain_with_siblings import LIKELIEST, chain_with_siblings
-from specjax.trees.builders.ddtree import ddtree, drawn_ddtree
+from specjax.trees.builders.ddtree import ddtree, ddtree_auto, drawn_ddtree
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
@@ -48,7 +48,9 @@ FORMS = {
     "followed by `,threshold=P,children=C`",
     "dyspec:N": "the N likeliest draws, one draft pass each; optionally followed by `,children=C`",
     "eagle2:KxLxN": "the N likeliest nodes among L levels of K x K candidates",
-    "ddtree:N": "the N best prefixes of the distributions of a dflash, medusa or p_eagle head (:NxL: on L levels)",
+    "ddtree:N": "the N best prefixes of the distributions of a dflash, jetspec, medusa or p_eagle head (:NxL: on L "
+    "levels); optionally followed by `,children=K,gap=G`",
+    "ddtree:auto": "the same in the size with the most tokens per second, by the costs of passes and past acceptance",
     "drawn:N": "N nodes in the best shape for the same heads, drawn without replacement, for rules that read q (:NxL: "
     "on L levels)",
     "bild:N": "a chain of up to N likeliest tokens that ends where the probability is below 0.6; optionally followed "
@@ -65,6 +67,8 @@ _WAYS: dict[str, How] = {
 
 def parse(spec: str) -> Builder:
     """Return a builder for one of `FORMS`. Raises: UsageError for any other text, or more than `MAX_NODES` nodes."""
+    if spec == "ddtree:auto":
+        return ddtree_auto()
     kind, _, arguments = spec.partition(":")
     numbers, *options = arguments.split(",")
     sizes, named = _sizes(numbers), _parse_options(options, kind)
@@ -77,8 +81,8 @@ def parse(spec: str) -> Builder:
             **{"threshold": 1 / (1 + width * depth), "width": width, "depth": depth} | named
         ),
         ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
-        ("ddtree", 1): ddtree,
-        ("ddtree", 2): ddtree,
+        ("ddtree", 1): functools.partial(ddtree, **named),
+        ("ddtree", 2): functools.partial(ddtree, **named),
         ("drawn", 1): drawn_ddtree,
         ("drawn", 2): drawn_ddtree,
         ("bild", 1): functools.partial(bild, **named),
@@ -185,6 +189,7 @@ def _parse_options(parts: list[str], kind: str) -> dict[str, Any]:
     option_types: dict[str, dict[str, Any]] = {
         "dyspec": {"threshold": float, "children": int},
         "bild": {"fallback": float},
+        "ddtree": {"children": int, "gap": float},
     }
     types = option_types.get(kind, {})
     pairs = [part.partition("=") for part in parts]

@@ -3,12 +3,14 @@
 `confidence`, `entropy`: Kangaroo (Liu et al. 2024, arXiv 2404.18911) stops at a largest probability below 0.6, assisted
 generation (DISCO; Mamou et al. 2024, arXiv 2405.04304) below 0.4. `fallback`: BiLD (Kim et al. 2023, arXiv 2302.07863).
 `drafter_confidence`: DSpark (DeepSeek 2026), with the drafter's trained confidence.
+`budget`: DSpark's scheduler, which stops all rows of a batch at the level that gives most tokens per second.
 `acceptance`, `acceptance_head`: SpecDec++ (Huang, Guo, Wang 2024, arXiv 2405.19715). It shows that the best rule is a
 threshold on the probability that a candidate is rejected. The largest q or the paper's head predicts it.
 
 Guarantee: the guarantee of any verifier is preserved, because a condition decides to draft a token before it is drawn.
 Deviations: q is the distribution that is sampled (warped; in greedy decoding the drafter's own distribution). Drafters
-have no eos token, so no condition stops there.
+have no eos token, so no condition stops there. In the paper of `budget`, each row of a packed batch has its own length.
+Rows of this engine are padded to one width, so `budget` chooses one length for all of them, level by level.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ FORMS = {
     "entropy:H": "stop after the first token drawn where the entropy of q is above H nats",
     "fallback:P": "stop before drawing a token where the largest q is below P (0.6: BiLD)",
     "own:P": "stop before drawing a token where the drafter's trained confidence is below P (DSpark)",
+    "budget": "stop all rows before a level that adds too few tokens for its cost, by the trained confidence (DSpark)",
     "acceptance:T": "stop once the probability of a rejection is above T, with the largest q as acceptance rate",
     "trained:T": "stop once the rejection probability by SpecDec++'s trained head (--set acceptance=FOLDER) is above T "
     "(0.3: its authors)",
@@ -37,6 +40,8 @@ FORMS = {
 
 def parse(spec: str) -> Stop:
     """Return a stop condition for one of `FORMS`. Raises: UsageError for any other text."""
+    if spec == "budget":
+        return budget()
     name, _, number = spec.partition(":")
     rules = {
         "confidence": confidence, "entropy": entropy, "fallback": fallback, "own": drafter_confidence,
@@ -100,12 +105,56 @@ def drafter_confidence(threshold: float = 0.5) -> Stop:
     return Stop(lambda value, fed: (value, read_confidence(fed) >= threshold), keeps=False)
 
 
+@functools.cache
+def budget(predict: Callable[[Fed], Array] | None = None) -> Stop:
+    """Stop all rows of a batch at the level with the most expected tokens per cost of the target pass.
+
+    Let a_{r,i} be the product of the confidences of the first i tokens of row r, c_r the confidence of its next token,
+    and t[j] the cost of a pass over chains of j tokens. Level j + 1 is drafted if, for some m >= 1,
+      (sum over rows of 1 + a_{r,1} + ... + a_{r,j} + a_{r,j} (c_r + ... + c_r^m)) / t[j + m]
+    is larger than the same without the last term, over t[j]. So levels that are free in a compiled width are drafted,
+    and a wider pass is paid for by all levels that it adds.
+    Guarantee: whether a level exists depends on tokens of earlier levels only, so the joint distribution of all rows is
+    unchanged. A search over all levels afterwards would bias it, since a later confidence depends on an earlier token.
+
+    Args:
+      predict: as in `acceptance`; default: the drafter's trained confidence.
+
+    Raises: when drafting begins, UsageError for a drafter without a confidence or costs, or a tree that is no chain.
+    """
+
+    def judge(value, fed: Fed):
+        survival, total = value  # float32[B, 1] each: a_{r,j}, and 1 + a_{r,1} + ... + a_{r,j}
+        chance = jnp.clip((predict or read_confidence)(fed), 0.0, 1.0)
+        if fed.pass_costs is None or fed.expands is None:
+            raise UsageError(
+                "the stop condition budget needs the costs of passes, which this drafter lacks; choose own:P"
+            )
+        if chance.shape[1] > 1:
+            raise UsageError("the stop condition budget needs a chain; leave the tree out, or choose own:P")
+        costs = jnp.asarray(fed.pass_costs, jnp.float32)
+        last, level = len(fed.pass_costs) - 1, jnp.max(fed.depth)
+        is_live = fed.expands & (survival > 0)
+        ahead = jnp.arange(1, last + 1)
+        gain = jnp.where(is_live, survival * jnp.cumsum(chance**ahead, 1), 0.0)  # [B, D], by m levels more
+        # Rows that do not draft at all have ended, or end with the next token.
+        is_running = jnp.where(fed.depth == 0, fed.expands, total > 0)
+        total = jnp.where(is_running, total, 0.0)
+        now = jnp.sum(total)
+        later = (now + jnp.sum(gain, 0)) / costs[jnp.minimum(level + ahead, last)]
+        go_on = jnp.max(jnp.where(level + ahead <= last, later, 0.0)) > now / costs[jnp.minimum(level, last)]
+        survival = jnp.where(is_live, survival * chance, 0.0)
+        return (survival, total + survival), jnp.broadcast_to(go_on, chance.shape)
+
+    return Stop(judge, keeps=False, start=(1.0, 1.0), reads_costs=True)
+
+
 def read_confidence(fed: Fed) -> Array:
     """Return float32[B, F]: the acceptance of these nodes' children as predicted by the drafter's confidence head."""
     if fed.confidence is None:
         raise UsageError(
-            "own:P needs a drafter with a confidence head; use a drafter that has one, such as dspark, or choose "
-            "another stop condition"
+            "own:P and budget need a drafter with a confidence head; use a drafter that has one, such as dspark, or "
+            "choose another stop condition"
         )
     return fed.confidence
 

@@ -44,7 +44,7 @@ OPTIONS = {
     "early_exit": {"exit_layer": 1, "num_tokens": 3},
     "easyspec": {"num_tokens": 3, "group": 2},
     "aded": {"num_nodes": 7, "depth": 3, "buckets": 8},
-    "dflash": {"tree": trees.branching("2x1x1")},
+    "dflash": {"tree": trees.drawn_ddtree(6)},
     "dspark": {"tree": trees.branching("2x1x1"), "stop": trees.stops.drafter_confidence(0.3)},
     "eagle": {"tree": trees.branching("2x1x1")},
     "eagle3": {"num_tokens": 3},
@@ -53,6 +53,7 @@ OPTIONS = {
     "redrafter": {"tree": trees.beam(2, 3)},
     "chimera": {"tree": trees.branching("2x1x1")},
     "falcon": {"tree": trees.branching("2x1x1")},
+    "medusa": {"tree": trees.ddtree_auto(), "costs": (1.0, 1.1, 1.2, 1.3)},
     "mtp": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
     "hamburger": {"num_tokens": 3, "stop": trees.stops.drafter_confidence(0.3)},
@@ -91,7 +92,7 @@ HEADS = {name for name in NAMES if METHODS[name].needs == {"head"}} - {"dspark",
 USUAL = those(set(NAMES) - HEADS, NAMES)
 EXACT = [name for name in NAMES if METHODS[name].guarantee == "distribution"]
 DRAWS_ITS_POINTS = {"jacobi", "lookahead", "stand"}  # by the row's key, apart from the noise of the target's draws
-BATCH_WIDE = {"auto", "choice"}  # decide for the whole batch: a row's passes depend on it, its text does not
+BATCH_WIDE = {"auto", "choice", "medusa"}  # decide for the whole batch: a row's passes depend on it, its text does not
 
 
 def make(name, target, draft):

@@ -184,7 +184,10 @@ def test_the_words_of_vllm_and_sglang():
     assert asked(config=config, draft="org/head", num_draft_tokens=5)[:3] == ("eagle3", "org/head", 5)
     ngram = asked(config='{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3}')
     assert ngram == ("prompt_lookup", None, 3, None, ["max_ngram=4"], ())
-    assert asked(config='{"method": "dflash"}').kinds == ("dflash2", "domino") and asked(method="dflash").kinds == ()
+    assert (
+        asked(config='{"method": "dflash"}').kinds == ("dflash2", "domino", "jetspec")
+        and asked(method="dflash").kinds == ()
+    )
     assert asked(config='{"method": "draft_model", "model": "m"}')[:2] == ("two_model", "m")
     assert asked(algorithm="EAGLE3", model="org/head", steps=5, tokens=6)[:4] == ("eagle3", "org/head", 5, None)
     assert asked(algorithm="EAGLE", tokens=6).num_draft_tokens == 5

@@ -48,6 +48,7 @@ def layer_of(target: Target, **changes) -> LlamaConfig:
 
 BLOCK_DRAFTERS = {
     "dflash": {},
+    "jetspec": {"causal": "all"},
     "dflash2": {"conv_taps": 2, "conv_group": 1, "selector_rank": 4, "candidates": 3},
     "domino": {"from_anchor": True, "prefix_rank": 4, "prefix_state": 5},
     "dspark": {"from_anchor": True, "markov": "rnn", "markov_rank": 4, "confidence": "markov"},

@@ -6,7 +6,7 @@ import pytest
 
 from specjax import trees
 from specjax.costs.tokens import rank_acceptance
-from specjax.drafters.combined.settings import WIDTHS
+from specjax.drafters.widths import WIDTHS
 from specjax.planning import drafting
 from specjax.planning.inputs.model_configs import load_config
 from specjax.planning.inputs.topologies import parse_topology

@@ -21,6 +21,7 @@ from specjax.models.heads.dflash import DFlashConfig, default_taps
 from specjax.models.loading.families.config_fields import HEADS, WIDTH
 from specjax.models.loading.heads import vocabulary
 from specjax.models.loading.heads.block_fields import (
+    CAUSAL,
     BlockFields,
     is_dspark,
     read_anchor,
@@ -121,7 +122,10 @@ def kind_of(contents: Contents) -> str:
         return "dflash2"
     if has("prefix_gru."):
         return "domino"
-    return "dspark" if has("markov_w1", "confidence_") else "dflash"
+    if has("markov_w1", "confidence_"):
+        return "dspark"
+    fields = BlockFields(contents, [])
+    return "jetspec" if any(fields.of(name).flag(name) for name in CAUSAL) else "dflash"
 
 
 def plan(contents: Contents, dialect: str, spec: TargetSpec) -> HeadPlan:
@@ -259,13 +263,14 @@ def describe(config: DFlashConfig, layout: str, info: SaveInfo) -> dict[str, Any
     } | _described_corrections(config, info)
     scales = _described_scales(config)
     architecture = {
-        "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
-        "domino": "DominoDraftModel",
+        "dflash": "DFlashDraftModel", "jetspec": "DFlashDraftModel", "dflash2": "DFlash2DraftModel",
+        "dspark": "DSparkDraftModel", "domino": "DominoDraftModel",
     }[kind]  # fmt: skip
     if is_zlab:
         inner = {"mask_token_id": config.mask_token, "target_layer_ids": [tap - 1 for tap in config.taps]} | scales
         named = {"architectures": [architecture], "base_model_name_or_path": info.target}
         causal = {"is_causal": True} if config.causal == "all" else {}
+        inner |= {"causal_head": True} if kind == "jetspec" else {}  # the field that JetSpec reads
         return layers | named | described | causal | {"dflash_config": inner}
     streams = {"mask_token_id": config.mask_token, "aux_hidden_state_layer_ids": list(config.taps)}
     verifier = describe_verifier(kind, architecture, info)
@@ -313,7 +318,7 @@ SHOWN = shown(
 )  # fmt: skip
 
 FORMAT = HeadFormat(
-    kinds=("dflash", "dflash2", "dspark", "domino"),
+    kinds=("dflash", "jetspec", "dflash2", "dspark", "domino"),
     table=TABLE,
     dialect_of=dialect_of,
     plan=plan,

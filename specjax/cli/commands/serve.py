@@ -190,7 +190,7 @@ def serve(
     session, method = selection.open(log, mesh)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     session = with_costs(session, selection.costs, server.slots, log, selection.decoding.settings)
-    drafter = session.drafter(method, selection.options)
+    drafter = session.drafter(method, selection.options, serving=True)
     options = ServingOptions(
         server.slots, server.longest_prompt, server.prefix_gib, server.constraint_mib, server.max_slowdown,
         Policy(server.max_waiting, server.queue_seconds, server.request_seconds),

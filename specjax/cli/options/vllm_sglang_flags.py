@@ -101,7 +101,7 @@ VLLM_METHODS = {"ngram": "prompt_lookup", "draft_model": "two_model"} | {
 SGLANG_METHODS = {
     "EAGLE": "eagle", "EAGLE3": "eagle3", "STANDALONE": "two_model", "NGRAM": "prompt_lookup", "NEXTN": "mtp",
 }  # fmt: skip
-COVERED = {"eagle3": ("p_eagle",), "dflash": ("dflash2", "domino")}
+COVERED = {"eagle3": ("p_eagle",), "dflash": ("dflash2", "domino", "jetspec")}
 """More kinds of draft heads by the name of their method. vLLM and SGLang serve P-EAGLE as eagle3, and block heads
 without a Markov head as dflash. The files of a head decide its kind."""
 KEYS = {

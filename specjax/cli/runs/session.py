@@ -38,7 +38,7 @@ from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import QUOTED, quote, read_json_object, shorten
-from specjax.models.heads.contract import DraftHead
+from specjax.models.heads.contract import DraftHead, has_confidence
 from specjax.models.loading import ModelKindError, first_difference
 from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
@@ -50,6 +50,7 @@ from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
+from specjax.trees import stops
 from specjax.types import Array, Drafter, Processor, Target
 
 Part = TypeVar("Part", Drafter, Processor)
@@ -113,8 +114,10 @@ class Session(NamedTuple):
         text = self.tokenizer.decode([token])
         return visible(repr(text)) if text else f"<{token}>"
 
-    def drafter(self, method: str, flags: MethodOptions = NO_FLAGS) -> Drafter:
+    def drafter(self, method: str, flags: MethodOptions = NO_FLAGS, *, serving: bool = False) -> Drafter:
         """Build the drafter of a method with the options of the flags and the method's defaults.
+
+        serving: True for a server, whose default stop condition considers all rows.
 
         Raises: UsageError that names the flag of a wrong option.
         """
@@ -128,6 +131,8 @@ class Session(NamedTuple):
         if values.keys() & {"tree", "num_tokens"}:
             choice = choice._replace(tree=None)
         options = default_options(choice) | values
+        if serving and row.serving_stop and not values.keys() & {"stop", "tree"} and has_confidence(draft):
+            options["stop"] = stops.parse(row.serving_stop)
         if row.uses("costs") and self.costs is not None:
             options["costs"] = self.costs
         if row.uses("source") and flags.source is not None:

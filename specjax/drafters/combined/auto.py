@@ -44,9 +44,9 @@ from specjax.catalog import Method, Option
 from specjax.drafters.combined import head_schedule, node_classes, settings
 from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
-from specjax.drafters.combined.widths import RECENT, PassWidths, best_width, weight_of
 from specjax.drafters.heads import head_drafter, pending_pairs
 from specjax.drafters.tables.token_recycling import Recycled, RecyclingUpdate, SuccessorLookup
+from specjax.drafters.widths import RECENT, PassWidths, best_width, weight_of
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.retrieval import rollouts
@@ -156,7 +156,7 @@ def auto(
         second-best tokens, or 40 nodes, by the platform.
       head_cost: cost of the head's draft in passes of width 1; default: from its number of weights (`costs.of_head`).
       widths: widths of the target pass to choose from, rising from 1; each of them is compiled. Default: CPU_WIDTHS or
-        WIDTHS, by the platform, without those that do not pay for the batch (`specjax.drafters.combined.widths`).
+        WIDTHS, by the platform, without those that do not pay for the batch (`specjax.drafters.widths`).
       costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
         `costs.estimated` for the batch and `dtype` of the parameters.
       num_recycled: number of nodes from Token Recycling, at most 80; default: 40 on CPU, else 80.

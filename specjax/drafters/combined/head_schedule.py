@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from specjax.drafters.combined.node_classes import class_of
-from specjax.drafters.combined.widths import MARGIN
+from specjax.drafters.widths import MARGIN
 from specjax.types import Array
 
 PROMISES = (0.0, 0.05, 0.5, 1.5)

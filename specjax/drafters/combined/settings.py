@@ -11,8 +11,8 @@ import numpy as np
 from specjax import costs as costs_of
 from specjax import trees
 from specjax.drafters.combined import node_classes
-from specjax.drafters.combined.widths import PassWidths, select_passes
 from specjax.drafters.tables.token_recycling import best_paths, token_recycling
+from specjax.drafters.widths import PassWidths, default_widths, select_passes
 from specjax.errors import UsageError
 from specjax.models.heads.contract import Head
 from specjax.numerics.validation import MAX_NODES
@@ -22,9 +22,6 @@ from specjax.trees.shape_search.best_shapes import Paths
 from specjax.trees.templates import Template
 from specjax.types import Drafter, Target
 
-CPU_WIDTHS = (1, 4, 8, 16)
-WIDTHS = (1, 16, 32, 64)
-"""Widths for accelerators, which read the weights once for dozens of tokens; narrow passes are hardly cheaper there."""
 CPU_TREE: Paths = ((0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
 """Tree of a draft head on CPUs: a chain, and second-best tokens without children."""
 WIDE_TREE = (0.65, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01), 41, 6
@@ -120,7 +117,7 @@ def make_config(
     on_cpu = (platform or jax.default_backend()) == "cpu"
     fits_batch = widths is None
     if widths is None:
-        widths = CPU_WIDTHS if on_cpu else WIDTHS
+        widths = default_widths(platform)
     if num_recycled is None:
         num_recycled = 40 if on_cpu else 80
     if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):

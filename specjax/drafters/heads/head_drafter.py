@@ -7,14 +7,18 @@ features, tokens and positions is defined in `specjax.models.heads.contract`.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax import costs as costs_of
 from specjax import trees
 from specjax.arrays.logit_rows import are_large
-from specjax.drafters.heads import pending_pairs
+from specjax.drafters.heads import pending_pairs, sized_trees
 from specjax.drafters.heads.pending_pairs import State
+from specjax.drafters.heads.sized_trees import SIZING, SizeRecord, Sizing
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import get_target
 from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, StateDraft
@@ -24,7 +28,7 @@ from specjax.trees.contracts import Frontier
 from specjax.trees.growing import GrownTree, LogitsFn
 from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
 
-PATH_FREE = ("dflash", "medusa", "p_eagle")
+PATH_FREE = ("dflash", "jetspec", "medusa", "p_eagle")
 """Kinds of heads whose slots do not see each other's tokens."""
 
 
@@ -36,6 +40,8 @@ def head_drafter(
     stop: Stop | None = None,
     keep_logits: bool = False,
     max_accepted: int | None = None,
+    costs: costs_of.Costs = None,
+    platform: str | None = None,
 ) -> Drafter:
     """Draft a chain of `num_tokens` tokens, or a `tree` from `specjax.trees`, with a head of any kind but PPD.
 
@@ -50,6 +56,9 @@ def head_drafter(
       keep_logits: store the head's distributions in greedy and coupled decoding too, for a controller that reads them.
       max_accepted: tokens that a step may accept, root included, if this drafter is part of another one; default: the
         depth of the tree + 1.
+      costs: costs of target passes for the tree `ddtree:auto` and the stop condition `budget`, from `specjax.costs`;
+        default: the rule of thumb. Numbers are those of the widths of the tree, or of the lengths of the chain from 0.
+      platform: platform or chip of the program, for the same purpose; default: this device.
 
     State: the head's memory of the text (keys and values of its layers, or its last feature) and the features of one
       accepted path.
@@ -61,10 +70,13 @@ def head_drafter(
         stop = stops.parse(defaults["stop"])
     if num_tokens is None:
         num_tokens = min(filter(None, (defaults.get("num_tokens"), head.head.max_depth)), default=1)
-    return tree_drafter(head, trees.make_builder(num_tokens, tree, stop, keep_logits), max_accepted)
+    builder = trees.make_builder(num_tokens, tree, stop, keep_logits)
+    return tree_drafter(head, builder, max_accepted, Sizing(costs, platform))
 
 
-def tree_drafter(head: DraftHead, builder: Builder, max_accepted: int | None = None) -> Drafter:
+def tree_drafter(
+    head: DraftHead, builder: Builder, max_accepted: int | None = None, sizing: Sizing = SIZING
+) -> Drafter:
     """Return the drafter of a head that grows trees with `builder`. Args and errors: see `head_drafter`."""
     if head.head.soft_prompts is not None:
         kind = head.head.kind
@@ -81,16 +93,24 @@ def tree_drafter(head: DraftHead, builder: Builder, max_accepted: int | None = N
         raise UsageError(
             f"the tree is {builder.max_depth} tokens deep, but the head drafts only {max_depth}; choose a shorter tree"
         )
-    return _functions(head.head, builder, max_accepted or builder.max_depth + 1).replace(params=head.params)
+    if builder.sized and builder.stop is not None:
+        raise UsageError("ddtree:auto chooses the size of its trees itself; leave the stop condition out")
+    if builder.sized:
+        builder = trees.ddtree_auto(builder.max_depth, max(sizing.widths) - 1)
+    accepted = max_accepted or builder.max_depth + 1
+    functions = _sized if builder.sized else _functions
+    return functions(head.head, builder, accepted, sizing).replace(params=head.params)
 
 
 @functools.cache
-def _functions(head: Head, builder: Builder, max_accepted: int) -> Drafter:
+def _functions(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> Drafter:
     """Return the drafter without its parameters."""
 
     def propose(params, keys, state: State, context: Context, limit) -> tuple[TokenTree, State]:
         state = pending_pairs.read_pending(head, params, state, context)
-        grow = lambda: grow_tree(head, builder, params, state.memory, keys, context, limit).tree
+        reads_costs = builder.stop is not None and builder.stop.reads_costs
+        costs = sizing.pass_costs(len(limit), context.target, builder) if reads_costs else None
+        grow = lambda: grow_tree(head, builder, params, state.memory, keys, context, limit, costs).tree
         shapes = jax.eval_shape(grow)
         empty_draft = lambda: operations.root_only(context.root, shapes)
         tree = jax.lax.cond(jnp.any(limit > 0), grow, empty_draft)
@@ -123,9 +143,64 @@ def _functions(head: Head, builder: Builder, max_accepted: int) -> Drafter:
     )
 
 
+class SizedState(NamedTuple):
+    """The state of a head whose trees have the size with the most tokens per second."""
+
+    read: State
+    record: SizeRecord
+
+
+@functools.cache
+def _sized(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> Drafter:
+    """Return the drafter of `ddtree:auto`, without its parameters."""
+    base = _functions(head, builder, max_accepted, sizing)
+
+    def init(params, context: Context) -> SizedState:
+        record = sized_trees.init_record(len(context.length), builder.num_nodes, builder.max_depth)
+        return SizedState(base.init(params, context), record)
+
+    def propose(params, keys, state: SizedState, context: Context, limit) -> tuple[TokenTree, SizedState]:
+        read = pending_pairs.read_pending(head, params, state.read, context)
+        passes = sizing.passes(len(limit), context.target)
+        cost = sizing.draft_cost(context.target, head, params, builder.levels)
+
+        def draft(record: SizeRecord) -> tuple[TokenTree, SizeRecord]:
+            grown = grow_tree(head, builder, params, read.memory, keys, context, limit)
+            return sized_trees.choose_size(passes, cost, record, grown, context, limit)
+
+        def skip(record: SizeRecord) -> tuple[TokenTree, SizeRecord]:
+            root = operations.chain(context.root, jnp.ones_like(context.root, bool))
+            return operations.pad_nodes(root, builder.num_nodes), sized_trees.pause(record)
+
+        if passes.is_plain:
+            return skip(state.record)[0], SizedState(read, state.record)
+        is_due = jnp.any(limit > 0) & (state.record.rest == 0)
+        tree, record = jax.lax.cond(is_due, draft, skip, state.record)
+        return tree, SizedState(read, record)
+
+    def update(params, state: SizedState, pairs: FeaturePairs, verdict: Verdict) -> SizedState:
+        record = sized_trees.count(state.record, pairs.tokens, pairs.count)
+        return SizedState(pending_pairs.append(state.read, pairs), record)
+
+    def prefill(params, state: SizedState, *chunk) -> SizedState:
+        return state._replace(read=pending_pairs.read_prompt(head, params, state.read, *chunk))
+
+    def axes(state: SizedState) -> SizedState:
+        return SizedState(pending_pairs.state_axes(head, state.read), sized_trees.record_axes(state.record))
+
+    return base.replace(
+        propose=propose,
+        init=init,
+        update=update,
+        traits=base.traits._replace(widths=sizing.widths[:-1], follows_any_tree=False),
+        hooks=Hooks(prefill=prefill, axes=axes, widths=lambda batch, target: sizing.passes(batch, target).widths),
+    )
+
+
 def grow_tree(
-    head: Head, builder: Builder, params: PyTree, memory: PyTree, keys: Array | None, context: Context, limit: Array
-) -> GrownTree:
+    head: Head, builder: Builder, params: PyTree, memory: PyTree, keys: Array | None, context: Context, limit: Array,
+    pass_costs: np.ndarray | None = None,
+) -> GrownTree:  # fmt: skip
     """Draft a tree with a head. Its `memory` must contain all pairs."""
     vocab = get_target(context).model.vocab_size
     in_states = head.in_states if are_large(len(limit), builder.places, vocab) else None
@@ -147,6 +222,7 @@ def grow_tree(
         limit,
         logits_of,
         is_path_free=head.kind in PATH_FREE,
+        pass_costs=pass_costs,
     )[0]
 
 

@@ -143,6 +143,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "hidden_transfer": Recipe((("kl", 1.0),)),
         "ppd": Recipe((("kl", 1.0),), learning_rate=1e-2, weight_decay=0.0),
         "dflash": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
+        "jetspec": _BLOCK.replace(losses=(("kl", 1.0),)),
         "dflash2": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "domino": _BLOCK.replace(losses=(("soft_ce", 1.0),)),
         "dspark": _BLOCK.replace(confidence=1.0, frozen=("confidence/temperatures",)),  # calibrated instead of trained

@@ -16,7 +16,7 @@ from specjax.models.heads.kinds import KINDS, TRAINABLE
 from specjax.training.data.packing import PackedBatch
 from specjax.training.data.vocabulary import use_draft_ids
 from specjax.training.objectives import draft_models, masked, stopping
-from specjax.training.objectives.chunks import MeanSums, sum_in_batches, sum_in_two_passes
+from specjax.training.objectives.chunks import MeanSums, map_in_chunks, sum_in_batches, sum_in_two_passes
 from specjax.training.objectives.head_objective import (
     StepReport,
     chain_acceptance,
@@ -26,7 +26,7 @@ from specjax.training.objectives.head_objective import (
 )
 from specjax.training.objectives.losses import has_statistics
 from specjax.training.objectives.recipes import Recipe
-from specjax.training.objectives.unroll import Rounds, TargetActivations, run_target
+from specjax.training.objectives.unroll import Rounds, TargetActivations, run_target, unroll_rounds
 from specjax.types import Array, Model, PyTree, Target
 
 NOISE_LENGTH = 512  # length of a text at which the noise on features has the size in the recipe
@@ -115,20 +115,35 @@ def build_head_objective(head: Head) -> TrainingObjective:
         return sum_head_losses(recipe, head.training_head or head, params, target, rounds, chunk, means)
 
     def acceptance(params: PyTree, target: Target, packed: PackedBatch, depths: int, temperature: float) -> Array:
-        batch, size = packed.tokens.shape
-        count = size - 1 if size <= ROUNDS_TOGETHER else -(-(size - 1) // ROUNDS_TOGETHER) * ROUNDS_TOGETHER
-        column = jnp.arange(count, dtype=jnp.int32)
-        positions = jnp.broadcast_to(jnp.where(column < size - 1, column, -1), (batch, count))
-        params, ids = use_draft_ids(params)
-        rounds = Rounds(packed, run_target(target, head, packed), positions, ids)
-        chunk = min(count, ROUNDS_TOGETHER)
-        return chain_acceptance(head, params, target, rounds, depths, temperature, chunk)[:, : size - 1]
+        params, rounds, chunk = _every_round(head, params, target, packed)
+        scores = chain_acceptance(head, params, target, rounds, depths, temperature, chunk)
+        return scores[:, : packed.tokens.shape[1] - 1]
 
     taps = None if head.reads_cache else head.taps
     return TrainingObjective(
         head.kind, head.config, head.max_depth, sums, compute_head_loss, acceptance, taps, whole_rounds=True,
         depths=lambda recipe: head_depths(recipe, head),
     )  # fmt: skip
+
+
+def _every_round(head: Head, params: PyTree, target: Target, packed: PackedBatch) -> tuple[PyTree, Rounds, int]:
+    """Return the parameters, the rounds from every position, and the number of rounds that are computed together."""
+    batch, size = packed.tokens.shape
+    count = size - 1 if size <= ROUNDS_TOGETHER else -(-(size - 1) // ROUNDS_TOGETHER) * ROUNDS_TOGETHER
+    column = jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.broadcast_to(jnp.where(column < size - 1, column, -1), (batch, count))
+    params, ids = use_draft_ids(params)
+    return params, Rounds(packed, run_target(target, head, packed), positions, ids), min(count, ROUNDS_TOGETHER)
+
+
+def chain_confidence(head: DraftHead, target: Target, packed: PackedBatch, depths: int) -> Array:
+    """Return float32[B, T - 1, K], the confidence of a head in each draft of the rounds from every position."""
+    params, rounds, chunk = _every_round(head.head, head.params, target, packed)
+    judge = lambda outputs: jnp.stack([depth.confidence for depth in outputs], 1).reshape(
+        len(rounds.positions), -1, depths
+    )
+    confidence = unroll_rounds(head.head, params, target, rounds, depths, judge, chunk, over=map_in_chunks)
+    return confidence[:, : packed.tokens.shape[1] - 1]
 
 
 def _add_noise(activations: TargetActivations, packed: PackedBatch, size: float, keys: Array) -> TargetActivations:

@@ -9,7 +9,7 @@ from toy import markov, tiny_llama
 from specjax import UsageError, costs, decode, stream
 from specjax.drafters import auto, autoregressive
 from specjax.drafters.combined.auto import DRAFTING, HOPE, LEARN, REST
-from specjax.drafters.combined.widths import LEAD, RECENT, weight_of
+from specjax.drafters.widths import LEAD, RECENT, weight_of
 from specjax.trees import operations
 from specjax.types import Context, Output, Verdict
 

@@ -9,7 +9,8 @@ from heads import layer_of
 from tiers import exhaustive
 from toy import markov
 
-from specjax import UsageError, decode, make_drafter
+from specjax import UsageError, decode, make_drafter, trees
+from specjax.drafters.heads import sized_trees
 from specjax.models.heads import blocks
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.dflash import DFlashConfig
@@ -97,6 +98,8 @@ HEADS = {
         ("dflash", {}, 3),
         ("dspark", {"stop": stops.drafter_confidence(0.6)}, 2),  # a third would be right, too, but the head is not sure
         ("p_eagle", {}, 3),
+        ("dspark", {"stop": stops.budget(), "costs": (1.0, 1.1, 1.2, 9.0, 9.0)}, 2),
+        exhaustive("dspark", {"stop": stops.budget(), "costs": (1.0,) * 5}, 4),
         exhaustive("dspark", {}, 4),
         exhaustive("dspark", {"stop": stops.acceptance(0.5, lag=False, predict=stops.read_confidence)}, 3),  # keeps it
         exhaustive("dflash2", {}, 3),
@@ -112,10 +115,20 @@ def test_a_block_of_a_head_that_knows_the_target_is_right(kind, options, accepte
 
 def test_a_head_without_confidence_has_no_rule_of_its_own():
     drafter = make_drafter("dflash", target(), HEADS["dflash"](), stop=stops.drafter_confidence())
-    with pytest.raises(UsageError, match="own:P needs a drafter with a confidence head"):
+    with pytest.raises(UsageError, match="own:P and budget need a drafter with a confidence head"):
         decode(target(), drafter, [[1, 2]], key=0, max_new_tokens=2)
 
 
 def test_a_tree_deeper_than_the_block_is_refused():
     with pytest.raises(UsageError, match="the tree is 4 tokens deep, but the head drafts only 3"):
         make_drafter("dflash", target(), HEADS["dflash"](), num_tokens=4)
+
+
+@pytest.mark.parametrize(("costs", "passes"), [((1.0, 1.1, 1.2, 1.3), 4), ((1.0, 9.0, 9.0, 9.0), 13)])
+def test_texts_are_unchanged_and_costs_choose_the_size(costs, passes, monkeypatch):
+    monkeypatch.setattr(sized_trees.costs_of, "of_head", lambda *arguments: 0.1)
+    drafter = make_drafter("dflash", target(), HEADS["dflash"](), tree=trees.parse("ddtree:auto"), costs=costs)
+    text = (np.arange(30) * SHIFT % VOCAB).tolist()
+    result = decode(target(), drafter, [text[:9], text[2:16]], key=0, max_new_tokens=13)
+    assert result.to_lists() == [text[9:22], text[16:29]]
+    assert result.stats.target_passes.tolist() == [passes] * 2

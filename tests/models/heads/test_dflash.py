@@ -29,6 +29,7 @@ CONFIGS = {
         "own_head": True, "embeds": True, "embedding_scale": 2.0, "logit_scale": 3.0, "softcap": 2.0,
         "windows": (None, 3), "causal": "no", "mask_embedding": True, "capped_scale": 0.5,
     },
+    "jetspec": {"causal": "all", "own_head": True},
     "gated": {"from_anchor": True, "markov": "gated", "markov_rank": 4, "confidence": "state", "windows": (2, None)},
     "rnn": {"own_head": True, "markov": "rnn", "markov_rank": 4, "confidence": "markov", "windows": (2, 3)},
     "vanilla": {"from_anchor": True, "own_head": True, "markov": "vanilla", "markov_rank": 4},
@@ -307,6 +308,30 @@ def test_masks_are_told_apart_by_their_positions_alone():
     straight, turned = (run(params_of(config), tiny_llama(), slots) for slots in (np.arange(4), order))
     np.testing.assert_allclose(turned, straight[:, order], atol=1e-5)
     assert np.abs(turned - straight).max() > 1e-2
+
+
+def test_causal_slots_do_not_depend_on_the_slots_behind_them():
+    """A JetSpec head computes only the slots of the draft; a shorter block of slots that see both sides differs."""
+
+    def after_root(places, **changes):
+        config = config_of(**CONFIGS["jetspec"] | changes)
+        head, params = dflash_head(config), params_of(config)
+
+        @jax.jit
+        def run(params, target):
+            context = Context(jnp.asarray(TOKENS), jnp.array(LENGTHS), target=target)
+            pairs = FeaturePairs(jnp.asarray(FEATURES), context.tokens[:, 1:], context.length - 1)
+            memory = head.read(params, head.init_memory(params, context, 2, 16), pairs, context)
+            return head.start(params, memory, context, places)
+
+        scratch, logits = run(params, tiny_llama())
+        return scratch.slots.h.shape[1], np.asarray(logits)
+
+    (all_slots, whole), (one_slot, short) = after_root(3), after_root(1)
+    assert (all_slots, one_slot) == (3, 1)
+    np.testing.assert_allclose(short, whole, atol=1e-5)
+    blocks_of_two_sides = [after_root(1, causal="no", block_size=size)[1] for size in (4, 2)]
+    assert np.abs(blocks_of_two_sides[0] - blocks_of_two_sides[1]).max() > 1e-2
 
 
 def test_how_many_tokens_a_block_drafts():

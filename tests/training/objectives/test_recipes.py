@@ -34,7 +34,7 @@ def test_a_new_head_is_trained_on_all_tokens_that_it_drafts(kind):
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
-        ("dflash", {}, 15), ("dflash2", {}, 15), ("domino", {}, 16), ("dspark", {}, 7),
+        ("dflash", {}, 15), ("jetspec", {}, 15), ("dflash2", {}, 15), ("domino", {}, 16), ("dspark", {}, 7),
         ("dflash", {"block_size": 32}, 31),
         ("medusa", {"num_heads": 6}, 6), ("hydra", {"num_heads": 6}, 6), ("chimera", {"num_heads": 5}, 5),
         ("hidden_transfer", {"num_heads": 6}, 6), ("ppd", {"num_prompts": 7}, 7),

@@ -64,8 +64,19 @@ def test_the_nodes_are_those_of_a_heap(total):
         assert set(paths.values()) - {()} == heap_paths(log_q, total)
 
 
+def test_the_children_of_a_node_are_capped_where_the_drafter_is_sure():
+    """Depth 1 has a gap of 2 nats and depth 2 one of 0, so at most round(4 / (1 + e)) = 1 and 3 children."""
+    logits = np.zeros((1, 2, VOCAB), np.float32)
+    logits[0, 0, 5] = 2.0
+    capped, free = (tree_of(trees.parse(f"ddtree:10x2,children=4{gap}"), logits) for gap in (",gap=1", ""))
+    count = lambda tree: [int(((tree.parents[0] == node) & tree.valid[0]).sum()) for node in range(2)]
+    assert count(capped) == [1, 3] and count(free) == [4, 4]
+    with pytest.raises(UsageError, match="gap caps the number of children"):
+        trees.ddtree(8, gap=1.0)
+
+
 def test_a_head_whose_slots_see_tokens_refuses_it():
-    with pytest.raises(UsageError, match="ddtree and drawn trees need one of dflash, medusa, p_eagle"):
+    with pytest.raises(UsageError, match="ddtree and drawn trees need one of dflash, jetspec, medusa, p_eagle"):
         make_drafter("eagle3", tiny_llama(), tiny_head("eagle3", tiny_llama()), tree=trees.parse("ddtree:8"))
 
 

@@ -6,8 +6,7 @@ from toy import markov
 
 from specjax.costs import NO_SHARES, Curve, Shares, estimated, shares_of
 from specjax.drafters import auto, choice, prompt_lookup, suffix
-from specjax.drafters.combined.settings import WIDTHS
-from specjax.drafters.combined.widths import LOGITS_BYTES, select_passes
+from specjax.drafters.widths import LOGITS_BYTES, WIDTHS, select_passes
 from specjax.types import Capabilities, Target
 
 LARGE = 262_144

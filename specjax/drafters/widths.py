@@ -25,6 +25,10 @@ RECENT = 0.125
 LEAD = 4.0
 """Number of tokens ahead of the slowest row that divides the weight of a row by e."""
 
+CPU_WIDTHS = (1, 4, 8, 16)
+WIDTHS = (1, 16, 32, 64)
+"""Widths for accelerators, which read the weights once for dozens of tokens; narrow passes are hardly cheaper there."""
+
 CERTAIN = 0.95
 """Acceptance rate of a token in the best draft: a copy of a long repeated passage."""
 LOGITS_BYTES = 1 << 30
@@ -47,6 +51,11 @@ class PassWidths(NamedTuple):
     def is_plain(self) -> bool:
         """Return True if no width above 1 can pay."""
         return len(self.widths) == 1
+
+
+def default_widths(platform: str | None) -> tuple[int, ...]:
+    """Return the widths of the target pass to choose from, on a platform or chip; None: this device."""
+    return CPU_WIDTHS if (platform or jax.default_backend()) == "cpu" else WIDTHS
 
 
 def select_passes(
