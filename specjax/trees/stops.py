@@ -109,8 +109,8 @@ def drafter_confidence(threshold: float = 0.5) -> Stop:
 def budget(predict: Callable[[Fed], Array] | None = None) -> Stop:
     """Stop all rows of a batch at the level with the most expected tokens per cost of the target pass.
 
-    Let a_{r,i} be the product of the confidences of the first i tokens of row r, c_r the confidence of its next token,
-    and t[j] the cost of a pass over chains of j tokens. Level j + 1 is drafted if, for some m >= 1,
+    Let a_{r,i} be the product of the confidences of the first i tokens of row r. Let c_r be the confidence of its next
+    token, and t[j] the cost of a pass over chains of j tokens. Level j + 1 is drafted if, for some m >= 1,
       (sum over rows of 1 + a_{r,1} + ... + a_{r,j} + a_{r,j} (c_r + ... + c_r^m)) / t[j + m]
     is larger than the same without the last term, over t[j]. So levels that are free in a compiled width are drafted,
     and a wider pass is paid for by all levels that it adds.
@@ -140,9 +140,9 @@ def budget(predict: Callable[[Fed], Array] | None = None) -> Stop:
         # Rows that do not draft at all have ended, or end with the next token.
         is_running = jnp.where(fed.depth == 0, fed.expands, total > 0)
         total = jnp.where(is_running, total, 0.0)
-        now = jnp.sum(total)
-        later = (now + jnp.sum(gain, 0)) / costs[jnp.minimum(level + ahead, last)]
-        go_on = jnp.max(jnp.where(level + ahead <= last, later, 0.0)) > now / costs[jnp.minimum(level, last)]
+        expected = jnp.sum(total)
+        later = (expected + jnp.sum(gain, 0)) / costs[jnp.minimum(level + ahead, last)]
+        go_on = jnp.max(jnp.where(level + ahead <= last, later, 0.0)) > expected / costs[jnp.minimum(level, last)]
         survival = jnp.where(is_live, survival * chance, 0.0)
         return (survival, total + survival), jnp.broadcast_to(go_on, chance.shape)
 

@@ -48,8 +48,8 @@ def retrospective(tokens, confidence, costs):
     """Return the lengths of a search over all lengths once all tokens and confidences are drawn: the mutant."""
     lengths = []
     for row_tokens in tokens:
-        before = np.concatenate([np.zeros((len(row_tokens), 1), int), row_tokens[:, :-1]], 1)
-        chance = np.take_along_axis(confidence, before[:, :, None], 2)[:, :, 0]
+        previous = np.concatenate([np.zeros((len(row_tokens), 1), int), row_tokens[:, :-1]], 1)
+        chance = np.take_along_axis(confidence, previous[:, :, None], 2)[:, :, 0]
         total = np.concatenate([[len(chance)], len(chance) + np.cumsum(np.cumprod(chance, 1).sum(0))])
         lengths.append([int(np.argmax(total / costs))] * len(chance))
     return np.array(lengths)
@@ -105,7 +105,7 @@ def test_a_search_afterwards_is_caught():
 
 
 def test_the_counterexample_of_the_paper():
-    """With 1, .5 and .45 steps per second, a search afterwards writes token 0 with .85 in place of .7."""
+    """At 1, .5 and .45 steps per second, a search afterwards writes token 0 with .85 in place of .7."""
     p, q = (np.array([0.7, 0.3]), np.full((2, 2), 0.5)), (np.full(2, 0.5), np.full((2, 2), 0.5))
     tokens = np.array(list(itertools.product(range(2), repeat=2)))[:, None]
     confidence = np.array([[[0.8, 0.8], [0.9, 0.0]]], np.float32)
@@ -133,5 +133,5 @@ def test_steady_confidences_choose_the_best_of_all_lengths():
 
 
 def test_drafters_without_costs_are_refused():
-    with pytest.raises(UsageError, match="budget needs costs of passes"):
+    with pytest.raises(UsageError, match="budget needs the costs of passes"):
         draft_lengths(CHAIN, OUTCOMES, np.ones((2, 2, 2), np.float32), None)

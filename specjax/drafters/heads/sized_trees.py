@@ -92,7 +92,7 @@ class DraftedClasses(NamedTuple):
 
 
 class SizeRecord(NamedTuple):
-    """What earlier steps teach about the sizes of trees."""
+    """The results of earlier steps that set the sizes of trees."""
 
     counts: Counts  # [B, classes]
     drafted: DraftedClasses
@@ -135,9 +135,9 @@ def choose_size(
     costs = passes.costs + draft_cost * (np.asarray(passes.widths) > 1)
     width, saved = best_width(passes.widths, costs, value, weight_of(context.remaining, limit > 0))
     promise = record.promise + RECENT * (jnp.where(width > 1, saved, -draft_cost) - record.promise)
-    rest = jnp.where((promise <= 0) & (width == 1), REST, jnp.zeros_like(record.rest))
+    pause_length = jnp.where((promise <= 0) & (width == 1), REST, jnp.zeros_like(record.rest))
     return tree._replace(valid=tree.valid & (jnp.arange(value.shape[1]) < width)), record._replace(
-        promise=promise, rest=rest
+        promise=promise, rest=pause_length
     )
 
 

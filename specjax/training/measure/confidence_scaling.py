@@ -87,8 +87,8 @@ def fit_temperatures(logits: np.ndarray, accepted: np.ndarray, written: np.ndarr
             break
         by_temperature = predicted[:, None] / (1 + np.exp(-np.clip(logits[:, k, None] / GRID, -60, 60)))  # [P, grid]
         errors = [calibration_error(column[counted], prefix[counted]) for column in by_temperature.T]
-        least = np.flatnonzero(np.isclose(errors, min(errors), rtol=0, atol=1e-12))
-        best = least[np.argmin(np.abs(np.log(GRID[least])))]  # of equal ones, the closest to 1
+        ties = np.flatnonzero(np.isclose(errors, min(errors), rtol=0, atol=1e-12))
+        best = ties[np.argmin(np.abs(np.log(GRID[ties])))]  # of equal ones, the closest to 1
         temperatures[k], predicted = GRID[best], by_temperature[:, best]
     return temperatures
 

@@ -327,9 +327,9 @@ def test_causal_slots_do_not_depend_on_the_slots_behind_them():
         scratch, logits = run(params, tiny_llama())
         return scratch.slots.h.shape[1], np.asarray(logits)
 
-    (all_slots, whole), (one_slot, short) = after_root(3), after_root(1)
+    (all_slots, full), (one_slot, short) = after_root(3), after_root(1)
     assert (all_slots, one_slot) == (3, 1)
-    np.testing.assert_allclose(short, whole, atol=1e-5)
+    np.testing.assert_allclose(short, full, atol=1e-5)
     blocks_of_two_sides = [after_root(1, causal="no", block_size=size)[1] for size in (4, 2)]
     assert np.abs(blocks_of_two_sides[0] - blocks_of_two_sides[1]).max() > 1e-2
 

@@ -30,8 +30,8 @@ def test_each_slot_gets_its_own_temperature():
     logits, accepted, _ = rounds(factors)
     temperatures = fit_temperatures(logits, accepted, np.ones(logits.shape, bool))
     assert all(np.abs(np.log(temperatures / factors)) < 0.15)
-    before, after = errors(logits, accepted, np.ones(3)), errors(logits, accepted, temperatures)
-    assert max(before) > 0.05 and max(after) < 0.015
+    raw, scaled = errors(logits, accepted, np.ones(3)), errors(logits, accepted, temperatures)
+    assert max(raw) > 0.05 and max(scaled) < 0.015
     assert set(temperatures.tolist()) <= set(GRID.astype(np.float32).tolist())
 
 
