@@ -363,8 +363,10 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
     if carry.log_q is not None and builder.shorten is not None:
         # The places are the depths. All nodes of a depth have one row, which is stored once.
         depth = jnp.minimum(take(grown.depth), builder.places - 1)
-        is_stored = not isinstance(carry.log_q, DraftStates)
-        log_q: Any = by_index(carry.log_q, depth) if is_stored else LogitRows(carry.log_q).take(depth).states
+        by_depth = carry.log_q
+        log_q: Any = (
+            LogitRows(by_depth).take(depth).states if isinstance(by_depth, DraftStates) else by_index(by_depth, depth)
+        )
         tree = tree._replace(logits=log_q)
     elif carry.log_q is not None:
         # A node without drafts below it may have been fed because of other rows, so its logits are set to 0.
