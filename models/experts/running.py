@@ -84,7 +84,7 @@ def form_for(
     if platform == "tpu":
         if rows == 1 and is_plain and not is_part:  # a gather reads an expert in place of each one that is elsewhere
             return "gather"
-        return "loop" if rows <= MAX_LOOP_ROWS_TPU else "grouped" if is_plain else "blocks"
+        return "loop" if rows <= MAX_LOOP_ROWS_TPU else "blocks"  # the kernel of "grouped" failed to compile in a model
     if platform == "gpu":
         if rows * num_chosen <= num_experts:  # the pairs read no more than all experts
             return "pairs"
