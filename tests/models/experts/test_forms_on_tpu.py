@@ -22,15 +22,15 @@ def expert(weights, x):
     return matmul(matmul(x, weights[0]), weights[1], jnp.float32)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 0), (8, 0), (300, 2)])
-def test_no_copy_of_the_experts_of_all_layers(rows, kernels):
-    """Many rows run two kernels, which read their experts in the arrays of all layers."""
+@pytest.mark.parametrize(("rows", "form", "kernels"), [(1, None, 0), (8, None, 0), (300, None, 0), (300, "grouped", 2)])
+def test_no_copy_of_the_experts_of_all_layers(rows, form, kernels):
+    """The form "grouped" runs two kernels, which read their experts in the arrays of all layers."""
     mesh = Mesh(np.array(tpu.devices()[:1]), ("model",))
     place = NamedSharding(mesh, PartitionSpec())
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def run(x, experts, shares, weights, first):
-        return run_experts(x, ExpertChoice(experts, shares), weights, EXPERTS, expert, first=first)
+        return run_experts(x, ExpertChoice(experts, shares), weights, EXPERTS, expert, form=form, first=first)
 
     count = EXPERTS * LAYERS
     weights = array(count, HIDDEN, WIDTH), array(count, WIDTH, HIDDEN)
