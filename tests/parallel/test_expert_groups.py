@@ -98,7 +98,7 @@ def test_groups_do_not_change_outputs_and_survive_their_file(tmp_path):
 
 
 def test_traces_are_the_choices_of_the_router():
-    """With zeros in all matrices that write to the stream, the router of each layer reads the normalised embedding."""
+    """Zeros in the matrices that write to the stream leave the normalised embedding to each router."""
     mixture = target()
     zero = lambda path, x: x * 0 if any(getattr(p, "key", None) in ("o", "down", "expert_down") for p in path) else x
     params = jax.tree_util.tree_map_with_path(zero, mixture.params)

@@ -32,7 +32,7 @@ class PartSize(NamedTuple):
 
 
 class StageParts(NamedTuple):
-    """What a pass over a model reads and computes in each part, summed over all layers."""
+    """The bytes and products of a pass over a model in each part, summed over all layers."""
 
     num_layers: int
     width: int

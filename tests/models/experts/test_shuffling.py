@@ -81,7 +81,7 @@ def plain():
 
 @pytest.mark.parametrize(("data", "model"), [exhaustive(2, 1), (1, 2)])
 def test_any_table_gives_the_same_outputs(data, model):
-    """One program serves all tables, which are parameters."""
+    """The tables are parameters, so all of them share a program."""
     run = run_on(specjax.mesh(data, model, expert=DEVICES))
     expected = plain()
     for kind in ("right", "random", "wrong", "all on one"):
