@@ -503,6 +503,8 @@ class Controller(NamedTuple):
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # True if `update` reads `Info.signals`
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # position of the batch axis, like `Hooks.axes`
+    # (widths of the target pass, rising) -> the same rule for a drafter whose passes have these widths
+    for_widths: Callable[[tuple[int, ...]], Controller] | None = None
 
 
 class Signals(NamedTuple):

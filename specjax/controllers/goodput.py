@@ -3,11 +3,13 @@
 Liu et al.: Optimizing Speculative Decoding for Serving Large Language Models Using Goodput (SmartSpec, 2024),
 arXiv 2406.14066.
 
-Rule: A_j is the acceptance rate of the j-th drafted token, given that all tokens before it were accepted. A row with
-depth k expects 1 + sum over i <= k of A_1 ... A_i tokens. Choose the depth with the most expected tokens of the batch
-per cost of the step. The cost is one target pass over k + 1 tokens per row plus k passes of the drafter. The depth is
-the same for all rows, because in a padded batch the widest row sets the cost. Steps at depth 0 give no information, so
-every `probe_every` steps one step drafts the smallest depth above 0.
+Rule: A_j is the acceptance rate of the j-th drafted token, given that all tokens before it were accepted. A token that
+the drafter could have drafted and did not counts as rejected, because the rows that draft set the cost for all. A row
+with depth k expects 1 + sum over i <= k of A_1 ... A_i tokens. Choose the depth with the most expected tokens of the
+batch per cost of the step. The cost is one target pass over k + 1 tokens per row, rounded up to a compiled width, plus
+k passes of the drafter. The depth is the same for all rows, because in a padded batch the widest row sets the cost.
+Steps at depth 0 give no information. So some steps draft the smallest depth above 0; they take `probe_share` of the
+time.
 Deviations: the smoothing and search of the authors are not published. Here A_j is a moving average over all rows, and
 an average per row once that row has reached position j `own_after` times. Their draft lengths per request need a pass
 over packed tokens, which this engine does not have.
@@ -16,6 +18,7 @@ over packed tokens, which this engine does not have.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -46,8 +49,9 @@ def goodput(
     start: float = 0.7,
     smoothing: float = 0.05,
     own_after: int = 20,
-    probe_every: int = 64,
+    probe_share: float = 0.01,
     margin: float = 1.03,
+    widths: tuple[int, ...] | None = None,
 ) -> Controller:
     """Build a controller that chooses among `depths`, for a drafter of chains.
 
@@ -60,15 +64,24 @@ def goodput(
       shares: of the bytes that a pass moves besides the weights (`costs.shares_of`), for the rule of thumb.
       start: initial acceptance rate. smoothing: weight of a new observation in the moving averages.
       own_after: number of observations after which a row uses its own acceptance rate at a position.
-      probe_every: one of this many steps drafts the smallest depth above 0 while the chosen depth is 0.
+      probe_share: part of the time that is spent to draft at the smallest depth above 0 while the chosen depth is 0.
       margin: factor by which another depth must be better to replace the current one.
+      widths: numbers of tokens per row for which the target pass is compiled. None: those of the drafter.
 
-    Raises: UsageError for depths that do not increase from 0, or for costs whose length differs from that of `depths`.
+    Raises: UsageError for depths that do not increase from 0, for costs whose length differs from that of `depths`, or
+      for a share that is not above 0 and at most 1.
     """
     if len(depths) < 2 or depths[0] != 0 or list(depths) != sorted(set(depths)):
         raise UsageError(f"depths must increase from 0, such as 0, 1, 3, not {list(depths)}")
     cost_curves.check(costs, len(depths), "depth")
+    if not 0 < probe_share <= 1:
+        raise UsageError(f"probe_share must be above 0 and at most 1, not {probe_share}")
     max_depth = depths[-1]
+
+    def step_costs(batch: int) -> np.ndarray:
+        passes = [next((width for width in widths or () if width > depth), depth + 1) for depth in depths]
+        target = cost_curves.evaluate(costs, passes, batch, dtype, shares=shares)
+        return target + draft_cost * np.asarray(depths)
 
     def init(batch: int) -> State:
         rate = jnp.full((max_depth,), start, jnp.float32)
@@ -76,12 +89,16 @@ def goodput(
         return State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0))
 
     def limit(state: State) -> Array:
-        probe = (state.depth == 0) & (state.rounds % probe_every == probe_every - 1)
-        return jnp.broadcast_to(jnp.where(probe, depths[1], state.depth), state.row_rate.shape[:1])
+        batch = len(state.row_rate)
+        plain, probing, *_ = step_costs(batch)
+        interval = max(math.ceil((probing / plain - 1) / probe_share), 2)
+        probe = (state.depth == 0) & (state.rounds % interval == interval - 1)
+        return jnp.broadcast_to(jnp.where(probe, depths[1], state.depth), (batch,))
 
     def update(state: State, info: Info) -> State:
         place = jnp.arange(max_depth)
-        reached = (place <= info.accepted[:, None]) & (place < info.drafted_depth[:, None]) & info.active[:, None]
+        offered = limit(state)[:, None]
+        reached = (place <= info.accepted[:, None]) & (place < offered) & info.active[:, None]
         accepted = place < info.accepted[:, None]
         step = smoothing * reached
         row_rate = state.row_rate + step * (accepted - state.row_rate)
@@ -94,17 +111,20 @@ def goodput(
         return State(rate, row_rate, visits, best_depth(acceptance, info.active, state.depth), state.rounds + 1)
 
     def best_depth(acceptance: Array, active: Array, depth: Array) -> Array:
-        batch = acceptance.shape[0]
-        target = cost_curves.evaluate(costs, [k + 1 for k in depths], batch, dtype, shares=shares)
-        step = jnp.asarray(target + draft_cost * np.asarray(depths), jnp.float32)
-        value = expected_tokens(acceptance, depths, active) / step
+        value = expected_tokens(acceptance, depths, active) / jnp.asarray(step_costs(len(acceptance)), jnp.float32)
         best, current = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == depth)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[current], best, current)]
 
     def axes(state: State) -> State:
         return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED)
 
-    return Controller(init, limit, update, axes=axes)
+    def for_widths(widths: tuple[int, ...]) -> Controller:
+        return goodput(
+            depths, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares, start=start, smoothing=smoothing,
+            own_after=own_after, probe_share=probe_share, margin=margin, widths=widths,
+        )  # fmt: skip
+
+    return Controller(init, limit, update, axes=axes, for_widths=for_widths if widths is None else None)
 
 
 def expected_tokens(acceptance: Array, depths: tuple[int, ...], active: Array | None = None) -> Array:

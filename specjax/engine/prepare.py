@@ -198,7 +198,7 @@ def prepare(
         target=target,
         drafter=drafter,
         verifier=settings.select_verifier(drafter),
-        controller=settings.controller or fixed(),
+        controller=_fit_controller(settings.controller or fixed(), target, drafter, len(tokens) * samples),
         sampling=repeat_per_sample(settings.to_sampling(), samples),
         eos=settings.eos_ids(),
         coupled=settings.is_coupled,
@@ -209,6 +209,13 @@ def prepare(
     keys = sample_keys(key, tokens.shape[0], samples)
     stop = repeat_per_sample(lengths, samples) + count
     return Job(parts, tokens, lengths, keys, stop, inputs, samples, usable)
+
+
+def _fit_controller(controller: Controller, target: Target, drafter: Drafter, batch: int) -> Controller:
+    """Return the controller for the widths of the target pass that are compiled for `batch` rows."""
+    if controller.for_widths is None:
+        return controller
+    return controller.for_widths(tuple(drafter.pass_widths(batch, target)))
 
 
 def find_usable(

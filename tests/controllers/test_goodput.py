@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from toy import tiny_llama
 
-from specjax import UsageError, decode
+from specjax import UsageError, costs, decode
 from specjax.controllers import goodput
 from specjax.controllers.goodput import expected_tokens
 from specjax.drafters import autoregressive, prompt_lookup
@@ -41,17 +41,50 @@ def test_the_cards_goodput(batch, depth, wanted):
 
 
 def test_limits_of_acceptance_and_cost():
-    costs = lambda per_token: tuple(1 + per_token * k for k in DEPTHS)
-    poor, free = goodput(DEPTHS, costs=costs(0.1), start=0.0), goodput(DEPTHS, costs=costs(0.0))
+    rising = lambda per_token: tuple(1 + per_token * k for k in DEPTHS)
+    poor, free = goodput(DEPTHS, costs=rising(0.1), start=0.0), goodput(DEPTHS, costs=rising(0.0))
     assert poor.limit(poor.update(poor.init(2), info(0, 1, 2))).tolist() == [0, 0]
     assert free.limit(free.update(free.init(2), info(1, 2, 2))).tolist() == [7, 7]
 
 
 def test_acceptance_counts_only_positions_that_were_reached():
     controller = goodput(DEPTHS, costs=(1.0,) * 6, smoothing=0.5, start=0.5)
-    state = controller.update(controller.init(1), info(1, 3, 1))  # the first accepted, the second not, no third try
+    start = controller.init(1)._replace(depth=jnp.int32(3))
+    state = controller.update(start, info(1, 3, 1))  # the first accepted, the second not, no third try
     np.testing.assert_allclose(state.rate, [0.75, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5])
     assert state.visits[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_row_that_found_no_draft_counts_as_rejected():
+    """One of two rows drafts, and its tokens are accepted: the pass is paid for both rows."""
+    controller = goodput((0, 1, 3), costs=(1.0, 1.7, 2.5), smoothing=0.2)
+    row = jnp.array([1, 0])
+    state = controller.update(controller.init(2), info(0, 0, 2)._replace(accepted=row, drafted_depth=row))
+    np.testing.assert_allclose(state.rate[0], 0.7 + (1 - 0.8**2) * (0.5 - 0.7), atol=1e-6)
+    assert int(controller.limit(state)[0]) == 0
+
+
+def test_a_depth_costs_the_next_compiled_width():
+    """Two tokens in a pass over two would pay. The drafter's pass has four."""
+    curve = costs.Curve((1, 2, 4), (1.0, 1.2, 3.0))
+    limits = []
+    for widths in (None, (1, 4)):
+        controller = goodput((0, 1), costs=curve, widths=widths)
+        limits.append(int(controller.limit(controller.update(controller.init(1), info(1, 1, 1)))[0]))
+    assert limits == [1, 0]
+    fitted = goodput((0, 1), costs=curve).for_widths((1, 4))
+    assert fitted is goodput((0, 1), costs=curve).for_widths((1, 4))
+    assert fitted.for_widths is None
+
+
+def test_probes_take_their_share_of_the_time():
+    """A draft that costs one more pass comes in every twentieth step for a share of 0.05."""
+    controller = goodput((0, 1), costs=(1.0, 2.0), start=0.0, probe_share=0.05)
+    state, limits = controller.init(1), []
+    for _ in range(61):
+        limits.append(int(controller.limit(state)[0]))
+        state = controller.update(state, info(0, limits[-1], 1))
+    assert sum(limits[1:]) == 3
 
 
 @pytest.mark.parametrize(("margin", "depth"), [(1.03, 1), (1.02, 3)])
@@ -85,7 +118,7 @@ def test_it_is_nearly_as_good_as_the_best_depth(acceptance):
 
 
 def test_where_nothing_is_drafted_it_probes():
-    controller = goodput((0, 1, 4), costs=(1.0, 2.0, 3.0), start=0.0, probe_every=4)
+    controller = goodput((0, 1, 4), costs=(1.0, 2.0, 3.0), start=0.0, probe_share=0.25)
     state, limits = controller.init(1), []
     for _ in range(9):
         limits.append(int(controller.limit(state)[0]))
@@ -111,11 +144,13 @@ def test_bad_settings():
         goodput((1, 2))
     with pytest.raises(UsageError, match="one positive number per depth"):
         goodput((0, 1), costs=(1.0,))
+    with pytest.raises(UsageError, match="probe_share must be above 0"):
+        goodput((0, 1), probe_share=0.0)
 
 
 def test_rows_that_have_ended_have_no_vote():
     """Seven rows that accepted everything and ended kept the depth at 5 for one that accepts nothing."""
-    controller = goodput(DEPTHS, costs=tuple(1 + 0.2 * k for k in DEPTHS))
+    controller = goodput(DEPTHS, costs=tuple(1 + 0.15 * k for k in DEPTHS))
     is_last = jnp.arange(8) == 7
     together = info(5, 5, 8)._replace(accepted=jnp.where(is_last, 0, 5))
     state = controller.init(8)

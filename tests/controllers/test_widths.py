@@ -68,7 +68,7 @@ def test_a_pass_is_as_wide_as_the_limit_asks_for(name):
 
 def test_goodput_stops_the_passes_of_a_dear_drafter():
     """But for the first round, and one to probe, before which the draft model reads what it has missed."""
-    dear = controllers.goodput((0, 1, 3), costs=(1.0, 1.1, 1.2), draft_cost=5.0, start=0.1, probe_every=5)
+    dear = controllers.goodput((0, 1, 3), costs=(1.0, 1.1, 1.2), draft_cost=4.5, start=0.1, probe_share=1.0)
     passes = ran("chain", dear)
     first, plain = [("draft", 2), ("target", 4)], [("target", 1)]
     assert passes[:9] == [*first, *plain * 3, ("draft", CATCH_UP), *first, *plain]
