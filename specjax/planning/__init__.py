@@ -1,6 +1,7 @@
 """Planning of a decode for absent accelerators, with the real compiler and without weights."""
 
 from specjax.costs.chips import CHIPS
+from specjax.planning.budget.within_memory import MemoryPlan, plan_within_memory
 from specjax.planning.inputs.topologies import known_topologies, parse_topology
 from specjax.planning.model_choice import ModelChoice, choose_model
 from specjax.planning.records import PlanReport
@@ -14,6 +15,7 @@ from specjax.planning.workload import Workload, make_workload
 __all__ = [
     "CHIPS",
     "Fits",
+    "MemoryPlan",
     "ModelChoice",
     "ModelFit",
     "Plan",
@@ -28,6 +30,7 @@ __all__ = [
     "parse_topology",
     "plan",
     "plan_stages",
+    "plan_within_memory",
     "training_report",
     "what_fits",
 ]

@@ -91,6 +91,12 @@ def spread(config: Any, mesh: Mesh, by_layer: bool = False) -> Target:
     return parallel.abstract_target(config, mesh, parallel.largest_over(config, mesh))
 
 
+@functools.cache
+def unsharded(config: Any) -> Target:
+    """Return the shapes of a model without shardings."""
+    return Target(make_model(config), abstract_params(config))
+
+
 def place_rows(tree: PyTree, axes: PyTree, work: Workload, mesh: Mesh) -> PyTree:
     """Return shapes whose rows, on these axes, are sharded over "data"."""
 

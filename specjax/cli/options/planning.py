@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,6 +14,7 @@ from specjax.cli.options import common as o
 from specjax.cli.options import completion, hosts
 from specjax.cli.options.processing import FrequencyOption, PresenceOption, RepetitionOption
 from specjax.cli.output.console import Console
+from specjax.errors import UsageError
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shapes are read"
 DRAFTS = f"Draft model: {SHAPES}; native: the target's own module"
@@ -150,3 +152,15 @@ def progress(log: Console) -> Iterator[Callable[[str], None]]:
                 log.print(f"compiling {name} ...", style="dim")
 
         yield notify
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Return the bytes of a size such as "16GiB" or "800 MB". Raises: UsageError that names the flag."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f'{flag} must be a number with a unit, such as 16GiB or 800MiB, not "{text}"')
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1))

@@ -12,11 +12,10 @@ from specjax import costs
 from specjax.catalog import Method, of_kind
 from specjax.catalog.defaults import NATIVE
 from specjax.errors import UsageError
-from specjax.models import abstract_params, make_model
 from specjax.models.heads.kinds import abstract_head
+from specjax.planning.abstract import unsharded
 from specjax.planning.tree.rank_acceptance import read_acceptance
 from specjax.planning.workload import Workload
-from specjax.types import Target
 
 GIVEN = "given acceptance"
 """The name of a draft without cost, for an acceptance without a draft model, head or method."""
@@ -109,7 +108,7 @@ def draft_cost(candidate: Candidate, work: Workload) -> DraftCost:
         row = of_kind("drafter").get(candidate.method)
         share = row.draft_cost if row else 0.0
         return DraftCost(share, share)
-    target = Target(make_model(work.target), abstract_params(work.target))
+    target = unsharded(work.target)
     head = abstract_head(candidate.method, candidate.head)
     one, two = (costs.of_head(target, head, passes, work.topology.chip.name) for passes in (1, 2))
     return DraftCost(one, max(two - one, 0.0), head.head.levels_per_pass, head.head.max_depth)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.catalog import find_drafter
 from specjax.catalog.defaults import NATIVE
@@ -118,24 +118,8 @@ def plan(
     Raises: UsageError for bad options, a draft without acceptance, a missing compiler, or a plain step that does not
       compile.
     """
-    sizes = sorted({1, *widths})
-    if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > 512:
-        raise UsageError(f"--widths must be numbers from 1 to 512, at least one above 1, not {list(widths)}")
-    for name in FIXED & set(options):
-        raise UsageError(f"a plan chooses the tree, and has no {name}; leave it out, or use compile_report")
-    plain = make_workload(target, topology, **options)
-    if plain.reading is not None:
-        raise UsageError(
-            f"--target: {plain.target.name} is a diffusion model, which drafts no tree; use specjax compile"
-        )
-    drafts = _given_drafts(target, topology, draft, head, method, options)
-    notes: tuple[str, ...] = ()
-    if plain.head is not None and not _items(draft) and not _items(head):
-        has_rates = NATIVE in acceptance if isinstance(acceptance, Mapping) else acceptance is not None and not drafts
-        drafts |= {NATIVE: plain} if has_rates else {}
-        notes = () if has_rates else (NO_RATES,)
-    plain = plain.plain
-    candidates = list(find_candidates(drafts, acceptance))
+    sizes = check_widths(widths)
+    plain, _, candidates, notes = compared_drafts(target, topology, acceptance, draft, head, method, options)
     notify = on_step or (lambda name: None)
     work, meshes = choose_mesh(plain, cache, notify) if options.get("model") is None else (plain, ())
     reports = []
@@ -151,6 +135,49 @@ def plan(
         describe(work), versions(), tuple(reports), tuple(rows), named_rows[0].choices, tuple(passes.values()),
         clocks_of(work.topology.chip), notes, meshes,
     )  # fmt: skip
+
+
+def check_widths(widths: Sequence[int]) -> list[int]:
+    """Return the sizes of target passes, from one node on, rising. Raises: UsageError."""
+    sizes = sorted({1, *widths})
+    if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > 512:
+        raise UsageError(f"--widths must be numbers from 1 to 512, at least one above 1, not {list(widths)}")
+    return sizes
+
+
+class Compared(NamedTuple):
+    """The drafts that a plan compares."""
+
+    plain: Workload  # plain decoding
+    given: dict[str, Workload]  # workloads of the drafts that the user gave, by name
+    candidates: list[Candidate]  # all drafts except plain decoding
+    notes: tuple[str, ...]  # sentences about drafts that are not compared
+
+
+def compared_drafts(
+    target: str | Any,
+    topology: str,
+    acceptance: Rates | Mapping[str, Rates] | None,
+    draft: Any,
+    head: Any,
+    method: Any,
+    options: Mapping[str, Any],
+) -> Compared:
+    """Return the drafts that a plan compares. The arguments are those of `plan`. Raises: UsageError."""
+    for name in FIXED & set(options):
+        raise UsageError(f"a plan chooses the tree, and has no {name}; leave it out, or use compile_report")
+    plain = make_workload(target, topology, **options)
+    if plain.reading is not None:
+        raise UsageError(
+            f"--target: {plain.target.name} is a diffusion model, which drafts no tree; use specjax compile"
+        )
+    drafts = _given_drafts(target, topology, draft, head, method, options)
+    notes: tuple[str, ...] = ()
+    if plain.head is not None and not _items(draft) and not _items(head):
+        has_rates = NATIVE in acceptance if isinstance(acceptance, Mapping) else acceptance is not None and not drafts
+        drafts |= {NATIVE: plain} if has_rates else {}
+        notes = () if has_rates else (NO_RATES,)
+    return Compared(plain.plain, drafts, list(find_candidates(drafts, acceptance)), notes)
 
 
 def _given_drafts(

@@ -141,7 +141,7 @@ def test_native_lists_the_models_with_a_module(capsys):
         main(["plan", "--fits", "--topology", "v5e:1x1", "--draft", "native", "--json"])
     models = json.loads(capsys.readouterr().out)["models"]
     assert not stop.value.code and all(model["module_bytes"] for model in models)
-    assert {model["target"] for model in models} == {"qwen3_5_0_8b", "qwen3_5_4b", "qwen3_5_9b"}
+    assert {model["target"] for model in models} == {"qwen3_5_0_8b", "qwen3_5_4b", "qwen3_5_9b", "qwen3_next_80b"}
     out = io.StringIO()
     show_fits(what_fits("v5e:1x1", target="qwen3_5_0_8b", dtype="bfloat16"), Console(file=out, width=80))
     assert "with its own module" in out.getvalue()

@@ -42,6 +42,11 @@ autoregressive leaves the modules out.
 feed-forward part of a pass over --widths nodes, and the fastest division of the
 chips into devices for each (Step-3, arXiv 2507.19427): transfers,
 --micro-batches, and the ratio to devices that do both. Use a large --batch-size.
+
+--memory finds what fits in so many bytes per device (SpecMemo, arXiv
+2506.01986): for --batch-size rows and its doubles, the fastest draft, its
+smallest tree within 4 % of the fastest one, and the longest prompt. Only the
+programs of the fastest draft are compiled, and their bytes are shown.
 """
 
 WIDTHS = "1,2,4,8,16,32,64"
@@ -78,11 +83,20 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="Bytes per device that a decode may use, such as 12GiB or 800MiB.", show_default=False
+        ),
+    ] = None,
     widths: Annotated[str, typer.Option("--widths", help="Sizes of the target passes, in nodes.")] = WIDTHS,
     as_json: o.JsonOption = False,
 ) -> None:
     require(stages or micro_batches is None, "--micro-batches applies only to --stages; leave it out, or add --stages")
-    require(not (fits and stages), "--fits and --stages are two reports; leave one of them out")
+    require(
+        fits + stages + (memory is not None) <= 1,
+        "--fits, --stages and --memory are different reports; leave all but one out",
+    )
     if fits:
         unused = {
             "--acceptance": acceptance, "--head": head,
@@ -100,18 +114,25 @@ def plan(
 
     from specjax import planning
     from specjax.cli.output.console import Console, print_json
+    from specjax.planning.budget.table import show_memory_plan
     from specjax.planning.reports.tables import show_plan
 
-    log = Console(stderr=True)
+    drafts = {"draft": draft or (), "head": head or (), "method": method or ()}
+    log, show = Console(stderr=True), show_plan if memory is None else show_memory_plan
     with p.progress(log) as notify:
-        result = planning.plan(
-            target, topology, acceptance=_by_draft(acceptance or []), widths=sizes, draft=draft or (), head=head or (),
-            method=method or (), on_step=notify, **programs.arguments,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "acceptance": _by_draft(acceptance or []), "widths": sizes, "on_step": notify, **drafts,
+            **programs.arguments,
+        }  # fmt: skip
+        result: Any
+        if memory is None:
+            result = planning.plan(target, topology, **options)
+        else:
+            result = planning.plan_within_memory(target, topology, p.parse_bytes(memory, "--memory"), **options)
     if as_json:
         print_json(result.to_json())
     else:
-        show_plan(result, Console())
+        show(result, Console())
 
 
 def _parse_widths(text: str) -> list[int]:

@@ -1,0 +1,65 @@
+"""Memory of a decode with its draft on one device, by term, from the shapes of its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+
+from specjax.engine.step import begin
+from specjax.planning.abstract import Abstract, abstract_job, place_state, shard_bytes
+from specjax.planning.memory import Memory, memory_of
+from specjax.planning.programs import device_kind
+from specjax.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a decode on one device, as a function of the slots per row and the nodes of its tree."""
+
+    target: Memory  # of plain decoding
+    draft_weights: int
+    draft_per_slot: float  # all rows: cache of the draft
+    draft_fixed: float  # all rows: tables and other arrays of the drafter, and the buffers of the texts
+
+    def terms(self, slots: int, nodes: int) -> dict[str, float]:
+        """Return the bytes by what takes them."""
+        return {
+            "the weights": self.target.weights,
+            "the draft's weights": self.draft_weights,
+            "the cache": self.target.per_slot * slots,
+            "the draft's cache": self.draft_per_slot * slots,
+            "the recurrent states": self.target.states,
+            "the drafter's state": self.draft_fixed,
+            "the arrays of a pass": max(self.target.per_node * nodes, self.target.chunk),
+        }
+
+    def total(self, slots: int, nodes: int) -> float:
+        """Return the bytes of a decode."""
+        return sum(self.terms(slots, nodes).values())
+
+
+def footprint_of(work: Workload, devices: list) -> Footprint:
+    """Return the footprint of a workload with its draft. Nothing is allocated or compiled.
+
+    The state of the drafter is that of its first step for two lengths of the prompt, between which it grows evenly.
+    """
+    contexts = max(work.context // 4, 1), work.context
+    jobs = [abstract_job(dataclasses.replace(work, context=context), devices) for context in contexts]
+    slots = [job.job.tokens.shape[1] for job in jobs]
+    short, long = (_bytes_beside_cache(work, job) for job in jobs)
+    per_slot = (long - short) / (slots[1] - slots[0]) if slots[1] > slots[0] else 0.0
+    last = jobs[-1]
+    draft = last.head or last.draft or last.job.parts.drafter
+    plain = memory_of(work.plain, last.job.parts.target)
+    return Footprint(plain, shard_bytes(draft.params), per_slot, long - per_slot * slots[1])
+
+
+def _bytes_beside_cache(work: Workload, args: Abstract) -> int:
+    """Return the bytes of the state between two steps on a device, without the cache of the target."""
+    job = args.job
+    with device_kind(args.mesh):
+        state = jax.eval_shape(begin, job.parts, job.tokens, job.lengths, job.keys, job.stop)
+    state = place_state(work, args, state)
+    return shard_bytes(state) - shard_bytes(state.cache)

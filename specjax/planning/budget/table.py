@@ -1,0 +1,60 @@
+"""The table of a plan within a memory budget."""
+
+from __future__ import annotations
+
+import itertools
+
+from specjax.costs.chips import GIB, gib
+from specjax.planning.budget.within_memory import LOSS, MemoryPlan
+
+SHOWN = 4
+"""Drafts of a batch in the table. `--json` has all of them."""
+
+
+def show_memory_plan(plan: MemoryPlan, out) -> None:
+    """Print the drafts by batch, and the chosen plan with the bytes of its compiled programs, on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    inputs = plan.inputs
+    write(
+        f"{inputs['target']} in {inputs['dtype']}; {inputs['topology']}, {gib(plan.budget_bytes)} per device, of which "
+        f"{gib(plan.usable_bytes)} are used; prompts of {inputs['context']} and texts of {inputs['max_new_tokens']} "
+        "tokens"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("draft", no_wrap=True)
+    for heading in ("nodes", "fastest\nnodes", "tokens/s", "needed\nGiB", "longest\nprompt"):
+        table.add_column(heading, justify="right")
+    for batch, rows in itertools.groupby(plan.rows, key=lambda row: row.batch):
+        for row in list(rows)[:SHOWN]:
+            if row.reason:
+                table.add_row(str(batch), row.name, "--", "--", "--", f"{row.needed_bytes / GIB:.2f}", "--")
+                continue
+            table.add_row(
+                str(batch), row.name, str(row.num_nodes), str(row.fastest_nodes), f"{row.tokens_per_second:,.0f}",
+                f"{row.needed_bytes / GIB:.2f}", f"{row.longest_context:,}",
+                style="bold" if plan.best is not None and row is plan.best.draft else None,
+            )  # fmt: skip
+    out.print(table)
+    for compiled in plan.tried:
+        draft = compiled.draft
+        if compiled.needed_bytes is None:
+            reasons = [program.reason for program in compiled.programs if not program.compiles]
+            verdict = f"the compiler refuses it: {reasons[0]}"
+        else:
+            verdict = f"the compiler needs {gib(compiled.needed_bytes)}, estimated were {gib(draft.needed_bytes)}"
+        is_best = compiled is plan.best
+        text = f"{'best' if is_best else 'too large'}: --batch-size {draft.batch} {draft.flags}; {verdict}"
+        write(text, style=None if is_best else "yellow")
+    for row in plan.rows:
+        if row.reason:
+            write(f"{row.name} does not fit with {row.batch} rows: {row.reason}", style="dim")
+    write(
+        f"nodes: of the smallest tree that keeps {1 - LOSS:.0%} of the speed of the fastest one that fits\n"
+        "tokens/s: of all rows, by the roofline of the shapes and the acceptance rates, not a measurement\n"
+        "longest prompt: tokens that fit with this tree",
+        style="dim",
+    )
