@@ -234,7 +234,7 @@ def _draft_cost(one: Candidate, work: Workload) -> DraftCost:
     """Return the cost of drafting. A draft model costs its share of the bytes, where `plan` compiles its pass."""
     if one.draft is None:
         return draft_cost(one, work)
-    share = costs.of_draft(*map(unsharded, (work.target, one.draft)), work.topology.chip.name)
+    share = costs.of_draft(unsharded(work.target), unsharded(one.draft), work.topology.chip.name)
     return DraftCost(share, share, max_depth=DEEPEST)
 
 
