@@ -16,8 +16,8 @@ from flax import nnx
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.experts.counting import PassHistory, mean_experts, start_history
 from specjax.models.experts.feed import MixtureFeed
-from specjax.models.experts.shuffling import RowHistory
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.latent.attention import LatentAttention
 from specjax.models.latent.sizes import LatentSizes
@@ -179,13 +179,7 @@ def activation_function(c: DecoderConfig):
     return reproducible_math.gelu if c.same_bits else functools.partial(jax.nn.gelu, approximate=True)
 
 
-def row_history(config: DecoderConfig, tokens: Array | Mixture | Stream | Appended) -> RowHistory | None:
-    """Return the history of a pass if tables of experts read it, and if the inputs of the pass are token ids."""
-    has_tables = config.experts is not None and config.experts.shuffling is not None
-    return RowHistory.start(tokens) if has_tables and isinstance(tokens, jax.Array | np.ndarray) else None
-
-
-def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> tuple[Array, RowHistory | None]:
+def run_feed(feed: Any, x: Array, shared: L.PassInputs) -> tuple[Array, PassHistory | None]:
     """Run a feed-forward block on x [B, T, D].
 
     A mixture of experts only reads the tokens of the pass. Tokens that fill a tile would touch other experts.
@@ -306,11 +300,15 @@ class Decoder(LanguageModel):
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
         taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
-        shared = L.make_pass_inputs(positions, mask, cache, earlier, layout, layers, row_history(self.config, tokens))
+        shared = L.make_pass_inputs(
+            positions, mask, cache, earlier, layout, layers, start_history(self.config.experts, tokens)
+        )
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
+        stream, pending, history = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
         hidden = self.norm(stream[-1])
-        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+        read = mean_experts(history, self.config)
+        streams = tuple(stream[tap] for tap in taps)
+        return Output(self.predict(hidden, layout), hidden, streams, experts=read), pending
 
     def queries(self, streams: tuple[Array, ...], positions: Array) -> tuple[Array, ...]:
         """Return the queries [B, T, H, h] of each layer, rotated and scaled.

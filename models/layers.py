@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
 from specjax.types import Appended, Array, Mixture, PyTree, Stream, Sublayers
-
-P = TypeVar("P")
 
 
 class Linear(nnx.Module):
@@ -135,7 +133,7 @@ class PassInputs:
     first: Array | None = None  # int32[B], see `KVCache.first`
     layers: Sublayers | None = None  # the sublayers to run; None: all
     layout: Layout | None = field(default=None, metadata={"static": True})  # of a sharded model
-    history: PyTree = None  # `RowHistory` of a mixture whose tables predict devices; None: others
+    history: PyTree = None  # `PassHistory` of a mixture of experts; None: others
 
     replace = replace
 
@@ -383,7 +381,7 @@ def apply_mlps_in_order(x: Array, attention_outputs, feed) -> list[Array]:
 
 def run_layers(
     layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, *, group: int = 1
-) -> tuple[list | Array, kv.Pending]:
+) -> tuple[list | Array, kv.Pending, PyTree]:
     """Run the layers in order, adding each layer's attention and MLP outputs to the residual stream.
 
     Each layer has `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, shared) -> y`. Unstacked layers are unrolled and
@@ -396,22 +394,24 @@ def run_layers(
       group: number of consecutive middle layers whose attention reads the same stream, the input of the group
         (EasySpec). It cannot be combined with `shared.layers`.
 
-    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the pending keys and values.
+    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), the pending keys and values, and
+      `PassInputs.history` after the last layer, or None if `group` or `shared.layers` leave sublayers out of it.
     """
     run = _unrolled if isinstance(layers, nnx.List) else _scanned
-    return with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
+    stream, pending, history = with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
+    return stream, pending, history if group == 1 and shared.layers is None else None
 
 
-def with_full_tile(run: Callable[[Array], tuple[Any, P]], x: Array) -> tuple[Any, P]:
-    """Return `run(x)`: the residual stream [B, T, D] around each layer of a pass, and the pending entries.
+def with_full_tile(run: Callable[[Array], tuple], x: Array) -> tuple:
+    """Return `run(x)`: the residual stream [B, T, D] around each layer of a pass, the pending entries, and any others.
 
     On a TPU the layers run with as many tokens of zeros behind those of x [B, T, D] as fill a tile. The pass then pads
     once, and not in each product.
     """
     if platforms.of_program() != "tpu":
         return run(x)
-    stream, pending = run(fill_tile(x))
-    return jax.tree.map(lambda padded: padded[..., : x.shape[1], :], stream), pending
+    stream, *entries = run(fill_tile(x))
+    return jax.tree.map(lambda padded: padded[..., : x.shape[1], :], stream), *entries
 
 
 class LayerWeights(NamedTuple):
@@ -432,7 +432,7 @@ def at_layer(tree: PyTree, layer: Array | int, axis: int = 0) -> PyTree:
 
 def _unrolled(
     layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int
-) -> tuple[list, kv.Pending]:
+) -> tuple[list, kv.Pending, PyTree]:
     earlier = keys_and_values(shared.earlier)
 
     # `jit` lets equal layers share one trace: 30 layers in five programs take 2.9 s of CPU time, not 10.3.
@@ -461,12 +461,12 @@ def _unrolled(
             stream += outputs
             new += pending
     k, v = zip(*new, strict=True)
-    return stream, kv.Pending(k, v, shared.positions, kv.write_dependency(x))
+    return stream, kv.Pending(k, v, shared.positions, kv.write_dependency(x)), history
 
 
 def _scanned(
     layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int
-) -> tuple[Array, kv.Pending]:
+) -> tuple[Array, kv.Pending, PyTree]:
     graphdef, state = nnx.split(layers)
     earlier = keys_and_values(shared.earlier)
 
@@ -508,7 +508,7 @@ def _scanned(
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.
     stream[-1] = stream[-1][:-1]
     k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
-    return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, shared.positions, kv.write_dependency(x))
+    return jnp.concatenate([*stream, x[None]]), kv.Pending(k, v, shared.positions, kv.write_dependency(x)), history
 
 
 def keys_and_values(earlier: kv.Pending | None) -> tuple:

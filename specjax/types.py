@@ -94,6 +94,7 @@ class Output(NamedTuple):
     hidden: Array  # [B, T, D], hidden states after the final norm, the input of the output head
     taps: tuple[Array, ...] = ()  # [B, T, D] each, residual streams after the requested layers (0: the embedding)
     best: Best | None = None  # [B, T], set in passes whose logits are too large to be stored; see `Traits.reads_best`
+    experts: Array | None = None  # float32[], mean number of distinct experts that a layer read; None: not counted
 
 
 class Mixture(NamedTuple):
@@ -502,6 +503,7 @@ class Controller(NamedTuple):
     limit: Callable[[PyTree], Array]  # (state) -> int32[B], maximum depth of the next tree
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # True if `update` reads `Info.signals`
+    reads_experts: bool = False  # True if `update` reads `Info.experts`
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # position of the batch axis, like `Hooks.axes`
     # (widths of the target pass, rising) -> the same rule for a drafter whose passes have these widths
     for_widths: Callable[[tuple[int, ...]], Controller] | None = None
@@ -549,6 +551,9 @@ class Info(NamedTuple):
     finite: Array | None = None  # bool[B], `DecodeState.finite` after the step
     done: Array | None = None  # bool[B], `DecodeState.done`; only from loops whose rows can end early without eos
     raw_logprobs: TokenLogprobs | None = None  # on request
+    # float32[B, 2], `Output.experts` and the tokens per row of the pass; set if the controller reads them and the model
+    # counts them
+    experts: Array | None = None
 
 
 class Stats(NamedTuple):

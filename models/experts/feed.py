@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.models.experts.counting import PassHistory
 from specjax.models.experts.on_mesh import run_on_mesh
 from specjax.models.experts.routing import ExpertChoice, choose
 from specjax.models.experts.running import run_experts
@@ -127,25 +128,31 @@ class MixtureFeed(nnx.Module):
         return self.with_history(x, layout, None)[0]
 
     def with_history(
-        self, x: Array, layout: Layout | None, history: RowHistory | None
-    ) -> tuple[Array, RowHistory | None]:
-        """Return the output of rows [B, T, D], and their history after this layer.
+        self, x: Array, layout: Layout | None, history: PassHistory | None
+    ) -> tuple[Array, PassHistory | None]:
+        """Return the output of rows [B, T, D], and the history of the pass after this layer.
 
-        history: what tables predict the device of each row from; None: rows stay on all devices.
+        history: with rows, tables predict the device of each row; otherwise rows stay on all devices.
         """
         rows = x.reshape(-1, x.shape[-1])
         matrices = tuple(part.arrays() for part in (self.expert_gate, self.expert_up, self.expert_down))
         count = self.sizes.num_experts
+        places = None if history is None else history.rows
         if layout is None:
+            choice = self.router(rows)
             arrays, first = flat_experts(matrices)
-            y = run_experts(rows, self.router(rows), arrays, count, self._expert, first=first)
-        elif self.tables is not None and history is not None and can_shuffle(layout, matrices, self.sizes):
+            y = run_experts(rows, choice, arrays, count, self._expert, first=first)
+        elif self.tables is not None and places is not None and can_shuffle(layout, matrices, self.sizes):
+            choice = None  # made on each device for its rows
             router = self.router.route, self.router.arrays()
-            prediction = DevicePrediction(*(part.reshape(-1) for part in self.tables(history)))
+            prediction = DevicePrediction(*(part.reshape(-1) for part in self.tables(places)))
             y, device = run_shuffled(layout, rows, prediction, router, matrices, self.sizes, self._expert)
-            history = history.after(device.reshape(x.shape[:2]))
+            history = PassHistory(places.after(device.reshape(x.shape[:2])))
         else:
-            y = run_on_mesh(layout, rows, self.router(rows), matrices, count, self._expert)
+            choice = self.router(rows)
+            y = run_on_mesh(layout, rows, choice, matrices, count, self._expert)
+        if history is not None and choice is not None:
+            history = history.after(choice, count)
         return self._with_shared(y.astype(x.dtype).reshape(x.shape), x), history
 
     def _with_shared(self, y: Array, x: Array) -> Array:

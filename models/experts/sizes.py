@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.models.experts.routing import Routing
 
@@ -30,7 +30,7 @@ class MixtureSizes(NamedTuple):
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP instead
     shuffling: TokenShuffling | None = None  # None: each device of a mesh reads all rows
 
-    def expected_experts(self, rows: float) -> float:
+    def expected_experts(self, rows: Any) -> Any:
         """Return the expected number of distinct experts that `rows` rows choose, E (1 - (1 - k / E) ** rows).
 
         Rows that choose independently are an upper bound, because neighbours of a text share experts.

@@ -7,7 +7,8 @@ from flax import nnx
 
 from specjax.errors import UsageError
 from specjax.models import layers as L
-from specjax.models.decoder import LanguageModel, row_history
+from specjax.models.decoder import LanguageModel
+from specjax.models.experts.counting import mean_experts, start_history
 from specjax.models.hybrid.ancestry import Ancestry, find_ancestry
 from specjax.models.hybrid.block import HybridBlock, scaled
 from specjax.models.hybrid.config import HybridConfig
@@ -36,7 +37,7 @@ class HybridDecoder(LanguageModel):
     ) -> tuple[Output, HybridPending]:  # fmt: skip
         attention = None if earlier is None else earlier.attention
         shared = L.make_pass_inputs(
-            positions, mask, cache.attention, attention, layout, history=row_history(self.config, tokens)
+            positions, mask, cache.attention, attention, layout, history=start_history(self.config.experts, tokens)
         )
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
         of_layers = None
@@ -47,11 +48,13 @@ class HybridDecoder(LanguageModel):
                     "other vectors; choose a method without them, such as token_recycling or eagle3"
                 )
             of_layers = self.layer_inputs(tokens, x)
-        stream, pending = run_blocks(
+        stream, pending, history = run_blocks(
             self.config, self.layers, x, shared, self._ancestry(mask), cache, earlier, of_layers
         )
         hidden = self.norm(stream[-1])
-        return Output(self.predict(hidden, layout), hidden, tuple(stream[tap] for tap in taps)), pending
+        read = mean_experts(history, self.config)
+        streams = tuple(stream[tap] for tap in taps)
+        return Output(self.predict(hidden, layout), hidden, streams, experts=read), pending
 
     def _ancestry(self, mask: Array) -> Ancestry | None:
         """Return the ancestry for recurrent layers; None if there are none. A constant `mask` may mark a text."""

@@ -82,12 +82,13 @@ class LayerPass(NamedTuple):
 def run_blocks(
     config: HybridConfig, blocks: nnx.List, x: Array, shared: L.PassInputs, ancestry: Ancestry | None,
     cache: HybridCache, earlier: HybridPending | None, layer_inputs: Array | None = None,
-) -> tuple[list | Array, HybridPending]:  # fmt: skip
+) -> tuple[list | Array, HybridPending, PyTree]:  # fmt: skip
     """Run all layers on x [B, T, D]. `ancestry` is None if no layer is recurrent.
 
     layer_inputs: [layers, B, T, w], what each layer reads besides the stream; None: nothing.
 
-    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), and the new entries of the cache.
+    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), the new entries of the cache, and
+      `PassInputs.history` after the last layer.
     """
     layer_pass = LayerPass(config, shared, ancestry, cache, earlier, layer_inputs)
     run = _scanned if config.stacked else _unrolled
@@ -100,7 +101,7 @@ def _recurrent(layer_pass: LayerPass) -> tuple:
     return tuple(zip(states, (None,) * len(states) if earlier is None else earlier.recurrent, strict=True))
 
 
-def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, HybridPending]:
+def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, HybridPending, PyTree]:
     # `jit` lets equal layers share one trace.
     @functools.partial(jax.jit, static_argnums=0)
     def run_block(graphdef, state, x, inputs):
@@ -116,10 +117,10 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
         history = new.history
         stream.append(x)
         entries.append(new)
-    return stream, _pending(entries, layer_pass.shared, x)
+    return stream, _pending(entries, layer_pass.shared, x), history
 
 
-def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending]:
+def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending, PyTree]:
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     slices, stacks = zip(*map(split_whole, states), strict=True)
     settings = layer_pass.settings()
@@ -138,9 +139,9 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
 
     carried = x, jnp.int32(0), layer_pass.shared.history
     of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
-    (last, *_), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
+    (last, _, history), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
-    return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last)
+    return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last), history
 
 
 def with_keys(layer_pass: LayerPass, inputs: list[HybridInputs], entries: list[LayerEntries]) -> Iterator[HybridInputs]:

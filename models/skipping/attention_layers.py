@@ -22,10 +22,10 @@ class SkippingLayers(NamedTuple):
 
     def __call__(
         self, layers, x: Array, shared: L.PassInputs, cache: kv.KVCache, settings: L.AttentionSettings
-    ) -> tuple[list | Array, SkippingPending]:
-        """Return the streams, in the form of `run_layers`, and the pending tokens."""
+    ) -> tuple[list | Array, SkippingPending, None]:
+        """Return the streams and the pending tokens, in the form of `run_layers`, without a history."""
         run = self._unrolled if isinstance(layers, nnx.List) else self._scanned
-        return run(layers, x, shared, cache, settings)
+        return *run(layers, x, shared, cache, settings), None
 
     def _unrolled(self, layers, x, shared, cache, settings):
         earlier, depth = L.keys_and_values(shared.earlier), self.depth

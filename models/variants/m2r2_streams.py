@@ -33,8 +33,10 @@ class TwoStreamLayers(NamedTuple):
 
     def __call__(
         self, layers, x: Array, shared: L.PassInputs, cache: kv.KVCache, settings: L.AttentionSettings
-    ) -> tuple[list | Array, kv.Pending]:
+    ) -> tuple[list | Array, kv.Pending, None]:
         """Return the accelerated streams, E + 1 of them, and the pending keys and values of h in these layers.
+
+        There is no history, see `layers.run_layers`.
 
         The pending values do not depend on a in any bit.
         """
@@ -44,7 +46,7 @@ class TwoStreamLayers(NamedTuple):
         settings = settings._replace(rotation=rotation)
         streams, pending = run(layers, jnp.concatenate([x, x], 1), _duplicate_tokens(shared), cache, settings)
         fast = [pair[:, size:] for pair in streams] if isinstance(streams, list) else streams[:, :, size:]
-        return fast, kv.truncate_pending(pending, size)
+        return fast, kv.truncate_pending(pending, size), None
 
     def _unrolled(self, layers, x, shared, cache, settings):
         earlier = L.keys_and_values(shared.earlier)

@@ -8,6 +8,7 @@ the drafter could have drafted and did not counts as rejected, because the rows 
 with depth k expects 1 + sum over i <= k of A_1 ... A_i tokens. Choose the depth with the most expected tokens of the
 batch per cost of the step. The cost is one target pass over k + 1 tokens per row, rounded up to a compiled width, plus
 k passes of the drafter. The depth is the same for all rows, because in a padded batch the widest row sets the cost.
+For a mixture of experts the estimated cost of a pass follows the number of experts that passes read (`costs.sharing`).
 Steps at depth 0 give no information. So some steps draft the smallest depth above 0; they take `probe_share` of the
 time.
 Deviations: the smoothing and search of the authors are not published. Here A_j is a moving average over all rows, and
@@ -25,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as cost_curves
-from specjax.arrays.batch_axes import SHARED, rows_first
+from specjax.arrays.batch_axes import SHARED, rows_first, shared
+from specjax.costs.sharing import ExpertSharing, corrected_costs, init_sharing, observe_sharing, update_sharing
 from specjax.errors import UsageError
 from specjax.types import Array, Controller, Info
 
@@ -36,6 +38,7 @@ class State(NamedTuple):
     visits: Array  # int32[B, K], number of steps that reached position j
     depth: Array  # int32[], the depth chosen last
     rounds: Array  # int32[], number of steps
+    sharing: ExpertSharing | tuple[()] = ()  # of a mixture of experts whose passes have estimated costs
 
 
 @functools.cache
@@ -78,15 +81,21 @@ def goodput(
         raise UsageError(f"probe_share must be above 0 and at most 1, not {probe_share}")
     max_depth = depths[-1]
 
-    def step_costs(batch: int) -> np.ndarray:
-        passes = [next((width for width in widths or () if width > depth), depth + 1) for depth in depths]
+    sizes = None if costs else shares.experts.sizes
+    passes = tuple(next((width for width in widths or () if width > depth), depth + 1) for depth in depths)
+
+    def step_costs(batch: int, sharing: ExpertSharing | tuple[()] = ()) -> np.ndarray | Array:
         target = cost_curves.evaluate(costs, passes, batch, dtype, shares=shares)
+        if isinstance(sharing, ExpertSharing):
+            added = cost_curves.added_by_experts(costs, passes, batch, dtype, shares=shares)
+            return corrected_costs(target, added, passes, sharing) + draft_cost * np.asarray(depths, np.float32)
         return target + draft_cost * np.asarray(depths)
 
     def init(batch: int) -> State:
         rate = jnp.full((max_depth,), start, jnp.float32)
         zeros = jnp.zeros((batch, max_depth))
-        return State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0))
+        sharing = () if sizes is None else init_sharing()
+        return State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0), sharing)
 
     def limit(state: State) -> Array:
         batch = len(state.row_rate)
@@ -108,15 +117,21 @@ def goodput(
         rate = state.rate + (1 - (1 - smoothing) ** count) * (mean - state.rate)
         visits = state.visits + reached
         acceptance = jnp.where(visits >= own_after, row_rate, rate)
-        return State(rate, row_rate, visits, best_depth(acceptance, info.active, state.depth), state.rounds + 1)
+        sharing = state.sharing
+        if sizes is not None and isinstance(sharing, ExpertSharing) and info.experts is not None:
+            experts, width = info.experts[0]
+            sharing = update_sharing(sharing, observe_sharing(sizes, experts, len(info.experts), width))
+        of_steps = jnp.asarray(step_costs(len(acceptance), sharing), jnp.float32)
+        depth = best_depth(acceptance, info.active, state.depth, of_steps)
+        return State(rate, row_rate, visits, depth, state.rounds + 1, sharing)
 
-    def best_depth(acceptance: Array, active: Array, depth: Array) -> Array:
-        value = expected_tokens(acceptance, depths, active) / jnp.asarray(step_costs(len(acceptance)), jnp.float32)
+    def best_depth(acceptance: Array, active: Array, depth: Array, of_steps: Array) -> Array:
+        value = expected_tokens(acceptance, depths, active) / of_steps
         best, current = jnp.argmax(value), jnp.argmax(jnp.asarray(depths) == depth)
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[current], best, current)]
 
     def axes(state: State) -> State:
-        return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED)
+        return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED, sharing=shared(state.sharing))
 
     def for_widths(widths: tuple[int, ...]) -> Controller:
         return goodput(
@@ -124,7 +139,8 @@ def goodput(
             own_after=own_after, probe_share=probe_share, margin=margin, widths=widths,
         )  # fmt: skip
 
-    return Controller(init, limit, update, axes=axes, for_widths=for_widths if widths is None else None)
+    fit = for_widths if widths is None else None
+    return Controller(init, limit, update, reads_experts=sizes is not None, axes=axes, for_widths=fit)
 
 
 def expected_tokens(acceptance: Array, depths: tuple[int, ...], active: Array | None = None) -> Array:

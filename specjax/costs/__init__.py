@@ -7,6 +7,7 @@ from specjax.costs.curves import (
     RoundedWeights,
     Shares,
     WeightDtype,
+    added_by_experts,
     check,
     dtype_of,
     estimated,
@@ -17,6 +18,8 @@ from specjax.costs.curves import (
     shares_of,
     timed,
 )
+from specjax.costs.drafting import of_drafting
+from specjax.costs.experts import expert_share
 from specjax.costs.heads import of_head
 
 __all__ = [
@@ -26,12 +29,15 @@ __all__ = [
     "RoundedWeights",
     "Shares",
     "WeightDtype",
+    "added_by_experts",
     "check",
     "dtype_of",
     "estimated",
     "evaluate",
+    "expert_share",
     "measured",
     "of_draft",
+    "of_drafting",
     "of_head",
     "planned",
     "shares_of",

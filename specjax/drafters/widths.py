@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs as costs_of
+from specjax.costs.sharing import ExpertSharing, corrected_costs
 from specjax.types import Array, Target
 
 MARGIN = 1.1
@@ -45,7 +46,14 @@ class PassWidths(NamedTuple):
     """The widths of the target pass for a batch, and their costs."""
 
     widths: tuple[int, ...]  # rising from 1
-    costs: np.ndarray  # float32[W], in passes of width 1
+    costs: np.ndarray | Array  # float32[W], in passes of width 1
+    added: np.ndarray | None = None  # float32[W], parts of the costs that further experts of a mixture add
+
+    def with_sharing(self, sharing: ExpertSharing | tuple[()]) -> PassWidths:
+        """Return the passes with costs for the experts that they really read; (): those of independent rows."""
+        if self.added is None or not isinstance(sharing, ExpertSharing):
+            return self
+        return self._replace(costs=corrected_costs(self.costs, self.added, self.widths, sharing))
 
     @property
     def is_plain(self) -> bool:
@@ -75,13 +83,16 @@ def select_passes(
     shares = costs_of.NO_SHARES if target is None else costs_of.shares_of(target, platform)
     max_width = LOGITS_BYTES * devices / data / (4 * rows * vocab_size)
     evaluate = lambda widths: costs_of.evaluate(costs, widths, rows, dtype, platform, shares)
+    with_parts = lambda passes: passes._replace(
+        added=costs_of.added_by_experts(costs, passes.widths, rows, dtype, platform, shares)
+    )
     passes = _paying(widths, max_width, evaluate(widths))
     # A tuple of numbers has costs for the default widths only, but a curve, also a tuple, has those of any width.
     if len(passes.widths) == len(widths) or (costs and not isinstance(costs, costs_of.Curve)):
-        return passes
+        return with_parts(passes)
     narrow = (PAIR, *NARROW) if (platform or jax.default_backend()) == "cpu" else NARROW
     more = tuple(sorted({*widths, *narrow}))
-    return _paying(more, max_width, evaluate(more))
+    return with_parts(_paying(more, max_width, evaluate(more)))
 
 
 def _paying(widths: tuple[int, ...], max_width: float, pass_costs: np.ndarray) -> PassWidths:
@@ -109,7 +120,7 @@ def weight_of(remaining: Array | None, running: Array) -> Array:
     return jnp.where(running, jnp.exp((remaining - slowest) / LEAD), 0.0)
 
 
-def best_width(widths: tuple[int, ...], costs: np.ndarray, chance: Array, weight: Array) -> tuple[Array, Array]:
+def best_width(widths: tuple[int, ...], costs: np.ndarray | Array, chance: Array, weight: Array) -> tuple[Array, Array]:
     """Return the width int32[] with the most expected tokens per cost, and the plain passes float32[] it should save.
 
     Args:

@@ -224,6 +224,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         signals=_signals(tree, verdict) if controller.reads_signals else None,
         finite=finite,
         raw_logprobs=diagnostics.raw_logprobs,
+        experts=diagnostics.experts,
     )
     control = controller.update(state.control, info)
     contract_checks.check_same("the controller's update", state.control, control)

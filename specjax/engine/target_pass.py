@@ -56,6 +56,7 @@ class Diagnostics(NamedTuple):
     violations: Array | None  # violations that need only the target's logits
     scored: Scored | None
     raw_logprobs: TokenLogprobs | None
+    experts: Array | None  # `Info.experts`
 
 
 class Judged(NamedTuple):
@@ -155,7 +156,9 @@ def judge_at(
     taps = {"taps": drafter.traits.taps} if drafter.traits.taps else {}
     with_prompts, pending = model.forward(parts.target.params, tokens, cache, positions=positions, mask=mask, **taps)
     contract_checks.check_output(model, with_prompts, *depth.shape)
-    raw = with_prompts if prompt is None else jax.tree.map(lambda x: x[:, :width], with_prompts)
+    raw = with_prompts
+    if prompt is not None:
+        raw = jax.tree.map(lambda x: x[:, :width], with_prompts._replace(experts=None))
     depth = depth[:, :width]
     keys = node_keys(state.keys, state.length, depth)  # [B, width]
     if prompt is None and _stores_no_logits(parts, *depth.shape):
@@ -176,10 +179,18 @@ def judge_at(
         raw_logprobs=None
         if parts.reports is None or parts.keep.alternatives is None
         else batch_axes.widen(raw_logprobs(part, verdict, raw.logits, parts.reports, parts.keep.alternatives), n),
+        experts=_experts(parts, with_prompts, *mask.shape[:2]),
     )
     sound = value_checks.count_sound_nodes(raw.hidden, processed, verdict, processed=bool(parts.processors))
     path = jnp.pad(verdict.path, ((0, 0), (0, n - width)), constant_values=-1)
     return Judged(verdict._replace(path=path), jnp.max(depth, 1), observed, sound, diagnostics, pending)
+
+
+def _experts(parts: Parts, output: Output, batch: int, width: int) -> Array | None:
+    """Return `Info.experts` of a pass over `width` tokens of each row."""
+    if output.experts is None or not parts.controller.reads_experts:
+        return None
+    return jnp.broadcast_to(jnp.stack([output.experts, jnp.float32(width)]), (batch, 2))
 
 
 def _append_prompts(tree: TokenTree, prompts: SoftPrompts) -> tuple[Appended, Array]:

@@ -27,10 +27,11 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
 from specjax.files.untrusted import check_file, guarded_read
+from specjax.models.experts.counting import mixture_layers
 from specjax.models.experts.sizes import TokenShuffling
 from specjax.models.storage.schemes import EXPERTS
 from specjax.numerics.validation import check_integer, check_range
-from specjax.parallel.expert_traces import ExpertTraces, mixture_config, mixture_layers
+from specjax.parallel.expert_traces import ExpertTraces, mixture_config
 from specjax.types import Array, PyTree, Target
 
 FORMAT = "specjax.expert_groups.1"

@@ -17,6 +17,7 @@ from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.untrusted import shorten
 from specjax.models.bridge import abstract_module
+from specjax.models.experts.counting import mixture_layers
 from specjax.models.experts.feed import MixtureFeed
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Target
@@ -44,14 +45,6 @@ def mixture_config(target: Target) -> Any:
     if config.experts.shuffling is not None:
         raise UsageError(f"the experts of {config.name} are in groups already; pass the target as it was loaded")
     return config
-
-
-def mixture_layers(config: Any) -> list[int]:
-    """Return the numbers of the layers with a mixture of experts."""
-    kinds = getattr(config, "kinds", None)
-    if kinds is not None:
-        return [layer for layer, kind in enumerate(kinds) if kind.feed == "moe"]
-    return [layer for layer in range(config.num_layers) if layer not in config.experts.dense_layers]
 
 
 def trace_experts(target: Target, texts: Sequence[Sequence[int]], *, window: int = 256) -> ExpertTraces:

@@ -236,7 +236,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
             layers = LayerParallelPass(block, parts, shared, cache, earlier, settings)
             return with_full_tile(lambda x: layers.run(params, x, middle, group_size), x)
 
-        return jax.shard_map(
+        stream, pending = jax.shard_map(
             local, mesh=mesh,
             in_specs=(
                 parts.layers(params), rows, shared_specs, of_cache, (of_pending.k,) * len(earlier),
@@ -244,6 +244,7 @@ def _model(config: Any, mesh: Mesh) -> Model:
             ),
             out_specs=(P(None, *rows), of_pending), check_vma=False,
         )(params, x, stripped, cache, earlier, settings)  # fmt: skip
+        return stream, pending, None
 
     def module_of(params):
         return nnx.merge(outer_graphdef, nnx.State({name: part for name, part in params.items() if name != "layers"}))

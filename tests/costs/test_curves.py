@@ -14,6 +14,7 @@ from specjax.costs import curves
 from specjax.errors import UsageError
 from specjax.models import make_model
 from specjax.models.storage import SCHEMES, quantize_params
+from specjax.types import Sampling
 
 
 def test_measured_passes_read_different_tokens(monkeypatch):
@@ -23,6 +24,22 @@ def test_measured_passes_read_different_tokens(monkeypatch):
     costs.measured(tiny_llama(), (1, 4), batch=2, context=16, repeats=1)
     assert {tokens.shape for tokens in read} == {(2, 1), (2, 4)}
     assert all(len(np.unique(tokens)) > 4 for tokens in read if tokens.shape == (2, 4))
+
+
+def test_short_passes_are_timed_in_a_loop(monkeypatch):
+    """A loop computes the same as one pass, and its result needs all of its passes."""
+    counts, run = set(), curves._timed_pass
+    monkeypatch.setattr(curves, "_timed_pass", lambda *a: counts.add(a[5]) or run(*a))
+    for short, expected in ((10.0, {1, curves.CHAINED}), (0.0, {1})):
+        counts.clear()
+        monkeypatch.setattr(curves, "SHORT", short)
+        costs.timed(tiny_llama(), (1, 2), context=16, repeats=1)
+        assert counts == expected
+    target, tokens = tiny_llama(), jnp.array([[1, 2, 3]])
+    cache = target.model.init_cache(target.params, None, 1, 8)
+    for sampling in (Sampling(), Sampling(jnp.float32(1))):
+        one, many = (run(target, cache, jnp.int32(0), tokens, sampling, count)[0] for count in (1, 4))
+        np.testing.assert_array_equal(one, many)
 
 
 def test_measured_on_this_device():

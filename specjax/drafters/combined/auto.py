@@ -33,6 +33,7 @@ width, so the number of passes of a row depends on its batch; its text does not.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ import jax.numpy as jnp
 from specjax import costs as costs_of
 from specjax.arrays import batch_axes, scopes
 from specjax.catalog import Method, Option
+from specjax.costs.sharing import ExpertSharing, init_sharing, observe_sharing, update_sharing
 from specjax.drafters.combined import head_schedule, node_classes, settings
 from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
@@ -72,6 +74,7 @@ METHOD = Method(
             None,
             "cost of the head's draft in plain target passes; default: from its number of weights",
         ),
+        Option("draft_cost", "float", None, "cost of drafting without the head in plain target passes"),
     ),
     factory="make_auto",
     arguments=("target", "draft"),
@@ -79,8 +82,13 @@ METHOD = Method(
 
 
 DRAFTING = 0.03
-"""Cost of drafting, in passes of width 1: 0.016 for SmolLM2 on two cores (0.5 of 31 ms), 0.04 for Llama 3 8B on 8 v5e
-chips (from the compiler's schedule)."""
+"""Default cost of drafting without a head, in passes of width 1.
+
+It is 0.016 for SmolLM2 on two cores (0.5 of 31 ms), and 0.04 for Llama 3 8B on 8 v5e chips (from the compiler's
+schedule). For a tiny model it is more than a pass, see `costs.of_drafting`.
+"""
+PROBES = 0.01
+"""Maximum cost of drafts without gain, in passes of width 1 per step. Pauses are long if a draft costs much."""
 REST = 7
 """Plain steps between two drafts while drafting is not profitable."""
 LEARN = 4
@@ -89,6 +97,8 @@ LEARN = 4
 Its observation takes 1.9 of 100 ms per step for 16 rows of SmolLM2 on two cores. At batch 1 every fourth step gives as
 good drafts as every step (1.308 instead of 1.309 tokens per cost).
 """
+OBSERVING = 0.1
+"""Cost of this observation at batch 1, as a share of the cost of drafting."""
 HOPE = 0.25
 """Prior of the expected savings; it leads to at least a dozen drafts."""
 
@@ -126,6 +136,15 @@ class State(NamedTuple):
     record: DraftRecord
     head: HeadState | tuple[()] = ()
     sources: RolloutSources | tuple[()] = ()  # the rollouts that each row copies from
+    sharing: ExpertSharing | tuple[()] = ()  # of a mixture of experts whose passes have estimated costs
+
+
+class Observation(NamedTuple):
+    """The part of a target pass that the state learns from."""
+
+    recycled: RecyclingUpdate
+    pairs: PyTree  # of the head; (): there is none
+    ratio: Array | tuple[()]  # float32[2], see `observe_sharing`
 
 
 class RankedDraft(NamedTuple):
@@ -144,6 +163,7 @@ def auto(
     widths: tuple[int, ...] | None = None,
     costs: costs_of.Costs = None,
     head_cost: float | None = None,
+    draft_cost: float | None = None,
     num_recycled: int | None = None,
     dtype: costs_of.WeightDtype = "float32",
     platform: str | None = None,
@@ -155,6 +175,8 @@ def auto(
       head_tree: rank paths of the head's most likely tokens, no deeper than the head drafts. Default: a chain with
         second-best tokens, or 40 nodes, by the platform.
       head_cost: cost of the head's draft in passes of width 1; default: from its number of weights (`costs.of_head`).
+      draft_cost: cost of drafting without the head in passes of width 1; default: DRAFTING. Drafts pause while they
+        save less. `costs.of_drafting` estimates the cost for a target, which is high if the target is tiny.
       widths: widths of the target pass to choose from, rising from 1; each of them is compiled. Default: CPU_WIDTHS or
         WIDTHS, by the platform, without those that do not pay for the batch (`specjax.drafters.widths`).
       costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
@@ -169,8 +191,9 @@ def auto(
     """
     draft_head = None if head is None else head.head
     config = settings.make_config(
-        vocab_size, num_recycled, widths, costs, dtype, platform, draft_head, head_tree, head_cost
-    )
+        vocab_size, num_recycled, widths, costs, dtype, platform, draft_head, head_tree, head_cost,
+        DRAFTING if draft_cost is None else draft_cost,
+    )  # fmt: skip
     drafter = _functions(config)
     return drafter if head is None else drafter.replace(params=Params((), head.params))
 
@@ -242,10 +265,11 @@ def _init(config: Config, params, context: Context) -> State:
     record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0))
     texts = _history(config, params).rollouts
     sources = rollouts.find_sources(texts, context) if isinstance(texts, Rollouts) else ()
+    sharing = init_sharing() if config.counted_experts(context.target) else ()
     if config.head is None:
-        return State(matrix, record, sources=sources)
+        return State(matrix, record, sources=sources, sharing=sharing)
     read = pending_pairs.init_state(config.head, params.head, context, config.window)
-    return State(matrix, record, HeadState(read, head_schedule.init_schedule()), sources)
+    return State(matrix, record, HeadState(read, head_schedule.init_schedule()), sources, sharing)
 
 
 def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHistory:
@@ -257,7 +281,8 @@ def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHi
 
 def _axes(config: Config, state: State) -> State:
     rows = batch_axes.rows_first(state)
-    rows = rows._replace(record=rows.record._replace(promise=batch_axes.SHARED, rest=batch_axes.SHARED))
+    record = rows.record._replace(promise=batch_axes.SHARED, rest=batch_axes.SHARED)
+    rows = rows._replace(record=record, sharing=batch_axes.shared(state.sharing))
     if config.head is None or not isinstance(state.head, HeadState):
         return rows
     return rows._replace(
@@ -266,7 +291,7 @@ def _axes(config: Config, state: State) -> State:
 
 
 def _propose(config: Config, params, keys, state: State, context: Context, limit: Array) -> tuple[TokenTree, State]:
-    passes = config.passes(len(limit), context.target)
+    passes = config.passes(len(limit), context.target).with_sharing(state.sharing)
     context = context._replace(cache=None, target=None)  # otherwise the branches would get them as arguments
     history = _history(config, params)
 
@@ -274,7 +299,7 @@ def _propose(config: Config, params, keys, state: State, context: Context, limit
         successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
     ) -> tuple[TokenTree, DraftRecord]:
         draft, past = _draft_without_head(config, passes, successors, history, state.sources, record, *position)
-        return draft.tree, _record_draft(record, draft, past)
+        return draft.tree, _record_draft(config, record, draft, past)
 
     def skip(
         successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
@@ -299,7 +324,7 @@ def _propose_with_head(
     head, history = config.head, _history(config, params)
     assert head is not None and isinstance(state.head, HeadState)
     bare_context, record = context._replace(cache=None, target=None), state.record
-    passes = config.passes(len(limit), context.target)
+    passes = config.passes(len(limit), context.target).with_sharing(state.sharing)
     if passes.is_plain:
         return _empty_draft(config, bare_context, limit).tree, state
     is_resting, schedule = record.rest > 0, state.head.schedule
@@ -331,7 +356,7 @@ def _propose_with_head(
     schedule = head_schedule.update_schedule(schedule, cost, without_head.saved, draft.saved, runs_head)
     net = draft._replace(saved=jnp.maximum(draft.saved - jnp.where(runs_head, cost, 0.0), without_head.saved))
     pick = lambda old, new: jnp.where(is_resting, old, new)
-    record = jax.tree.map(pick, _record_pause(record), _record_draft(record, net, past))
+    record = jax.tree.map(pick, _record_pause(record), _record_draft(config, record, net, past))
     return draft.tree, state._replace(record=record, head=HeadState(read, schedule))
 
 
@@ -342,7 +367,7 @@ def _cost(config: Config, context: Context, params: Params) -> float:
     if drafting is None:
         head = DraftHead(config.head, params.head)
         drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform)
-    return DRAFTING + drafting  # the nodes are merged and ranked again
+    return config.draft_cost + drafting  # the nodes are merged and ranked again
 
 
 def _draft_without_head(
@@ -378,12 +403,22 @@ def _empty_draft(config: Config, context: Context, limit: Array) -> RankedDraft:
     return RankedDraft(tree, Drafted(none, none > 0, none, none[:, 0]), jnp.float32(0))
 
 
-def _record_draft(record: DraftRecord, draft: RankedDraft, past: NodeStatistics) -> DraftRecord:
-    """Return the record after a draft."""
+def _record_draft(config: Config, record: DraftRecord, draft: RankedDraft, past: NodeStatistics) -> DraftRecord:
+    """Return the record after a draft. Drafts pause while they save less than they cost."""
     promise = record.promise + RECENT * (draft.saved - record.promise)
-    is_plain = ~jnp.any(draft.tree.valid[:, 1:])
-    pause = jnp.where((promise < DRAFTING) & is_plain, REST, jnp.zeros_like(record.rest))
+    saves_less = (promise < config.draft_cost) & (draft.saved < config.draft_cost)
+    pause = jnp.where(saves_less, _pause(config), jnp.zeros_like(record.rest))
     return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause)
+
+
+def _pause(config: Config) -> int:
+    """Return the plain steps between two drafts while drafting is not profitable."""
+    return max(REST, math.ceil(config.draft_cost / PROBES))
+
+
+def _learn_every(config: Config) -> int:
+    """Return the number of plain steps of a pause in which Token Recycling observes one."""
+    return max(LEARN, math.ceil(config.draft_cost * OBSERVING / PROBES))
 
 
 def _record_pause(record: DraftRecord) -> DraftRecord:
@@ -410,23 +445,30 @@ def _observe(config: Config, params, state: State, context: Context, tree, verdi
     nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
     is_narrow = tree.tokens.shape[1] <= config.widths[0]
     observation: RecyclingUpdate = (
-        jax.lax.cond(state.record.rest % LEARN == 0, learn, nothing) if is_narrow else learn()
+        jax.lax.cond(state.record.rest % _learn_every(config) == 0, learn, nothing) if is_narrow else learn()
     )
-    if config.head is None:
-        return observation
-    return observation, pending_pairs.accepted_pairs(config.head, config.longest, tree, verdict, output)
+    pairs: PyTree = ()
+    ratio: Array | tuple[()] = ()
+    if config.head is not None:
+        pairs = pending_pairs.accepted_pairs(config.head, config.longest, tree, verdict, output)
+    sizes = config.counted_experts(context.target)
+    if sizes is not None and output.experts is not None:
+        ratio = observe_sharing(sizes, output.experts, *tree.tokens.shape)
+    return Observation(observation, pairs, ratio)
 
 
 def _update(config: Config, params, state: State, observation, verdict) -> State:
     if observation == ():
         return state
+    recycled, pairs, ratio = observation
     if config.head is not None:
         assert isinstance(state.head, HeadState)
-        observation, pairs = observation
         state = state._replace(head=state.head._replace(read=pending_pairs.append(state.head.read, pairs)))
+    if isinstance(state.sharing, ExpertSharing) and isinstance(ratio, jax.Array):
+        state = state._replace(sharing=update_sharing(state.sharing, ratio))
     # A branch would copy the matrix; a loop of zero or one iterations writes in place.
-    write = lambda _, matrix: config.recycling.update((), matrix, observation, verdict)
-    has_updates = jnp.any(observation.valid).astype(jnp.int32)
+    write = lambda _, matrix: config.recycling.update((), matrix, recycled, verdict)
+    has_updates = jnp.any(recycled.valid).astype(jnp.int32)
     with jax.named_scope(scopes.ONCE):
         return state._replace(matrix=jax.lax.fori_loop(0, has_updates, write, state.matrix))
 

@@ -14,6 +14,7 @@ from specjax.drafters.combined import node_classes
 from specjax.drafters.tables.token_recycling import best_paths, token_recycling
 from specjax.drafters.widths import PassWidths, default_widths, select_passes
 from specjax.errors import UsageError
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.heads.contract import Head
 from specjax.numerics.validation import MAX_NODES
 from specjax.trees import Builder
@@ -45,6 +46,7 @@ class Config:
     head: Head | None
     paths: Paths  # rank paths of the head's tree
     head_cost: float | None
+    draft_cost: float  # of drafting without the head, in passes of width 1
     fits_batch: bool  # the widths are the defaults, which depend on the batch
 
     def passes(self, batch: int, target: Target | None) -> PassWidths:
@@ -54,8 +56,15 @@ class Config:
                 self.widths, self.costs, batch, self.vocab_size, self.dtype, self.platform, target
             )  # fmt: skip
         shares = costs_of.NO_SHARES if target is None else costs_of.shares_of(target, self.platform)
-        costs = costs_of.evaluate(self.costs, self.widths, batch, self.dtype, self.platform, shares)
-        return PassWidths(self.widths, costs)
+        pass_inputs = self.costs, self.widths, batch, self.dtype, self.platform, shares
+        return PassWidths(self.widths, costs_of.evaluate(*pass_inputs), costs_of.added_by_experts(*pass_inputs))
+
+    def counted_experts(self, target: Target | None) -> MixtureSizes | None:
+        """Return the experts of the target if their counts correct the costs of passes, else None.
+
+        Given costs are not corrected, because their parts are unknown.
+        """
+        return None if target is None or self.costs else costs_of.expert_share(target).sizes
 
     @cached_property
     def recycling(self) -> Drafter:
@@ -112,6 +121,7 @@ def make_config(
     head: Head | None,
     head_tree: Paths | None,
     head_cost: float | None,
+    draft_cost: float,
 ) -> Config:
     """Check the settings of `auto` and fill in defaults for the platform. Raises: UsageError, see `auto`."""
     on_cpu = (platform or jax.default_backend()) == "cpu"
@@ -127,6 +137,8 @@ def make_config(
     costs_of.check(costs, len(widths), "width")
     if head is None and (head_tree is not None or head_cost is not None):
         raise UsageError("head_tree and head_cost need a draft head; give one, or leave them out")
+    if not 0 <= draft_cost < MOST_COST:
+        raise UsageError(f"draft_cost must be at least 0 and below {MOST_COST:,} passes, not {draft_cost}")
     if head_cost is not None and not head_cost >= 0:
         raise UsageError(f"head_cost must be at least 0, not {head_cost}")
     if head_cost is not None and head_cost >= MOST_COST:
@@ -136,7 +148,9 @@ def make_config(
         raise UsageError(f"a head of {head.kind} drafts in the target's own pass; choose method {head.kind}")
     if head is not None:
         paths = _paths(head, head_tree, CPU_TREE if on_cpu else trees.sequoia(*WIDE_TREE)[1])
-    config = Config(vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost, fits_batch)
+    config = Config(
+        vocab_size, num_recycled, widths, costs, dtype, platform, head, paths, head_cost, draft_cost, fits_batch
+    )
     config.recycling  # noqa: B018  raises for a bad number of nodes
     return config
 

@@ -310,7 +310,7 @@ def feed_last(
     positions = jnp.maximum(length[:, None] + back, 0)
     mask = jnp.tril(jnp.ones((lag, lag), bool)) & (_real(length, lag)[:, None, :] | jnp.eye(lag, dtype=bool))
     output, pending = model.forward(params, tokens, cache, positions=positions, mask=mask)
-    return jax.tree.map(lambda x: x[:, -1], output), pending
+    return jax.tree.map(lambda x: x[:, -1], output._replace(experts=None)), pending
 
 
 def _real(length: Array, lag: int) -> Array:

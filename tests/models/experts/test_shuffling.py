@@ -11,6 +11,7 @@ from tiers import exhaustive
 
 import specjax
 from specjax.models.experts import shuffling
+from specjax.models.experts.counting import PassHistory
 from specjax.models.experts.feed import MixtureFeed
 from specjax.models.experts.routing import Routing, choose
 from specjax.models.experts.shuffling import DevicePrediction, RowHistory, exchange_capacity, place_rows, surer
@@ -39,7 +40,7 @@ def rows_and_params():
 
 
 ROWS, GRAPHDEF, PARAMS = rows_and_params()
-START = RowHistory.start(TOKENS)
+START = PassHistory(RowHistory.start(TOKENS))
 
 
 def main_devices():
@@ -87,7 +88,7 @@ def test_any_table_gives_the_same_outputs(data, model):
     for kind in ("right", "random", "wrong", "all on one"):
         y, history = run(PARAMS | {"tables": tables(kind)}, ROWS, START)
         np.testing.assert_allclose(y, expected, atol=2e-6 * np.abs(expected).max(), err_msg=kind)
-        np.testing.assert_array_equal(history.devices, [np.full(TOKENS.shape, -1), main_devices()], err_msg=kind)
+        np.testing.assert_array_equal(history.rows.devices, [np.full(TOKENS.shape, -1), main_devices()], err_msg=kind)
 
 
 def test_without_the_full_exchange_wrong_tables_lose_pairs(monkeypatch):
