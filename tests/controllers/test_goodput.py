@@ -56,7 +56,7 @@ def test_acceptance_counts_only_positions_that_were_reached():
 
 
 def test_a_row_that_found_no_draft_counts_as_rejected():
-    """One of two rows drafts, and its tokens are accepted: the pass is paid for both rows."""
+    """Only the first of two rows drafts, and its tokens are accepted, but the pass is paid for both rows."""
     controller = goodput((0, 1, 3), costs=(1.0, 1.7, 2.5), smoothing=0.2)
     row = jnp.array([1, 0])
     state = controller.update(controller.init(2), info(0, 0, 2)._replace(accepted=row, drafted_depth=row))

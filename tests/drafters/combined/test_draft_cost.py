@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shipped_mixture import shipped_mixture
 from toy import markov, tiny_llama
 
 from specjax import UsageError, costs, decode
 from specjax.drafters import auto, autoregressive
-from specjax.drafters.combined.auto import DRAFTING, LEARN, PROBES, REST, _learn_every, _pause
+from specjax.drafters.combined.auto import DRAFTING, LEARN, PROBES, REST, _learn_every, _pause, make_auto
 from specjax.drafters.combined.settings import make_config
 from specjax.types import Context
 
@@ -61,6 +62,19 @@ def test_it_drafts_only_if_drafts_save_more_than_they_cost():
     cheap, dear = (decoded(cycle(9), auto(9, **WIDTHS, draft_cost=cost)) for cost in (2.0, 20.0))
     assert int(cheap.stats.target_passes[0]) < 250
     assert int(dear.stats.target_passes[0]) > 390
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_on_a_tiny_mixture_drafts_without_gain_are_rare(temperature):
+    """A draft costs nearly three passes there, and drafts of its stories save less. Times: `auto_on_mixture.py`."""
+    target = shipped_mixture()
+    cost = costs.of_drafting(target, "cpu")
+    assert 2 < cost < 4
+    prompt = [list(range(40, 60))]
+    run = lambda drafter: decode(target, drafter, prompt, key=0, max_new_tokens=320, temperature=temperature)
+    frugal, plain = run(make_auto(target, None, draft_cost=cost)), run(autoregressive())
+    assert frugal.to_lists() == plain.to_lists()
+    assert int(frugal.stats.target_passes[0]) > 310
 
 
 def test_the_estimate_is_small_for_usual_models_and_large_for_tiny_ones():
