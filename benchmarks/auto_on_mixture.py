@@ -34,6 +34,7 @@ def methods(target: Target) -> dict[str, Drafter | str]:
         "plain": "autoregressive",
         "auto": make_auto(target, None),
         f"auto, draft_cost={estimate:.1f}": make_auto(target, None, draft_cost=estimate),
+        "auto, num_recycled=8": make_auto(target, None, num_recycled=8, widths=(1, 4, 8)),
         "a chain of the longest match (prompt_lookup)": "prompt_lookup",
     }
 
