@@ -160,8 +160,13 @@ class Layout:
         other_arrays: Any = (None if x is None else self.rows(x) for x in cache[2:])
         return type(cache)(k, v, *other_arrays)
 
-    def keys(self, x: Array | Quantized, tokens: str | None) -> Any:
-        """Return the sharding of keys or values [..., B, K, n, h]. `tokens` is the kind of n: "slots" or None."""
+    def keys(self, x: Array | Quantized | None, tokens: str | None) -> Any:
+        """Return the sharding of keys or values [..., B, K, n, h]. `tokens` is the kind of n: "slots" or None.
+
+        Values that are a part of the keys are None, and so is their sharding.
+        """
+        if x is None:
+            return None
         if isinstance(x, Quantized):
             scale: Any = self.sharding(x.scale.shape, "data", "heads", tokens)
             return Quantized(self.keys(x.values, tokens), scale)

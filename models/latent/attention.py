@@ -6,6 +6,7 @@ that all heads share, so 576 numbers per token in the published models.
 Rule: a head's key is [W_k c; k], its value W_v c. A query [q; p] has the score q . W_k c + p . k, which is
 (W_k' q) . c + p . k. So attention runs on the cache itself, as with one key/value head of r + d numbers whose value is
 its first r, and W_v is applied to the sum (the for_vectors form). Otherwise each pass would expand the whole cache.
+The kernel for TPUs reads each entry once for the score and the value (`value_size` of `tree_attention`).
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ class LatentAttention(nnx.Module):
         new = kv.to_cache_dtype(self._entries(x, inputs).swapaxes(1, 2), cache.k)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         keys = jax.tree.map(join, cache.earlier[0], new) if cache.earlier else new
-        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale)
+        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, value_size=sizes.rank)
         attend = attend if shared.layout is None else shared.layout.shard_attention(attend)
         optional = {} if shared.first is None else {"first": shared.first}
         out = attend(
-            kv.pad_head_dim(self._queries(x, inputs), cache.k), keys, keys, cache.k, cache.k, shared.length,
+            kv.pad_head_dim(self._queries(x, inputs), cache.k), keys, None, cache.k, None, shared.length,
             shared.positions, shared.mask,
             key_positions=shared.key_positions, layer=cache.layer, window=inputs.settings.window, **optional,
         )  # fmt: skip
         by_head = self.v_up.weight[...].reshape(-1, sizes.value_dim, sizes.rank)
-        out = jnp.einsum("bthr,hvr->bthv", out[..., : sizes.rank], by_head)
+        out = jnp.einsum("bthr,hvr->bthv", out, by_head)
         out = out.reshape(*out.shape[:2], -1)
         return shared.sum(self.o(pad_tokens(out, x.shape[1])), "heads"), (new, None)
 

@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "mosaic_gpu", "by_slot")
 @jax.named_scope(scopes.ATTENTION)
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, implementation=None, first=None, sinks=None,
+    softcap=None, with_total=False, implementation=None, first=None, sinks=None, value_size=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention`, which also defines the arguments and the derivatives.
 
@@ -51,17 +51,17 @@ def tree_attention(
     if first is not None or prefix_k.shape[-4] < len(q):
         return shared_tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, first=first, key_positions=key_positions, layer=layer,
-            scale=scale, window=window, softcap=softcap, sinks=sinks,
+            scale=scale, window=window, softcap=softcap, sinks=sinks, value_size=value_size,
         )  # fmt: skip
     if sinks is not None:
         out, total = tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, scale=scale,
-            window=window, softcap=softcap, with_total=True, implementation=implementation,
+            window=window, softcap=softcap, with_total=True, implementation=implementation, value_size=value_size,
         )  # fmt: skip
         out, total = with_sinks(out, total, sinks)
         return (out, total) if with_total else out.astype(q.dtype)
     arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
-    static = {"scale": scale, "softcap": softcap, "with_total": with_total}
+    static = {"scale": scale, "softcap": softcap, "with_total": with_total, "value_size": value_size}
     if not prefix_k.shape[-2]:
         return _run_reference(*arrays, **static)
     on_xla: Callable = functools.partial(_run_xla, **static)
@@ -75,9 +75,10 @@ def tree_attention(
     elif implementation == "by_slot":
         run = functools.partial(_run_by_slot, **static)
         if not with_total and not _load_kernel("tpu_by_slot").unsupported_reason(q, k, prefix_k):
-            on_tpu = functools.partial(_run_kernel, kernel="tpu_by_slot", scale=scale, softcap=softcap)
+            more = {"scale": scale, "softcap": softcap, "value_size": value_size}
+            on_tpu = functools.partial(_run_kernel, kernel="tpu_by_slot", **more)
             run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
-    elif implementation == "xla" or _load_kernel().unsupported_reason(q, k, prefix_k):
+    elif implementation == "xla" or _load_kernel().unsupported_reason(q, k, prefix_k, value_size):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
         run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=on_xla)
@@ -129,7 +130,7 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 
 
 # `jit` makes equal layers share one trace: 0.6 ms instead of 27 ms.
-@functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total"))
+@functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total", "value_size"))
 @with_standard_modes  # Mosaic's indices are 32 bits
 def _run_kernel(
     q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static

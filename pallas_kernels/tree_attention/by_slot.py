@@ -30,6 +30,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     group_queries,
     plain_products,
     select_layer,
+    with_value_size,
 )
 from specjax.pallas_kernels.tree_attention.xla import cut_slots
 
@@ -58,6 +59,7 @@ class Sums(NamedTuple):
     top: jax.Array  # int32[B, K, G, T], exponent to which both are relative
 
 
+@with_value_size
 def tree_attention_by_slot(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, block=None, group=GROUP,

@@ -20,7 +20,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries
+from specjax.pallas_kernels.tree_attention.reference import NEG, finish, group_queries, with_value_size
 
 ROWS = 64
 """Rows of a tile: the smallest matrix of the tensor cores' instruction."""
@@ -47,6 +47,7 @@ def unsupported_reason(q, k, prefix_k, *, layer=None, window=None, softcap=None)
     return f"the cache must have at least {BLOCK} slots, not {slots}" if slots < BLOCK else None
 
 
+@with_value_size
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, parts=None, interpret=None,

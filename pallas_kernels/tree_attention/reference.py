@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +13,25 @@ from specjax.numerics.quantization import BITS, Quantized
 NEG = -1e30
 
 
+def with_value_size(attend: Callable) -> Callable:
+    """Add the argument `value_size` of `tree_attention` to an implementation that lacks it.
+
+    Its values are the complete keys, and the sums are cut. Cutting the cache instead would copy it.
+    """
+
+    @functools.wraps(attend)
+    def run(q, k, v, prefix_k, prefix_v, *more, value_size=None, **options):
+        if value_size is None:
+            return attend(q, k, v, prefix_k, prefix_v, *more, **options)
+        result = attend(q, k, k, prefix_k, prefix_k, *more, **options)
+        if isinstance(result, tuple):
+            return result[0][..., :value_size], *result[1:]
+        return result[..., :value_size]
+
+    return run
+
+
+@with_value_size
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, products=None, sinks=None,
@@ -35,9 +57,11 @@ def tree_attention(
         results over parts of the prefix. The output is float32 then. A token that attends to no key gets about -1e30,
         and an arbitrary finite output.
       products: function that multiplies queries and keys, by default `plain_products`.
+      value_size: the values are the first `value_size` numbers of the keys, as in latent attention, and `v` and
+        `prefix_v` are not read (None). None: keys and values are separate. `with_value_size` adds this argument.
       sinks: float[H], one more score per head in the softmax, whose weight is dropped (gpt-oss); None: there are none.
 
-    Returns: [B, T, H, h].
+    Returns: [B, T, H, h], or [B, T, H, value_size].
     """
     prefix_k, prefix_v = select_layer(prefix_k, layer), select_layer(prefix_v, layer)
     t = q.shape[1]

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.numerics.quantization import Quantized
-from specjax.pallas_kernels.tree_attention.reference import NEG, factors, select_layer
+from specjax.pallas_kernels.tree_attention.reference import NEG, factors, select_layer, with_value_size
 
 
+@with_value_size
 def shared_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, first=None, key_positions=None, layer=None, scale,
     window=None, softcap=None, sinks=None,

@@ -21,6 +21,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     select_layer,
     visible_keys,
     weighted_sum,
+    with_value_size,
 )
 from specjax.pallas_kernels.tree_attention.xla import blocked_tree_attention
 
@@ -34,6 +35,7 @@ SLOTS_PER_TILE = 128
 """Block sizes are multiples of this."""
 
 
+@with_value_size
 def static_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, max_scores=MAX_SCORES,

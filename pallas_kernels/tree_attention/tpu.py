@@ -8,6 +8,9 @@ The mask among the new tokens is packed into bits, 32 per word. Empty slots may 
 
 Quantised keys and values are read as int8. Their scales, [heads, slots], are copied separately, in lanes like the
 scores and the weights, which they multiply. No dequantised block is stored.
+
+In latent attention the values are the first numbers of the keys (`value_size`). Then a block is copied once, and both
+products read the same buffer.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ from specjax.pallas_kernels.tuning import tuned_sizes
 
 LANES = 128
 ANY_DISTANCE = 1 << 30
+MAX_DIM = 256
+MAX_SHARED_DIM = 640  # of keys that contain their values: 576 numbers of DeepSeek-V2 and V3 in whole tiles
 MAX_ROWS = 1024  # query rows per kv head of one call; the scores of a block are [rows, block] float32
 PART_ROWS = 512
 """Query rows per kv head of a call, if the queries need several. It suits the on-chip memory of every generation."""
 MAX_TOKENS = 512  # new tokens of several calls: each of them holds the keys and values of all
 
 
-def unsupported_reason(q, k, prefix_k) -> str | None:
+def unsupported_reason(q, k, prefix_k, value_size=None) -> str | None:
     """Return the reason why the kernel does not support these arguments, or None."""
     dim, rows = q.shape[-1], q.shape[1] * (q.shape[2] // k.shape[1])
     slots = prefix_k.shape[-2]
@@ -41,8 +46,13 @@ def unsupported_reason(q, k, prefix_k) -> str | None:
             f"dtypes {q.dtype}, {k.dtype}, {prefix_k.dtype}; it takes float32 or bfloat16, all equal, or these with "
             "quantised keys and values"
         )
-    if dim % 64 or dim > 256:
-        return f"head_dim {dim}; it takes 64, 128, 192 and 256"
+    if value_size is not None and (value_size % LANES or not 0 < value_size <= dim):
+        return f"values of {value_size} numbers in keys of {dim}; it takes multiples of {LANES} that are no larger"
+    largest = MAX_DIM if value_size is None else MAX_SHARED_DIM
+    if dim % 64 or dim > largest:
+        return f"head_dim {dim}; it takes " + (
+            "64, 128, 192 and 256" if value_size is None else f"multiples of 64 up to {largest}"
+        )
     if slots % LANES:
         return f"a cache of {slots} slots; it takes multiples of {LANES}"
     if rows > MAX_ROWS and k.shape[2] > MAX_TOKENS:
@@ -54,7 +64,7 @@ def unsupported_reason(q, k, prefix_k) -> str | None:
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, block=None, interpret=False,
+    softcap=None, with_total=False, value_size=None, block=None, interpret=False,
 ):  # fmt: skip
     """Compute `reference.tree_attention` with the kernel.
 
@@ -62,18 +72,19 @@ def tree_attention(
 
     Args:
       block: slots per copy, a multiple of 128. None: from tuned.json, halved until two blocks of keys and two of values
-        fit into its `buffer_bytes`.
+        fit into its `buffer_bytes`. Keys that contain their values need half of that.
       interpret: True or `pltpu.InterpretParams`, to run on CPU.
 
     Raises: NotImplementedError for the reason that `unsupported_reason` returns.
     """
-    reason = unsupported_reason(q, k, prefix_k)
+    reason = unsupported_reason(q, k, prefix_k, value_size)
     if reason:
         raise NotImplementedError(f"the TPU tree_attention does not support {reason}")
     key_positions = positions if key_positions is None else key_positions
+    arrays = 2 if value_size is None else 1
     attend = lambda q, positions, mask: _attend(
-        q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, scale, window, softcap, with_total,
-        block, interpret,
+        q, (k, v)[:arrays], (prefix_k, prefix_v)[:arrays], length, positions, mask, key_positions, layer, scale, window,
+        softcap, with_total, value_size, block, interpret,
     )  # fmt: skip
     groups, t = q.shape[2] // k.shape[1], q.shape[1]
     if groups * t <= MAX_ROWS:
@@ -84,23 +95,26 @@ def tree_attention(
 
 
 def _attend(
-    q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, scale, window, softcap, with_total,
+    q, new, prefix, length, positions, mask, key_positions, layer, scale, window, softcap, with_total, value_size,
     block, interpret,
 ):  # fmt: skip
-    """Compute the attention of at most MAX_ROWS queries per kv head in one call of the kernel."""
+    """Compute the attention of at most MAX_ROWS queries per kv head in one call of the kernel.
+
+    new, prefix: keys and values, or only keys if they contain the values.
+    """
     batch, t, heads, dim = q.shape
-    kv_heads, slots = k.shape[1], prefix_k.shape[-2]
-    groups = heads // kv_heads
+    k = new[0]
+    kv_heads, slots = k.shape[1], prefix[0].shape[-2]
+    groups, value_dim = heads // kv_heads, value_size or dim
     if layer is None:
         layer = 0
-        prefix_k, prefix_v = jax.tree.map(lambda x: x[None], (prefix_k, prefix_v))
+        prefix = jax.tree.map(lambda x: x[None], prefix)
     itemsize = k.dtype.itemsize
-    block = min(slots, block or _block(kv_heads, dim, itemsize, slots))
+    block = min(slots, block or _block(kv_heads, dim, itemsize, slots, len(new)))
 
     pad_rows, pad_keys = -(groups * t) % (32 // q.dtype.itemsize), -k.shape[2] % (32 // itemsize)
     rows = groups * t + pad_rows
     grouped = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h], row g * T + t
-    new = k, v
     # Rows of padding repeat the first ones, which is one operation; zeros would be a second one in each layer.
     by_row = lambda x: jnp.tile(x, (1, -(-rows // t), 1))[:, :rows]
     words = by_row(pack_bits(mask))  # int32[B, R, W]
@@ -110,18 +124,19 @@ def _attend(
 
     per_row = jnp.stack([length, jnp.min(positions, 1)]).astype(jnp.int32)
     scalar = lambda x: jnp.asarray(x, jnp.int32).reshape(1)
-    prefix = prefix_k, prefix_v
     full_block = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, *([0] * len(shape))))
     full_blocks = lambda tree: jax.tree.map(lambda x: full_block(*x.shape[1:]), tree)
     two_blocks = lambda x: pltpu.VMEM((2, kv_heads, block, *x.shape[4:]), x.dtype)
     # The kernel pads. Outside of it, each padding is an operation of its own in every layer.
     tile_of = lambda padding: lambda x: pltpu.VMEM((x.shape[1], x.shape[2] + padding, *x.shape[3:]), x.dtype)
     result_rows = batch, kv_heads, groups * t  # without padding
-    results = [jax.ShapeDtypeStruct((*result_rows, dim), jnp.float32 if with_total else q.dtype)]
+    results = [jax.ShapeDtypeStruct((*result_rows, value_dim), jnp.float32 if with_total else q.dtype)]
     if with_total:
         results += [jax.ShapeDtypeStruct((*result_rows, 1), jnp.float32)] * 2
     outputs = pl.pallas_call(
-        functools.partial(_kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap),
+        functools.partial(
+            _kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap, value_size=value_size
+        ),
         out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -135,7 +150,7 @@ def _attend(
                 tile_of(pad_rows)(grouped) if pad_rows else (),
                 jax.tree.map(tile_of(pad_keys), new) if pad_keys else (),
                 jax.tree.map(two_blocks, prefix),
-                pltpu.VMEM((kv_heads, rows, dim), jnp.float32),
+                pltpu.VMEM((kv_heads, rows, value_dim), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
@@ -144,7 +159,7 @@ def _attend(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=64 << 20),
         cost_estimate=pl.CostEstimate(
-            flops=4 * batch * kv_heads * rows * slots * dim,
+            flops=2 * batch * kv_heads * rows * slots * (dim + value_dim),
             bytes_accessed=sum(x.nbytes // len(x) for x in jax.tree.leaves(prefix)),
             transcendentals=batch * kv_heads * rows * slots,
         ),
@@ -157,7 +172,7 @@ def _attend(
     return finish(out, top, total, t, q.dtype, True)
 
 
-def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
+def _block(kv_heads: int, dim: int, itemsize: int, slots: int, arrays: int = 2) -> int:
     """Return the slots per copy.
 
     Larger blocks take fewer cycles per slot, but a row reads on average half a block too much. On v5e, 2 kv heads of
@@ -167,7 +182,7 @@ def _block(kv_heads: int, dim: int, itemsize: int, slots: int) -> int:
     """
     sizes = tuned_sizes("tree_attention")
     size = sizes["block"] if slots < sizes["long"] else sizes["long_block"]
-    while size > LANES and 4 * kv_heads * size * max(dim, LANES) * itemsize > sizes["buffer_bytes"]:
+    while size > LANES and 2 * arrays * kv_heads * size * max(dim, LANES) * itemsize > sizes["buffer_bytes"]:
         size //= 2
     return size
 
@@ -181,14 +196,14 @@ def pack_bits(mask):
 
 
 def _kernel(
-    per_row, layer, window, q, new, words, places, prefix, out, *refs, block, slots, has_window, softcap,
+    per_row, layer, window, q, new, words, places, prefix, out, *refs, block, slots, has_window, softcap, value_size,
 ):  # fmt: skip
     """Process one batch row.
 
     q and out [K, G T, h]; words [R, W] of the rows of full tiles; new keys and values [K, M, h]; prefix in HBM; buffers
-    of two blocks. Quantised keys and values include their scales. `places` has the positions of these rows [R, 1] and
-    of the keys of full tiles [1, n] for a window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they
-    are results.
+    of two blocks. With `value_size` there are only keys, and out is [K, G T, value_size]. Quantised keys and values
+    include their scales. `places` has the positions of these rows [R, 1] and of the keys of full tiles [1, n] for a
+    window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they are results.
     """
     *totals, full_q, full_new, buffers, acc, top, total, copied, arrived = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
@@ -236,6 +251,11 @@ def _kernel(
         *first, head = index
         return x.values[index].astype(q.dtype), x.scale[*first, pl.ds(head, 1)]
 
+    def load_both(arrays, *index):
+        """Return the keys and the values of a head as from `load`."""
+        keys = load(arrays[0], *index)
+        return keys, load(arrays[1], *index) if value_size is None else (keys[0][:, :value_size], keys[1])
+
     def add_keys(head, keys, values, visible):
         """Add keys and values [n, h], from `load`, where visible bool[R, n], by an online softmax."""
         # Mosaic has no other precision for bfloat16, and the program's own is for float32.
@@ -259,15 +279,14 @@ def _kernel(
         top[head] = new_top
 
     # New tokens first: each attends to itself, so the maximum is finite before a block that may be fully masked.
-    new_k, new_v = new
-    visible_new = unpack_bits(words[...], new_k.shape[1])
+    visible_new = unpack_bits(words[...], new[0].shape[1])
     if has_window:
         visible_new &= in_window(places[1][...])
     acc[...] = jnp.zeros_like(acc)
     total[...] = jnp.zeros_like(total)
     top[...] = jnp.full_like(top, NEG)
     for head in range(kv_heads):
-        add_keys(head, load(new_k, head), load(new_v, head), visible_new)
+        add_keys(head, *load_both(new, head), visible_new)
 
     def body(i, _):
         slot = copied[0] % 2
@@ -289,14 +308,13 @@ def _kernel(
         visible = visible & in_window(position) if has_window else jnp.broadcast_to(visible, (q.shape[1], block))
         # A weight of zero does not remove a NaN, neither in values nor in scales.
         is_text = start + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0) < length
-        k_buffer, v_buffer = buffers
         for head in range(kv_heads):
-            values, scales = load(v_buffer, slot, head)
+            keys, (values, scales) = load_both(buffers, slot, head)
             if scales is None:
                 values = jnp.where(is_text, values, jnp.zeros_like(values))
             else:
                 scales = jnp.where(position < length, scales, 0.0)
-            add_keys(head, load(k_buffer, slot, head), (values, scales), visible)
+            add_keys(head, keys, (values, scales), visible)
         return 0
 
     jax.lax.fori_loop(first, last, body, 0)

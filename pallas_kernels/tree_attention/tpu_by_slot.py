@@ -27,6 +27,7 @@ from specjax.numerics.quantization import Quantized
 from specjax.numerics.reproducible_math import FRACTION, fixed_point, power_of_two, two_to
 from specjax.pallas_kernels.tree_attention import tpu
 from specjax.pallas_kernels.tree_attention.by_slot import NO_EXPONENT
+from specjax.pallas_kernels.tree_attention.reference import with_value_size
 from specjax.pallas_kernels.tree_attention.tpu import ANY_DISTANCE, LANES, MAX_ROWS, pack_bits, unpack_bits
 
 GROUP = LANES
@@ -57,6 +58,7 @@ def rows_of_node(heads: int) -> int:
     return 1 << (heads - 1).bit_length() if heads <= TILE else -(-heads // TILE) * TILE
 
 
+@with_value_size
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, block=None, interpret=False,

@@ -12,6 +12,7 @@ from specjax.pallas_kernels.tree_attention.reference import (
     masked_scores,
     plain_products,
     weighted_sum,
+    with_value_size,
 )
 
 BLOCK = 256
@@ -22,6 +23,7 @@ SmolLM2 on two cores, one token, ms per layer for 480 slots used of 512 / of 8,1
 """
 
 
+@with_value_size
 def blocked_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, block=BLOCK, all_blocks=False,
