@@ -20,6 +20,7 @@ from specjax.planning.inputs.model_configs import builtin_configs, load_config, 
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
 PARAMETERS = {
+    "deepseek_v2_lite": 15_706_484_224,
     "dream_7b": 7_615_616_512,
     "gemma3_270m": 268_098_176,
     "llada_8b": 8_015_581_184,

@@ -14,7 +14,7 @@ from specjax.planning.stages.parts import parts_of
 from specjax.planning.stages.programs import VOCAB, stage_configs
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_30b_a3b", "gpt_oss_20b", "qwen3_next_80b"])
+@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_30b_a3b", "gpt_oss_20b", "qwen3_next_80b", "deepseek_v2_lite"])
 def test_the_stages_have_the_parameters_of_the_model(name):
     config = load_config(name, "bfloat16")
     parts, stages = parts_of(config, 1024), stage_configs(config)
