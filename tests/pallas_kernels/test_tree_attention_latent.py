@@ -231,7 +231,7 @@ def test_layers_of_latent_attention_run_the_kernel_on_tpus(rank, runs_kernel):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("topology", ["v5e:2x2", exhaustive("v6e:2x2")])
 def test_the_compiler_takes_it_without_a_copy_of_the_cache(topology, int8):
-    """With 16 and with 128 heads, with one node and with 16; the cache is the only large array."""
+    """The cache is the only large array, with 16 and with 128 heads, and with one node and with 16."""
     mesh = jax.sharding.Mesh(np.array(devices(topology)[:1]), "x")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for heads, nodes in ((16, 1), (16, 16), (128, 8)):
