@@ -25,6 +25,18 @@ def ends_of_text(cached: Array, num_slots: int, budget: int, sinks: int) -> Arra
     return jnp.where(slots < cached[:, None], slots, num_slots)
 
 
+def attention_weights(query: Array, positions: Array, key: Array) -> Array:
+    """Return the attention of tokens to a text, float32[B, K, H / K, T, S].
+
+    Args:
+      query: float[B, T, H, h], rotated and scaled. positions: int32[B, T] of the tokens.
+      key: float[B, K, S, h], of all tokens. Each token attends to the slots up to its position.
+    """
+    is_visible = jnp.arange(key.shape[2]) <= positions[:, None, None, :, None]  # [B, 1, 1, T, S]
+    scores = jnp.einsum("btkgh,bksh->bkgts", _by_group(query, key), key.astype(jnp.float32))
+    return jax.nn.softmax(jnp.where(is_visible, scores, -jnp.inf), -1)
+
+
 def most_attended(query: Array, positions: Array, key: Array, cached: Array, budget: int) -> Array:
     """Select the last T tokens and those to which they attend most, int32[B, K, budget].
 
@@ -36,9 +48,7 @@ def most_attended(query: Array, positions: Array, key: Array, cached: Array, bud
     SnapKV, arXiv 2404.14469.
     """
     slot = jnp.arange(key.shape[2])
-    is_visible = slot <= positions[:, None, None, :, None]  # [B, 1, 1, T, S]
-    scores = jnp.einsum("btkgh,bksh->bkgts", _by_group(query, key), key.astype(jnp.float32))
-    weights = jax.nn.softmax(jnp.where(is_visible, scores, -jnp.inf), -1)
+    weights = attention_weights(query, positions, key)
     attention = jnp.where(slot < positions[:, :1, None], jnp.sum(weights, (2, 3)), 0)  # of tokens before these
     return _best(jnp.where(slot < positions[:, :1, None], _smooth(attention), jnp.inf), cached, budget)
 

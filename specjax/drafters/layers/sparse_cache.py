@@ -27,14 +27,13 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.arrays import batch_axes
-from specjax.arrays.indexing import take_along
-from specjax.arrays.texts import causal_mask
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
 from specjax.models.variants import cache_parts
 from specjax.numerics.validation import check_integer
 from specjax.retrieval import cached_tokens
+from specjax.retrieval.last_queries import check_full_attention, last_queries
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Hooks, Model, PyTree, Target, Traits, TreeSize
 
@@ -116,14 +115,7 @@ def sparse_cache(
 
 
 def _check(model: Model, settings: SelectionSettings) -> None:
-    if model.queries is None or model.config is None:
-        reason = "has no cache of keys and values on one device"
-    elif model.config.window is not None:
-        reason = "attends within windows, which a selection would shift"
-    else:
-        reason = None
-    if reason:
-        raise UsageError(f"the model {model.name} {reason}, which sparse_cache needs; choose a method such as auto")
+    check_full_attention(model, "sparse_cache", "choose a method such as auto")
     if settings.selection not in SELECTIONS:
         raise UsageError(f'selection must be one of {", ".join(SELECTIONS)}, not "{settings.selection}"')
     for name in ("sinks", "window", "chunk", "refresh"):
@@ -227,7 +219,8 @@ def _select_slots(model: Model, settings: SelectionSettings, context: Context, c
     if settings.selection == "sinks":
         slots = cached_tokens.ends_of_text(cached, cache_parts.num_slots(cache), settings.budget, settings.sinks)
         return jnp.broadcast_to(slots[None, :, None], (layers, len(cached), 1, settings.budget))
-    queries, positions = _last_queries(model, context, cached, settings.window if settings.selection == "snapkv" else 1)
+    count = settings.window if settings.selection == "snapkv" else 1
+    queries, positions = last_queries(context_target(context), context.tokens, cache, cached, count)
 
     def of_layer(query: Array, key: Array) -> Array:
         if settings.selection == "snapkv":
@@ -235,17 +228,3 @@ def _select_slots(model: Model, settings: SelectionSettings, context: Context, c
         return cached_tokens.nearest_chunks(query[:, 0], key, cached, settings.budget, settings.chunk)
 
     return cache_parts.map_keys(of_layer, queries, cache)
-
-
-def _last_queries(model: Model, context: Context, cached: Array, count: int) -> tuple[tuple[Array, ...], Array]:
-    """Return the queries of the last `count` cached tokens in each layer, and their positions int32[B, count]."""
-    target = context_target(context)
-    start = jnp.maximum(cached - count, 0)
-    positions = start[:, None] + jnp.arange(count)
-    tokens = take_along(context.tokens, positions, 1)
-    output, _ = target.model.forward(
-        target.params, tokens, model.rewind_cache(context.cache, start), positions=positions,
-        mask=causal_mask(*tokens.shape), taps=tuple(range(model.capabilities.num_layers)),
-    )  # fmt: skip
-    assert model.queries is not None
-    return model.queries(target.params, output.taps, positions), positions
