@@ -66,6 +66,7 @@ __all__ = [
     *_HOMES,
     "adaptive",
     "collaborate",
+    "compression",
     "controllers",
     "decoders",
     "diffusion",

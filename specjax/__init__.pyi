@@ -1,5 +1,6 @@
 from specjax import adaptive as adaptive
 from specjax import collaborate as collaborate
+from specjax import compression as compression
 from specjax import controllers as controllers
 from specjax import decoders as decoders
 from specjax import diffusion as diffusion

@@ -38,6 +38,7 @@ PLACES = (
     Place("diffusion", "methods", "specjax.diffusion.methods"),
     Place("collaborate", "methods", "specjax.collaborate.methods"),
     Place("adaptive", "", "specjax.adaptive"),
+    Place("compression", "", "specjax.compression"),
 )
 """The places of all rows, in the order of the catalogue."""
 

@@ -29,6 +29,8 @@ def command_of(row: Method) -> str | None:
         models.append("--datastore FOLDER")
     if row.kind == "adaptive":
         return f"specjax generate PROMPT --adapt {row.name}" + (f":{','.join(required)}" if required else "")
+    if row.kind == "compression":
+        return f"specjax generate PROMPT --compress {row.name}"
     scores = [f"--set {option.name}={option.form}" for option in row.words if option.type == "reward_model"][:1]
     words = [
         f"specjax generate PROMPT --method {row.name}",

@@ -20,12 +20,13 @@ Three more are for diffusion models, whose text depends on the order in which to
 the procedure which the method accelerates. `valid`: every text belongs to a given language.
 """
 
-Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive"]
+Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive", "compression"]
 """The loop that runs a method.
 
 `drafter`: drafts for `specjax.decode`. `decoder`: has a loop of its own. `diffusion`: decides the columns of a canvas,
 for `specjax.denoise`. `collaboration`: several models or samples write one text. `adaptive`: selects the layers of the
-target that each token runs, for `specjax.adaptive.skip_layers`.
+target that each token runs, for `specjax.adaptive.skip_layers`. `compression`: selects the tokens of a prompt that the
+target reads.
 """
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
@@ -89,7 +90,8 @@ class Method(NamedTuple):
         """Return the function that builds the method. Reading this property imports the module of the method.
 
         For drafters it is `(target, draft, **options) -> Drafter`, for diffusion `(denoiser, **options) -> Procedure`,
-        for adaptive methods `(**options) -> DepthPolicy`. For decoders and collaborations it is the loop itself.
+        for adaptive methods `(**options) -> DepthPolicy`, for compression `(draft, prompts, **options) -> prompts`. For
+        decoders and collaborations it is the loop itself.
         """
         factory = self.load()
         if self.kind != "drafter":
@@ -102,7 +104,7 @@ class Method(NamedTuple):
         return make
 
     def load_check(self) -> Callable[..., Any]:
-        """Import the module of a decoder or collaboration, and return the check of its options before models load.
+        """Import a method's module, and return the check of its options before models load. Drafters have none.
 
         It takes settings of `decode` and the options of the row by name, without switches and drafters, which are
         never wrong. It returns the settings that the method uses.
@@ -123,7 +125,7 @@ class Method(NamedTuple):
         """Return the public path of the function in Python, such as `specjax.decoders.pearl`."""
         home = {
             "drafter": "drafters", "decoder": "decoders", "diffusion": "diffusion.methods",
-            "collaboration": "collaborate.methods", "adaptive": "adaptive",
+            "collaboration": "collaborate.methods", "adaptive": "adaptive", "compression": "compression",
         }  # fmt: skip
         own_factory = self.kind in ("decoder", "collaboration") and self.factory
         return f"specjax.{home[self.kind]}.{own_factory or self.name}"

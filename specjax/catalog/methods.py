@@ -67,6 +67,10 @@ def find_drafter(name: str) -> Method:
             f"method {name} selects layers of the target and is not a drafter; use --adapt {name}, or --method thinned "
             f"--set depth={name} (specjax.adaptive in Python)"
         )
+    if method.kind == "compression":
+        raise UsageError(
+            f"method {name} compresses prompts and is not a drafter; use --compress {name} ({method.path} in Python)"
+        )
     if method.kind != "drafter":
         raise UsageError(
             f"method {name} has its own decoding loop and is not a drafter; call {method.path}(...) in Python"

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 import specjax
-from specjax import METHODS, UsageError, adaptive, controllers, decoders, drafters, trees, verifiers
+from specjax import METHODS, UsageError, adaptive, compression, controllers, decoders, drafters, trees, verifiers
 from specjax.catalog import OF_FILES, PARAMETERS, REQUIRED, of_kind, shared
 from specjax.catalog.collection import PLACES, find_package, read_rows
 from specjax.catalog.forms import controller_forms, stop_forms, tree_forms
@@ -107,6 +107,7 @@ def test_every_method_has_a_row():
     for kind, names in public.items():
         assert {row.name if kind == "drafter" else row.load().__name__ for row in of_kind(kind).values()} == names, kind
     assert all(row.load() is getattr(adaptive, name) for name, row in of_kind("adaptive").items())
+    assert all(row.load() is getattr(compression, name) for name, row in of_kind("compression").items())
     assert {name for kind in get_args(Kind) for name in of_kind(kind)} == set(METHODS)
     for name, row in METHODS.items():
         assert name == row.name and row.summary and all(option.help and option.form for option in row.options)

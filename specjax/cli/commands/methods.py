@@ -42,7 +42,7 @@ def methods(
         typer.Argument(
             help="Show the options of this method.",
             show_default=False,
-            autocompletion=completion.words("drafters", "decoders", "diffusion", "collaboration", "adaptive"),
+            autocompletion=completion.words(*completion.KINDS),
         ),
     ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List the acceptance rules, for --verifier.")] = False,
@@ -150,6 +150,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
         "drafter": "", "decoder": "has its own decoding loop; ", "diffusion": "for diffusion models; ",
         "collaboration": "several models or samples write one text; ",
         "adaptive": "runs a part of the target's layers; ",
+        "compression": "shortens prompts; ",
     }[row.kind]  # fmt: skip
     command, missing = description["command"], " and ".join(missing_inputs(row))
     write(form + (f"run {command}" if command else f"the command line cannot provide its {missing}"))
@@ -203,6 +204,7 @@ def _show_methods(rows: list[dict[str, Any]], out: Console, section: str) -> Non
         "diffusion": "for diffusion models",
         "collaboration": "several models or samples",
         "adaptive": "adaptive depth",
+        "compression": "compression of prompts",
     }
     heads, fields = ("guarantee", "needs", "description", "paper"), ("guarantee", "needs", "summary", "paper")
     count = len(heads) if out.width >= WIDE else len(heads) - 1

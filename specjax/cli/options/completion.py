@@ -27,7 +27,7 @@ HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
 Pairs = list[tuple[str, str]]  # a word and its help
 KINDS: dict[str, Kind] = {
     "drafters": "drafter", "decoders": "decoder", "diffusion": "diffusion", "collaboration": "collaboration",
-    "adaptive": "adaptive",
+    "adaptive": "adaptive", "compression": "compression",
 }  # fmt: skip
 """The sections of methods that commands run, and the kind of each."""
 

@@ -1,0 +1,1 @@
+"""Compression of the prompts of `specjax generate`."""
