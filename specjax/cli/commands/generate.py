@@ -61,6 +61,9 @@ Text is printed when it is final. --show order draws the canvas while it
 fills, on a terminal. --compare also runs the procedure that the method speeds
 up: one column per pass, unless the method guarantees the text of another one.
 
+With --compress the target reads a part of each prompt, which is lossy.
+--compare then runs plain decoding on the same compressed prompts.
+
 With --distributed the same command runs on every host: --data devices share
 the batch, --model devices share the weights, --expert devices the experts of
 a mixture. The texts equal those of one host. With --checkpoint the same
@@ -84,6 +87,7 @@ class RunOptions:
     batch_size: o.BatchOption = 1
     stop_string: o.StopStringOption = None
     adapt: o.AdaptOption = None
+    compress: o.CompressOption = None
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run plain decoding, and compare texts and speed.")
     ] = False
@@ -176,6 +180,7 @@ def _draft(flags: GenerateFlags) -> None:
     """Generate with drafts, over all hosts and devices."""
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
+    from specjax.cli.runs.compression.prompts import compress_prompts, read_compression
     from specjax.cli.runs.environment import open_program_cache, stage
     from specjax.cli.runs.generation import Generation, GenerationOptions
     from specjax.cli.runs.run import Report, execute
@@ -184,6 +189,7 @@ def _draft(flags: GenerateFlags) -> None:
 
     flags, selection = _select(flags)
     run, values = flags.run, _shared_values(flags, selection.options.source)
+    compression = read_compression(run.compress, run.adapt)
     require(
         not flags.hosts.distributed or flags.draft.costs != "measured",
         "--costs measured differs between hosts, and all must run one program; give a file of `specjax plan`",
@@ -199,11 +205,12 @@ def _draft(flags: GenerateFlags) -> None:
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
+    rows, compressed = (rows, None) if compression is None else compress_prompts(rows, compression, session, log)
     session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log, selection.decoding.settings)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     options = GenerationOptions(
         run.compare, flags.checkpoint.checkpoint, flags.checkpoint.checkpoint_every, tuple(run.stop_string or ()),
-        run.adapt, session.processors(flags.processing), programs,
+        run.adapt, session.processors(flags.processing), programs, compressed,
     )  # fmt: skip
     generation = Generation(session, selection.decoding, method, selection.options, rows, run.batch_size, options)
     out = Console(quiet=run.as_json or not is_first)
@@ -298,7 +305,7 @@ def _denoise(flags: GenerateFlags) -> None:
     run, models = flags.run, flags.models
     allowed = frozenset(
         vars(models).keys() - {"draft", "same_bits", "head_set"}
-        | vars(run).keys() - {"adapt", "stop_string"}
+        | vars(run).keys() - {"adapt", "compress", "stop_string"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every"}
     )
     groups = (models, flags.draft, flags.processing, run, flags.hosts, flags.checkpoint, flags.speculative)
@@ -332,7 +339,7 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
 
     run, models = flags.run, flags.models
     allowed = frozenset(
-        vars(run).keys() - {"adapt", "stop_string", "show"}
+        vars(run).keys() - {"adapt", "compress", "stop_string", "show"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every", "checkpoint"}
     )
     groups = (flags.draft, run, flags.hosts, flags.checkpoint, flags.speculative)

@@ -281,6 +281,16 @@ AdaptOption = Annotated[
         autocompletion=completion.words("adaptive"),
     ),
 ]
+CompressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compress",
+        help="Shorten the prompts (lossy): specpc:512 keeps the 512 tokens that the model of --draft, or else the "
+        "target, finds important. `specjax methods` lists the methods.",
+        show_default=False,
+        autocompletion=completion.words("compression"),
+    ),
+]
 CacheDtypeOption = Annotated[
     str | None,
     typer.Option(

@@ -8,8 +8,8 @@ from typing import Any
 
 PANELS: Mapping[str, str] = MappingProxyType(
     {
-        "Text": "--max-new-tokens --stop-string --batch-file --raw --system --template-args --own-prompts --texts "
-        "--prompts --limit --offset --answers",
+        "Text": "--max-new-tokens --stop-string --batch-file --compress --raw --system --template-args --own-prompts "
+        "--texts --prompts --limit --offset --answers",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
         "--same-bits --quantize --keep-quantized --draft-quantize --adapt",
         "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller --costs "

@@ -16,6 +16,7 @@ from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
+from specjax.cli.runs.compression.prompts import CompressedPrompts
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import PromptRun, Report, describe_memory, print_heading
@@ -36,6 +37,16 @@ class GenerationOptions(NamedTuple):
     adapt: str | None = None
     processors: tuple[Processor, ...] = ()
     programs: ProgramCache | None = None
+    compressed: CompressedPrompts | None = None
+
+    @property
+    def lossy_part(self) -> tuple[str, str] | None:
+        """Return the part that makes the text lossy under an exact method: its name in JSON, and words for it."""
+        if self.adapt is not None:
+            return "adapted_target", f"the target with {self.adapt}"
+        if self.compressed is not None:
+            return "compressed_prompts", f"the target on prompts compressed by {self.compressed.text}"
+        return None
 
 
 class Generation(PromptRun):
@@ -212,11 +223,12 @@ class Generation(PromptRun):
         )
 
     def document(self, bad) -> dict[str, Any]:
-        """Return the JSON document. With --adapt the text is lossy, and the method's guarantee has its own name."""
-        document = super().document(bad) | {"adapt": self.more.adapt}
-        if self.more.adapt is None:
+        """Return the JSON document. If a part is lossy, the method's guarantee has its own name."""
+        compressed, part = self.more.compressed, self.more.lossy_part
+        document = super().document(bad) | {"adapt": self.more.adapt, "compress": compressed and compressed.text}
+        if part is None:
             return document
-        return document | {"guarantee": "lossy", "guarantee_to_adapted_target": document["guarantee"]}
+        return document | {"guarantee": "lossy", f"guarantee_to_{part[0]}": document["guarantee"]}
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results per finished prompt as JSON."""
@@ -230,6 +242,7 @@ class Generation(PromptRun):
                 "token_ids": ids,
                 "finish_reason": "stop" if text.is_stopped else "eos" if eos else "length",
                 "prompt_tokens": len(row.ids),
+                **self._complete_length(row),
                 "tokens": len(ids),
                 "target_passes": int(count),
                 "block_efficiency": len(ids) / max(int(count), 1),
@@ -238,6 +251,11 @@ class Generation(PromptRun):
                 self.rows[: len(self.texts)], self.texts, run.tokens, run.hit_eos, passes, strict=True
             )
         ]
+
+    def _complete_length(self, row: Encoded) -> dict[str, int]:
+        """Return the tokens of a prompt before its compression; nothing if prompts are not compressed."""
+        compressed = self.more.compressed
+        return {} if compressed is None else {"complete_prompt_tokens": compressed.lengths[row.ordinal]}
 
     def table(self) -> dict[str, str]:
         """Return the totals as lines of a table."""
@@ -257,18 +275,21 @@ class Generation(PromptRun):
             "compilation": f"{record['compile_seconds']:.1f} s",
             "peak memory": describe_memory(record["peak_memory_bytes"]),
         }
+        if self.more.compressed is not None:
+            lines["prompt tokens"] = self.more.compressed.describe(self.rows)
         if self._is_compared:
             lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
             lines["speed ratio"] = f"{record['speedup']:.2f}"
         return lines
 
     def _guarantee(self) -> str:
-        """Return the guarantee in words, with the loss of a lossy rule and of --adapt."""
+        """Return the guarantee in words, with the loss of a lossy rule, of --adapt and of --compress."""
         rule = self.decoding.rule
         has_distance = rule is not None and rule.distance is not None and self.decoding.remark is None
         distance = f", TV {rule.distance:g} on a toy pair" if rule is not None and has_distance else ""
         words = self.guarantee + distance
-        return words if self.more.adapt is None else f"lossy; {words} relative to the target with {self.more.adapt}"
+        part = self.more.lossy_part
+        return words if part is None else f"lossy; {words} relative to {part[1]}"
 
     def verdict(self) -> list[str]:
         """Return the result of the comparison in words."""
@@ -280,7 +301,8 @@ class Generation(PromptRun):
                 if self.guarantee == "distribution"
                 else "outputs: not compared; this method promises equal text at temperature 0 only"
             ]
-        plain = self.session.baseline + ("" if self.more.adapt is None else f" of the target with {self.more.adapt}")
+        part = self.more.lossy_part
+        plain = self.session.baseline + ("" if part is None else f" of {part[1]}")
         if self.identical:
             return [f"outputs: identical to {plain}"]
         lines = [] if self.is_comparable else [f"outputs: differ from {plain}; this method is lossy"]
