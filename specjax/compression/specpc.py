@@ -109,8 +109,8 @@ def specpc(
       lookahead: tokens that the draft writes. All but the last one attend to the prompt too.
       first_layer: first layer whose attention counts. None: 8, or half of the layers of a draft with less than 16.
 
-    Raises: UsageError for a setting out of range, for a prompt that is not token ids or does not fit the draft, and for
-      a draft without a cache of keys and values on one device, or with windows of attention.
+    Raises: UsageError for a setting out of range, and for a prompt that is not token ids or does not fit the draft. The
+      draft needs a cache of keys and values on one device, and attention without windows.
     """
     rule = check_options(budget, window, kernel, neighbors, first, lookahead, first_layer)
     rule = rule._replace(first_layer=_first_layer(draft, rule))

@@ -84,8 +84,8 @@ def select(scores, rule, mutant=""):
     pooled = [max(scores[max(i - left, 0) : i - left + rule.kernel]) for i in range(size)]
     pooled = scores if mutant == "no pooling" else pooled
     ranked = sorted(range(size), key=lambda i: (-pooled[i], i))
-    before = (max(rule.neighbors, 1) - 1) // 2
-    around = range(-before, max(rule.neighbors, 1) - before)
+    reach = (max(rule.neighbors, 1) - 1) // 2
+    around = range(-reach, max(rule.neighbors, 1) - reach)
     around = [0] if mutant == "no neighbours" else sorted(around, key=lambda offset: (abs(offset), offset))
     places = [*range(size - rule.window, size)] if mutant != "no window" else []
     places += range(rule.first) if mutant != "no first tokens" else []

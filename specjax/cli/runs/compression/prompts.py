@@ -23,8 +23,8 @@ class CompressedPrompts(NamedTuple):
 
     def describe(self, rows: Sequence[Encoded]) -> str:
         """Return the numbers of tokens before and after compression, in words."""
-        before, after = sum(self.lengths[row.ordinal] for row in rows), sum(len(row.ids) for row in rows)
-        return f"{after:,} of {before:,}, selected by {self.model}"
+        num_complete, num_left = sum(self.lengths[row.ordinal] for row in rows), sum(len(row.ids) for row in rows)
+        return f"{num_left:,} of {num_complete:,}, selected by {self.model}"
 
 
 def read_compression(text: str | None, adapt: str | None) -> Compression | None:
