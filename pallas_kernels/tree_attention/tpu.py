@@ -286,7 +286,8 @@ def _kernel(
     total[...] = jnp.zeros_like(total)
     top[...] = jnp.full_like(top, NEG)
     for head in range(kv_heads):
-        add_keys(head, *load_both(new, head), visible_new)
+        keys, values = load_both(new, head)
+        add_keys(head, keys, values, visible_new)
 
     def body(i, _):
         slot = copied[0] % 2
