@@ -66,7 +66,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What fits in a memory budget, and how fast it decodes."""
+    """A list of the batches and drafts that fit in a memory budget, with their speeds."""
 
     inputs: dict[str, Any]
     budget_bytes: int  # of one device
@@ -129,9 +129,9 @@ def plan_within_memory(
             if not rows:
                 raise UsageError(_refusal(work, memory, room, terms))
             break
-        found = [_plain_row(work, smallest, room)]
-        found += [_row(one, drafts.get(one.name), work, sizes, room, devices) for one in candidates]
-        rows += sorted(found, key=lambda row: (-row.tokens_per_second, row.name != PLAIN))
+        of_batch = [_plain_row(work, smallest, room)]
+        of_batch += [_row(one, drafts.get(one.name), work, sizes, room, devices) for one in candidates]
+        rows += sorted(of_batch, key=lambda row: (-row.tokens_per_second, row.name != PLAIN))
         batch *= 2
     tried: list[Compiled] = []
     left = rows
@@ -144,16 +144,16 @@ def plan_within_memory(
 
 
 def _compiled(
-    row: DraftWithin, one: Candidate | None, given: Workload | None, plain: Workload, cache: bool, notify: Notify
+    row: DraftWithin, one: Candidate | None, workload: Workload | None, plain: Workload, cache: bool, notify: Notify
 ) -> Compiled:
     """Compile the programs of a draft."""
     work = dataclasses.replace(plain, batch=row.batch)
     if one is not None and row.num_nodes > 1:
-        work = _with_tree(_workload(one, given, work), row.flags)
+        work = _with_tree(_workload(one, workload, work), row.flags)
     programs = tuple(compile_programs(work, cache, notify, only=("prefill", "step")))
     sizes = [program.memory.total if program.memory else program.needed_bytes for program in programs]
-    known = [size for size in sizes if size is not None]
-    return Compiled(row, programs, max(known) if len(known) == len(sizes) else None)
+    in_bytes = [size for size in sizes if size is not None]
+    return Compiled(row, programs, max(in_bytes) if len(in_bytes) == len(sizes) else None)
 
 
 def _fits(compiled: Compiled, memory: int) -> bool:
@@ -170,11 +170,11 @@ def _refusal(work: Workload, memory: int, room: float, terms: Mapping[str, float
     )
 
 
-def _workload(one: Candidate, given: Workload | None, work: Workload) -> Workload:
+def _workload(one: Candidate, workload: Workload | None, work: Workload) -> Workload:
     """Return the workload of a draft with the batch of another workload."""
-    if given is None:
+    if workload is None:
         return dataclasses.replace(work, method=one.method) if one.method else work
-    return dataclasses.replace(given, batch=work.batch, model=work.model)
+    return dataclasses.replace(workload, batch=work.batch, model=work.model)
 
 
 def _with_tree(work: Workload, flags: str) -> Workload:
@@ -194,10 +194,10 @@ def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin
 
 
 def _row(
-    one: Candidate, given: Workload | None, plain: Workload, sizes: Sequence[int], room: float, devices: list
+    one: Candidate, workload: Workload | None, plain: Workload, sizes: Sequence[int], room: float, devices: list
 ) -> DraftWithin:
     """Return the best tree of a draft that fits with the batch of `plain`."""
-    work = _workload(one, given, plain)
+    work = _workload(one, workload, plain)
     footprint = footprint_of(work, devices)
     needed = lambda nodes: footprint.total(slots_of(work, work.context, nodes), nodes)
     fitting = [nodes for nodes in sizes if needed(nodes) <= room]
