@@ -130,7 +130,7 @@ def test_derivatives_are_those_of_separate_values():
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("nodes", [1, 7, exhaustive(16), 70])
 def test_the_kernel_on_trees(nodes, int8):
-    """One kv head, ragged lengths, one word of bits and three."""
+    """The cases have one kv head, ragged lengths, and one word of bits or three."""
     assert kernel_error(nodes, [0, 1, 129, 384], nodes, int8=int8) < 5e-6
 
 
