@@ -173,7 +173,7 @@ def test_the_command_prints_the_plan_of_the_function(capsys):
         (["--expert", "2"], "--stages divides the devices itself and has no --expert"),
         (["--widths", "1,1000"], "--widths must be numbers from 1 to 512"),
         (["--widths", "one"], "--widths must be numbers joined by commas"),
-        (["--fits"], "--fits and --stages are two reports"),
+        (["--fits"], "--fits, --stages and --memory are different reports"),
         (["--target", "mamba2_780m"], "has no feed-forward layers"),
         (["--target", "llada_8b"], "is a diffusion model, which --stages does not plan"),
     ],
