@@ -57,7 +57,7 @@ def test_scalar_toy_of_the_card(group, wanted):
     x = jnp.ones((1, 1, 1))
     step = L.make_pass_inputs(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool), cache, None, None)
     settings = L.AttentionSettings(Rotation.at(step.positions, jnp.zeros(1)))
-    stream, pending = L.run_layers(layers, x, step, cache, settings, group=group)
+    stream, pending, _ = L.run_layers(layers, x, step, cache, settings, group=group)
     np.testing.assert_allclose(stream[-1], wanted, atol=1e-6)
     assert len(stream) == 5
     np.testing.assert_allclose(pending.k[2], 1.32 if group == 1 else 1.0, atol=1e-6)  # what the second one read

@@ -92,7 +92,7 @@ def _leaves(params):
     [
         ("nothing", 'no file or folder "nothing" exists'),
         (3, "source must be a hub id, a folder or a file, not 3"),
-        ("qwen3-5-4c", "built-in configs are dream_7b"),
+        ("qwen3-5-4c", "built-in configs are deepseek_v2_lite, dream_7b"),
     ],
 )
 def test_sources_that_are_no_models(source, message):
