@@ -551,6 +551,9 @@ class Info(NamedTuple):
     finite: Array | None = None  # bool[B], `DecodeState.finite` after the step
     done: Array | None = None  # bool[B], `DecodeState.done`; only from loops whose rows can end early without eos
     raw_logprobs: TokenLogprobs | None = None  # on request
+    # int32[B], largest depth that the draft could have: the controller's limit, less near the end of a text. None: the
+    # loop has no drafts
+    offered_depth: Array | None = None
     # float32[B, 2], `Output.experts` and the tokens per row of the pass; set if the controller reads them and the model
     # counts them
     experts: Array | None = None

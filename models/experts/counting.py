@@ -1,4 +1,4 @@
-"""The history of a pass through the layers of a mixture: the experts that it read so far, and places of its rows."""
+"""This module counts the experts that a pass reads, and keeps the places of its rows, from layer to layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arrays import platforms
 from specjax.models.experts.routing import ExpertChoice
 from specjax.models.experts.running import distinct_experts
 from specjax.models.experts.shuffling import RowHistory
@@ -36,7 +37,8 @@ def start_history(sizes: MixtureSizes | None, tokens: Any) -> PassHistory | None
     if sizes is None:
         return None
     if sizes.shuffling is None:
-        return PassHistory(read=jnp.float32(0))
+        # GPUs read the experts of each pair or all of them, so distinct ones say nothing about the cost
+        return None if platforms.of_program() == "gpu" else PassHistory(read=jnp.float32(0))
     return PassHistory(RowHistory.start(tokens)) if isinstance(tokens, jax.Array | np.ndarray) else None
 
 

@@ -9,8 +9,8 @@ with depth k expects 1 + sum over i <= k of A_1 ... A_i tokens. Choose the depth
 batch per cost of the step. The cost is one target pass over k + 1 tokens per row, rounded up to a compiled width, plus
 k passes of the drafter. The depth is the same for all rows, because in a padded batch the widest row sets the cost.
 For a mixture of experts the estimated cost of a pass follows the number of experts that passes read (`costs.sharing`).
-Steps at depth 0 give no information. So some steps draft the smallest depth above 0; they take `probe_share` of the
-time.
+Steps at depth 0 give no information. So some steps draft the smallest depth above 0. They add at most `probe_share` to
+the time.
 Deviations: the smoothing and search of the authors are not published. Here A_j is a moving average over all rows, and
 an average per row once that row has reached position j `own_after` times. Their draft lengths per request need a pass
 over packed tokens, which this engine does not have.
@@ -19,7 +19,6 @@ over packed tokens, which this engine does not have.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ def goodput(
       shares: of the bytes that a pass moves besides the weights (`costs.shares_of`), for the rule of thumb.
       start: initial acceptance rate. smoothing: weight of a new observation in the moving averages.
       own_after: number of observations after which a row uses its own acceptance rate at a position.
-      probe_share: part of the time that is spent to draft at the smallest depth above 0 while the chosen depth is 0.
+      probe_share: time that drafts at the smallest depth above 0 may add while the chosen depth is 0, as a share.
       margin: factor by which another depth must be better to replace the current one.
       widths: numbers of tokens per row for which the target pass is compiled. None: those of the drafter.
 
@@ -99,15 +98,18 @@ def goodput(
 
     def limit(state: State) -> Array:
         batch = len(state.row_rate)
-        plain, probing, *_ = step_costs(batch)
-        interval = max(math.ceil((probing / plain - 1) / probe_share), 2)
+        of_steps = jnp.asarray(step_costs(batch, state.sharing), jnp.float32)
+        interval = jnp.maximum(jnp.ceil((of_steps[1] / of_steps[0] - 1) / probe_share - 1e-4), 2).astype(jnp.int32)
         probe = (state.depth == 0) & (state.rounds % interval == interval - 1)
         return jnp.broadcast_to(jnp.where(probe, depths[1], state.depth), (batch,))
 
     def update(state: State, info: Info) -> State:
         place = jnp.arange(max_depth)
-        offered = limit(state)[:, None]
-        reached = (place <= info.accepted[:, None]) & (place < offered) & info.active[:, None]
+        offered = info.drafted_depth if info.offered_depth is None else info.offered_depth
+        # Nothing was tried after a drafted token that ended the text.
+        has_ended = info.hit_eos & (info.accepted == info.emitted)
+        tried = place < jnp.where(has_ended, jnp.minimum(offered, info.accepted), offered)[:, None]
+        reached = (place <= info.accepted[:, None]) & tried & info.active[:, None]
         accepted = place < info.accepted[:, None]
         step = smoothing * reached
         row_rate = state.row_rate + step * (accepted - state.row_rate)

@@ -19,7 +19,7 @@ from specjax.costs.curves import (
     timed,
 )
 from specjax.costs.drafting import of_drafting
-from specjax.costs.experts import expert_share
+from specjax.costs.experts import active_bytes, expert_share
 from specjax.costs.heads import of_head
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "RoundedWeights",
     "Shares",
     "WeightDtype",
+    "active_bytes",
     "added_by_experts",
     "check",
     "dtype_of",

@@ -1,4 +1,4 @@
-"""Experts that passes really read, relative to those of rows that choose independently.
+"""This module learns how many experts passes really read, relative to rows that choose independently.
 
 Neighbours of a text share experts, and so do the nodes of a tree. The expected number of distinct experts is therefore
 an upper bound of what a pass reads. A moving average of its counts (`Output.experts`) corrects the cost of wide passes.

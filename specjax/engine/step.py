@@ -197,7 +197,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, remaining=remaining,
         unlimited=() if controller is fixed() else None,
     )  # fmt: skip
-    tree, draft, violations = _draft(parts, state, context)
+    tree, draft, violations, limit = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)
     hook = drafter.hooks.soft_prompts
     prompt = hook and functools.partial(hook, drafter.params, draft, context)
@@ -215,6 +215,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         accepted=jnp.clip(verdict.num_nodes - 1, 0, count),
         drafted=jnp.where(state.done, 0, jnp.sum(tree.valid, 1, dtype=jnp.int32) - 1),
         drafted_depth=passed.depth,
+        offered_depth=limit,
         active=~state.done,
         hit_eos=is_eos,
         logits=diagnostics.logits,
@@ -240,8 +241,10 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     ), info
 
 
-def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree, Array | None]:
-    """Return the tree of this step, the drafter's state and, under debug=True, the violations of the tree.
+def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTree, PyTree, Array | None, Array]:
+    """Return the tree of this step, the drafter's state, the violations of the tree, and its limit int32[B].
+
+    There are violations only under debug=True.
 
     The tree is empty in rows that have ended, and in rows with a violation.
     """
@@ -269,7 +272,7 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
         tokens=jnp.where(node == 0, context.root, tree.tokens),
         parents=jnp.minimum(tree.parents, node - 1),
         valid=tree.valid & is_drafting[:, None] | (node == 0),
-    ), draft, violations  # fmt: skip
+    ), draft, violations, limit  # fmt: skip
 
 
 def _merge_bits(first: Array | None, second: Array | None) -> Array | None:

@@ -1,5 +1,7 @@
 """The card's worked example (C4), and the controller's promises in a loop."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from toy import tiny_llama
 from specjax import UsageError, costs, decode
 from specjax.controllers import goodput
 from specjax.controllers.goodput import expected_tokens
-from specjax.drafters import autoregressive, prompt_lookup
+from specjax.drafters import autoregressive, prompt_lookup, two_model
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start, step
 from specjax.types import Info
 
 DEPTHS = (0, 1, 2, 3, 5, 7)
@@ -49,8 +53,7 @@ def test_limits_of_acceptance_and_cost():
 
 def test_acceptance_counts_only_positions_that_were_reached():
     controller = goodput(DEPTHS, costs=(1.0,) * 6, smoothing=0.5, start=0.5)
-    start = controller.init(1)._replace(depth=jnp.int32(3))
-    state = controller.update(start, info(1, 3, 1))  # the first accepted, the second not, no third try
+    state = controller.update(controller.init(1), info(1, 3, 1))  # the first accepted, the second not, no third try
     np.testing.assert_allclose(state.rate, [0.75, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5])
     assert state.visits[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
 
@@ -59,9 +62,44 @@ def test_a_row_that_found_no_draft_counts_as_rejected():
     """Only the first of two rows drafts, and its tokens are accepted, but the pass is paid for both rows."""
     controller = goodput((0, 1, 3), costs=(1.0, 1.7, 2.5), smoothing=0.2)
     row = jnp.array([1, 0])
-    state = controller.update(controller.init(2), info(0, 0, 2)._replace(accepted=row, drafted_depth=row))
+    state = controller.update(
+        controller.init(2),
+        info(0, 0, 2)._replace(accepted=row, drafted_depth=row, offered_depth=jnp.ones(2, jnp.int32)),
+    )
     np.testing.assert_allclose(state.rate[0], 0.7 + (1 - 0.8**2) * (0.5 - 0.7), atol=1e-6)
     assert int(controller.limit(state)[0]) == 0
+
+
+def test_what_could_not_be_drafted_does_not_count():
+    """Neither steps without drafts, nor tokens beyond the end of a row, nor those after a drafted eos."""
+    controller = goodput((0, 1, 3), costs=(1.0, 1.1, 1.2))
+    start = controller.init(2)
+    plain = controller.update(start, info(0, 0, 2)._replace(offered_depth=jnp.zeros(2, jnp.int32)))
+    np.testing.assert_array_equal(plain.rate, start.rate)
+    short = controller.update(start, info(1, 1, 2)._replace(offered_depth=jnp.ones(2, jnp.int32)))
+    np.testing.assert_array_equal(short.rate[1:], start.rate[1:])
+    ended = info(1, 3, 2)._replace(emitted=jnp.ones(2, jnp.int32), hit_eos=jnp.ones(2, bool))
+    after_eos = controller.update(start, ended)
+    assert after_eos.rate[0] > start.rate[0]
+    np.testing.assert_array_equal(after_eos.rate[1:], start.rate[1:])
+
+
+@pytest.mark.parametrize("length", [4, 8])
+def test_short_texts_do_not_bias_the_rates(length):
+    """A draft that is always right keeps its rates at 1 in texts of a few tokens, and in steps without drafts."""
+    target = tiny_llama()
+    controller = goodput((0, 1, 3), costs=(1.0, 1.01, 1.02), start=1.0)
+    settings = Settings(controller=controller)
+    job = prepare(target, two_model(target, 3), [[1, 2, 3], [4, 5]], settings, key=0, max_new_tokens=length)
+    state, done = start(job), False
+    while not done:
+        state, info, all_done = step(job.parts, state)
+        done = bool(all_done)
+    np.testing.assert_array_equal(state.control.rate, 1)
+    assert int(info.accepted.sum()) > 0 and state.control.visits.sum() > 0
+    plain = dataclasses.replace(job.parts, plain=True)
+    state, *_ = step(plain, start(job))
+    assert state.control.visits.sum() == 0
 
 
 def test_a_depth_costs_the_next_compiled_width():

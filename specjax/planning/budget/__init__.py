@@ -1,1 +1,1 @@
-"""Decoding within a given memory: the batches, prompts and trees that fit, and the fastest of them."""
+"""The modules here find the batches, prompts and trees that fit in a given memory, and the fastest of them."""

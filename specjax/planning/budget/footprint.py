@@ -1,4 +1,4 @@
-"""Memory of a decode with its draft on one device, by term, from the shapes of its arrays."""
+"""This module sums the memory of a decode with its draft on one device, by term, from the shapes of its arrays."""
 
 from __future__ import annotations
 
@@ -40,19 +40,27 @@ class Footprint:
         return sum(self.terms(slots, nodes).values())
 
 
-def footprint_of(work: Workload, devices: list) -> Footprint:
+LONGEST = 2048
+"""The longer of two prompts for which the state of a drafter is measured, if the models read as many tokens."""
+
+
+def footprint_of(work: Workload, devices: list, plain: Memory | None = None) -> Footprint:
     """Return the footprint of a workload with its draft. Nothing is allocated or compiled.
 
     The state of the drafter is that of its first step for two lengths of the prompt, between which it grows evenly.
+
+    plain: the memory of plain decoding, if it is known.
     """
-    contexts = max(work.context // 4, 1), work.context
+    models = work.target, work.draft or work.target
+    longest = min(LONGEST, *(model.max_positions - work.max_new_tokens for model in models))
+    contexts = max(longest // 2, 1), max(longest, 1)
     jobs = [abstract_job(dataclasses.replace(work, context=context), devices) for context in contexts]
     slots = [job.job.tokens.shape[1] for job in jobs]
     short, long = (_bytes_beside_cache(work, job) for job in jobs)
     per_slot = (long - short) / (slots[1] - slots[0]) if slots[1] > slots[0] else 0.0
     last = jobs[-1]
     draft = last.head or last.draft or last.job.parts.drafter
-    plain = memory_of(work.plain, last.job.parts.target)
+    plain = plain or memory_of(work.plain, last.job.parts.target)
     return Footprint(plain, shard_bytes(draft.params), per_slot, long - per_slot * slots[1])
 
 

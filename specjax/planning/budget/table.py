@@ -1,4 +1,4 @@
-"""The table of a plan within a memory budget."""
+"""This module prints the table of a plan within a memory budget."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 from specjax.costs.chips import GIB, gib
 from specjax.planning.budget.within_memory import LOSS, MemoryPlan
 
+AXES = ("data", "model", "layer", "sequence", "expert")
 SHOWN = 4
 """Drafts of a batch in the table. `--json` has all of them."""
 
@@ -47,14 +48,17 @@ def show_memory_plan(plan: MemoryPlan, out) -> None:
         else:
             verdict = f"the compiler needs {gib(compiled.needed_bytes)}, estimated were {gib(draft.needed_bytes)}"
         is_best = compiled is plan.best
-        text = f"{'best' if is_best else 'too large'}: --batch-size {draft.batch} {draft.flags}; {verdict}"
-        write(text, style=None if is_best else "yellow")
+        word = "best" if is_best else "refused" if compiled.needed_bytes is None else "too large"
+        axes = "".join(f" --{name} {inputs[name]}" for name in AXES if inputs[name] > 1)
+        write(f"{word}: --batch-size {draft.batch}{axes} {draft.flags}; {verdict}", style=None if is_best else "yellow")
+    if plan.best is None:
+        write("no programs that fit were found; use a larger --memory, a shorter --context or a smaller model")
     for row in plan.rows:
         if row.reason:
             write(f"{row.name} does not fit with {row.batch} rows: {row.reason}", style="dim")
     write(
         f"nodes: of the smallest tree that keeps {1 - LOSS:.0%} of the speed of the fastest one that fits\n"
         "tokens/s: of all rows, by the roofline of the shapes and the acceptance rates, not a measurement\n"
-        "longest prompt: tokens that fit with this tree",
+        "needed, longest prompt: sums over shapes with this tree; only the programs of the last lines are compiled",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""Choice of batch, prompt length and tree within a memory budget.
+"""This module chooses batch, prompt length and tree within a memory budget.
 
 Speculative Decoding is in Your Pocket (SpecMemo, 2025), arXiv 2506.01986.
 
@@ -14,20 +14,25 @@ budget, the fastest draft of a smaller batch is next.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specjax import costs
+from specjax.catalog import find_drafter
 from specjax.costs.chips import gib
+from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
+from specjax.models.storage import num_bytes
 from specjax.planning.abstract import unsharded
 from specjax.planning.budget.footprint import Footprint, footprint_of
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.inputs.topologies import describe_devices
-from specjax.planning.memory import available_bytes, slots_of
+from specjax.planning.memory import Memory, available_bytes, slots_of
 from specjax.planning.records import ProgramReport
-from specjax.planning.traffic import pass_bytes
+from specjax.planning.traffic import mean_context, pass_bytes
 from specjax.planning.tree.choice import Choice, choose
 from specjax.planning.tree.drafts import Candidate, DraftCost, Rates, cost_in_seconds, draft_cost, flags_of
 from specjax.planning.tree.plan import PLAIN, WIDTHS, check_widths, compared_drafts
@@ -49,9 +54,10 @@ class DraftWithin:
     num_nodes: int  # of the smallest tree within LOSS of the fastest one; 1: plain decoding; 0: nothing fits
     fastest_nodes: int  # of the fastest tree that fits
     tokens_per_second: float  # of all rows with the smallest tree, by the roofline
-    needed_bytes: int  # at the context of the plan; of plain passes, if nothing fits
+    needed_bytes: int  # at the context of the plan; of the smallest tree, if none fits
     longest_context: int  # prompt tokens that fit with the smallest tree
     flags: str  # options of `specjax generate`
+    spec: str | None = None  # the tree, of the form AxBxC
     reason: str = ""  # the largest term of a draft that does not fit
 
 
@@ -118,11 +124,14 @@ def plan_within_memory(
     if not 0 < memory <= chip.hbm_bytes:
         raise UsageError(f"--memory must be above 0 and at most the {gib(chip.hbm_bytes)} of a {chip.name} device, "
                          f"not {gib(memory)}")  # fmt: skip
+    if plain.batch > MAX_BATCH:
+        raise UsageError(f"--batch-size must be at most {MAX_BATCH} with --memory, not {plain.batch}; lower it")
     devices, room, notify = describe_devices(plain.topology), available_bytes(memory), on_step or (lambda name: None)
     rows: list[DraftWithin] = []
     batch = plain.batch
     while batch <= MAX_BATCH:
         work = dataclasses.replace(plain, batch=batch)
+        notify(f"batch of {batch}")
         smallest = footprint_of(work, devices)
         terms = smallest.terms(slots_of(work, work.context, 1), 1)
         if sum(terms.values()) > room:
@@ -130,12 +139,12 @@ def plan_within_memory(
                 raise UsageError(_refusal(work, memory, room, terms))
             break
         of_batch = [_plain_row(work, smallest, room)]
-        of_batch += [_row(one, drafts.get(one.name), work, sizes, room, devices) for one in candidates]
+        of_batch += [_row(one, drafts.get(one.name), work, sizes, room, smallest.target) for one in candidates]
         rows += sorted(of_batch, key=lambda row: (-row.tokens_per_second, row.name != PLAIN))
         batch *= 2
     tried: list[Compiled] = []
     left = rows
-    while left and not (tried and _fits(tried[-1], memory)):
+    while left and not (tried and (tried[-1].needed_bytes is None or _fits(tried[-1], memory))):
         fastest = max(left, key=lambda row: row.tokens_per_second)
         one = next((one for one in candidates if one.name == fastest.name), None)
         tried.append(_compiled(fastest, one, drafts.get(fastest.name), plain, cache, notify))
@@ -148,12 +157,16 @@ def _compiled(
 ) -> Compiled:
     """Compile the programs of a draft."""
     work = dataclasses.replace(plain, batch=row.batch)
-    if one is not None and row.num_nodes > 1:
-        work = _with_tree(_workload(one, workload, work), row.flags)
-    programs = tuple(compile_programs(work, cache, notify, only=("prefill", "step")))
+    if one is None or row.num_nodes == 1:
+        programs = compile_programs(work, cache, notify, only=("prefill", "step"))
+    elif (sized := _with_tree(one, _workload(one, workload, work), row)) is not None:
+        programs = compile_programs(sized, cache, notify, only=("prefill", "step"))
+    else:  # the draft has no size, or only an acceptance is known
+        programs = compile_programs(work, cache, notify, only=("prefill",))
+        programs += compile_programs(work, cache, notify, only=("step",), nodes=row.num_nodes)
     sizes = [program.memory.total if program.memory else program.needed_bytes for program in programs]
     in_bytes = [size for size in sizes if size is not None]
-    return Compiled(row, programs, max(in_bytes) if len(in_bytes) == len(sizes) else None)
+    return Compiled(row, tuple(programs), max(in_bytes) if len(in_bytes) == len(sizes) else None)
 
 
 def _fits(compiled: Compiled, memory: int) -> bool:
@@ -177,12 +190,13 @@ def _workload(one: Candidate, workload: Workload | None, work: Workload) -> Work
     return dataclasses.replace(workload, batch=work.batch, model=work.model)
 
 
-def _with_tree(work: Workload, flags: str) -> Workload:
-    """Return the workload with the size in its options of `specjax generate`."""
-    words = flags.split()
-    if "--tree" in words:
-        return dataclasses.replace(work, tree=words[words.index("--tree") + 1])
-    return dataclasses.replace(work, num_draft_tokens=int(words[words.index("--num-draft-tokens") + 1]))
+def _with_tree(one: Candidate, work: Workload, row: DraftWithin) -> Workload | None:
+    """Return the workload with the size of a row; None for a draft whose size is no option."""
+    if not one.method:
+        return None
+    if find_drafter(one.method).option("tree") is not None:
+        return dataclasses.replace(work, tree=row.spec)
+    return dataclasses.replace(work, num_draft_tokens=row.num_nodes - 1) if one.is_chain else None
 
 
 def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin:
@@ -194,11 +208,11 @@ def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin
 
 
 def _row(
-    one: Candidate, workload: Workload | None, plain: Workload, sizes: Sequence[int], room: float, devices: list
+    one: Candidate, workload: Workload | None, plain: Workload, sizes: Sequence[int], room: float, target: Memory
 ) -> DraftWithin:
     """Return the best tree of a draft that fits with the batch of `plain`."""
     work = _workload(one, workload, plain)
-    footprint = footprint_of(work, devices)
+    footprint = footprint_of(work, describe_devices(work.topology), target)
     needed = lambda nodes: footprint.total(slots_of(work, work.context, nodes), nodes)
     fitting = [nodes for nodes in sizes if needed(nodes) <= room]
     if len(fitting) < 2:
@@ -206,26 +220,35 @@ def _row(
         draft_terms = {name: size for name, size in terms.items() if name != "the weights"}
         largest = max(draft_terms, key=draft_terms.__getitem__)
         total = sum(terms.values())
-        reason = f"it needs {gib(total)}; beside the weights, the largest term is {largest} with {gib(terms[largest])}"
-        return DraftWithin(one.name, work.batch, 0, 0, 0.0, int(total), 0, "", reason)
+        reason = (
+            f"it needs {gib(total)} with {sizes[1]} nodes; beside the weights, the largest term is {largest} with "
+            f"{gib(terms[largest])}"
+        )
+        return DraftWithin(one.name, work.batch, 0, 0, 0.0, int(total), 0, "", reason=reason)
     curve = [(nodes, _seconds(plain, footprint, nodes)) for nodes in fitting]
     cost = _draft_cost(one, work)
     drafting = cost_in_seconds(cost, curve[0][1]) if cost.first or cost.later else 0.0
     best_of = lambda count: choose(one.acceptance, curve[:count], drafting, "roofline", cost.max_depth)
     fastest = best_of(len(curve))
     smallest = _smallest(best_of, len(curve), fastest)
-    nodes = smallest.num_nodes
+    nodes, depth = _nodes(smallest.spec), len(smallest.spec.split("x")) if smallest.spec else 0
     return DraftWithin(
-        one.name, work.batch, nodes, fastest.num_nodes, work.batch / smallest.seconds_per_token, int(needed(nodes)),
-        _longest_context(work, footprint, nodes, room), flags_of(one, smallest.spec, smallest.depth),
+        one.name, work.batch, nodes, _nodes(fastest.spec), work.batch * smallest.spec_speedup / curve[0][1],
+        int(needed(nodes)), _longest_context(work, footprint, nodes, room), flags_of(one, smallest.spec, depth),
+        spec=smallest.spec,
     )  # fmt: skip
+
+
+def _nodes(spec: str | None) -> int:
+    """Return the nodes of a tree of the form AxBxC, root included; None: plain decoding."""
+    return 1 if spec is None else 1 + sum(itertools.accumulate(map(int, spec.split("x")), operator.mul))
 
 
 def _smallest(best_of, count: int, fastest: Choice) -> Choice:
     """Return the choice of the fewest sizes whose speed is within LOSS of the fastest one."""
     for sizes in range(1, count):
         choice = best_of(sizes)
-        if fastest.seconds_per_token >= (1 - LOSS) * choice.seconds_per_token:
+        if choice.spec_speedup >= (1 - LOSS) * fastest.spec_speedup:
             return choice
     return fastest
 
@@ -245,14 +268,18 @@ def _seconds(work: Workload, footprint: Footprint, nodes: int) -> float:
     rows = -(-work.batch // work.data)
     shares = costs.shares_of(target, chip.name)._replace(states=0.0, updates=0.0)
     growth = costs.estimated((1, rows * nodes), 1, costs.dtype_of(target), chip.name, shares)[1]
-    weights = pass_bytes(work.target, target.params, 0.0, work.context)
-    beside = memory.per_slot * work.context + 2 * memory.states
-    return (weights / (work.devices / work.data) * float(growth) + beside) / chip.hbm_bandwidth
+    parts = work.devices / work.data
+    unread = num_bytes(target.params) - costs.active_bytes(target)  # experts that a token does not choose
+    weights = pass_bytes(work.target, target.params, 0.0, work.context) - unread
+    recurrent = 2 * rows * nodes * row_bytes(target).updates / parts + 2 * memory.states
+    cached = memory.per_slot * mean_context(work.target, work.context)
+    return (weights / parts * float(growth) + cached + recurrent) / chip.hbm_bandwidth
 
 
 def _longest_context(work: Workload, footprint: Footprint, nodes: int, room: float) -> int:
     """Return the tokens of the longest prompt that fits, by bisection; 0 if none does."""
-    low, high = 0, max(work.target.max_positions - work.max_new_tokens, 1)
+    models = work.target, work.draft or work.target
+    low, high = 0, max(min(model.max_positions for model in models) - work.max_new_tokens, 1)
     while low < high:
         middle = (low + high + 1) // 2
         fits = footprint.total(slots_of(work, middle, nodes), nodes) <= room

@@ -128,10 +128,13 @@ def flags_of(candidate: Candidate, spec: str | None, depth: int) -> str:
     if spec is None:
         return "--method autoregressive"
     size = f"--num-draft-tokens {depth}" if candidate.is_chain else f"--tree {spec}"
+    row = of_kind("drafter").get(candidate.method)
+    if row is not None and row.option("tree") is None and not candidate.is_chain:
+        size = ""  # it has no option for its size
     if candidate.name == NATIVE:
         return f"--draft {NATIVE} --method {candidate.method} {size}"
     if candidate.head is not None:
         return f"--draft FOLDER {size}"
     if candidate.draft is not None:
         return f"--draft {candidate.name} {size}"
-    return f"--method {candidate.method} {size}" if candidate.method else size
+    return f"--method {candidate.method} {size}".rstrip() if candidate.method else size

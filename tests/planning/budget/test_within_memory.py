@@ -20,9 +20,9 @@ from specjax.engine.run import start
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.planning import plan_within_memory
 from specjax.planning.budget import within_memory
-from specjax.planning.budget.footprint import footprint_of
+from specjax.planning.budget.footprint import Footprint, footprint_of
 from specjax.planning.budget.table import show_memory_plan
-from specjax.planning.memory import slots_of
+from specjax.planning.memory import Memory, slots_of
 from specjax.planning.records import MemoryUse, ProgramReport
 from specjax.planning.workload import make_workload
 from specjax.types import Target
@@ -37,11 +37,11 @@ ALWAYS = {"acceptance": (0.7, 0.1), "widths": (1, 2, 4, 8)}
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The workloads that a plan compiles. Their programs need `sizes[batch]` bytes, or 1."""
+    """The workloads that a plan compiles, with the nodes of their step. Programs need `sizes[batch]` bytes, or 1."""
     works, sizes = [], {}
 
-    def compile_programs(work, cache, notify, *, only):
-        works.append(work)
+    def compile_programs(work, cache, notify, *, only, nodes=None):
+        works.append((work, nodes))
         use = MemoryUse(sizes.get(work.batch, 1), 0, 0, 0, work.topology.chip.hbm_bytes)
         return [ProgramReport(name, True, memory=use) for name in only]
 
@@ -76,7 +76,7 @@ def test_the_arrays_of_a_run_have_the_bytes_of_the_footprint(method):
 def test_the_fastest_draft_that_fits_is_compiled(compiled):
     works, _ = compiled
     result = plan(64 * MIB)
-    assert result.best is result.tried[0] and [work.batch for work in works] == [result.best.draft.batch]
+    assert result.best is result.tried[0] and {work.batch for work, _ in works} == {result.best.draft.batch}
     assert result.best.draft.tokens_per_second == max(row.tokens_per_second for row in result.rows)
     batches = sorted({row.batch for row in result.rows})
     assert batches == [1 << i for i in range(len(batches))] and len(batches) > 2
@@ -132,6 +132,40 @@ def test_a_draft_model_needs_memory_for_its_weights():
     first = next(row for row in larger.rows if row.name == "draft")
     assert not first.reason
     assert first.needed_bytes > larger.rows[0].needed_bytes
+
+
+@pytest.mark.parametrize("drafts", [{}, {"method": "aded"}])
+def test_a_draft_without_an_option_for_its_size_is_compiled_by_its_nodes(compiled, drafts):
+    """Neither an acceptance alone nor `aded` has an option for the size of its trees."""
+    works, _ = compiled
+    result = plan(64 * MIB, acceptance=(0.9, 0.05), **drafts)
+    best = result.best.draft
+    assert best.name == drafts.get("method", "given acceptance") and best.num_nodes > 1
+    assert [nodes for _, nodes in works] == [None, best.num_nodes]
+    assert drafts == {} or best.flags == "--method aded"
+
+
+def test_the_longest_prompt_is_one_that_the_draft_model_reads():
+    draft = dataclasses.replace(CONFIG, name="draft", max_positions=1024)
+    row = next(row for row in plan(64 * MIB, draft=draft).rows if row.name == "draft")
+    assert row.longest_context == 1024 - workload().max_new_tokens
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose():
+    """Qwen3-30B-A3B on an H200: 3.3 billion active parameters, then nearly all 30.5 billion with 64 rows."""
+    nothing = Footprint(Memory(0, 0, 0.0, 0.0, 0, 0.0, 0.0), 0, 0.0, 0.0)
+    work = make_workload("qwen3_30b_a3b", "h200:1")
+    seconds = [
+        within_memory._seconds(dataclasses.replace(work, batch=batch), nothing, 1) * work.topology.chip.hbm_bandwidth
+        for batch in (1, 64)
+    ]
+    assert seconds[0] == pytest.approx(2 * 3.3e9, rel=0.1)
+    assert 2 * 25e9 < seconds[1] < 2 * 40e9
+
+
+def test_a_batch_above_the_limit_is_refused():
+    with pytest.raises(UsageError, match="--batch-size must be at most 4096"):
+        plan(64 * MIB, batch=8192)
 
 
 @pytest.mark.parametrize(

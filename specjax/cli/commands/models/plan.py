@@ -46,7 +46,8 @@ chips into devices for each (Step-3, arXiv 2507.19427): transfers,
 --memory finds what fits in so many bytes per device (SpecMemo, arXiv
 2506.01986): for --batch-size rows and its doubles, the fastest draft, its
 smallest tree within 4 % of the fastest one, and the longest prompt. Only the
-programs of the fastest draft are compiled, and their bytes are shown.
+programs of the fastest draft are compiled, and their bytes are shown. Without
+--model, all devices share the weights.
 """
 
 WIDTHS = "1,2,4,8,16,32,64"

@@ -1,1 +1,1 @@
-"""Compression of the prompts of `specjax generate`."""
+"""The module here compresses the prompts of `specjax generate`."""
