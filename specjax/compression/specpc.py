@@ -97,8 +97,8 @@ def specpc(
 ) -> list[list[int]]:
     """Return the prompts with at most `budget` tokens each, in the order of the text. This is lossy.
 
-    A prompt of at most `budget` tokens is returned unchanged, if the draft could read it. The draft reads one prompt after
-    another.
+    A prompt of at most `budget` tokens is returned unchanged, if the draft could read it. The draft reads one prompt
+    after another.
 
     Args:
       draft: a model with the tokenizer of the target, or the target itself.
