@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--draft", help="the model that selects tokens; default: the target")
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--kernel", type=int, default=64, help="tokens over which specpc takes the maximum of scores")
+    parser.add_argument(
+        "--kernel", type=int, help="tokens over which specpc takes the maximum of scores; default: its own"
+    )
     parser.add_argument("--length", type=int, default=900, help="tokens of the text around the needles")
     parser.add_argument("--needles", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=20)

@@ -14,7 +14,7 @@ positions.
 Guarantee: lossy. The text has the distribution of the target for the compressed prompt, if its method is exact.
 Deviations: the paper does not select the first tokens by rule; `first=0` is its form. Here the draft does not stop at
 an end-of-text token. The papers' settings leave out the first 8 layers; here a draft of less than 16 layers leaves out
-half of them.
+half of them. The kernel of 64 of the papers is smaller for budgets below 512.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ METHOD = Method(
     options=(
         Option("budget", "int", 512, "tokens of a compressed prompt"),
         Option("window", "int", 64, "last tokens of the prompt, which select the others and stay"),
-        Option("kernel", "int", 64, "tokens over which the maximum of the scores is taken"),
+        Option(
+            "kernel", "int", None, "tokens over which the maximum of the scores is taken; default: 64, or budget / 8"
+        ),
         Option("neighbors", "int", None, "tokens selected around each high score; default: as many as kernel"),
         Option("first", "int", 4, "first tokens of the prompt that stay"),
         Option("lookahead", "int", 1, "tokens that the draft writes; all but the last one select too"),
@@ -60,6 +62,12 @@ METHOD = Method(
 
 FIRST_LAYER = 8
 """Default of `first_layer` for drafts with twice as many layers."""
+KERNEL, PEAKS = 64, 8
+"""Default of `kernel`, as in the paper, and the number of high scores for which a budget has room by default.
+
+With a kernel of 64, prompts of 650 tokens with a budget of 192 lost the number that was asked for in 8 of 8 cases. The
+surroundings of the first tokens and of the window filled the budget. With 8 or 16 no case of 8 lost it, down to 128.
+"""
 WIDEST = 1024
 """Maximum number of neighbours. Ranks of a prompt of a million tokens then fit in 31 bits."""
 
@@ -89,7 +97,7 @@ def specpc(
     budget: int = 512,
     *,
     window: int = 64,
-    kernel: int = 64,
+    kernel: int | None = None,
     neighbors: int | None = None,
     first: int = 4,
     lookahead: int = 1,
@@ -104,7 +112,7 @@ def specpc(
       draft: a model with the tokenizer of the target, or the target itself.
       prompts: token lists.
       window: last tokens of the prompt. Their attention selects the others, and they are always selected.
-      kernel: tokens over which the maximum of the scores is taken.
+      kernel: tokens over which the maximum of the scores is taken. None: KERNEL, but at most an eighth of the budget.
       neighbors: tokens that a high score selects, itself included; None: as many as `kernel`.
       first: first tokens of the prompt, which are always selected.
       lookahead: tokens that the draft writes. All but the last one attend to the prompt too.
@@ -126,10 +134,12 @@ def specpc(
 
 
 def check_options(
-    budget: int = 512, window: int = 64, kernel: int = 64, neighbors: int | None = None, first: int = 4,
+    budget: int = 512, window: int = 64, kernel: int | None = None, neighbors: int | None = None, first: int = 4,
     lookahead: int = 1, first_layer: int | None = None,
 ) -> SelectionRule:  # fmt: skip
     """Return the settings of `specpc`. Raises: UsageError for a value out of range."""
+    check_integer("budget", budget)
+    kernel = min(KERNEL, max(budget // PEAKS, 1)) if kernel is None else kernel
     check_integer("kernel", kernel)
     neighbors = min(kernel, WIDEST) if neighbors is None else neighbors
     rule = SelectionRule(budget, window, kernel, neighbors, first, lookahead, first_layer)
