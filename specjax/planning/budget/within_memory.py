@@ -131,7 +131,7 @@ def plan_within_memory(
     batch = plain.batch
     while batch <= MAX_BATCH:
         work = dataclasses.replace(plain, batch=batch)
-        notify(f"batch of {batch}")
+        notify(f"the shapes of {batch} rows")
         smallest = footprint_of(work, devices)
         terms = smallest.terms(slots_of(work, work.context, 1), 1)
         if sum(terms.values()) > room:
