@@ -25,11 +25,10 @@ from specjax.engine.job import Job
 from specjax.engine.prefill import count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.engine.step import buffer_size
-from specjax.models import abstract_params, make_model
 from specjax.numerics.global_arrays import with_shardings
 from specjax.numerics.sampling import row_keys
 from specjax.planning import hlo
-from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread
+from specjax.planning.abstract import Abstract, is_cache_of, is_pending_of, place_rows, shard_bytes, spread, unsharded
 from specjax.planning.programs import (
     Program,
     Programs,
@@ -44,7 +43,7 @@ from specjax.planning.programs import (
 )  # fmt: skip
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
-from specjax.types import PyTree, Target
+from specjax.types import PyTree
 
 COLUMNS_AT = 2  # columns per pass that are assumed for the complete loop
 
@@ -61,7 +60,7 @@ def procedure(work: Workload, denoiser: Denoiser) -> Procedure:
 def shape(work: Workload) -> tuple[Denoiser, Procedure]:
     """Return the denoiser on one device, for its static fields, and its procedure."""
     assert work.reading is not None
-    target = Target(make_model(work.target), abstract_params(work.target))
+    target = unsharded(work.target)
     denoiser = Denoiser(target.model, target.params, **work.reading._asdict())
     return denoiser, procedure(work, denoiser)
 

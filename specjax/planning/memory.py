@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
 from specjax import parallel
 from specjax.engine.prefill import CHUNK, wide_chunk
 from specjax.engine.step import buffer_size
-from specjax.models import abstract_params, make_model
 from specjax.models.heads.kinds import abstract_head
 from specjax.numerics.global_arrays import with_shardings
 from specjax.planning import denoising
-from specjax.planning.abstract import cache_shapes, shard_bytes, spread
+from specjax.planning.abstract import cache_shapes, shard_bytes, spread, unsharded
 from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
 from specjax.planning.workload import Workload
@@ -83,7 +82,7 @@ def target_of(work: Workload) -> Target:
 def spread_target(work: Workload, config: Any) -> Target:
     """Return the shapes of a model on the devices of a workload."""
     if work.devices == 1:
-        return Target(make_model(config), abstract_params(config))
+        return unsharded(config)
     return spread(config, work.mesh(describe_devices(work.topology)))
 
 
@@ -107,6 +106,23 @@ def slots_of(work: Workload, context: int, nodes: int) -> int:
     if work.reading is not None:
         return denoising.canvas_columns(dataclasses.replace(work, context=context), nodes)
     return buffer_size(context, work.max_new_tokens, nodes, work.target.max_positions)
+
+
+class Sized(Protocol):
+    """A sum of bytes of a decode, such as `Memory`."""
+
+    def total(self, slots: int, nodes: int) -> float: ...
+
+
+def longest_context(work: Workload, memory: Sized, nodes: int, room: float) -> int:
+    """Return the tokens of the longest prompt with which a decode fits, by bisection; 0 if none does."""
+    models = work.target, work.draft or work.target
+    fits = lambda context: memory.total(slots_of(work, context, nodes), nodes) <= room
+    low, high = 0, max(min(model.max_positions for model in models) - work.max_new_tokens, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def available_bytes(device_bytes: float) -> float:

@@ -87,8 +87,6 @@ DRAFTING = 0.03
 It is 0.016 for SmolLM2 on two cores (0.5 of 31 ms), and 0.04 for Llama 3 8B on 8 v5e chips (from the compiler's
 schedule). For a tiny model it is more than a pass, see `costs.of_drafting`.
 """
-PROBES = 0.01
-"""Maximum cost of drafts without gain, in passes of width 1 per step. Pauses are long if a draft costs much."""
 REST = 7
 """Plain steps between two drafts while drafting is not profitable."""
 LEARN = 4
@@ -412,13 +410,13 @@ def _record_draft(config: Config, record: DraftRecord, draft: RankedDraft, past:
 
 
 def _pause(config: Config) -> int:
-    """Return the plain steps between two drafts while drafting is not profitable."""
-    return max(REST, math.ceil(config.draft_cost / PROBES))
+    """Return the plain steps between two drafts while drafting is not profitable: many if a draft costs much."""
+    return max(REST, math.ceil(config.draft_cost / head_schedule.PROBES))
 
 
 def _learn_every(config: Config) -> int:
     """Return the number of plain steps of a pause in which Token Recycling observes one."""
-    return max(LEARN, math.ceil(config.draft_cost * OBSERVING / PROBES))
+    return max(LEARN, math.ceil(config.draft_cost * OBSERVING / head_schedule.PROBES))
 
 
 def _record_pause(record: DraftRecord) -> DraftRecord:

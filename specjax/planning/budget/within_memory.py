@@ -14,13 +14,11 @@ budget, the fastest draft of a smaller batch is next.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax import costs
+from specjax import costs, trees
 from specjax.catalog import find_drafter
 from specjax.costs.chips import gib
 from specjax.costs.row_bytes import row_bytes
@@ -30,7 +28,7 @@ from specjax.planning.abstract import unsharded
 from specjax.planning.budget.footprint import Footprint, footprint_of
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.inputs.topologies import describe_devices
-from specjax.planning.memory import Memory, available_bytes, slots_of
+from specjax.planning.memory import Memory, available_bytes, longest_context, slots_of
 from specjax.planning.records import ProgramReport
 from specjax.planning.traffic import mean_context, pass_bytes
 from specjax.planning.tree.choice import Choice, choose
@@ -144,11 +142,12 @@ def plan_within_memory(
         batch *= 2
     tried: list[Compiled] = []
     left = rows
-    while left and not (tried and (tried[-1].needed_bytes is None or _fits(tried[-1], memory))):
+    while left:
         fastest = max(left, key=lambda row: row.tokens_per_second)
         one = next((one for one in candidates if one.name == fastest.name), None)
         tried.append(_compiled(fastest, one, drafts.get(fastest.name), plain, cache, notify))
-        left = [row for row in left if row.batch < fastest.batch]
+        is_too_large = tried[-1].needed_bytes is not None and not _fits(tried[-1], memory)
+        left = [row for row in left if is_too_large and row.batch < fastest.batch]
     return MemoryPlan(describe(plain), memory, int(room), tuple(rows), tuple(tried), _fits(tried[-1], memory))
 
 
@@ -203,7 +202,7 @@ def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin
     needed = footprint.total(slots_of(work, work.context, 1), 1)
     return DraftWithin(
         PLAIN, work.batch, 1, 1, work.batch / _seconds(work, footprint, 1), int(needed),
-        _longest_context(work, footprint, 1, room), f"--method {PLAIN}",
+        longest_context(work, footprint, 1, room), f"--method {PLAIN}",
     )  # fmt: skip
 
 
@@ -234,14 +233,14 @@ def _row(
     nodes, depth = _nodes(smallest.spec), len(smallest.spec.split("x")) if smallest.spec else 0
     return DraftWithin(
         one.name, work.batch, nodes, _nodes(fastest.spec), work.batch * smallest.spec_speedup / curve[0][1],
-        int(needed(nodes)), _longest_context(work, footprint, nodes, room), flags_of(one, smallest.spec, depth),
+        int(needed(nodes)), longest_context(work, footprint, nodes, room), flags_of(one, smallest.spec, depth),
         spec=smallest.spec,
     )  # fmt: skip
 
 
 def _nodes(spec: str | None) -> int:
     """Return the nodes of a tree of the form AxBxC, root included; None: plain decoding."""
-    return 1 if spec is None else 1 + sum(itertools.accumulate(map(int, spec.split("x")), operator.mul))
+    return 1 if spec is None else trees.parse(spec).num_nodes
 
 
 def _smallest(best_of, count: int, fastest: Choice) -> Choice:
@@ -274,14 +273,3 @@ def _seconds(work: Workload, footprint: Footprint, nodes: int) -> float:
     recurrent = 2 * rows * nodes * row_bytes(target).updates / parts + 2 * memory.states
     cached = memory.per_slot * mean_context(work.target, work.context)
     return (weights / parts * float(growth) + cached + recurrent) / chip.hbm_bandwidth
-
-
-def _longest_context(work: Workload, footprint: Footprint, nodes: int, room: float) -> int:
-    """Return the tokens of the longest prompt that fits, by bisection; 0 if none does."""
-    models = work.target, work.draft or work.target
-    low, high = 0, max(min(model.max_positions for model in models) - work.max_new_tokens, 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = footprint.total(slots_of(work, middle, nodes), nodes) <= room
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low

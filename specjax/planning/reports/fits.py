@@ -17,7 +17,7 @@ from specjax.planning import denoising
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, load_denoiser_settings, module_form
 from specjax.planning.inputs.native_heads import default_native, native_head
 from specjax.planning.inputs.topologies import parse_topology
-from specjax.planning.memory import Memory, available_bytes, memory_of, slots_of, target_of
+from specjax.planning.memory import Memory, available_bytes, longest_context, memory_of, slots_of, target_of
 from specjax.planning.traffic import pass_bytes
 from specjax.planning.workload import NEW_TOKENS, Workload, make_workload
 from specjax.types import Target
@@ -180,7 +180,7 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
     room = available_bytes(device_bytes)
     fewest = 1 if work.reading is None else denoising.window(work)
     needed = memory.total(slots_of(work, work.context, fewest), fewest)
-    largest = _largest_context(work, memory, fewest, room)
+    largest = longest_context(work, memory, fewest, room)
     reason = ""
     if context > work.context:
         reason = f"its texts have at most {work.target.max_positions} tokens"
@@ -205,16 +205,6 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
         seconds,
         reason,
     )
-
-
-def _largest_context(work: Workload, memory: Memory, nodes: int, room: float) -> int:
-    """Return the tokens of the longest prompt with which a decode fits, by bisection; 0 if none does."""
-    fits = lambda context: memory.total(slots_of(work, context, nodes), nodes) <= room
-    low, high = 0, max(work.target.max_positions - work.max_new_tokens, 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _largest_tree(work: Workload, target: Target, memory: Memory, room: float) -> int:

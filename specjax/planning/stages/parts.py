@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models import abstract_params, make_model
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.storage import is_of_experts, num_bytes
 from specjax.numerics.quantized_array import QuantizedArray
-from specjax.planning.abstract import cache_shapes
+from specjax.planning.abstract import cache_shapes, unsharded
 from specjax.planning.traffic import bytes_per_token, fixed_bytes, mean_context
-from specjax.types import PyTree, Target
+from specjax.types import PyTree
 
 FEED = "mlp"
 """Module of a layer's feed-forward part. Its norms have names that begin with it."""
@@ -60,7 +59,7 @@ class StageParts(NamedTuple):
 
 def parts_of(config: Any, context: int) -> StageParts:
     """Return the parts of a model with `context` cached tokens per row. No array is allocated."""
-    target = Target(make_model(config), abstract_params(config))
+    target = unsharded(config)
     is_matrix = lambda leaf: isinstance(leaf, QuantizedArray)
     outer = {name: part for name, part in target.params.items() if name != "layers"}
     attention, feed, experts = PartSize(), PartSize(), PartSize()

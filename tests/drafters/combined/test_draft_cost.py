@@ -9,7 +9,8 @@ from toy import markov, tiny_llama
 
 from specjax import UsageError, costs, decode
 from specjax.drafters import auto, autoregressive
-from specjax.drafters.combined.auto import DRAFTING, LEARN, PROBES, REST, _learn_every, _pause, make_auto
+from specjax.drafters.combined.auto import DRAFTING, LEARN, REST, _learn_every, _pause, make_auto
+from specjax.drafters.combined.head_schedule import PROBES
 from specjax.drafters.combined.settings import make_config
 from specjax.types import Context
 
