@@ -137,7 +137,9 @@ def plan_within_memory(
                 raise UsageError(_refusal(work, memory, room, terms))
             break
         of_batch = [_plain_row(work, smallest, room)]
-        of_batch += [_row(one, drafts.get(one.name), work, sizes, room, smallest.target) for one in candidates]
+        of_batch += [
+            _row(one, drafts.get(one.name), work, sizes, room, devices, smallest.target) for one in candidates
+        ]
         rows += sorted(of_batch, key=lambda row: (-row.tokens_per_second, row.name != PLAIN))
         batch *= 2
     tried: list[Compiled] = []
@@ -207,11 +209,12 @@ def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin
 
 
 def _row(
-    one: Candidate, workload: Workload | None, plain: Workload, sizes: Sequence[int], room: float, target: Memory
-) -> DraftWithin:
+    one: Candidate, workload: Workload | None, plain: Workload, sizes: Sequence[int], room: float, devices: list,
+    target: Memory,
+) -> DraftWithin:  # fmt: skip
     """Return the best tree of a draft that fits with the batch of `plain`."""
     work = _workload(one, workload, plain)
-    footprint = footprint_of(work, describe_devices(work.topology), target)
+    footprint = footprint_of(work, devices, target)
     needed = lambda nodes: footprint.total(slots_of(work, work.context, nodes), nodes)
     fitting = [nodes for nodes in sizes if needed(nodes) <= room]
     if len(fitting) < 2:
