@@ -137,9 +137,7 @@ def plan_within_memory(
                 raise UsageError(_refusal(work, memory, room, terms))
             break
         of_batch = [_plain_row(work, smallest, room)]
-        of_batch += [
-            _row(one, drafts.get(one.name), work, sizes, room, devices, smallest.target) for one in candidates
-        ]
+        of_batch += [_row(one, drafts.get(one.name), work, sizes, room, devices, smallest.target) for one in candidates]
         rows += sorted(of_batch, key=lambda row: (-row.tokens_per_second, row.name != PLAIN))
         batch *= 2
     tried: list[Compiled] = []
