@@ -162,15 +162,18 @@ def _pass_parts(
 
     def cost(n: float) -> float:
         if platform != "cpu":
-            return pass_cost(platform, n, products, size) + LOGITS_PASSES * shares.logits * n
+            return pass_cost(platform, n, products, size)
         if products == jnp.int8:
             return 1 + 0.017 * (min(n, 8) - 1) + 0.045 * max(n - 8, 0)
         if products == jnp.bfloat16:
             return 1 + 0.035 * (n - 1)
         return 1.0 if n == 1 else 1 + n / 16
 
+    rows = batch * width
     states = 2 * batch * (shares.states + width * shares.updates)
-    return cost(batch * width) + states, shares.experts.added(batch * width)
+    logits = 0.0 if platform == "cpu" else LOGITS_PASSES * shares.logits * rows
+    # Each further expert is multiplied by all rows, so its products cost as much more as those of other weights.
+    return cost(rows) + logits + states, cost(rows) * shares.experts.added(rows)
 
 
 def dtype_of(target: Target) -> WeightDtype:

@@ -25,11 +25,13 @@ ELSEWHERE = 0.04
 
 
 def of_drafting(target: Target, platform: str | None = None) -> float:
-    """Estimate the cost of a draft of `auto` without a head for one row, by a rule of thumb.
+    """Estimate the cost of a draft of `auto` without a head for one row, by a rule of thumb. Without layers it is 0.
 
     Args:
       platform: as in `estimated`.
     """
     if (platform or current_chip()) != "cpu":
         return ELSEWHERE
+    if not target.model.capabilities.num_layers:  # a toy model of the tests
+        return 0.0
     return SECONDS / (active_bytes(target) / BANDWIDTH + target.model.capabilities.num_layers * LAYER_SECONDS)

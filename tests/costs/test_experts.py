@@ -34,11 +34,11 @@ def test_bytes_of_the_chosen_experts():
 
 
 def test_more_tokens_read_more_experts():
-    """Eight tokens touch 16 (1 - (7 / 8)^8) = 10.5 experts in place of 2. A dense model has no such term."""
+    """Eight tokens touch 16 (1 - (7 / 8)^8) = 10.5 experts in place of 2, and each is multiplied by all of them."""
     shares = curves.shares_of(of_shapes(MIXTURE), "cpu")
     added = shares.experts.share * (16 * (1 - (7 / 8) ** 8) / 2 - 1)
     costs = curves.estimated((1, 8), 1, platform="cpu", shares=shares)
-    np.testing.assert_allclose(costs, [1, 1 + 8 / 16 + added], rtol=1e-6)
+    np.testing.assert_allclose(costs, [1, (1 + 8 / 16) * (1 + added)], rtol=1e-6)
     assert curves.shares_of(of_shapes(DENSE), "cpu").experts.added(8) == 0
 
 

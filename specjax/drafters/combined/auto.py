@@ -174,7 +174,7 @@ def auto(
         second-best tokens, or 40 nodes, by the platform.
       head_cost: cost of the head's draft in passes of width 1; default: from its number of weights (`costs.of_head`).
       draft_cost: cost of drafting without the head in passes of width 1; default: DRAFTING. Drafts pause while they
-        save less. `costs.of_drafting` estimates the cost for a target, which is high if the target is tiny.
+        save less. `make_auto` knows the target, and estimates the cost, which is high if the target is tiny.
       widths: widths of the target pass to choose from, rising from 1; each of them is compiled. Default: CPU_WIDTHS or
         WIDTHS, by the platform, without those that do not pay for the batch (`specjax.drafters.widths`).
       costs: costs of a pass of each width, in passes of width 1, as numbers or from `specjax.costs`. Default:
@@ -197,8 +197,15 @@ def auto(
 
 
 def make_auto(target: Target, draft: Target | DraftHead | None, **options) -> Drafter:
-    """Return `auto` for a target, with its draft head if there is one. A draft model is not used."""
+    """Return `auto` for a target, with its draft head if there is one. A draft model is not used.
+
+    The default cost of drafting is `costs.of_drafting`, at least DRAFTING. It is DRAFTING beside numbers as costs.
+    """
     head = draft if isinstance(draft, DraftHead) else None
+    costs = options.get("costs")
+    if options.get("draft_cost") is None and (not costs or isinstance(costs, costs_of.Curve)):
+        estimate = costs_of.of_drafting(target, options.get("platform"))
+        options["draft_cost"] = max(DRAFTING, min(estimate, settings.MOST_COST - 1))
     return auto(target.model.vocab_size, head=head, dtype=costs_of.dtype_of(target), **options)
 
 

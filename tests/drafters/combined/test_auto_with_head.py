@@ -14,6 +14,7 @@ from toy import markov, tiny_llama
 from specjax import Request, Target, UsageError, api, costs, decode, make_drafter, serve, stream
 from specjax.drafters import auto
 from specjax.drafters.combined import head_schedule, node_classes
+from specjax.drafters.combined.auto import make_auto
 from specjax.drafters.heads import pending_pairs
 from specjax.engine.prepare import Settings
 from specjax.trees.growing import GrownTree
@@ -254,7 +255,7 @@ def test_a_head_is_a_drafter_of_its_own():
     """Pass a head to `decode`; the drafter is `auto` with this head."""
     head = tiny_head("eagle3", tiny_llama())
     drafter, _ = api._with_defaults(tiny_llama(), head, Settings())
-    assert drafter.propose is auto(64, head=head).propose is make_drafter("auto", tiny_llama(), head).propose
+    assert drafter.propose is make_auto(tiny_llama(), head).propose is make_drafter("auto", tiny_llama(), head).propose
     assert drafter.params.head is head.params and drafter.traits.draws == "point_mass"
 
 

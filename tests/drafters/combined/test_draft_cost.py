@@ -85,6 +85,17 @@ def test_the_estimate_is_small_for_usual_models_and_large_for_tiny_ones():
     assert costs.of_drafting(large, "cpu") < 0.2
 
 
+def test_the_default_is_the_estimate_for_the_target_beside_costs_of_a_device():
+    """Numbers as costs are in a unit of the caller, and a usual model has the measured minimum."""
+    target = shipped_mixture()
+    estimate, config = costs.of_drafting(target), lambda **options: make_auto(target, None, **options).propose.args[0]
+    assert estimate > 1
+    assert config().draft_cost == config(costs=costs.Curve((1, 16), (1.0, 2.0))).draft_cost == estimate
+    assert config(widths=(1, 4), costs=(1.0, 1.2)).draft_cost == DRAFTING
+    assert config(draft_cost=0.5).draft_cost == 0.5
+    assert make_auto(cycle(5), None).propose.args[0].draft_cost == DRAFTING
+
+
 @pytest.mark.parametrize("draft_cost", [-0.1, 1e5, float("nan")])
 def test_bad_costs(draft_cost):
     with pytest.raises(UsageError, match="draft_cost must be at least 0"):
