@@ -93,7 +93,6 @@ def test_the_default_is_the_estimate_for_the_target_beside_costs_of_a_device():
     assert config().draft_cost == config(costs=costs.Curve((1, 16), (1.0, 2.0))).draft_cost == estimate
     assert config(widths=(1, 4), costs=(1.0, 1.2)).draft_cost == DRAFTING
     assert config(draft_cost=0.5).draft_cost == 0.5
-    assert make_auto(cycle(5), None).propose.args[0].draft_cost == DRAFTING
 
 
 @pytest.mark.parametrize("draft_cost", [-0.1, 1e5, float("nan")])
