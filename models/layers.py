@@ -19,7 +19,7 @@ from specjax.models.layout import Layout
 from specjax.models.products import fill_tile, matmul, matmul_same_bits, pad_tokens, take_rows
 from specjax.models.rotary import Rotation, rotate
 from specjax.models.storage.joined import split_outputs
-from specjax.models.storage.stacks import layer_state, merge_whole, slice_layer, split_whole
+from specjax.models.storage.stacks import layer_state, merge_whole, slice_layer, whole_params
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantization import Quantized
 from specjax.pallas_kernels.tree_attention import tree_attention
@@ -493,9 +493,9 @@ def _scanned(
             jax.tree.map(lambda *leaves: jnp.stack(leaves), *new),
         )
 
-    # The scan slices the weights, except those of layers that may be skipped, of groups, and whole parameters.
-    slices, stacks = split_whole(state)
-    sliced_state = slices if group == 1 and shared.layers is None else None
+    # The scan slices the weights, except those of layers that may be skipped, and of groups.
+    stacks = whole_params(state)
+    sliced_state = state if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
     stream, new, history = [x[None]], [], shared.history
     for start, size, count in layer_segments(len(cache.k), group):

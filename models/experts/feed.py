@@ -43,7 +43,8 @@ class ExpertMatrices(nnx.Module):
 def _with_matrix_sharding(weights: Any) -> Any:
     """Return weights [E, O, I] whose sharding, if they have one, is that of the matrix of one expert."""
     if isinstance(weights, LayerOfStack):
-        return dataclasses.replace(weights, arrays=_with_matrix_sharding(weights.arrays))
+        arrays, part = (_with_matrix_sharding(leaf) for leaf in (weights.arrays, weights.part))
+        return dataclasses.replace(weights, arrays=arrays, part=part)
     if not is_quantized(weights) or weights.sharding is None:
         return weights
     mesh, spec = weights.sharding.mesh, weights.sharding.spec
@@ -140,8 +141,8 @@ class MixtureFeed(nnx.Module):
         places = None if history is None else history.rows
         if layout is None:
             choice = self.router(rows)
-            arrays, first = flat_experts(matrices)
-            y = run_experts(rows, choice, arrays, count, self._expert, first=first)
+            arrays, first, of_layer = flat_experts(matrices)
+            y = run_experts(rows, choice, arrays, count, self._expert, first=first, of_layer=of_layer)
         elif self.tables is not None and places is not None and can_shuffle(layout, matrices, self.sizes):
             choice = None  # made on each device for its rows
             router = self.router.route, self.router.arrays()

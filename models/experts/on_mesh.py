@@ -34,15 +34,15 @@ def run_on_mesh(
     """
     split = split_experts(layout, matrices)
     if split is None:
-        arrays, first = flat_experts(matrices)
-        return run_experts(x, choice, arrays, num_experts, expert, first=first)
+        arrays, first, of_layer = flat_experts(matrices)
+        return run_experts(x, choice, arrays, num_experts, expert, first=first, of_layer=of_layer)
     specs, expert_axes, width_axes = split
     size = num_experts // _count(layout, expert_axes)
 
     def run(x: Array, choice: ExpertChoice, matrices: PyTree) -> Array:
-        arrays, first = arrays_of_device(matrices, width_axes)
+        weights = arrays_of_device(matrices, width_axes)
         local = choice_of_device(choice, index_along(expert_axes), size)
-        y = run_experts(x, local, arrays, size, expert, first=first, is_part=bool(expert_axes))
+        y = run_experts(x, local, num_experts=size, expert=expert, is_part=bool(expert_axes), **weights._asdict())
         axes = (*expert_axes, *width_axes)
         return jax.lax.psum(y, axes) if axes else y
 
@@ -83,12 +83,25 @@ def choice_of_device(choice: ExpertChoice, device: Array | int, size: int) -> Ex
     return ExpertChoice(jnp.where(is_local, numbers, size), jnp.where(is_local, choice.weights, 0.0))
 
 
-def arrays_of_device(matrices: PyTree, width_axes: tuple[str, ...]) -> tuple[PyTree, Array | int]:
-    """Return the arrays of this device for `run_experts`, and the place of the layer's first expert in them."""
-    (gate, up, (weight, bias)), first = flat_experts(matrices)
-    if bias is not None and width_axes:  # the sum over parts of the width has it once
-        bias = jnp.where(index_along(width_axes) == 0, bias, 0)
-    return _on_one_device((gate, up, (weight, bias))), first
+class DeviceExperts(NamedTuple):
+    """Arguments of `run_experts` with the weights of one device."""
+
+    weights: PyTree
+    first: Array | int
+    of_layer: PyTree
+
+
+def arrays_of_device(matrices: PyTree, width_axes: tuple[str, ...]) -> DeviceExperts:
+    """Return the arrays of this device for `run_experts`."""
+    arrays, first, of_layer = flat_experts(matrices)
+
+    def on_device(arrays: PyTree) -> PyTree:
+        gate, up, (weight, bias) = arrays
+        if bias is not None and width_axes:  # the sum over parts of the width has it once
+            bias = jnp.where(index_along(width_axes) == 0, bias, 0)
+        return _on_one_device((gate, up, (weight, bias)))
+
+    return DeviceExperts(on_device(arrays), first, None if of_layer is None else on_device(of_layer))
 
 
 def _specs(layout: Layout, matrices: PyTree) -> PyTree:
@@ -98,7 +111,7 @@ def _specs(layout: Layout, matrices: PyTree) -> PyTree:
         of_leaf = lambda leaf: layout.sharding(leaf.shape, *PARAMETER_DIMENSIONS[name]).spec
         if isinstance(array, LayerOfStack):
             everywhere: Any = PartitionSpec()
-            return LayerOfStack(jax.tree.map(of_leaf, array.arrays), everywhere)
+            return LayerOfStack(jax.tree.map(of_leaf, array.arrays), everywhere, jax.tree.map(of_leaf, array.part))
         return None if array is None else jax.tree.map(of_leaf, array)
 
     names = iter(NAMES)

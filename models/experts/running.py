@@ -94,7 +94,7 @@ def form_for(
 
 def run_experts(
     x: Array, choice: ExpertChoice, weights: PyTree, num_experts: int, expert: Expert,
-    form: Form | None = None, first: Array | int = 0, is_part: bool = False,
+    form: Form | None = None, first: Array | int = 0, is_part: bool = False, of_layer: PyTree = None,
 ) -> Array:  # fmt: skip
     """Return the weighted sum float32[R, D] of the outputs of each row's experts.
 
@@ -106,6 +106,8 @@ def run_experts(
       form: None: that of `form_for`.
       first: place of the layer's first expert in `weights`.
       is_part: `weights` are a part of the experts, and the pairs of the others have the expert `num_experts`.
+      of_layer: the same weights as arrays [E, ...] of the layer alone, which get the gradients. No pass reads them.
+        None: `weights` get the gradients.
     """
     if len(x) == 0:
         return jnp.zeros(x.shape, jnp.float32)
@@ -121,7 +123,7 @@ def run_experts(
         "loop": _loop, "blocks": _blocks, "gather": _gather, "pairs": _pairs, "dense": _dense, "grouped": _grouped,
     }[form]  # fmt: skip
     run = functools.partial(run, num_experts=num_experts, expert=expert)
-    return with_gradients(run, num_experts, expert)(x, choice, ExpertWeights(weights, first))
+    return with_gradients(run, num_experts, expert)(x, choice, ExpertWeights(weights, first, of_layer))
 
 
 def distinct_experts(choice: ExpertChoice, num_experts: int) -> tuple[Array, Array]:
@@ -135,6 +137,7 @@ class ExpertWeights(NamedTuple):
 
     arrays: PyTree
     first: Array | int  # place of the layer's first expert in the arrays
+    of_layer: PyTree = None  # the weights of the layer alone, for gradients
 
     def of(self, expert: Array) -> PyTree:
         """Return the weights of one expert."""

@@ -133,7 +133,7 @@ def run_shuffled(
     def run(
         x: Array, prediction: DevicePrediction, router_arrays: PyTree, matrices: PyTree
     ) -> tuple[Array, Array]:  # fmt: skip
-        arrays, first = arrays_of_device(matrices, split.width_axes)
+        weights = arrays_of_device(matrices, split.width_axes)._asdict()
         slots = place_rows(prediction, devices)
         per_device = len(slots.rows) // devices
         device = jax.lax.axis_index(AXIS)
@@ -141,7 +141,9 @@ def run_shuffled(
         local = x[jnp.minimum(rows, len(x) - 1)]
         choice = route(router_arrays, local)
         choice = ExpertChoice(jnp.where(rows[:, None] < len(x), choice.experts, sizes.num_experts), choice.weights)
-        compute = lambda x, choice: run_experts(x, choice, arrays, size, expert, first=first, is_part=True)
+        compute = lambda x, choice: run_experts(
+            x, choice, num_experts=size, expert=expert, is_part=True, **weights
+        )  # fmt: skip
         capacity = exchange_capacity(per_device, devices, shuffling.remote)
         counts = jnp.sum(choice.experts[..., None] // size == jnp.arange(devices), 1)  # int32[S, G], experts of a row
         is_needed = (counts > 0) & (jnp.arange(devices) != device)

@@ -17,7 +17,7 @@ from specjax.models.hybrid.block import HybridInputs, LayerEntries
 from specjax.models.hybrid.config import HybridConfig, LayerKind
 from specjax.models.hybrid.layer_inputs import at_members
 from specjax.models.hybrid.memory import HybridCache, HybridPending
-from specjax.models.storage.stacks import merge_whole, split_whole
+from specjax.models.storage.stacks import merge_whole, whole_params
 from specjax.types import Array, PyTree
 
 
@@ -122,7 +122,7 @@ def _unrolled(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[list, 
 
 def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, HybridPending, PyTree]:
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
-    slices, stacks = zip(*map(split_whole, states), strict=True)
+    stacks = [whole_params(state) for state in states]
     settings = layer_pass.settings()
 
     def body(carried: tuple[Array, Array, PyTree], scanned: tuple[PyTree, tuple, list]):
@@ -139,7 +139,7 @@ def _scanned(layer_pass: LayerPass, blocks: nnx.List, x: Array) -> tuple[Array, 
 
     carried = x, jnp.int32(0), layer_pass.shared.history
     of_layers = at_members(layer_pass.layer_inputs, layer_pass.config.num_layers // layer_pass.config.period)
-    (last, _, history), (stream, entries) = jax.lax.scan(body, carried, (slices, _recurrent(layer_pass), of_layers))
+    (last, _, history), (stream, entries) = jax.lax.scan(body, carried, (states, _recurrent(layer_pass), of_layers))
     stream = stream.reshape(-1, *stream.shape[2:])[:-1]  # the last is taken from the carry, see `layers._scanned`
     return jnp.concatenate([x[None], stream, last[None]]), _pending(entries, layer_pass.shared, last), history
 

@@ -1,7 +1,8 @@
 """Parameters of stacked layers: those that a scan slices, and those that stay whole.
 
 A scan slices one layer out of each array. An inner loop that reads a few experts would then wait for a copy of all of
-them. So parameters of experts stay whole, and the loop slices the expert of a layer.
+them. So parameters of experts stay whole, and the loop slices the expert of a layer. Gradients belong to the slice of
+one layer, which no pass reads. The gradient of the scan then fills that slice, and adds nothing to other layers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class WholeParam(nnx.Param):
 class LayerOfStack:
     """Arrays with a layer axis, and the number of one layer."""
 
-    arrays: PyTree  # [layers, E, ...]
+    arrays: PyTree  # [layers, E, ...], without gradients
     layer: Array | int
+    part: PyTree  # [E, ...], the arrays of that layer, for gradients alone: compilers remove the slice
 
     def __getitem__(self, index) -> LayerOfStack:
         """Return the object itself, because modules read their parameters as `weight[...]`."""
@@ -37,21 +39,27 @@ class LayerOfStack:
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), self.arrays), self.layer * size
 
 
-def flat_experts(tree: PyTree) -> tuple[PyTree, Array | int]:
-    """Return a tree with the experts of all layers in place of each `LayerOfStack`, and the place of the first one."""
+def flat_experts(tree: PyTree) -> tuple[PyTree, Array | int, PyTree | None]:
+    """Return a tree with the experts of all layers in place of each `LayerOfStack`, and the place of the first one.
+
+    The third value is the tree with the experts of the layer alone, for gradients. It is None for separate layers.
+    """
     is_layer = lambda leaf: isinstance(leaf, LayerOfStack)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_layer)
     layers = [leaf.flat() for leaf in leaves if is_layer(leaf)]
     if not layers:
-        return tree, 0
+        return tree, 0, None
     assert len(layers) == len(leaves), "the arrays of all experts are parameters of one layer"
-    return jax.tree.unflatten(structure, [arrays for arrays, _ in layers]), layers[0][1]
+    of_layer = jax.tree.unflatten(structure, [leaf.part for leaf in leaves])
+    return jax.tree.unflatten(structure, [arrays for arrays, _ in layers]), layers[0][1], of_layer
 
 
-def split_whole(state: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the state of stacked layers that a scan may slice, and the parameters that stay whole."""
-    stacks, slices = nnx.split_state(state, WholeParam, ...)
-    return slices, stacks
+def whole_params(state: PyTree) -> PyTree:
+    """Return the parameters of stacked layers that stay whole, without gradients.
+
+    A scan slices them too, because the slice of a layer has the gradients of its parameters.
+    """
+    return jax.lax.stop_gradient(nnx.split_state(state, WholeParam, ...)[0])
 
 
 def layer_state(state: PyTree, layer: Array | int) -> PyTree:
@@ -64,7 +72,10 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _at_layer(leaf: Any, layer: Array | int) -> Any:
-    return leaf.replace(LayerOfStack(leaf[...], layer)) if _is_whole(leaf) else slice_layer(leaf, layer)
+    if not _is_whole(leaf):
+        return slice_layer(leaf, layer)
+    part = jax.tree.map(lambda array: slice_layer(array, layer), leaf[...])
+    return leaf.replace(LayerOfStack(jax.lax.stop_gradient(leaf[...]), layer, part))
 
 
 def slice_layer(leaf: Array, layer: Array | int, axis: int = 0) -> Array:
@@ -76,4 +87,8 @@ def slice_layer(leaf: Array, layer: Array | int, axis: int = 0) -> Array:
 
 def merge_whole(slices: PyTree, stacks: PyTree, layer: Array | int) -> PyTree:
     """Return the state of one layer from its slices and the whole parameters of all layers."""
-    return nnx.merge_state(slices, layer_state(stacks, layer)) if jax.tree.leaves(stacks) else slices
+    if not jax.tree.leaves(stacks):
+        return slices
+    parts, others = nnx.split_state(slices, WholeParam, ...)
+    both = lambda part, stack: part.replace(LayerOfStack(stack[...], layer, part[...]))
+    return nnx.merge_state(others, jax.tree.map(both, parts, stacks, is_leaf=_is_whole))

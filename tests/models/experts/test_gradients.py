@@ -1,5 +1,7 @@
 """Gradients of mixtures of experts are those of a sum over all experts."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,12 +90,15 @@ def test_a_row_that_overflows_in_another_expert_changes_no_gradient(form):
     np.testing.assert_allclose(jax.grad(run)(weights), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_the_gradients_of_a_model_are_those_of_a_sum_over_all_experts(stacked, monkeypatch):
+LAYERS = 5
+
+
+def model_loss(stacked):
+    """Return a function from parameters to the loss of a small model, and parameters."""
     sizes = MixtureSizes(EXPERTS, 8, Routing(2, normalized=True), shared_width=8, shared_gate=True)
     config = models.LlamaConfig(
-        vocab_size=16, width=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=8, experts=sizes,
-        stacked=stacked,
+        vocab_size=16, width=16, num_layers=LAYERS, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=8,
+        experts=sizes, stacked=stacked,
     )  # fmt: skip
     model, params = models.make_model(config), models.init_params(config, jax.random.key(0))
     tokens, mask = jnp.arange(6)[None], jnp.tril(jnp.ones((6, 6), bool))[None]
@@ -103,16 +108,112 @@ def test_the_gradients_of_a_model_are_those_of_a_sum_over_all_experts(stacked, m
         logits = model.forward(params, tokens, cache, positions=tokens, mask=mask)[0].logits
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), (tokens + 3)[..., None] % 16, -1))
 
+    return loss, params
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_gradients_of_a_model_are_those_of_a_sum_over_all_experts(stacked, monkeypatch):
+    loss, params = model_loss(stacked)
     actual = jax.jit(jax.grad(loss))(params)
 
-    def of_every_expert(x, choice, weights, num_experts, expert, first=0):
-        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_experts), weights)
+    def of_every_expert(x, choice, weights, num_experts, expert, first, of_layer):
+        part = of_layer if stacked else weights
         shares = jnp.zeros((len(x), num_experts)).at[jnp.arange(len(x))[:, None], choice.experts].set(choice.weights)
         return jnp.einsum("re,erd->rd", shares, jax.vmap(expert, (0, None))(part, x))
 
     monkeypatch.setattr(feed, "run_experts", of_every_expert)
     expected = jax.jit(jax.grad(lambda params: loss(params)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), actual, expected)
+
+
+def sums_of_all_layers(loss, params):
+    """Return the operations of a gradient that add to arrays, or fill ones, with the experts of all layers at once."""
+    program = jax.jit(jax.grad(loss)).lower(params).as_text()
+    shapes = rf"tensor<({LAYERS}x{EXPERTS}|{LAYERS * EXPERTS})x(8x16|16x8)xf32>"
+    return re.findall(rf"stablehlo.add .*{shapes}|scatter.*-> {shapes}", program)
+
+
+def test_the_gradient_of_a_layer_fills_no_array_of_all_layers(monkeypatch):
+    """The scan over the layers stores the gradient of each layer. A gradient of the whole arrays would add to them."""
+    loss, params = model_loss(stacked=True)
+    assert not sums_of_all_layers(loss, params)
+    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
+    run = lambda *inputs, of_layer, **options: run_experts(*inputs, **options)
+    monkeypatch.setattr(feed, "run_experts", run)
+    assert sums_of_all_layers(lambda params: loss(params), params)
+
+
+def directions(tree, seed):
+    """Return random tangents of a tree of floats."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    parts = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, parts)
+
+
+@pytest.mark.parametrize(("form", "rows"), [("loop", 5), ("blocks", 150), ("gather", 5), ("dense", 5)])
+def test_derivatives_of_both_modes_are_those_of_a_sum_in_float64(form, rows):
+    values = inputs(rows)
+    ours = lambda x, router, weights: run_experts(x, choice_of(x, router), weights, EXPERTS, expert, form=form)
+    dense = lambda x, router, weights: of_all(x, choice_of(x, router), weights)
+    moved = directions(values, 1)
+    y, tangent = jax.jit(lambda *pair: jax.jvp(ours, *pair))(values, moved)
+    linear = jax.linearize(ours, *values)[1](*moved)
+    wanted = jax.random.normal(jax.random.key(9), y.shape)
+    pulled = jax.vjp(ours, *values)[1](wanted)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), tree)
+        expected_y, expected = jax.jvp(dense, wide(values), wide(moved))
+        expected_pulled = jax.vjp(dense, *wide(values))[1](wide(wanted))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5)
+    close(y, expected_y)
+    close(tangent, expected)
+    close(linear, expected)
+    jax.tree.map(close, pulled, expected_pulled)
+    without_router = jax.jvp(ours, values, (moved[0], jnp.zeros_like(moved[1]), moved[2]))[1]
+    assert np.abs(without_router - tangent).max() > 0.1, "the weights of a row's experts change too"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_forward_mode_of_a_model_agrees_with_finite_differences(stacked):
+    loss, params = model_loss(stacked)
+    moved = directions(params, 2)
+    tangent = jax.jit(lambda *pair: jax.jvp(loss, *pair)[1])((params,), (moved,))
+    gradient = jax.jit(jax.grad(loss))(params)
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b), gradient, moved)
+    np.testing.assert_allclose(tangent, sum(jax.tree.leaves(products)), rtol=1e-4)
+    at = lambda step: float(jax.jit(loss)(jax.tree.map(lambda p, d: p + step * d, params, moved)))
+    np.testing.assert_allclose(tangent, (at(2e-4) - at(-2e-4)) / 4e-4, rtol=2e-2)
+
+
+def test_derivatives_of_gradients_and_batches():
+    """A Hessian times a vector is forward mode over reverse mode, and gradients of examples are a batch of them."""
+    x, router, weights = inputs(5)
+    choice = choice_of(x, router)
+    ours = lambda x, weights: jnp.sum(run_experts(x, choice, weights, EXPERTS, expert) ** 2)
+    dense = lambda x, weights: jnp.sum(of_all(x, choice, weights) ** 2)
+    moved = directions((x, weights), 3)
+    of = lambda f: jax.jit(lambda *pair: jax.jvp(jax.grad(f, (0, 1)), *pair)[1])((x, weights), moved)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, of(ours), of(dense))
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(ours)(x, weights))))(x)
+    batch = jnp.stack([x, 2 * x, x[::-1]])
+    examples = lambda f: jax.jit(jax.vmap(jax.grad(f, (0, 1)), (0, None)))(batch, weights)
+    jax.tree.map(close, examples(ours), examples(dense))
+    total = lambda f: lambda weights: jnp.sum(jax.vmap(f, (0, None))(batch, weights))
+    jax.tree.map(close, jax.grad(total(ours))(weights), jax.grad(total(dense))(weights))
+
+
+def test_weights_that_are_not_trained_take_no_part():
+    """The loop of the backward pass then carries no gradients of the experts."""
+    x, router, weights = inputs(5)
+    run = lambda x, weights: jnp.sum(run_experts(x, choice_of(x, router), weights, EXPERTS, expert))
+    zeros = lambda places: re.findall(
+        rf"broadcast_in_dim.*-> tensor<{EXPERTS}x{WIDTH}x{WIDTH}xf32>",
+        jax.jit(jax.grad(run, places)).lower(x, weights).as_text(),
+    )
+    assert not zeros(0) and zeros((0, 1))
 
 
 def test_rows_of_quantised_experts_have_the_gradient_of_the_expanded_ones():
