@@ -90,6 +90,7 @@ class DecoderConfig:
             )
 
         if self.experts is not None:
+            self.experts.check_groups(self.name)
             if self.experts.dense_layers:  # layers differ
                 object.__setattr__(self, "stacked", False)
             if self.same_bits:

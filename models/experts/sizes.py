@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from specjax.errors import UsageError
 from specjax.models.experts.routing import Routing
 
 
@@ -29,6 +30,18 @@ class MixtureSizes(NamedTuple):
     limit: float | None = None  # gpt-oss: gate and up are clamped, see `feed.clamped_product`; None: they are not
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP instead
     shuffling: TokenShuffling | None = None  # None: each device of a mesh reads all rows
+
+    def check_groups(self, name: str) -> None:
+        """Raise a UsageError if a group has too few experts for its score. `name` is that of the model.
+
+        transformers fails in the first pass of such a model.
+        """
+        groups, count = self.routing.num_groups, self.num_experts
+        if groups > 1 and self.routing.group_score == "two_best" and count < 2 * groups:
+            raise UsageError(
+                f"{name or 'the model'} has {groups} groups for {count} experts (n_group, expert_group_count), but the "
+                f"score of a group is the sum of its two best experts; use at most {count // 2} groups"
+            )
 
     def expected_experts(self, rows: Any) -> Any:
         """Return the expected number of distinct experts that `rows` rows choose, E (1 - (1 - k / E) ** rows).

@@ -292,6 +292,22 @@ def test_configs_that_are_refused(message):
         hf.parse_config(ConfigFields(fields | CONFLICTS[message], "config.json"), dtype="float32")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_groups_of_one_expert_have_no_two_best(kind):
+    """transformers fails in its first pass, so no text of such a model exists. Groups by their maximum have a score."""
+    with pytest.raises(RuntimeError, match="out of range"):
+        logits_of(make(kind, n_group=8, topk_group=4), TOKENS)
+    fields = lambda kind: ConfigFields(fields_of(kind, n_group=8, topk_group=4), "config.json")
+    with pytest.raises(UsageError, match=r"tiny has 8 groups for 8 experts .* use at most 4 groups"):
+        hf.parse_config(fields(kind), dtype="float32", name="tiny")
+    by_maximum = fields_of("deepseek_v2", topk_method="group_limited_greedy", n_group=8, topk_group=4)
+    config, *_ = hf.parse_config(ConfigFields(by_maximum, "config.json"), dtype="float32")
+    assert config.experts.routing.num_groups == 8
+    routing = config.experts.routing._replace(group_score="two_best")
+    with pytest.raises(UsageError, match="sum of its two best experts"):
+        dataclasses.replace(config, experts=config.experts._replace(routing=routing))
+
+
 def test_same_bits_is_refused():
     fields = ConfigFields({"model_type": "mixtral"}, "config.json")
     with pytest.raises(UsageError, match="sums over experts"):
