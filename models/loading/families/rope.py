@@ -255,10 +255,15 @@ def rotary_from_gguf(meta: ConfigFields, *, whole_ends: bool | None = None) -> t
 
 
 def _yarn_from_gguf(meta: ConfigFields, whole_ends: bool) -> RopeScaling:
-    """Read YaRN settings. Raises: UsageError for factors that the authors' YaRN does not have."""
+    """Read YaRN settings. Raises: UsageError for factors that the authors' YaRN does not have.
+
+    Such factors are not certain. Converters write the factor on rotated numbers of transformers as `attn_factor`, and
+    llama.cpp multiplies that of YaRN by it.
+    """
     for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         value = meta.number(f"rope.scaling.{name}", 1.0, minimum=-1e9)
-        if value != 1.0:
+        is_set = value >= 0 or name == "attn_factor"  # llama.cpp has negative numbers for settings that a file lacks
+        if value != 1.0 and is_set:
             raise UsageError(
                 f"{meta.where} has {meta.prefix}rope.scaling.{name} {value:g}, and specjax supports 1 only; use its "
                 "safetensors"

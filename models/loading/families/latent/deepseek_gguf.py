@@ -7,7 +7,9 @@ expands short vectors into keys, transposed for each head, and values. Earlier o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from specjax.errors import UsageError
 from specjax.models.experts.sizes import MixtureSizes
@@ -33,6 +35,27 @@ LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 GROUPS = "expert_group_count"
 NUM_IN_GROUPS = 160, 256
 """Numbers of experts of the published models with groups: DeepSeek-V2 and V3. Earlier converters left groups out."""
+
+
+class PublishedSizes(NamedTuple):
+    """Fields of a GGUF file that identify a published model."""
+
+    expert_count: int
+    expert_used_count: int
+    expert_shared_count: int
+    expert_feed_forward_length: int
+    leading_dense_block_count: int
+    block_count: int
+    embedding_length: int
+
+
+PUBLISHED_GROUPS: Mapping[PublishedSizes, tuple[int, int]] = MappingProxyType(
+    {
+        PublishedSizes(160, 6, 2, 1536, 1, 60, 5120): (8, 3),  # DeepSeek-V2, V2.5, Coder-V2
+        PublishedSizes(256, 8, 1, 2048, 3, 61, 7168): (8, 4),  # DeepSeek-V3, R1, V3.1
+    }
+)
+"""The groups of a model, and those that a row may choose from, by its sizes. Files of earlier converters lack them."""
 
 _LAYER = "layers.*.attention."
 
@@ -115,12 +138,16 @@ def _experts(meta: ConfigFields, shapes: Collection[str]) -> MixtureSizes:
             f"{meta.where} has {meta.prefix}expert_weights_norm and softmax scores, which no supported model of this "
             "architecture has; use its safetensors"
         )
-    if experts.num_experts in NUM_IN_GROUPS and not meta.has(GROUPS):
+    if experts.num_experts not in NUM_IN_GROUPS or meta.has(GROUPS):
+        return experts
+    sizes = PublishedSizes(*(meta.size(name, 0, minimum=0) for name in PublishedSizes._fields))
+    if sizes not in PUBLISHED_GROUPS:
         raise UsageError(
             f"{meta.where} has {experts.num_experts} experts and lacks {meta.prefix}{GROUPS}, so their groups are "
             "unknown; convert the model again with a present llama.cpp"
         )
-    return experts
+    groups, best = PUBLISHED_GROUPS[sizes]
+    return experts._replace(routing=experts.routing._replace(num_groups=groups, num_chosen_groups=best))
 
 
 def _latent(meta: ConfigFields, rotary_dim: int, *, has_yarn: bool) -> LatentSizes:

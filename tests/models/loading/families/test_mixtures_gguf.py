@@ -14,6 +14,7 @@ from tiers import exhaustive
 from specjax import models
 from specjax.errors import CheckpointWarning, UsageError
 from specjax.models.loading.families import mixtures
+from specjax.models.loading.families.latent import deepseek_gguf
 from specjax.models.loading.formats import gguf
 from specjax.models.loading.tensors.assembly import assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
@@ -134,6 +135,55 @@ def test_groups_by_their_maximum(tmp_path):
     assert error(_with_routing(checkpoint, group_score="two_best"), expected) > 20
 
 
+OLD_FIELDS = ["expert_group_count", "expert_group_used_count"]
+
+
+def test_groups_of_published_models_that_files_lack(tmp_path, monkeypatch):
+    """The sizes of DeepSeek-V2 and V3 name their groups. Those of the small model stand in for them."""
+    of_v2, of_v3 = deepseek_gguf.PUBLISHED_GROUPS.values()
+    assert (of_v2, of_v3) == ((8, 3), (8, 4))
+    for kind, changes in (("deepseek_v2", {"topk_method": "group_limited_greedy"}), ("deepseek_v3", {})):
+        model = make(kind, n_group=4, topk_group=1, **changes)
+        file = mixture_gguf.write(model, tmp_path / f"{kind}.gguf", without=OLD_FIELDS)
+        expected = logits_of(model, TOKENS)
+        plain, _ = gguf.read(file, dtype="float32", name="")
+        assert plain.config.experts.routing.num_groups == 1 and error(plain, expected) > 20
+        c = model.config
+        sizes = deepseek_gguf.PublishedSizes(
+            c.n_routed_experts, c.num_experts_per_tok, c.n_shared_experts, c.moe_intermediate_size,
+            c.first_k_dense_replace, c.num_hidden_layers, c.hidden_size,
+        )  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(deepseek_gguf, "NUM_IN_GROUPS", (c.n_routed_experts,))
+            patch.setattr(deepseek_gguf, "PUBLISHED_GROUPS", {sizes: (4, 1)})
+            checkpoint, _ = gguf.read(file, dtype="float32", name="")
+        assert error(checkpoint, expected) < 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_sizes_of_published_models_without_groups(place, tmp_path):
+    """A file with all sizes of DeepSeek-V2 or V3 has their groups, and one with another width is refused."""
+    sizes, (groups, best) = list(deepseek_gguf.PUBLISHED_GROUPS.items())[place]
+    model = make(("deepseek_v2", "deepseek_v3")[place])
+    read_with = lambda changes: gguf.read(
+        mixture_gguf.write(model, tmp_path / "model.gguf", without=OLD_FIELDS, changes=changes),
+        dtype="float32",
+        name="",
+    )[0]
+    routing = read_with(sizes._asdict()).config.experts.routing
+    assert (routing.num_groups, routing.num_chosen_groups) == (groups, best)
+    with pytest.raises(UsageError, match=r"lacks deepseek2.expert_group_count"):
+        read_with(sizes._asdict() | {"embedding_length": sizes.embedding_length + 64})
+
+
+def test_a_negative_factor_of_yarn_is_not_set(tmp_path):
+    model = make("gpt_oss")
+    unset = {f"rope.scaling.yarn_{name}_factor": -1.0 for name in ("ext", "attn")}
+    file = mixture_gguf.write(model, tmp_path / "unset.gguf", changes=unset)
+    checkpoint, _ = gguf.read(file, dtype="float32", name="")
+    assert error(checkpoint, logits_of(model, TOKENS)) < 1
+
+
 def test_a_module_is_no_layer_of_the_model(tmp_path):
     """GLM-4.5 counts its module among the blocks."""
     model = make("glm4_moe", num_hidden_layers=3)
@@ -169,12 +219,16 @@ REFUSED = {
     "has no experts": ("deepseek_v2", ["expert_count"], {}),
     "none of its 2 layers has": ("glm4_moe", [], {"leading_dense_block_count": 2}),
     "groups must divide": ("glm4_moe", [], {"expert_group_count": 3}),
+    "8 groups for 8 experts": ("deepseek_v3", [], {"expert_group_count": 8}),
     "expert_gating_func 1, a router": ("glm4_moe", [], {"expert_gating_func": 1}),
     "expert_gating_func 7, a router": ("deepseek_v3", [], {"expert_gating_func": 7}),
     "must be at most 8": ("gpt_oss", [], {"expert_used_count": 9}),
     "1 and 1 only": ("gpt_oss", [], {"expert_weights_scale": 2.5}),
     "must be even and below 12": ("deepseek_v3", [], {"rope.dimension_count": 12}),
     "yarn_attn_factor 2": ("gpt_oss", [], {"rope.scaling.yarn_attn_factor": 2.0}),
+    "yarn_ext_factor 0,": ("gpt_oss", [], {"rope.scaling.yarn_ext_factor": 0.0}),
+    "scaling.attn_factor 1.2": ("deepseek_v3", [], {"rope.scaling.attn_factor": 1.2}),
+    "attention.temperature_scale": ("deepseek_v3", [], {"attention.temperature_scale": 0.1}),
 }
 
 
