@@ -163,6 +163,26 @@ def _commit_window(
     return KVCache(k, v, cache.length + num_nodes)
 
 
+def commit_to_ring(cache: KVCache, pending: Pending, count: Array, window: int) -> KVCache:
+    """Append the first `count` int32[B] tokens of `pending` to a cache of the newest `window` tokens.
+
+    The token with the number n has slot n mod `window`. The cache has one array of floats per layer, and its `length`
+    counts all tokens that were ever appended.
+    """
+    index = jnp.arange(pending.positions.shape[1])
+    is_new = (index < count[:, None]) & (index >= count[:, None] - window)
+    start = (cache.length + pending.write_dependency)[:, None]
+
+    def write(axis: int, slots: Array, new: Array) -> Array:
+        new = jax.lax.bitcast_convert_type(new, BITS) if slots.dtype == BITS else new.astype(slots.dtype)
+        place = jnp.where(is_new, (start + index) % window, slots.shape[axis])  # a slot past the end is dropped
+        one_row = lambda slots, new, place: slots.at[:, place].set(new, mode="drop")
+        return jax.vmap(one_row)(slots, new, place)
+
+    k, v = _map_arrays(write, (cache.k, cache.v), (pending.k, pending.v))
+    return KVCache(k, v, cache.length + count)
+
+
 def write_rows(slots: Array, new: Array, start: Array, rows: int, axis: int) -> Array:
     """Write `new` to the slots from `start` int32[B] on, all rows in one scatter.
 

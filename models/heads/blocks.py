@@ -17,6 +17,7 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads.contract import DraftedNodes, FeaturePairs, StateDraft
+from specjax.models.hybrid.memory import HybridCache, HybridPending
 from specjax.models.layout import Layout
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context, PyTree, Target
@@ -148,8 +149,10 @@ def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: k
 def share_cache(pending: PyTree, pairs: FeaturePairs) -> PyTree:
     """Return the cache of B R rows, each with the first `count` int32[B, R] pending entries.
 
-    Return None if `pending` has no keys and values, as for a target with another kind of cache.
+    That of a hybrid target has its keys and values only. Return None for a target with another kind of cache.
     """
+    if isinstance(pending, HybridPending):
+        return HybridCache(share_cache(pending.attention, pairs), ())
     if not isinstance(pending, kv.Pending):
         return None
     return kv.share_pending(

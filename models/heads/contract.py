@@ -48,6 +48,7 @@ class FeaturePairs(NamedTuple):
     tokens: Array  # int32[B, T]
     count: Array  # type: ignore[assignment]  # int32[B] or [B, R]
     first: Array | None = None  # int32[B, T], the first pair that each pair attends to; None: 0
+    positions: Array | None = None  # int32[B, T], of the features, if training shifts them; None: the pairs' numbers
 
 
 class DraftedNodes(NamedTuple):
@@ -126,6 +127,7 @@ class Head(NamedTuple):
     is_single_pass: bool = False  # `start` computes the predictions of all depths, and `follow` costs hardly anything
     levels_per_pass: int = 1  # tree levels that one pass of its layers predicts
     target_layers: Callable[[int], Stretches] = _no_layers
+    reads_keys: bool = False  # its layers attend to keys in `Context.cache`
     feature: Callable[[PyTree, int], Array] | None = None
     training_head: Any = None  # Head; None: this head itself
     in_states: StateDraft | None = None
@@ -134,8 +136,8 @@ class Head(NamedTuple):
 
     @property
     def reads_cache(self) -> bool:
-        """Return True if the head drafts on the target's own cache, by its layers or by soft prompts."""
-        return self.target_layers is not _no_layers or self.soft_prompts is not None
+        """Return True if the head drafts on the target's own cache, by its layers, its keys or by soft prompts."""
+        return self.reads_keys or self.target_layers is not _no_layers or self.soft_prompts is not None
 
     def features_of(self, output: Output) -> Array:
         """Return the features [B, T, F] of a target pass that recorded these taps."""

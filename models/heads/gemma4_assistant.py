@@ -25,11 +25,11 @@ from specjax.models import layers as L
 from specjax.models.heads.blocks import Ids, embed, get_target
 from specjax.models.heads.contract import Head, HeadKind
 from specjax.models.heads.recurrent import recurrent
+from specjax.models.heads.target_keys import no_keys
 from specjax.models.hybrid.block import HybridBlock, HybridInputs
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.memory import layer_cache
 from specjax.models.requirements import check_shared_keys
-from specjax.numerics.quantization import Quantized
 from specjax.types import Array, Context
 
 METHOD = Method(
@@ -126,7 +126,7 @@ class Gemma4Assistant(nnx.Module):
         step = L.PassInputs(positions, positions, mask, context.cache.length, None)
         for i, block in enumerate(self.stack):
             cache = layer_cache(model.config, context.cache, full if "window" in dict(c.kinds[i].changes) else local)
-            keys = _no_keys(cache, tokens.shape[1])
+            keys = no_keys(cache, *tokens.shape)
             settings = c.of_layer(i).attention_settings(positions)
             if settings.window is not None:
                 settings = settings._replace(window=settings.window + EXTRA_REACH)
@@ -137,19 +137,6 @@ class Gemma4Assistant(nnx.Module):
         if self.clusters is None:
             return self.head.logits(state)
         return self.clusters.logits(state, self.head.weight[...])
-
-
-def _no_keys(cache: L.LayerCache, count: int) -> tuple:
-    """Return empty keys and values of `count` drafted tokens, which no token attends to."""
-    stacked = cache.layer is not None
-
-    def empty(x: Array | Quantized, axis: int = -2) -> Any:
-        if isinstance(x, Quantized):
-            return Quantized(empty(x.values), empty(x.scale, -1))
-        slots = jax.lax.slice_in_dim(x, 0, count, axis=axis)
-        return jnp.zeros_like(slots[0] if stacked else slots)
-
-    return empty(cache.k), empty(cache.v)
 
 
 def assistant_head(config: AssistantConfig) -> Head:

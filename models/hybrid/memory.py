@@ -36,9 +36,9 @@ class HybridCache(NamedTuple):
         return self.attention.length
 
     @property
-    def first(self) -> None:
-        """Return None: every row sees its text from the start."""
-        return None
+    def first(self) -> Array | None:
+        """Return the first token that each row sees, or None if all see their text from the start."""
+        return self.attention.first
 
 
 class HybridPending(NamedTuple):
