@@ -17,6 +17,7 @@ from specjax.models.heads import (
     hidden_transfer,
     hydra,
     kangaroo,
+    longspec,
     m2r2,
     medusa,
     mlp_speculator,
@@ -32,8 +33,8 @@ KINDS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
         chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, gemma4_assistant.KIND,
-        hamburger.KIND, hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, m2r2.KIND, medusa.KIND, mlp_speculator.KIND,
-        mtp.KIND, p_eagle.KIND, ppd.KIND, redrafter.KIND,
+        hamburger.KIND, hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, longspec.KIND, m2r2.KIND, medusa.KIND,
+        mlp_speculator.KIND, mtp.KIND, p_eagle.KIND, ppd.KIND, redrafter.KIND,
     )
 }  # fmt: skip
 

@@ -55,6 +55,7 @@ OPTIONS = {
     "falcon": {"tree": trees.branching("2x1x1")},
     "medusa": {"tree": trees.ddtree_auto(), "costs": (1.0, 1.1, 1.2, 1.3)},
     "mtp": {"tree": trees.branching("2x1x1")},
+    "longspec": {"tree": trees.branching("2x1x1")},
     "kangaroo": {"num_tokens": 3, "stop": trees.stops.confidence(0.1)},
     "hamburger": {"num_tokens": 3, "stop": trees.stops.drafter_confidence(0.3)},
     "m2r2": {"num_tokens": 3, "stop": trees.stops.drafter_confidence(0.3)},
@@ -356,8 +357,8 @@ DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec"
 
 
 @pytest.mark.parametrize(
-    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"m2r2", "thinned"}))
-)  # which want layers: tests/models/heads/test_m2r2.py, tests/drafters/layers/test_thinned.py
+    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"longspec", "m2r2", "thinned"}))
+)  # which want layers: tests/models/heads/test_longspec.py and test_m2r2.py, tests/drafters/layers/test_thinned.py
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3

@@ -22,6 +22,7 @@ from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.heads.hydra import HydraConfig
 from specjax.models.heads.kangaroo import KangarooConfig
 from specjax.models.heads.kinds import abstract_head, init_head
+from specjax.models.heads.longspec import LongSpecConfig
 from specjax.models.heads.m2r2 import M2R2Config
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
@@ -94,6 +95,10 @@ def config_of(kind: str, target: Target):
         return PpdConfig(width, num_prompts=3, copies=2)
     if kind == "kangaroo":
         return KangarooConfig(layer_of(target), exit_layer=1)
+    if kind == "longspec":  # its attention is that of the target
+        c = target.model.config
+        shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+        return LongSpecConfig(layer_of(target, **shape), window=5)
     raise AssertionError(f"no tiny head of {kind}")
 
 

@@ -119,6 +119,10 @@ def _copy_target(params: dict, config: Any, target: Target, ids: np.ndarray | No
         params["head_norm"] = _fit(params["head_norm"], source["norm"])
     if "attention" in params.get("first", {}):
         params["first"] = _copy_joint_layer(params["first"], layers[-1], config.layer)
+    if "cross_attention" in params:
+        params = _copy_layer(params, layers[-1])
+        params["cross_norm"] = _fit(params["cross_norm"], layers[-1].get("attention_norm", {}))
+        params["cross_attention"] = _fit(params["cross_attention"], layers[-1]["attention"])
     if "prefix" in params:
         params["prefix"] = _copy_layer(params["prefix"], layers[-1])
     for name in stacks:

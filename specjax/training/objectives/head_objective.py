@@ -67,7 +67,8 @@ def sum_head_losses(
         teacher = [_teacher_logits(target, depth, rounds.ids) if recipe.reads_teacher else None for depth in outputs]
         return _sum_losses(recipe, head, outputs, teacher, means)
 
-    return unroll_rounds(head, params, target, rounds, head_depths(recipe, head), judge, chunk)
+    depths = head_depths(recipe, head) if rounds.skipped is None else 1
+    return unroll_rounds(head, params, target, rounds, depths, judge, chunk)
 
 
 def compute_head_loss(recipe: Recipe, total: DepthSums) -> tuple[Array, StepReport]:
@@ -86,6 +87,12 @@ def head_depths(recipe: Recipe, head: Head) -> int:
 
 
 def _check_outputs(recipe: Recipe, head: Head) -> None:
+    for name in ("anchors", "draws_depth"):
+        if getattr(recipe, name) and not head.reads_keys:
+            raise UsageError(
+                f"a head of kind {head.kind} reads no keys of the target, but the recipe has {name}=True; set it to "
+                "False"
+            )
     for name, share, has_output in (
         ("features", recipe.features, head.feature is not None),
         ("confidence", recipe.confidence, getattr(head.config, "confidence", "no") != "no"),

@@ -34,6 +34,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     frozen: tuple[str, ...] = ()  # names of parameters or modules that are not trained
     packs: bool = True  # several texts per row
+    draws_depth: bool = False  # train one random depth of each round instead of all
+    anchors: bool = False  # a random number is added to the positions of a row, except to those of its first tokens
 
     replace = replace
 
@@ -136,6 +138,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "clover": Recipe((("soft_ce", 1.0),), decay=0.7),
         "chimera": Recipe((("ce", 1.0),)),
         "kangaroo": Recipe(passes=1, learning_rate=5e-4),
+        "longspec": Recipe(
+            (("ce", 1.0),),
+            passes=4,
+            decay=1.0,
+            learning_rate=5e-4,
+            warmup=0.1,
+            betas=(0.9, 0.98),
+            weight_decay=0.1,
+            draws_depth=True,
+            anchors=True,
+        ),
         "m2r2": Recipe(passes=1, confidence=1.0, learning_rate=1e-3),  # `specjax.adaptive.train_m2r2` has its own loss
         "hamburger": Recipe(
             (("ce", 1.0),), decay=1.0, confidence=0.5, learning_rate=1e-4

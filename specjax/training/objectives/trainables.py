@@ -16,6 +16,7 @@ from specjax.models.heads.kinds import KINDS, TRAINABLE
 from specjax.training.data.packing import PackedBatch
 from specjax.training.data.vocabulary import use_draft_ids
 from specjax.training.objectives import draft_models, masked, stopping
+from specjax.training.objectives.anchors import draw_depths, draw_positions
 from specjax.training.objectives.chunks import MeanSums, map_in_chunks, sum_in_batches, sum_in_two_passes
 from specjax.training.objectives.head_objective import (
     StepReport,
@@ -107,11 +108,14 @@ def build_head_objective(head: Head) -> TrainingObjective:
         recipe: Recipe, params: PyTree, target: Target, batch: StepBatch, chunk: int | None, means: Array | None
     ) -> Any:
         packed, activations = batch.packed, batch.activations
-        activations = run_target(target, head, packed) if activations is None else activations
+        token_positions = draw_positions(packed, batch.keys, target.model.max_positions) if recipe.anchors else None
+        activations = run_target(target, head, packed, token_positions) if activations is None else activations
         if recipe.noise:
             activations = _add_noise(activations, packed, recipe.noise, batch.keys)
         params, ids = use_draft_ids(params)
-        rounds = Rounds(packed, activations, batch.positions, ids)
+        rounds = Rounds(packed, activations, batch.positions, ids, token_positions)
+        if recipe.draws_depth:
+            rounds = rounds._replace(skipped=draw_depths(batch.positions, batch.keys, head_depths(recipe, head)))
         return sum_head_losses(recipe, head.training_head or head, params, target, rounds, chunk, means)
 
     def acceptance(params: PyTree, target: Target, packed: PackedBatch, depths: int, temperature: float) -> Array:

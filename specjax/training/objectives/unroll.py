@@ -53,24 +53,29 @@ class Rounds(NamedTuple):
     activations: TargetActivations
     positions: Array  # int32[B, R], where rounds begin; -1: no round, with weight 0
     ids: Array | None = None  # int32[V], the draft id of each token; None: the head drafts all ids of the target
+    token_positions: Array | None = None  # int32[B, T], of the tokens in the activations' pass; None: their columns
+    skipped: Array | None = None  # int32[B, R], depths before the only one that each round drafts; None: it drafts all
 
 
 def forward_packed(
-    model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = ()
+    model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = (), positions: Array | None = None
 ) -> tuple[Output, PyTree]:
-    """Run a model over a packed batch. Texts do not attend to each other. Returns: (output, pending)."""
+    """Run a model over a packed batch. Texts do not attend to each other. Returns: (output, pending).
+
+    positions: int32[B, T]; None: the columns.
+    """
     batch, size = packed.tokens.shape
     column = jnp.arange(size)
     mask = (column <= column[:, None]) & (column >= jnp.asarray(packed.text_start)[:, :, None])
-    positions = jnp.broadcast_to(column, (batch, size))
+    positions = jnp.broadcast_to(column, (batch, size)) if positions is None else positions
     cache = model.init_cache(params, None, batch, 0)
     options = {"taps": taps} if taps else {}
     return model.forward(params, jnp.asarray(packed.tokens), cache, positions=positions, mask=mask, **options)
 
 
-def run_target(target: Target, head: Head, packed: PackedBatch) -> TargetActivations:
-    """Run the target once over a packed batch, without gradients."""
-    return _run_target(target, packed, head.taps)
+def run_target(target: Target, head: Head, packed: PackedBatch, positions: Array | None = None) -> TargetActivations:
+    """Run the target once over a packed batch, without gradients. positions: as in `forward_packed`."""
+    return _run_target(target, packed, head.taps, positions)
 
 
 def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple[int, ...]) -> TargetActivations:
@@ -78,8 +83,10 @@ def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple
     return _run_target(target, packed, taps)._replace(pending=None)
 
 
-def _run_target(target: Target, packed: PackedBatch, taps: tuple[int, ...]) -> TargetActivations:
-    output, pending = forward_packed(target.model, target.params, packed, taps)
+def _run_target(
+    target: Target, packed: PackedBatch, taps: tuple[int, ...], positions: Array | None = None
+) -> TargetActivations:
+    output, pending = forward_packed(target.model, target.params, packed, taps, positions)
     activations = jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending))
     return checkpoint_name(activations, TARGET)
 
@@ -106,10 +113,13 @@ def unroll_rounds(
     tokens, text_start = jnp.asarray(rounds.packed.tokens), jnp.asarray(rounds.packed.text_start)
     batch, count = rounds.positions.shape
     begin = jnp.maximum(rounds.positions, 0)
+    skipped = 0 if rounds.skipped is None else rounds.skipped
+    num_read = jnp.minimum(begin + 1 + skipped, tokens.shape[1] - 1)
     features = rounds.activations.features
     if head.soft_prompts is not None:  # the head has no pass of its own, so gradients flow through the target's
         features = prompted_features(target, DraftHead(head, params), tokens, text_start)
-    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], begin + 1, text_start[:, :-1])
+    positions = None if rounds.token_positions is None else rounds.token_positions[:, :-1]
+    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], num_read, text_start[:, :-1], positions)
     context = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
     # The capacity is 0: the pairs are not written to the memory, but replace it.
     memory = head.read(params, head.init_memory(params, context, batch, 0), pairs, context)
@@ -126,8 +136,11 @@ def unroll_rounds(
             return part.reshape(*x.shape[:axis], batch * size, *x.shape[axis + 1 :])
 
         part = jax.tree.map(take_rounds, memory, head.axes(memory), is_per_round)
-        positions = jax.lax.dynamic_slice_in_dim(rounds.positions, i, size, 1)
-        return judge(_draft_rounds(head, params, part, target, rounds._replace(positions=positions), depths))
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, i, size, 1)
+        chunk = rounds._replace(positions=cut(rounds.positions))
+        if rounds.skipped is not None:
+            chunk = chunk._replace(skipped=cut(rounds.skipped))
+        return judge(_draft_rounds(head, params, part, target, chunk, depths))
 
     return over(judge_chunk, count, chunk, params, memory)
 
@@ -135,19 +148,24 @@ def unroll_rounds(
 def _draft_rounds(
     head: Head, params: PyTree, memory: PyTree, target: Target, rounds: Rounds, depths: int
 ) -> list[DepthOutput]:
-    """Return the outputs of the N = B R rounds at each depth."""
-    packed, activations, positions, ids = rounds
+    """Return the outputs of the N = B R rounds at each depth.
+
+    A round that skips k depths drafts one token, as if k tokens had been drafted before it: the head has read the text
+    up to them, and the target has not.
+    """
+    packed, activations, positions, ids, _, skipped = rounds
+    skipped = 0 if skipped is None else skipped
     tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
     (batch, size), count = tokens.shape, positions.shape[1]
     flatten = lambda x: x.reshape(-1, *x.shape[2:])
     begin = jnp.maximum(positions, 0)
 
-    def take_ahead(x: Array, ahead: int) -> Array:
+    def take_ahead(x: Array, ahead: Array | int) -> Array:
         """Return [N, ..], the entries of x [B, T, ..] that are `ahead` columns after each round's position."""
         column = jnp.minimum(begin + ahead, size - 1)
         return flatten(take_along(x, column.reshape(*column.shape, *[1] * (x.ndim - 2)), 1))
 
-    length = flatten(begin) + 2
+    length = flatten(begin + skipped) + 2
     cache = share_cache(activations.pending, FeaturePairs(activations.features, tokens, begin + 1, text_start))
     repeated = jnp.broadcast_to(tokens[:, None], (batch, count, size))
     context = Context(flatten(repeated), length, cache=cache, target=target)
@@ -162,11 +180,11 @@ def _draft_rounds(
             scratch, output = head.follow(params, scratch, drafted, context)
             output = jax.tree.map(lambda x: x[:, 0], output)
         output = output if isinstance(output, DraftOutput) else DraftOutput(output)
-        token, column = take_ahead(tokens, 2 + k), begin + 2 + k
-        same_text = take_ahead(text_start, 2 + k) == take_ahead(text_start, 0)
+        token, column = take_ahead(tokens, 2 + k + skipped), begin + 2 + k + skipped
+        same_text = take_ahead(text_start, 2 + k + skipped) == take_ahead(text_start, 0)
         is_valid = flatten((positions >= 0) & (column < size)) & same_text
         label = token if ids is None else ids[token]
-        weight = (is_valid & take_ahead(loss_mask, 2 + k)).astype(jnp.float32)
-        hidden = take_ahead(activations.hidden, 1 + k)
+        weight = (is_valid & take_ahead(loss_mask, 2 + k + skipped)).astype(jnp.float32)
+        hidden = take_ahead(activations.hidden, 1 + k + skipped)
         by_depth.append(DepthOutput(output.logits, label, hidden, weight, output.confidence, scratch))
     return by_depth

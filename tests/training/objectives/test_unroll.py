@@ -22,7 +22,7 @@ from specjax.types import Context
 DEPTHS = 3
 ROW, SECOND = 12, 4  # tokens of a row, and where the second text of the first row begins
 PLACES = np.array([[1, 5], [1, -1]], np.int32)  # behind three tokens of a text each; -1: none
-OF_EACH_FAMILY = ("eagle3", "medusa", "hydra", "dspark", "kangaroo", "chimera", "falcon", "hidden_transfer")
+OF_EACH_FAMILY = ("eagle3", "medusa", "hydra", "dspark", "kangaroo", "longspec", "chimera", "falcon", "hidden_transfer")
 CANNOT_BE_PACKED = ("falcon",)  # it remembers the pairs before
 
 
