@@ -6,8 +6,8 @@
     python benchmarks/long_context_heads.py measure CORPORA longspec=head eagle3=smollm2-135m-eagle3
 
 `texts` writes training texts of about 1,000 and 4,000 tokens, of the validation part of WikiText-2 and of C4. It also
-writes prompts that select the best head. `measure` decodes after texts of WikiText-2's test part, on which no head was trained. It
-prints the results, and writes them to OUT.json and OUT.png.
+writes prompts, whose answers select the best head. `measure` decodes after texts of WikiText-2's test part, on which no
+head was trained. It prints the results, and writes them to OUT.json and OUT.png.
 """
 
 from __future__ import annotations

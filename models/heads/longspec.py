@@ -112,7 +112,7 @@ class WindowMemory(NamedTuple):
     """
 
     cache: kv.KVCache  # its `length` counts all tokens that were read
-    following: Array  # int32[B, 1], the token after them
+    following: Array  # int32[B, 1], the token after them, if there are any
     shift: Array  # int32[B], distance of the root's position from its number in the text; 0 except in training
 
 
@@ -137,10 +137,11 @@ def longspec_head(config: LongSpecConfig) -> Head:
             batch, config.window, 1, c.num_kv_heads, c.head_dim, c.dtype, False, c.cache_lanes, c.cache_bits
         )
         cache = target_keys.place_ring(cache, layout_of(context))
-        return WindowMemory(cache, context.tokens[:, :1], jnp.zeros((batch,), jnp.int32))
+        return WindowMemory(cache, jnp.zeros((batch, 1), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def read(params, memory: WindowMemory, pairs: FeaturePairs, context: Context) -> WindowMemory:
         cache, following, shift = memory
+        following = jnp.where(cache.length[:, None] > 0, following, context.tokens[:, :1])
         tokens = jnp.concatenate([following, pairs.tokens[:, :-1]], 1)  # a pair has the token after the one to read
         number = cache.length[:, None] + jnp.arange(tokens.shape[1])
         positions = number if pairs.positions is None else pairs.positions
