@@ -11,9 +11,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from specjax.catalog.schemes import check_cache_dtype, compressed_form
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.decoder import Decoder, DecoderConfig
+from specjax.models.gear import slots as gear_slots
+from specjax.models.gear.codec import GearForm
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid import memory as hybrid_memory
 from specjax.models.hybrid.config import HybridConfig
@@ -74,15 +77,31 @@ def init_params(config: Config, key) -> PyTree:
     return quantize_params(nnx.to_pure_dict(nnx.split(module)[1]), config)
 
 
-def check_cache_dtype(cache_dtype: str | None, name: str = "cache_dtype") -> None:
-    """Check that a cache dtype is None or "int8".
+def gear_form(config: Config, mesh: Mesh | None = None) -> GearForm | None:
+    """Return the form of a compressed cache; None for other caches.
 
-    Raises: UsageError, with the name of the setting.
+    Raises: UsageError for a `cache_dtype` that does not exist, and for a model whose cache cannot be compressed.
     """
-    if cache_dtype not in (None, "int8"):
-        raise UsageError(
-            f'{name} must be "int8" or left out, not "{cache_dtype}"; without it the cache has the dtype of the model'
-        )
+    check_cache_dtype(config.cache_dtype)
+    options = compressed_form(config.cache_dtype)
+    if options is None:
+        return None
+    reasons = {
+        "it has recurrent layers or layers of several kinds": isinstance(config, HybridConfig),
+        "its attention is latent": config.latent is not None,
+        "its attention has windows": config.window is not None,
+        "it is spread over a mesh": mesh is not None,
+        "same_bits is not shown for it": config.same_bits,
+        f"its heads of {config.head_dim} numbers do not fill whole bytes": config.head_dim * options["bits"] % 8 != 0,
+        f"its heads of {config.head_dim} numbers are too large": config.head_dim > 256,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(
+                f'cache_dtype "{config.cache_dtype}" does not support {config.name}, because {reason}; leave '
+                "cache_dtype out"
+            )
+    return GearForm(**options)
 
 
 def has_repeated_heads(config: Config, params: PyTree) -> bool:
@@ -96,9 +115,10 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
 
     With a mesh, the parameters are those of `specjax.shard`, which also documents `over`.
 
-    Raises: UsageError for a `cache_dtype` other than None or "int8", for a mesh that does not fit the model, and for
-      `same_bits` where it was not shown to hold.
+    Raises: UsageError for a `cache_dtype` that does not exist, for a cache or a mesh that does not fit the model, and
+      for `same_bits` where it was not shown to hold.
     """
+    gear_form(config, mesh)
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
         check_exact_products(config)
@@ -108,7 +128,6 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
 @functools.cache
 def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None) -> Model:
     """Build the model for `make_model`, which makes all forms of its call equal."""
-    check_cache_dtype(config.cache_dtype)
     unsharded_config = config
     layout = None
     if mesh is not None:
@@ -142,9 +161,15 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
 def _attention_fields(config: Config, layout: Layout | None, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
     """Return the fields of a `Model` whose layers all attend: its cache, its pass and its capabilities."""
 
+    form = gear_form(config)
+
     def init_cache(params, inputs, batch: int, capacity: int) -> kv.KVCache:
         c = config
         check_no_inputs(c.name, inputs)
+        if form is not None:
+            return gear_slots.init(
+                batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype, form, c.cache_bits
+            )
         capacity = capacity if layout is None else layout.capacity(capacity)
         cache = kv.init(
             batch, capacity, c.num_layers, c.num_kv_heads, c.head_dim, c.cache_dtype or c.dtype, c.stacked,
@@ -164,6 +189,25 @@ def _attention_fields(config: Config, layout: Layout | None, module_of: Callable
     def queries(params, streams, positions):
         return module_of(params).queries(streams, positions)
 
+    if form is not None:
+        # Slots of compressed blocks cannot be removed, and their keys are not an array that a selection could read.
+        return {
+            "init_cache": init_cache,
+            "forward": forward,
+            "commit": gear_slots.commit,
+            "capabilities": Capabilities(
+                config.num_layers,
+                taps=True,
+                groups=None,
+                tree_depth=form.block - 1,
+                mixtures=True,
+                streams=True,
+                vectors=True,
+            ),
+            **kv_cache_functions(),
+            "rewind": None,
+            "axes": gear_slots.axes,
+        }
     return {
         "init_cache": init_cache,
         "forward": forward,

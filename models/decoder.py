@@ -72,7 +72,7 @@ class DecoderConfig:
     scales_embedding: bool = False  # multiply embeddings by the square root of the width
     max_positions: int = 8192
     dtype: str = "float32"
-    cache_dtype: str | None = None  # "int8": keys and values with one scale per token and head, lossy; None: dtype
+    cache_dtype: str | None = None  # "int8": one scale per token and head; "gear:4": `models.gear`; both lossy
     cache_lanes: int = 1  # the cache pads heads to a multiple of this; 128 on TPU
     cache_bits: bool = False  # the cache stores bfloat16 as uint16, which XLA on CPU writes in place
     same_bits: bool = False  # bfloat16 only: a token's logits do not depend on its pass, docs/same_bits.md

@@ -15,6 +15,8 @@ from flax import nnx
 from specjax.arrays import platforms, scopes
 from specjax.arrays.texts import traced_mask
 from specjax.models import cache as kv
+from specjax.models.gear.attention import gear_attention
+from specjax.models.gear.slots import GearSlots
 from specjax.models.layout import Layout
 from specjax.models.products import fill_tile, matmul, matmul_same_bits, pad_tokens, take_rows
 from specjax.models.rotary import Rotation, rotate
@@ -163,8 +165,8 @@ def make_pass_inputs(
 class LayerCache(NamedTuple):
     """Cached and pending keys and values that one layer attends to."""
 
-    k: Array | Quantized  # [B, K, S, h], or of all layers with a leading layer axis
-    v: Array | Quantized
+    k: Any  # Array, Quantized or GearSlots [B, K, S, h], or of all layers with a leading layer axis
+    v: Any
     layer: Array | None = None  # int32[], the layer if `k` and `v` have a layer axis
     earlier: tuple[Array | Quantized, ...] = ()  # pending (k, v) [B, K, P, h]
 
@@ -269,10 +271,11 @@ class Attention(nnx.Module):
         q = self._rotate(self._normalize(self.q_norm, q), settings)
         join = lambda old, new: jnp.concatenate([old, new], 2)
         all_k, all_v = jax.tree.map(join, layer_cache.earlier, new) if layer_cache.earlier else new
-        attend: Callable[..., Array] = functools.partial(
-            tree_attention, scale=self.scale, softcap=self.softcap,
-            implementation="by_slot" if self.same_bits else None,
-        )  # fmt: skip
+        attend: Callable[..., Array] = functools.partial(tree_attention, scale=self.scale, softcap=self.softcap)
+        if self.same_bits:
+            attend = functools.partial(attend, implementation="by_slot")
+        elif isinstance(layer_cache.k, GearSlots):
+            attend = functools.partial(gear_attention, scale=self.scale, softcap=self.softcap)
         if shared.layout is not None:
             attend = shared.layout.shard_attention(attend)
         optional = {} if shared.first is None else {"first": shared.first}

@@ -147,6 +147,7 @@ class Capabilities(NamedTuple):
     depth: bool = False  # accepts `depth`
     groups: tuple[int, ...] | None = ()  # values above 1 that `group` accepts; None: any
     trees: bool = True  # accepts trees; otherwise chains only
+    tree_depth: int | None = None  # largest depth of a tree that is not a chain; None: any
     mixtures: bool = False  # accepts a `Mixture` in place of tokens
     streams: bool = False  # accepts a `Stream` in place of tokens
     vectors: bool = False  # accepts `Appended` in place of tokens

@@ -24,6 +24,7 @@ KINDS = {
         "Several models or samples write one text with `specjax.collaborate.methods`.",
     ),
     "adaptive": ("Adaptive depth", "Each token runs a subset of the target's layers: `specjax.adaptive`."),
+    "cache": ("Compression of caches", "The target stores its keys and values in fewer bits: `specjax.compression`."),
     "compression": ("Compression of prompts", "The target reads some tokens of the prompt: `specjax.compression`."),
 }
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax.catalog.schemes import check_scheme
+from specjax.catalog.schemes import check_cache_dtype, check_scheme, compressed_form
 from specjax.errors import UsageError
 from specjax.files.untrusted import SENTENCE, check_folder, guarded_read, quote, read_json_object, shorten
-from specjax.models.bridge import Config, check_cache_dtype, make_model
+from specjax.models.bridge import Config, make_model
 from specjax.models.loading.device_memory import check_room
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
@@ -116,7 +116,8 @@ def read_model(
       keep_quantized: True to keep the matrices of a quantised file in its format, and to expand them in each product.
         False: expand them to `dtype` once. None: keep them on TPU and GPU.
       cache_dtype: "int8" rounds keys and values to int8, with a scale per token and head. It takes half the memory of
-        bfloat16. The model's distribution changes slightly; methods keep their guarantees relative to it. None: dtype.
+        bfloat16. "gear:4" and "gear:2" compress older blocks of tokens to a few bits (`specjax.compression.gear`).
+        Both are lossy: the model's distribution changes, and methods keep their guarantees relative to it. None: dtype.
       same_bits: for bfloat16, make the logits of a token the same in every pass, to the bit. Speculative text then
         equals that of plain decoding (docs/same_bits.md; `specjax.check_bits` checks the device). It is refused where
         that was not shown: on GPUs, for diffusion models, and over a mesh that splits rows or slots.
@@ -166,6 +167,8 @@ def read_model(
             ConfigFields({}, str(path)) if fields is None else fields, tokenizer, block=block, mask_token=mask_token
         )
     _check_kind(path, kind, is_denoiser=denoiser_settings is not None)
+    if denoiser_settings is not None and compressed_form(cache_dtype) is not None:
+        raise UsageError(f'cache_dtype "{cache_dtype}" is for autoregressive models, and {path} is a diffusion model')
     if same_bits and denoiser_settings is not None:
         raise SameBitsError(f"is for autoregressive models, and {path} is a diffusion model")
     if fields is not None:

@@ -31,6 +31,8 @@ def command_of(row: Method) -> str | None:
         return f"specjax generate PROMPT --adapt {row.name}" + (f":{','.join(required)}" if required else "")
     if row.kind == "compression":
         return f"specjax generate PROMPT --compress {row.name}"
+    if row.kind == "cache":
+        return f"specjax generate PROMPT --cache-dtype {row.name}"
     scores = [f"--set {option.name}={option.form}" for option in row.words if option.type == "reward_model"][:1]
     words = [
         f"specjax generate PROMPT --method {row.name}",

@@ -20,13 +20,13 @@ Three more are for diffusion models, whose text depends on the order in which to
 the procedure which the method accelerates. `valid`: every text belongs to a given language.
 """
 
-Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive", "compression"]
+Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive", "compression", "cache"]
 """The loop that runs a method.
 
 `drafter`: drafts for `specjax.decode`. `decoder`: has a loop of its own. `diffusion`: decides the columns of a canvas,
 for `specjax.denoise`. `collaboration`: several models or samples write one text. `adaptive`: selects the layers of the
 target that each token runs, for `specjax.adaptive.skip_layers`. `compression`: selects the tokens of a prompt that the
-target reads.
+target reads. `cache`: stores the target's keys and values in another form.
 """
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
@@ -90,8 +90,8 @@ class Method(NamedTuple):
         """Return the function that builds the method. Reading this property imports the module of the method.
 
         For drafters it is `(target, draft, **options) -> Drafter`, for diffusion `(denoiser, **options) -> Procedure`,
-        for adaptive methods `(**options) -> DepthPolicy`, for compression `(draft, prompts, **options) -> prompts`. For
-        decoders and collaborations it is the loop itself.
+        for adaptive methods `(**options) -> DepthPolicy`, for compression `(draft, prompts, **options) -> prompts`, for
+        caches `(target, **options) -> target`. For decoders and collaborations it is the loop itself.
         """
         factory = self.load()
         if self.kind != "drafter":
@@ -126,6 +126,7 @@ class Method(NamedTuple):
         home = {
             "drafter": "drafters", "decoder": "decoders", "diffusion": "diffusion.methods",
             "collaboration": "collaborate.methods", "adaptive": "adaptive", "compression": "compression",
+            "cache": "compression",
         }  # fmt: skip
         own_factory = self.kind in ("decoder", "collaboration") and self.factory
         return f"specjax.{home[self.kind]}.{own_factory or self.name}"

@@ -71,6 +71,11 @@ def find_drafter(name: str) -> Method:
         raise UsageError(
             f"method {name} compresses prompts and is not a drafter; use --compress {name} ({method.path} in Python)"
         )
+    if method.kind == "cache":
+        raise UsageError(
+            f"method {name} compresses the cache and is not a drafter; use --cache-dtype {name} ({method.path} in "
+            "Python)"
+        )
     if method.kind != "drafter":
         raise UsageError(
             f"method {name} has its own decoding loop and is not a drafter; call {method.path}(...) in Python"

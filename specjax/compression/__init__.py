@@ -1,10 +1,12 @@
-"""Compression of prompts: a model selects the tokens that a target reads in place of the complete prompt.
+"""Compression of prompts and caches.
 
-A compressed prompt is another prompt, so every method here is lossy. Decoding of the compressed prompt is as exact as
-its method.
+In a compressed prompt a model selected the tokens that the target reads. A compressed cache has keys and values in a
+few bits. Both change what the target reads, so every method here is lossy. Decoding from there is as exact as its
+method.
 """
 
+from specjax.compression.gear import gear
 from specjax.compression.parsing import Compression, parse_compression
 from specjax.compression.specpc import specpc
 
-__all__ = ["Compression", "parse_compression", "specpc"]
+__all__ = ["Compression", "gear", "parse_compression", "specpc"]

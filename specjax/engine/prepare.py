@@ -268,6 +268,12 @@ def check_pair(target: Target, drafter: Drafter) -> None:
             f"the model {name} accepts only chains, but this drafter may draft trees; choose a drafter of chains, such "
             "as prompt_lookup, or set Traits(chains=True) if all its trees are chains"
         )
+    limit = capabilities.tree_depth
+    if limit is not None and not drafter.drafts_chains and drafter.max_depth > limit:
+        raise UsageError(
+            f"the drafter's trees are {drafter.max_depth} tokens deep, but the cache of {name} accepts {limit}; use a "
+            "smaller tree, or a cache with larger blocks"
+        )
     if drafter.hooks.soft_prompts is not None and not capabilities.vectors:
         raise UsageError(
             f"the drafter's soft prompts are vectors, but the model {name} reads only tokens; choose a drafter without "

@@ -15,10 +15,9 @@ from jax.sharding import Mesh
 from specjax import parallel, trees
 from specjax.catalog import METHODS, Method, find_drafter, of_kind
 from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
-from specjax.catalog.schemes import check_quantize
+from specjax.catalog.schemes import check_cache_dtype, check_quantize, of_drafts
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
-from specjax.models.bridge import check_cache_dtype
 from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
@@ -137,7 +136,8 @@ def make_workload(
         formats by default, as on TPUs and GPUs.
       temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
         the options that are given; their values do not matter, except that temperature 0 is the greedy program.
-      cache_dtype: "int8" for both models' caches. None: the dtype of their configs.
+      cache_dtype: "int8" for both models' caches, or a compressed form such as "gear:4" for the target's. None: the
+        dtype of their configs.
 
     Raises: UsageError that names the option at fault.
     """
@@ -156,7 +156,8 @@ def make_workload(
     def load(source, flag: str, keep: bool = True):
         is_name = isinstance(source, str | Path)
         config = load_config(source, dtype, flag, slice_.chip.platform, keep) if is_name else source
-        return config if cache_dtype is None else dataclasses.replace(config, cache_dtype=cache_dtype)
+        form = cache_dtype if flag == "--target" else of_drafts(cache_dtype)
+        return config if form is None else dataclasses.replace(config, cache_dtype=form)
 
     target_config = load(target, "--target", quantize is None and keep_quantized is not False)
     if quantize is not None:

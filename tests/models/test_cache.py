@@ -287,7 +287,7 @@ def test_int8_takes_half_the_memory_of_bfloat16():
 
 
 def test_a_cache_of_another_dtype_is_refused():
-    with pytest.raises(UsageError, match='cache_dtype must be "int8" or left out'):
+    with pytest.raises(UsageError, match='cache_dtype must be "int8", gear:BITS or left out'):
         tiny_llama(cache_dtype="int4")
 
 

@@ -180,7 +180,7 @@ def _draft(flags: GenerateFlags) -> None:
     """Generate with drafts, over all hosts and devices."""
     from specjax.cli.options.prompts import PromptSource
     from specjax.cli.output.console import Console
-    from specjax.cli.runs.compression.prompts import compress_prompts, read_compression
+    from specjax.cli.runs.compression.prompts import check_one_loss, compress_prompts, read_compression
     from specjax.cli.runs.environment import open_program_cache, stage
     from specjax.cli.runs.generation import Generation, GenerationOptions
     from specjax.cli.runs.run import Report, execute
@@ -190,6 +190,7 @@ def _draft(flags: GenerateFlags) -> None:
     flags, selection = _select(flags)
     run, values = flags.run, _shared_values(flags, selection.options.source)
     compression = read_compression(run.compress, run.adapt)
+    check_one_loss(flags.models.cache_dtype, run.compress, run.adapt)
     require(
         not flags.hosts.distributed or flags.draft.costs != "measured",
         "--costs measured differs between hosts, and all must run one program; give a file of `specjax plan`",
@@ -210,7 +211,7 @@ def _draft(flags: GenerateFlags) -> None:
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     options = GenerationOptions(
         run.compare, flags.checkpoint.checkpoint, flags.checkpoint.checkpoint_every, tuple(run.stop_string or ()),
-        run.adapt, session.processors(flags.processing), programs, compressed,
+        run.adapt, session.processors(flags.processing), programs, compressed, session.lossy_cache,
     )  # fmt: skip
     generation = Generation(session, selection.decoding, method, selection.options, rows, run.batch_size, options)
     out = Console(quiet=run.as_json or not is_first)

@@ -151,6 +151,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
         "collaboration": "several models or samples write one text; ",
         "adaptive": "runs a part of the target's layers; ",
         "compression": "shortens prompts; ",
+        "cache": "compresses the cache of keys and values; ",
     }[row.kind]  # fmt: skip
     command, missing = description["command"], " and ".join(missing_inputs(row))
     write(form + (f"run {command}" if command else f"the command line cannot provide its {missing}"))
@@ -205,6 +206,7 @@ def _show_methods(rows: list[dict[str, Any]], out: Console, section: str) -> Non
         "collaboration": "several models or samples",
         "adaptive": "adaptive depth",
         "compression": "compression of prompts",
+        "cache": "compression of caches",
     }
     heads, fields = ("guarantee", "needs", "description", "paper"), ("guarantee", "needs", "summary", "paper")
     count = len(heads) if out.width >= WIDE else len(heads) - 1

@@ -295,10 +295,11 @@ CacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--cache-dtype",
-        help="int8 rounds keys and values of all models, which halves their memory. Comparisons use the same cache. "
-        "Default: the model's dtype.",
+        help="int8 rounds keys and values of all models, which halves their memory. gear:4 and gear:2 compress those "
+        "of the target to a few bits (lossy; `specjax methods gear`). Comparisons use the same cache. Default: the "
+        "model's dtype.",
         show_default=False,
-        autocompletion=completion.one_of("int8"),
+        autocompletion=completion.one_of("int8", "gear:4", "gear:2"),
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch-size", help="Number of prompts decoded together.")]

@@ -28,6 +28,7 @@ Pairs = list[tuple[str, str]]  # a word and its help
 KINDS: dict[str, Kind] = {
     "drafters": "drafter", "decoders": "decoder", "diffusion": "diffusion", "collaboration": "collaboration",
     "adaptive": "adaptive", "compression": "compression",
+    "caches": "cache",
 }  # fmt: skip
 """The sections of methods that commands run, and the kind of each."""
 

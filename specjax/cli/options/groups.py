@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from specjax.catalog.schemes import check_quantize
+from specjax.catalog.schemes import check_cache_dtype, check_quantize
 from specjax.cli.options import common as o
 from specjax.errors import require
 
@@ -88,7 +88,7 @@ class ModelOptions:
             self.dtype in ("auto", "float32", "bfloat16"),
             f'--dtype must be auto, float32 or bfloat16, not "{self.dtype}"',
         )
-        require(self.cache_dtype in (None, "int8"), f'--cache-dtype must be int8 or left out, not "{self.cache_dtype}"')
+        check_cache_dtype(self.cache_dtype, "--cache-dtype")
         require(
             not self.same_bits or self.dtype != "float32",
             "--same-bits needs bfloat16, and --dtype is float32; leave one of them out",

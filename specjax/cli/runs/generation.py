@@ -38,6 +38,7 @@ class GenerationOptions(NamedTuple):
     processors: tuple[Processor, ...] = ()
     programs: ProgramCache | None = None
     compressed: CompressedPrompts | None = None
+    cache: str | None = None  # the form of a compressed cache
 
     @property
     def lossy_part(self) -> tuple[str, str] | None:
@@ -46,6 +47,8 @@ class GenerationOptions(NamedTuple):
             return "adapted_target", f"the target with {self.adapt}"
         if self.compressed is not None:
             return "compressed_prompts", f"the target on prompts compressed by {self.compressed.text}"
+        if self.cache is not None:
+            return "compressed_cache", f"the target with the cache {self.cache}"
         return None
 
 
@@ -283,7 +286,7 @@ class Generation(PromptRun):
         return lines
 
     def _guarantee(self) -> str:
-        """Return the guarantee in words, with the loss of a lossy rule, of --adapt and of --compress."""
+        """Return the guarantee in words, with the loss of a lossy rule, of --adapt, --compress and the cache."""
         rule = self.decoding.rule
         has_distance = rule is not None and rule.distance is not None and self.decoding.remark is None
         distance = f", TV {rule.distance:g} on a toy pair" if rule is not None and has_distance else ""

@@ -18,6 +18,7 @@ from specjax import costs as costs_of
 from specjax.adaptive import DepthPolicy, skip_layers
 from specjax.catalog import METHODS
 from specjax.catalog.defaults import NATIVE, defaults
+from specjax.catalog.schemes import compressed_form, of_drafts
 from specjax.cli.options.common import parse_flag, parse_template_args
 from specjax.cli.options.drafter_flags import NO_FLAGS, MethodOptions
 from specjax.cli.options.groups import ModelOptions
@@ -68,7 +69,7 @@ class Session(NamedTuple):
     dtype: str
     load_seconds: float
     datastore: Datastore | None = None
-    cache_dtype: str | None = None  # of both models; None: dtype
+    cache_dtype: str | None = None  # of both models, or a compressed form of the target's cache; None: dtype
     costs: costs_of.Curve | None = None  # costs of wide target passes; None: the rule of thumb
     draft_pass: float | None = None  # cost of a pass of the draft model, in target passes; None: the rule of thumb
     head: LoadedHead | None = None  # a draft head, in place of a draft model
@@ -76,6 +77,11 @@ class Session(NamedTuple):
     same_bits: bool = False  # the target's logits do not depend on the pass
     quantize: str | None = None  # the scheme to which the target was rounded
     denoiser: Denoiser | None = None  # a diffusion model that drafts, in place of a draft model
+
+    @property
+    def lossy_cache(self) -> str | None:
+        """Return the form of a compressed cache of the target, or None."""
+        return self.cache_dtype if compressed_form(self.cache_dtype) is not None else None
 
     @property
     def capacity(self) -> int:
@@ -249,7 +255,7 @@ def open_session(
         elif models.draft is not None:
             over = None if mesh is None else ()  # a copy on every device
             options: dict[str, Any] = {
-                "dtype": dtype, "cache_dtype": models.cache_dtype, "mesh": mesh, "over": over,
+                "dtype": dtype, "cache_dtype": of_drafts(models.cache_dtype), "mesh": mesh, "over": over,
                 "keep_quantized": models.keep_quantized, "quantize": models.draft_quantize,
             }  # fmt: skip
             if has_denoiser:
@@ -312,6 +318,8 @@ def _print_identity(target: Target, dtype: str, models: ModelOptions, log: Conso
     if getattr(target.model.config, "quantized", ()):
         source += f"; {target.model.name}, quantised, takes {num_bytes(target.params) / 2**20:,.0f} MiB"
     log.print(f"dtype {dtype}{source}; {describe_identity(target)}", style="dim", soft_wrap=True)
+    if compressed_form(models.cache_dtype) is not None:
+        log.print(f"lossy: {models.cache_dtype} compresses the cache of {target.model.name}", style="yellow")
 
 
 def _with_template_args(tokenizer: Any, models: ModelOptions) -> Any:
@@ -342,7 +350,7 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
 
 def load_beside(session: Session, source: str, flag: str) -> Target:
     """Load another model of a run, in the target's dtype. Raises: UsageError, also for another vocabulary."""
-    model, tokenizer = _load(flag, source, dtype=session.dtype, cache_dtype=session.cache_dtype)
+    model, tokenizer = _load(flag, source, dtype=session.dtype, cache_dtype=of_drafts(session.cache_dtype))
     check_vocabularies(session.tokenizer, tokenizer, flag)
     return model
 
@@ -529,6 +537,7 @@ def provenance(session: Session) -> dict[str, Any]:
         "datastore": session.datastore.summary if session.datastore else None,
         "dtype": session.dtype,
         "cache_dtype": session.cache_dtype,
+        **({} if session.lossy_cache is None else {"cache_guarantee": "lossy"}),
         "same_bits": session.same_bits,
         "quantize": session.quantize,
         "quantized": session.formats is not None,

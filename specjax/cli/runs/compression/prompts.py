@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specjax.catalog.schemes import compressed_form
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console
@@ -35,6 +36,20 @@ def read_compression(text: str | None, adapt: str | None) -> Compression | None:
         adapt is None, "--compress and --adapt both change the text, so no guarantee would name one cause; remove one"
     )
     return parse_flag("--compress", parse_compression, text)
+
+
+def check_one_loss(cache_dtype: str | None, compress: str | None, adapt: str | None) -> None:
+    """Check that a compressed cache is the only lossy part of a run, so that a guarantee can name the cause.
+
+    Raises: UsageError for --compress or --adapt beside it.
+    """
+    if compressed_form(cache_dtype) is not None:
+        flag = "--compress" if compress is not None else "--adapt"
+        require(
+            compress is None and adapt is None,
+            f"--cache-dtype {cache_dtype} and {flag} both change the text, so no guarantee would name one cause; "
+            "remove one",
+        )
 
 
 def compress_prompts(
