@@ -70,7 +70,7 @@ def gear_attention(
     carry = add(carry, tails[0], tails[1], (at < length[:, None, None]) & (at // block > last))
 
     count = (k.shape[2] + block - 2) // block - 1  # blocks that end in the new tokens and that a new token reads
-    if count:
+    if count > 0:
         pairs = zip((prefix_k, prefix_v), tails, (k, v), strict=True)
         texts = [(slots, _uncompressed_text(tail, new, length, count * block, block)) for slots, tail, new in pairs]
 

@@ -64,10 +64,10 @@ def test_against_numpy(bits, over_tokens):
     for x in SPREAD.reshape(-1, 64, 32):
         for form in (GearForm(bits, rank=0), GearForm(bits, rank=3), GearForm(bits, rank=2, outliers=0)):
             expected, codes = by_hand(x.astype(np.float32).astype(np.float64), form, over_tokens)
-            np.testing.assert_allclose(round_trip(x, form, over_tokens), expected, atol=2e-4)
-            stored = compress(jnp.asarray(x, jnp.float32), form, over_tokens)
+            stored = compress(jnp.asarray(x, jnp.float32), form, over_tokens, jnp.float32)
             packed = sum(codes[:, i :: 8 // bits] << (i * bits) for i in range(8 // bits))
-            assert (np.asarray(stored.codes) != packed).mean() < 0.03  # float16 minima move codes near a boundary
+            assert (np.asarray(stored.codes) != packed).mean() < 2e-3  # float32 rounds a tie to the other side
+            assert (np.abs(round_trip(x, form, over_tokens) - expected) > 2e-4).mean() < 2e-3
 
 
 @pytest.mark.parametrize("over_tokens", [True, False])
@@ -90,11 +90,11 @@ def test_a_full_rank_and_a_full_share_are_exact():
 
 @pytest.mark.parametrize("over_tokens", [True, False])
 def test_the_error_does_not_grow_with_bits_rank_and_outliers(over_tokens):
-    error = lambda **changes: np.square(round_trip(SPREAD, GearForm(**changes), over_tokens) - SPREAD).sum((2, 3))
+    error = lambda **changes: np.square(round_trip(SPREAD, GearForm(**changes), over_tokens) - SPREAD).sum()
     for name, values in (("bits", (2, 4, 8)), ("rank", (0, 1, 2, 4, 8)), ("outliers", (0.0, 0.04, 0.1, 0.5))):
         errors = [error(**{"bits": 2, "rank": 2, "outliers": 0.02} | {name: value}) for value in values]
         for earlier, later in itertools.pairwise(errors):
-            assert (later <= earlier * (1 + 1e-5)).all(), name
+            assert later <= earlier * (1 + 1e-5), name
 
 
 def test_the_correction_is_a_projection():

@@ -30,9 +30,9 @@ def compressed(form=FORM, **changes) -> Target:
     return Target(make_model(dataclasses.replace(plain.model.config, cache_dtype=form)), plain.params)
 
 
-def plain_draft() -> Target:
+def plain_draft(**changes) -> Target:
     """Return a draft model with a plain cache that errs now and then."""
-    return alike(tiny_llama())
+    return alike(tiny_llama(**changes))
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def texts(target, drafter, prompts=PROMPTS, new=40):
     return specjax.decode(target, drafter, prompts, key=jax.random.key(3), max_new_tokens=new)
 
 
-def chains(depth):
-    return autoregressive() if depth == 0 else two_model(plain_draft(), num_tokens=depth)
+def chains(depth, **changes):
+    return two_model(plain_draft(**changes), num_tokens=depth)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -62,10 +62,11 @@ def test_greedy_text_does_not_depend_on_the_draft(stacked):
     target = compressed(stacked=stacked)
     plain = texts(target, autoregressive()).to_lists()
     assert plain != texts(tiny_llama(stacked=stacked), autoregressive()).to_lists()  # the compression is lossy
-    for drafter in (*map(chains, (1, 3, 7)), two_model(plain_draft(), tree=parse("2x1x1")), prompt_lookup(5)):
+    tree = two_model(plain_draft(stacked=stacked), tree=parse("2x1x1"))
+    for drafter in (*(chains(depth, stacked=stacked) for depth in (1, 3, 7)), tree, prompt_lookup(5)):
         result = texts(target, drafter)
         assert result.to_lists() == plain
-    assert texts(target, chains(3)).block_efficiency.mean() > 1.3  # so that drafts were accepted
+        assert drafter.max_depth != 7 or result.block_efficiency.mean() > 1.3  # so that drafts were accepted
 
 
 def test_blocks_that_fill_up_would_depend_on_the_draft(by_fill_level):
@@ -78,9 +79,7 @@ def read_in_chunks(target, tokens, count, size):
     """Return the cache of the first `count` tokens, which passes of `size` tokens read."""
     cache = target.model.init_cache(target.params, None, len(tokens), tokens.shape[1])
     read = chunk_reader(target.model, target.params, tokens, count, lambda state, *chunk: state)
-    for start in range(0, tokens.shape[1] - size + 1, size):
-        cache, _ = read(jnp.int32(start), size, (cache, ()))
-    return cache
+    return jax.lax.fori_loop(0, tokens.shape[1] // size, lambda i, cache: read(i * size, size, (cache, ()))[0], cache)
 
 
 @functools.partial(jax.jit)
@@ -179,7 +178,7 @@ def test_the_joint_law_of_a_tree_is_that_of_plain_decoding():
 
 
 def test_sampled_speculation_has_the_joint_law_of_plain_decoding():
-    count, draft = 8_000, alike(tiny_llama(vocab=VOCAB, width=16, seed=2))
+    count, draft = 2_500, alike(tiny_llama(vocab=VOCAB, width=16, seed=2))
     prompts = jnp.tile(jnp.asarray(PROMPT), (count, 1)), jnp.full((count,), len(PROMPT))
     result = specjax.decode(
         small(), two_model(draft, num_tokens=2), prompts, key=jax.random.key(7), max_new_tokens=3, temperature=1.0

@@ -87,7 +87,7 @@ def test_cache_dtype(data):
     target, _ = load(data / "stories260K" / "stories260K.bin", cache_dtype="int8", stacked=True)
     cache = target.model.init_cache(target.params, None, 1, 8)
     assert cache.k.dtype == "int8" and cache.k.scale.shape == cache.k.shape[:-1]
-    with pytest.raises(UsageError, match='cache_dtype must be "int8" or left out'):
+    with pytest.raises(UsageError, match='cache_dtype must be "int8", gear:BITS or left out'):
         load(cache_dtype="bfloat16")
 
 
