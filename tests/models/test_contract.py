@@ -55,12 +55,14 @@ def case_of(name: str) -> tuple[Target, float]:
         return tiny_llama(vocab=VOCAB, stacked=True, **OPTIONS), 1e-4
     if name == "int8":
         return tiny_llama(vocab=VOCAB, cache_dtype="int8"), 0.02
+    if name == "gear":
+        return tiny_llama(vocab=VOCAB, cache_dtype="gear:4,block=8"), 0.02
     if name == "hybrid":
         return tiny_hybrid(VOCAB), 1e-4
     return {"gemma": gemma, "recurrent": recurrent, "encoding": encoding}[name](), 1e-4
 
 
-MODELS = ("llama", "stacked", "int8", "gemma", "recurrent", "encoding", "hybrid")
+MODELS = ("llama", "stacked", "int8", "gear", "gemma", "recurrent", "encoding", "hybrid")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
