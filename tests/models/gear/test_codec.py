@@ -61,13 +61,19 @@ def test_the_example_of_the_card():
 @pytest.mark.parametrize("over_tokens", [True, False])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_against_numpy(bits, over_tokens):
+    """A code that float32 rounds to the other side of a tie changes the correction, so its matrix is not compared."""
+    num_equal = 0
     for x in SPREAD.reshape(-1, 64, 32):
         for form in (GearForm(bits, rank=0), GearForm(bits, rank=3), GearForm(bits, rank=2, outliers=0)):
             expected, codes = by_hand(x.astype(np.float32).astype(np.float64), form, over_tokens)
             stored = compress(jnp.asarray(x, jnp.float32), form, over_tokens, jnp.float32)
             packed = sum(codes[:, i :: 8 // bits] << (i * bits) for i in range(8 // bits))
-            assert (np.asarray(stored.codes) != packed).mean() < 2e-3  # float32 rounds a tie to the other side
-            assert (np.abs(round_trip(x, form, over_tokens) - expected) > 2e-4).mean() < 2e-3
+            differs = np.asarray(stored.codes) != packed
+            assert differs.mean() < 2e-3
+            if not differs.any():
+                np.testing.assert_allclose(round_trip(x, form, over_tokens), expected, atol=2e-4)
+                num_equal += 1
+    assert num_equal >= 12  # of 18
 
 
 @pytest.mark.parametrize("over_tokens", [True, False])

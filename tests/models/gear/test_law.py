@@ -178,7 +178,7 @@ def test_the_joint_law_of_a_tree_is_that_of_plain_decoding():
 
 
 def test_sampled_speculation_has_the_joint_law_of_plain_decoding():
-    count, draft = 2_500, alike(tiny_llama(vocab=VOCAB, width=16, seed=2))
+    count, draft = 1_500, alike(tiny_llama(vocab=VOCAB, width=16, seed=2))
     prompts = jnp.tile(jnp.asarray(PROMPT), (count, 1)), jnp.full((count,), len(PROMPT))
     result = specjax.decode(
         small(), two_model(draft, num_tokens=2), prompts, key=jax.random.key(7), max_new_tokens=3, temperature=1.0
