@@ -65,7 +65,8 @@ def gear_attention(
     carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     at = (positions if key_positions is None else key_positions)[:, None, :]
     carry = add(carry, k, v, mask & (at // block > last))
-    tails = [as_floats(select_layer(slots.tail, layer)) for slots in (prefix_k, prefix_v)]
+    # The barrier keeps XLA from evaluating scores of an empty cache while it compiles, which takes seconds per layer.
+    tails = jax.lax.optimization_barrier([as_floats(select_layer(slots.tail, layer)) for slots in (prefix_k, prefix_v)])
     at = tail_start(length, block)[:, None, None] + jnp.arange(tails[0].shape[-2])
     carry = add(carry, tails[0], tails[1], (at < length[:, None, None]) & (at // block > last))
 

@@ -214,7 +214,7 @@ def test_a_committed_path_is_a_text_that_was_read(name, count):
 def test_to_rewind_is_never_to_have_read(name):
     target, atol = case_of(name)
     if target.model.rewind is None:
-        assert name in ("recurrent", "hybrid")
+        assert name in ("recurrent", "hybrid", "gear")
         return
     retained = np.array([5, 1, 0], np.int32)
     longer = filled(target, TEXT, LENGTHS)
