@@ -45,6 +45,9 @@ def gear_attention(
     form = prefix_k.form
     block = form.block
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
+    # If the length is a constant, as in a pass over an empty cache, XLA would evaluate the scores of all its slots while
+    # it compiles. That takes up to 20 s per layer for 1,024 tokens.
+    length = jax.lax.optimization_barrier(length)
     last = last_compressed(positions, length, block)[:, :, None]
     num_full = length // block
 
@@ -65,8 +68,7 @@ def gear_attention(
     carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     at = (positions if key_positions is None else key_positions)[:, None, :]
     carry = add(carry, k, v, mask & (at // block > last))
-    # The barrier keeps XLA from evaluating scores of an empty cache while it compiles, which takes seconds per layer.
-    tails = jax.lax.optimization_barrier([as_floats(select_layer(slots.tail, layer)) for slots in (prefix_k, prefix_v)])
+    tails = [as_floats(select_layer(slots.tail, layer)) for slots in (prefix_k, prefix_v)]
     at = tail_start(length, block)[:, None, None] + jnp.arange(tails[0].shape[-2])
     carry = add(carry, tails[0], tails[1], (at < length[:, None, None]) & (at // block > last))
 

@@ -26,13 +26,13 @@ def by_hand(x, form, over_tokens):
         count = form.num_outliers(len(vector))
         order = np.argsort(vector, kind="stable")
         ends = [*order[:count], *order[len(vector) - count :]]
-        rest = vector.copy()
-        rest[ends] = vector.mean()
+        inner = vector.copy()
+        inner[ends] = vector.mean()
         size = group_size(len(vector))
         for start in range(0, len(vector), size):
             part = slice(start, start + size)
-            low, step = rest[part].min(), np.ptp(rest[part]) / (2**form.bits - 1)
-            codes[i, part] = np.round((rest[part] - low) / step)
+            low, step = inner[part].min(), np.ptp(inner[part]) / (2**form.bits - 1)
+            codes[i, part] = np.round((inner[part] - low) / step)
             restored[i, part] = low + step * codes[i, part]
         restored[i, ends] = vector[ends]
     restored = restored.T if over_tokens else restored
@@ -107,10 +107,10 @@ def test_the_correction_is_a_projection():
     error = jnp.asarray(SPREAD, jnp.float32)
     left, right = low_rank(error, 5)
     np.testing.assert_allclose(left.swapaxes(-1, -2) @ left, np.broadcast_to(np.eye(5), (3, 2, 5, 5)), atol=1e-5)
-    rest = error - left @ right.swapaxes(-1, -2)
-    np.testing.assert_allclose(left.swapaxes(-1, -2) @ rest, np.zeros((3, 2, 5, 32)), atol=2e-3)
+    inner = error - left @ right.swapaxes(-1, -2)
+    np.testing.assert_allclose(left.swapaxes(-1, -2) @ inner, np.zeros((3, 2, 5, 32)), atol=2e-3)
     best = np.linalg.svd(SPREAD, compute_uv=False)[..., 5:]
-    assert (np.square(np.asarray(rest)).sum((2, 3)) < 1.1 * np.square(best).sum(-1)).all()
+    assert (np.square(np.asarray(inner)).sum((2, 3)) < 1.1 * np.square(best).sum(-1)).all()
 
 
 def test_equal_numbers_and_zeros_are_finite():

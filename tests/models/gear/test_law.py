@@ -195,14 +195,14 @@ def test_rejected_tokens_leave_no_trace():
     tokens = jnp.asarray(TEXT[:, :32])
     clean = read_in_chunks(target, tokens, jnp.array([13, 7, 16, 31]), 8)
     dirty = read_in_chunks(target, tokens, jnp.array([10, 6, 15, 30]), 8)
-    rest = jnp.array([3, 1, 1, 1])
-    draft = jnp.where(jnp.arange(7) < rest[:, None], jnp.take_along_axis(tokens, jnp.minimum(
+    accepted = jnp.array([3, 1, 1, 1])
+    draft = jnp.where(jnp.arange(7) < accepted[:, None], jnp.take_along_axis(tokens, jnp.minimum(
         dirty.length[:, None] + jnp.arange(7), 31), 1), 63)  # fmt: skip
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((7, 7), bool)), (4, 7, 7))
     _, pending = target.model.forward(
         target.params, draft, dirty, positions=dirty.length[:, None] + jnp.arange(7), mask=mask
     )
-    dirty = target.model.commit(dirty, pending, jnp.broadcast_to(jnp.arange(7), (4, 7)), rest)
+    dirty = target.model.commit(dirty, pending, jnp.broadcast_to(jnp.arange(7), (4, 7)), accepted)
     assert dirty.length.tolist() == clean.length.tolist()
     for ours, theirs in ((dirty.k, clean.k), (dirty.v, clean.v)):
         for b, length in enumerate(clean.length.tolist()):
