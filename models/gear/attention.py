@@ -45,8 +45,8 @@ def gear_attention(
     form = prefix_k.form
     block = form.block
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
-    # If the length is a constant, as in a pass over an empty cache, XLA would evaluate the scores of all its slots while
-    # it compiles. That takes up to 20 s per layer for 1,024 tokens.
+    # In a pass over an empty cache the length may be a constant. XLA would then evaluate the masked scores while it
+    # compiles, which takes up to 20 s per layer for 1,024 tokens.
     length = jax.lax.optimization_barrier(length)
     last = last_compressed(positions, length, block)[:, :, None]
     num_full = length // block
