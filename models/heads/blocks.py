@@ -16,6 +16,7 @@ from specjax.arrays.logit_rows import LogitRows
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
+from specjax.models.heads.candidates import attach, split_factors
 from specjax.models.heads.contract import DraftedNodes, FeaturePairs, StateDraft
 from specjax.models.hybrid.memory import HybridCache, HybridPending
 from specjax.models.layout import Layout
@@ -335,7 +336,13 @@ def abstract_params(module: Callable[..., nnx.Module], config: Any) -> PyTree:
 def bind(module: Callable[..., nnx.Module], config: Any) -> Callable[[PyTree], Any]:
     """Return a function that builds the module from its parameters."""
     graphdef, _ = _abstract(module, config)
-    return lambda params: nnx.merge(graphdef, nnx.State(params))
+
+    def build(params: PyTree) -> Any:
+        params, factors = split_factors(params)
+        merged = nnx.merge(graphdef, nnx.State(params))
+        return merged if factors is None else attach(merged, factors)
+
+    return build
 
 
 def init_params(module: Callable[..., nnx.Module], config: Any, key) -> PyTree:

@@ -283,7 +283,8 @@ class DFlash(nnx.Module):
         c = self.config
         logits = unembed(h, context) if self.head is None else self.head.logits(h)
         logits = logits.astype(jnp.float32) * c.logit_scale
-        logits = logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
+        if c.softcap is not None:  # tokens that are no candidates keep -inf
+            logits = jnp.where(logits == -jnp.inf, logits, c.softcap * jnp.tanh(logits / c.softcap))
         logits = logits * c.capped_scale
         if self.selector is None or c.candidates == c.vocab_size:
             return BlockSlots(h, logits)

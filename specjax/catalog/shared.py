@@ -43,6 +43,12 @@ HEAD: dict[str, Any] = {
 """The columns that the rows of draft heads share: one factory builds the drafters of all of them."""
 
 
+CANDIDATES = Option(
+    "candidates", "int", None, "tokens that a low-rank layer selects for exact logits; default: the whole vocabulary"
+)
+CANDIDATE_RANK = Option("candidate_rank", "int", None, "rank of this layer; default: a quarter of the head's width")
+
+
 def head_options(length: int | None = None, stop: str | None = None) -> tuple[Option, ...]:
     """Return the options of a draft head.
 
@@ -56,6 +62,8 @@ def head_options(length: int | None = None, stop: str | None = None) -> tuple[Op
         TREE,
         STOP._replace(default=stop),
         KEEP_LOGITS,
+        CANDIDATES,
+        CANDIDATE_RANK,
     )
 
 

@@ -21,6 +21,7 @@ from specjax.drafters.heads.pending_pairs import State
 from specjax.drafters.heads.sized_trees import SIZING, SizeRecord, Sizing
 from specjax.errors import UsageError
 from specjax.models.heads.blocks import get_target
+from specjax.models.heads.candidates import with_candidates
 from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, StateDraft
 from specjax.models.heads.kinds import KINDS
 from specjax.trees import Builder, Stop, operations, stops
@@ -39,6 +40,8 @@ def head_drafter(
     tree: Builder | None = None,
     stop: Stop | None = None,
     keep_logits: bool = False,
+    candidates: int | None = None,
+    candidate_rank: int | None = None,
     max_accepted: int | None = None,
     costs: costs_of.Costs = None,
     platform: str | None = None,
@@ -54,6 +57,9 @@ def head_drafter(
       stop: a stop condition from `trees.stops`; default: that of the row, if any. `trees.stops.confidence(0)` and
         `trees.stops.drafter_confidence(0)` never stop.
       keep_logits: store the head's distributions in greedy and coupled decoding too, for a controller that reads them.
+      candidates: number of tokens that a low-rank output layer selects and whose exact logits are computed; default:
+        all. The head needs an output layer of its own. See `specjax.models.heads.candidates`.
+      candidate_rank: rank of this layer; default: a quarter of the head's width.
       max_accepted: tokens that a step may accept, root included, if this drafter is part of another one; default: the
         depth of the tree + 1.
       costs: costs of target passes for the tree `ddtree:auto` and the stop condition `budget`, from `specjax.costs`;
@@ -62,8 +68,12 @@ def head_drafter(
 
     State: the head's memory of the text (keys and values of its layers, or its last feature) and the features of one
       accepted path.
-    Raises: UsageError for a tree deeper than the head drafts, or a head of PPD.
+    Raises: UsageError for a tree deeper than the head drafts, a head of PPD, or candidates that the head cannot have.
     """
+    if candidates is not None:
+        head = with_candidates(head, candidates, candidate_rank)
+    elif candidate_rank is not None:
+        raise UsageError("candidate_rank needs the number of candidates; set candidates too")
     kind = KINDS.get(head.head.kind)
     defaults = {option.name: option.default for option in kind.method.options} if kind else {}
     if stop is None and defaults.get("stop") is not None:
