@@ -68,6 +68,8 @@ class TokenTree(NamedTuple):
     # float32[B, N, V], warped; the children of node i were drawn from row i. None: a point mass on every token
     # `LogitRows`: not stored, because they are large
     logits: Array | LogitRows | None = None
+    # float32[B, N], a drafter's trained confidence that a node is accepted if its parent is; on request
+    confidence: Array | None = None
 
 
 class Verdict(NamedTuple):
@@ -505,6 +507,7 @@ class Controller(NamedTuple):
     update: Callable[[PyTree, Any], PyTree]  # (state, Info) -> state
     reads_signals: bool = False  # True if `update` reads `Info.signals`
     reads_experts: bool = False  # True if `update` reads `Info.experts`
+    reads_confidence: bool = False  # True if `update` reads `Info.confidence`
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first  # position of the batch axis, like `Hooks.axes`
     # (widths of the target pass, rising) -> the same rule for a drafter whose passes have these widths
     for_widths: Callable[[tuple[int, ...]], Controller] | None = None
@@ -558,6 +561,8 @@ class Info(NamedTuple):
     # float32[B, 2], `Output.experts` and the tokens per row of the pass; set if the controller reads them and the model
     # counts them
     experts: Array | None = None
+    # float32[B, D], the trained confidence in the drafted tokens of a chain by depth; set if the controller reads it
+    confidence: Array | None = None
 
 
 class Stats(NamedTuple):

@@ -43,6 +43,7 @@ HEAD: dict[str, Any] = {
 """The columns that the rows of draft heads share: one factory builds the drafters of all of them."""
 
 
+KEEP_CONFIDENCE = Option("keep_confidence", "yes_or_no", False, "keep the head's trained confidence for a controller")
 CANDIDATES = Option(
     "candidates", "int", None, "tokens that a low-rank layer selects for exact logits; default: the whole vocabulary"
 )
@@ -62,6 +63,7 @@ def head_options(length: int | None = None, stop: str | None = None) -> tuple[Op
         TREE,
         STOP._replace(default=stop),
         KEEP_LOGITS,
+        KEEP_CONFIDENCE,
         CANDIDATES,
         CANDIDATE_RANK,
     )

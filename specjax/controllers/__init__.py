@@ -3,6 +3,7 @@
 from specjax.controllers import bandit
 from specjax.controllers.additive import additive
 from specjax.controllers.bass import bass
+from specjax.controllers.budget import budget
 from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
@@ -16,6 +17,7 @@ __all__ = [
     "additive",
     "bandit",
     "bass",
+    "budget",
     "by_batch",
     "fit_spec_kv",
     "fixed",

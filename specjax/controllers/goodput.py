@@ -19,6 +19,7 @@ over packed tokens, which this engine does not have.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from specjax import costs as cost_curves
 from specjax.arrays.batch_axes import SHARED, rows_first, shared
 from specjax.costs.sharing import ExpertSharing, corrected_costs, init_sharing, observe_sharing, update_sharing
 from specjax.errors import UsageError
-from specjax.types import Array, Controller, Info
+from specjax.types import Array, Controller, Info, PyTree
 
 
 class State(NamedTuple):
@@ -38,6 +39,32 @@ class State(NamedTuple):
     depth: Array  # int32[], the depth chosen last
     rounds: Array  # int32[], number of steps
     sharing: ExpertSharing | tuple[()] = ()  # of a mixture of experts whose passes have estimated costs
+    evidence: PyTree = ()  # state of `Evidence`, shared by all rows
+
+
+class Evidence(NamedTuple):
+    """The source of acceptance rates: `observe(state, info, K) -> (rates float32[B, K], seen bool[B, K], state)`."""
+
+    init: Callable[[int], PyTree]  # (K) -> state
+    observe: Callable[[PyTree, Info, int], tuple[Array, Array, PyTree]]
+    reads_confidence: bool = False
+
+
+def has_ended(info: Info) -> Array:
+    """Return bool[B]: rows whose text ended with a drafted token, after which nothing was tried."""
+    return info.hit_eos & (info.accepted == info.emitted)
+
+
+def _count_accepted(state: PyTree, info: Info, size: int) -> tuple[Array, Array, PyTree]:
+    """Observe the accepted tokens: positions are seen down to the first that was not accepted."""
+    place = jnp.arange(size)
+    offered = info.drafted_depth if info.offered_depth is None else info.offered_depth
+    tried = place < jnp.where(has_ended(info), jnp.minimum(offered, info.accepted), offered)[:, None]
+    reached = (place <= info.accepted[:, None]) & tried & info.active[:, None]
+    return (place < info.accepted[:, None]).astype(jnp.float32), reached, state
+
+
+ACCEPTED = Evidence(lambda size: (), _count_accepted)
 
 
 @functools.cache
@@ -73,6 +100,32 @@ def goodput(
     Raises: UsageError for depths that do not increase from 0, for costs whose length differs from that of `depths`, or
       for a share that is not above 0 and at most 1.
     """
+    return by_costs(
+        ACCEPTED, depths, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares, start=start,
+        smoothing=smoothing, own_after=own_after, probe_share=probe_share, margin=margin, widths=widths,
+    )  # fmt: skip
+
+
+@functools.cache
+def by_costs(
+    evidence: Evidence,
+    depths: tuple[int, ...],
+    *,
+    costs: cost_curves.Costs,
+    dtype: cost_curves.WeightDtype,
+    draft_cost: float,
+    shares: cost_curves.Shares,
+    start: float,
+    smoothing: float,
+    own_after: int,
+    probe_share: float,
+    margin: float,
+    widths: tuple[int, ...] | None,
+) -> Controller:
+    """Build a controller that compares expected tokens with costs. Args and errors: see `goodput`.
+
+    evidence: the source of the acceptance rates.
+    """
     if len(depths) < 2 or depths[0] != 0 or list(depths) != sorted(set(depths)):
         raise UsageError(f"depths must increase from 0, such as 0, 1, 3, not {list(depths)}")
     cost_curves.check(costs, len(depths), "depth")
@@ -94,7 +147,8 @@ def goodput(
         rate = jnp.full((max_depth,), start, jnp.float32)
         zeros = jnp.zeros((batch, max_depth))
         sharing = () if sizes is None else init_sharing()
-        return State(rate, zeros + start, zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0), sharing)
+        visits, depth, rounds = zeros.astype(jnp.int32), jnp.int32(depths[1]), jnp.int32(0)
+        return State(rate, zeros + start, visits, depth, rounds, sharing, evidence.init(max_depth))
 
     def limit(state: State) -> Array:
         batch = len(state.row_rate)
@@ -104,17 +158,10 @@ def goodput(
         return jnp.broadcast_to(jnp.where(probe, depths[1], state.depth), (batch,))
 
     def update(state: State, info: Info) -> State:
-        place = jnp.arange(max_depth)
-        offered = info.drafted_depth if info.offered_depth is None else info.offered_depth
-        # Nothing was tried after a drafted token that ended the text.
-        has_ended = info.hit_eos & (info.accepted == info.emitted)
-        tried = place < jnp.where(has_ended, jnp.minimum(offered, info.accepted), offered)[:, None]
-        reached = (place <= info.accepted[:, None]) & tried & info.active[:, None]
-        accepted = place < info.accepted[:, None]
-        step = smoothing * reached
-        row_rate = state.row_rate + step * (accepted - state.row_rate)
+        observed, reached, memory = evidence.observe(state.evidence, info, max_depth)
+        row_rate = state.row_rate + smoothing * reached * (observed - state.row_rate)
         count = jnp.sum(reached, 0)
-        mean = jnp.sum(accepted & reached, 0) / jnp.maximum(count, 1)
+        mean = jnp.sum(jnp.where(reached, observed, 0.0), 0) / jnp.maximum(count, 1)
         # Each row that reached a position counts as one observation.
         rate = state.rate + (1 - (1 - smoothing) ** count) * (mean - state.rate)
         visits = state.visits + reached
@@ -125,7 +172,7 @@ def goodput(
             sharing = update_sharing(sharing, observe_sharing(sizes, experts, len(info.experts), width))
         of_steps = jnp.asarray(step_costs(len(acceptance), sharing), jnp.float32)
         depth = best_depth(acceptance, info.active, state.depth, of_steps)
-        return State(rate, row_rate, visits, depth, state.rounds + 1, sharing)
+        return State(rate, row_rate, visits, depth, state.rounds + 1, sharing, memory)
 
     def best_depth(acceptance: Array, active: Array, depth: Array, of_steps: Array) -> Array:
         value = expected_tokens(acceptance, depths, active) / of_steps
@@ -133,16 +180,21 @@ def goodput(
         return jnp.asarray(depths)[jnp.where(value[best] > margin * value[current], best, current)]
 
     def axes(state: State) -> State:
-        return rows_first(state)._replace(rate=SHARED, depth=SHARED, rounds=SHARED, sharing=shared(state.sharing))
+        return rows_first(state)._replace(
+            rate=SHARED, depth=SHARED, rounds=SHARED, sharing=shared(state.sharing), evidence=shared(state.evidence)
+        )
 
     def for_widths(widths: tuple[int, ...]) -> Controller:
-        return goodput(
-            depths, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares, start=start, smoothing=smoothing,
-            own_after=own_after, probe_share=probe_share, margin=margin, widths=widths,
+        return by_costs(
+            evidence, depths, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares, start=start,
+            smoothing=smoothing, own_after=own_after, probe_share=probe_share, margin=margin, widths=widths,
         )  # fmt: skip
 
     fit = for_widths if widths is None else None
-    return Controller(init, limit, update, reads_experts=sizes is not None, axes=axes, for_widths=fit)
+    return Controller(
+        init, limit, update, reads_experts=sizes is not None, reads_confidence=evidence.reads_confidence, axes=axes,
+        for_widths=fit,
+    )  # fmt: skip
 
 
 def expected_tokens(acceptance: Array, depths: tuple[int, ...], active: Array | None = None) -> Array:

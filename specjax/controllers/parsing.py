@@ -8,6 +8,7 @@ from collections.abc import Callable
 from specjax.catalog.options import REQUIRED, Option, read_call
 from specjax.controllers.additive import additive
 from specjax.controllers.bass import bass
+from specjax.controllers.budget import budget
 from specjax.controllers.by_batch import by_batch
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
@@ -26,6 +27,7 @@ FORMS = {
     "spec_kv:FILE": "as many as a trained network predicts from the last draft; more options: gammas=N/N/..., start=N, "
     "code=N, round_costs=X/X/...",
     "goodput": "the depth with the most tokens per second, 0 if speculation is slower",
+    "budget": "the same by the trained confidences of past drafts, for chains of dspark",
 }
 
 
@@ -46,8 +48,8 @@ def parse(
     """Build a controller from one of `FORMS`. Raises: UsageError for any other text.
 
     Args:
-      costs, dtype, draft_cost, shares: as for `goodput`: cost curve, dtype of the target's parameters, cost of a
-        drafter pass, bytes besides the weights.
+      costs, dtype, draft_cost, shares: as for `goodput` and `budget`: cost curve, dtype of the target's parameters,
+        cost of a drafter pass, bytes besides the weights.
     """
     name, _, number = spec.partition(":")
     if name == "spec_kv":
@@ -59,6 +61,7 @@ def parse(
         "bass": bass,
         "by_batch": by_batch,
         "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
+        "budget": functools.partial(budget, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
     }
     takes_number = name in ("fixed", "additive", "multiplicative", "bass")
     if name not in makers or not (

@@ -24,6 +24,7 @@ from specjax.types import (
     Array,
     Context,
     DecodeState,
+    Drafter,
     Info,
     Output,
     PyTree,
@@ -226,6 +227,7 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
         finite=finite,
         raw_logprobs=diagnostics.raw_logprobs,
         experts=diagnostics.experts,
+        confidence=_chain_confidence(drafter, tree) if controller.reads_confidence else None,
     )
     control = controller.update(state.control, info)
     contract_checks.check_same("the controller's update", state.control, control)
@@ -277,6 +279,19 @@ def _draft(parts: Parts, state: DecodeState, context: Context) -> tuple[TokenTre
 
 def _merge_bits(first: Array | None, second: Array | None) -> Array | None:
     return None if first is None or second is None else first | second
+
+
+def _chain_confidence(drafter: Drafter, tree: TokenTree) -> Array:
+    """Return the drafter's confidence float32[B, D] in the tokens of a chain.
+
+    Raises: UsageError for a draft without confidence, or a tree that is no chain.
+    """
+    if tree.confidence is None or drafter.num_nodes != drafter.max_depth + 1:
+        raise UsageError(
+            "the controller budget reads the trained confidence in the tokens of a chain, which this drafter does not "
+            "return; use a chain of dspark with keep_confidence, or the controller goodput"
+        )
+    return tree.confidence[:, 1:]
 
 
 def _signals(tree: TokenTree, verdict: Verdict) -> Signals:

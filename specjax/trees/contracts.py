@@ -197,6 +197,7 @@ class Builder:
     # For callers that order the nodes themselves: return the drafter's acceptance estimate of each node, and keep all
     # nodes, valid or not, in the order of `finish`.
     scored: bool = False
+    keep_confidence: bool = False  # return `confidence` of trees, from drafters with a confidence head
     sized: bool = False  # the drafter cuts each tree to the size with the most tokens per second
     # (depth) -> Builder, for trees from one distribution per depth: the same tree with at most `depth` levels. Only
     # drafters whose slots do not see each other's tokens can grow such a tree. Each level feeds one node.
@@ -214,13 +215,16 @@ class Builder:
 
 
 @functools.cache
-def with_stop(builder: Builder, stop: Stop | None, *, keep_logits: bool = False) -> Builder:
+def with_stop(
+    builder: Builder, stop: Stop | None, *, keep_logits: bool = False, keep_confidence: bool = False
+) -> Builder:
     """Return `builder` with a stop condition.
 
     Args:
       keep_logits: return `logits` of drawn trees in greedy and coupled decoding too, for callers that read them.
+      keep_confidence: return the drafter's trained confidence in each node.
     """
-    return replace(builder, stop=stop, keep_logits=keep_logits)
+    return replace(builder, stop=stop, keep_logits=keep_logits, keep_confidence=keep_confidence)
 
 
 STEPS = 1, 4, 8, 16, 32

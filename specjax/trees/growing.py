@@ -127,6 +127,7 @@ class _Nodes(NamedTuple):
     # float32[B, nodes] each, value of the stop condition: the parent's until the node is fed, then its children's.
     value: PyTree
     chances: Array | None  # float32[B, nodes], see `GrownTree`
+    confidence: Array | None  # float32[B, nodes], see `TokenTree`
 
 
 class _Carry(NamedTuple):
@@ -154,6 +155,7 @@ def _start(inputs: _Inputs, root: Array, memory: PyTree, rows: LogitRows) -> _Ca
         go_on=jnp.ones((batch, builder.size), bool),
         value=() if builder.stop is None else jax.tree.map(number, builder.stop.start),
         chances=number(1.0) if builder.scored else None,
+        confidence=number(1.0) if builder.keep_confidence else None,
     )
     is_sampled = context.sampling.temperature is not None and context.noise is None
     keep_logits = builder.draws != "point_mass" and (builder.keep_logits or is_sampled)
@@ -227,7 +229,9 @@ def _expand(inputs: _Inputs, carry: _Carry, output: Array | DraftOutput) -> _Car
     chances = _chances(builder, parents, drafted, output.confidence) if builder.scored else None
     log_q = None if carry.log_q is None else _store(builder, carry.log_q, level, rows, drafted)
     following = 1 + level * builder.width + drafted.feed
-    return _Carry(level + 1, following, _record(inputs, grown, level, drafted, chances), state, carry.memory, log_q)
+    confidence = _confidence(parents, drafted, output) if builder.keep_confidence else None
+    grown = _record(inputs, grown, level, drafted, chances, confidence)
+    return _Carry(level + 1, following, grown, state, carry.memory, log_q)
 
 
 def _store(builder: Builder, log_q: Array | DraftStates, level: Array, rows: LogitRows, new: Level) -> PyTree:
@@ -240,6 +244,21 @@ def _store(builder: Builder, log_q: Array | DraftStates, level: Array, rows: Log
     return write(log_q, rows.states if new.excluded is None else exclude(rows.states, new.excluded))
 
 
+def _confidence(parents: Parents, new: Level, output: DraftOutput) -> Array:
+    """Return float32[B, W]: the drafter's confidence in the nodes drafted below the frontier.
+
+    Raises: UsageError for a drafter without one.
+    """
+    if output.confidence is None:
+        raise UsageError("keep_confidence needs a head with a trained confidence, such as dspark; leave it out")
+    return take_along(output.confidence, _slots(parents.ids, new), 1)
+
+
+def _slots(frontier: Array, new: Level) -> Array:
+    """Return int32[B, W]: the index of each drafted node's parent in the frontier int32[B, F]."""
+    return jnp.argmax(new.parents[:, :, None] == frontier[:, None, :], 2)
+
+
 def _chances(builder: Builder, parents: Parents, new: Level, confidence: Array | None) -> Array:
     """Return float32[B, W]: acceptance probabilities of the nodes drafted below the frontier.
 
@@ -248,7 +267,7 @@ def _chances(builder: Builder, parents: Parents, new: Level, confidence: Array |
     decoding, a child with noise has the probability that no other token beats it, and siblings share it.
     """
     nodes = parents.ids
-    slot = jnp.argmax(new.parents[:, :, None] == nodes[:, None, :], 2)  # the parents' indices in the frontier
+    slot = _slots(nodes, new)
     tokens = jnp.broadcast_to(new.tokens[:, None, :], (*nodes.shape, new.tokens.shape[1]))
     log_p, top = parents.rows.reduce(lambda log_q, tokens: (take_along(log_q, tokens, 2), jnp.max(log_q, -1)), tokens)
     log_p = take_along(log_p, slot[:, None, :], 1)[:, 0]  # of each child below its own parent
@@ -315,7 +334,9 @@ def _judge(
     return grown._replace(value=value, go_on=write(grown.go_on, go_on), expands=write(grown.expands, expands)), expands
 
 
-def _record(inputs: _Inputs, grown: _Nodes, level: Array, new: Level, chances: Array | None) -> _Nodes:
+def _record(
+    inputs: _Inputs, grown: _Nodes, level: Array, new: Level, chances: Array | None, confidence: Array | None
+) -> _Nodes:
     """Write a level into the arrays of all nodes."""
     builder = inputs.builder
     of_parent = lambda x: take_along(x, new.parents, 1)
@@ -338,6 +359,7 @@ def _record(inputs: _Inputs, grown: _Nodes, level: Array, new: Level, chances: A
         go_on=jnp.ones_like(expands),
         value=jax.tree.map(of_parent, grown.value),
         chances=chances,
+        confidence=confidence,
     )
     start = 1 + level * builder.width
     write = lambda old, value: jax.lax.dynamic_update_slice_in_dim(old, value.astype(old.dtype), start, 1)
@@ -359,6 +381,8 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
     first = jnp.arange(builder.num_nodes) == 0
     valid = (nodes >= 0) & take(grown.valid) | first
     tree = TokenTree(take(grown.tokens), jnp.where(first, -1, jnp.where(valid, parents, 0)).astype(jnp.int32), valid)
+    if grown.confidence is not None:
+        tree = tree._replace(confidence=take(grown.confidence))
     place = jnp.where(nodes >= 0, take(grown.place), -1)
     if carry.log_q is not None and builder.shorten is not None:
         # The places are the depths. All nodes of a depth have one row, which is stored once.

@@ -98,7 +98,8 @@ def pad_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
 def root_only(root: Array, shapes: TokenTree) -> TokenTree:
     """Return the draft of only `root` int32[B, 1], in the shapes of another tree."""
     tree = pad_nodes(chain(root, jnp.ones_like(root, bool)), shapes.tokens.shape[1])
-    return tree._replace(logits=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.logits))
+    zeros = lambda shapes: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return tree._replace(logits=zeros(shapes.logits), confidence=zeros(shapes.confidence))
 
 
 def emitted_tokens(tree: TokenTree, verdict: Verdict) -> Array:

@@ -197,7 +197,10 @@ def serve(
         tuple(server.served_model_name or ()), tuple(server.api_key or ()), server.per_request_metrics,
         (server.host, server.port if listener is None else listener.getsockname()[1]),
     )  # fmt: skip
-    service = build_service(session, selection.decoding, drafter, method, options, programs, log)
+    decoding = selection.decoding
+    if decoding.controller is None and session.has_budget(method, selection.options):
+        decoding = replace(decoding, controller="budget")
+    service = build_service(session, decoding, drafter, method, options, programs, log)
     if listener is None:
         follow_server(service.engine.setup)
     else:

@@ -116,17 +116,19 @@ def read_method_options(
 
 
 def with_distributions(options: MethodOptions, methods: Sequence[str], controller: str | None) -> MethodOptions:
-    """Return the options, with the draft's distributions kept for a controller that reads them.
+    """Return the options, with the draft's distributions or confidences kept for a controller that reads them.
 
     A value of --set stays, and so do methods without the option.
     """
     from specjax import controllers
     from specjax.catalog import METHODS
 
-    if controller is None or not controllers.parse(controller).reads_signals:
+    read = None if controller is None else controllers.parse(controller)
+    if read is None or not (read.reads_signals or read.reads_confidence):
         return options
-    keep = {"keep_logits": FlagValue("--controller", True)}
-    able = [name for name in methods if METHODS[name].option("keep_logits") is not None]
+    name_of_option = "keep_logits" if read.reads_signals else "keep_confidence"
+    keep = {name_of_option: FlagValue("--controller", True)}
+    able = [name for name in methods if METHODS[name].option(name_of_option) is not None]
     values = {name: {**keep, **options.options[name]} for name in able}
     return options._replace(options={**options.options, **values})
 

@@ -123,7 +123,7 @@ class Session(NamedTuple):
     def drafter(self, method: str, flags: MethodOptions = NO_FLAGS, *, serving: bool = False) -> Drafter:
         """Build the drafter of a method with the options of the flags and the method's defaults.
 
-        serving: True for a server, whose default stop condition considers all rows.
+        serving: True for a server, whose default stop condition and controller consider all rows.
 
         Raises: UsageError that names the flag of a wrong option.
         """
@@ -137,8 +137,8 @@ class Session(NamedTuple):
         if values.keys() & {"tree", "num_tokens"}:
             choice = choice._replace(tree=None)
         options = default_options(choice) | values
-        if serving and row.serving_stop and not values.keys() & {"stop", "tree"} and has_confidence(draft):
-            options["stop"] = stops.parse(row.serving_stop)
+        if serving and row.serving_stop and self.has_budget(method, flags):
+            options |= {"stop": stops.parse(row.serving_stop), "keep_confidence": True}
         if row.uses("costs") and self.costs is not None:
             options["costs"] = self.costs
         if row.uses("source") and flags.source is not None:
@@ -148,6 +148,12 @@ class Session(NamedTuple):
         except UsageError as error:
             raise UsageError(flags.name_flags(method, str(error))) from None
         return self.on_mesh(drafter)
+
+    def has_budget(self, method: str, flags: MethodOptions) -> bool:
+        """Return True if a server drafts chains of a head with a confidence, whose length a budget limits."""
+        head = None if self.head is None else self.head.head
+        is_chain = not flags.values(method).keys() & {"stop", "tree"}
+        return bool(METHODS[method].serving_stop) and is_chain and has_confidence(head)
 
     def loop(self, method: str, flags: MethodOptions, settings: Mapping[str, Any]) -> Callable[..., DecodeResult]:
         """Return the loop of a method, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`.

@@ -40,6 +40,7 @@ def head_drafter(
     tree: Builder | None = None,
     stop: Stop | None = None,
     keep_logits: bool = False,
+    keep_confidence: bool = False,
     candidates: int | None = None,
     candidate_rank: int | None = None,
     max_accepted: int | None = None,
@@ -57,6 +58,7 @@ def head_drafter(
       stop: a stop condition from `trees.stops`; default: that of the row, if any. `trees.stops.confidence(0)` and
         `trees.stops.drafter_confidence(0)` never stop.
       keep_logits: store the head's distributions in greedy and coupled decoding too, for a controller that reads them.
+      keep_confidence: return the head's trained confidence, for the controller `budget`.
       candidates: number of tokens that a low-rank output layer selects and whose exact logits are computed; default:
         all. The head needs an output layer of its own. See `specjax.models.heads.candidates`.
       candidate_rank: rank of this layer; default: a quarter of the head's width.
@@ -80,7 +82,7 @@ def head_drafter(
         stop = stops.parse(defaults["stop"])
     if num_tokens is None:
         num_tokens = min(filter(None, (defaults.get("num_tokens"), head.head.max_depth)), default=1)
-    builder = trees.make_builder(num_tokens, tree, stop, keep_logits)
+    builder = trees.make_builder(num_tokens, tree, stop, keep_logits, keep_confidence)
     return tree_drafter(head, builder, max_accepted, Sizing(costs, platform))
 
 

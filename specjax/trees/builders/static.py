@@ -104,7 +104,9 @@ def static(paths: tuple[tuple[int, ...], ...], draws: How = "without_replacement
     )
 
 
-def make_builder(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False) -> Builder:
+def make_builder(
+    num_tokens: int, tree: Builder | None, stop: Stop | None, keep_logits: bool = False, keep_confidence: bool = False
+) -> Builder:
     """Return the builder for the settings that drafters with a model share.
 
     Raises: UsageError for a num_tokens below 1 or above `MAX_NODES`.
@@ -114,9 +116,10 @@ def make_builder(num_tokens: int, tree: Builder | None, stop: Stop | None, keep_
     if num_tokens > MAX_NODES:
         raise UsageError(f"num_tokens must be at most {MAX_NODES}, not {num_tokens}")
     builder = tree or chain(num_tokens)
-    if stop is None and not keep_logits:
+    if stop is None and not keep_logits and not keep_confidence:
         return builder
-    return with_stop(builder, stop or builder.stop, keep_logits=keep_logits or builder.keep_logits)
+    keep_logits = keep_logits or builder.keep_logits
+    return with_stop(builder, stop or builder.stop, keep_logits=keep_logits, keep_confidence=keep_confidence)
 
 
 def _draw_children(draws: How, parents: Parents, count: int, counts: Array) -> tuple[Array, Array, Array | None]:

@@ -1,4 +1,4 @@
-"""The drafter of a session: a server's default stop condition."""
+"""The drafter of a session: a server's default stop condition and controller."""
 
 from types import SimpleNamespace
 
@@ -34,4 +34,7 @@ def options_of(monkeypatch, kind, flags, *, serving):
     ],
 )
 def test_a_server_stops_confident_heads_by_its_budget(monkeypatch, kind, flags, serving, expected):
-    assert options_of(monkeypatch, kind, flags, serving=serving).get("stop") is expected
+    options = options_of(monkeypatch, kind, flags, serving=serving)
+    assert options.get("stop") is expected
+    # The confidences that the server's controller reads.
+    assert options.get("keep_confidence", False) == (expected is stops.budget())
