@@ -10,6 +10,7 @@ from specjax.trees.builders.ddtree import ddtree, ddtree_auto, drawn_ddtree
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import branching, chain, independent_paths, make_builder, static
+from specjax.trees.builders.taps import path_ddtree
 from specjax.trees.contracts import Builder, Stop, with_stop
 from specjax.trees.growing import grow, read_states
 from specjax.trees.parsing import FORMS, inline, parse, parse_paths, static_paths
@@ -39,6 +40,7 @@ __all__ = [
     "medusa",
     "parse",
     "parse_paths",
+    "path_ddtree",
     "read_states",
     "sequoia",
     "static",

@@ -199,6 +199,8 @@ class Builder:
     scored: bool = False
     keep_confidence: bool = False  # return `confidence` of trees, from drafters with a confidence head
     sized: bool = False  # the drafter cuts each tree to the size with the most tokens per second
+    # (state) -> arrays [B, size - 1, ...] of all nodes behind the root, which `grow` returns for those of the tree
+    details: Callable[[PyTree], PyTree] | None = None
     # (depth) -> Builder, for trees from one distribution per depth: the same tree with at most `depth` levels. Only
     # drafters whose slots do not see each other's tokens can grow such a tree. Each level feeds one node.
     shorten: Callable[[int], Builder] | None = None

@@ -35,6 +35,7 @@ class GrownTree(NamedTuple):
     places: Array
     # float32[B, N], for scored builders: the drafter's acceptance probability of each node, given its parent's.
     chances: Array | None = None
+    details: PyTree = None  # arrays [B, N, ...], see `Builder.details`; those of the root and of missing nodes are any
 
 
 def grow(
@@ -399,7 +400,11 @@ def _finish(builder: Builder, carry: _Carry) -> GrownTree:
         if not isinstance(log_q, DraftStates):
             log_q = jnp.where(fed[:, :, None], log_q, 0.0)
         tree = tree._replace(logits=log_q)
-    return GrownTree(tree, place, None if grown.chances is None else take(grown.chances))
+    details = None
+    if builder.details is not None:
+        at = lambda x: take_along(x, jnp.maximum(nodes - 1, 0).reshape(*nodes.shape, *[1] * (x.ndim - 2)), 1)
+        details = jax.tree.map(at, builder.details(carry.state))
+    return GrownTree(tree, place, None if grown.chances is None else take(grown.chances), details)
 
 
 def _valid_first(nodes: Array, valid: Array) -> Array:

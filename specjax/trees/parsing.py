@@ -21,6 +21,7 @@ from specjax.trees.builders.ddtree import ddtree, ddtree_auto, drawn_ddtree
 from specjax.trees.builders.dyspec import dyspec, dyspec_fixed
 from specjax.trees.builders.eagle2 import eagle2
 from specjax.trees.builders.static import How, independent_paths, static
+from specjax.trees.builders.taps import CHILDREN, path_ddtree
 from specjax.trees.contracts import Builder
 from specjax.trees.shape_search.best_shapes import Paths, medusa, sequoia
 from specjax.trees.templates import branching_paths
@@ -49,7 +50,7 @@ FORMS = {
     "dyspec:N": "the N likeliest draws, one draft pass each; optionally followed by `,children=C`",
     "eagle2:KxLxN": "the N likeliest nodes among L levels of K x K candidates",
     "ddtree:N": "the N best prefixes of the distributions of a dflash, jetspec, medusa or p_eagle head (:NxL: on L "
-    "levels); optionally followed by `,children=K,gap=G`",
+    "levels); optionally followed by `,children=K,gap=G`, or by `,values=path` for values fitted to past drafts",
     "ddtree:auto": "the same in the size with the most tokens per second, by the costs of passes and past acceptance",
     "drawn:N": "N nodes in the best shape for the same heads, drawn without replacement, for rules that read q (:NxL: "
     "on L levels)",
@@ -81,8 +82,8 @@ def parse(spec: str) -> Builder:
             **{"threshold": 1 / (1 + width * depth), "width": width, "depth": depth} | named
         ),
         ("eagle2", 3): lambda top_k, depth, total: eagle2(top_k=top_k, depth=depth, total=total),
-        ("ddtree", 1): functools.partial(ddtree, **named),
-        ("ddtree", 2): functools.partial(ddtree, **named),
+        ("ddtree", 1): functools.partial(_ddtree, **named),
+        ("ddtree", 2): functools.partial(_ddtree, **named),
         ("drawn", 1): drawn_ddtree,
         ("drawn", 2): drawn_ddtree,
         ("bild", 1): functools.partial(bild, **named),
@@ -189,7 +190,7 @@ def _parse_options(parts: list[str], kind: str) -> dict[str, Any]:
     option_types: dict[str, dict[str, Any]] = {
         "dyspec": {"threshold": float, "children": int},
         "bild": {"fallback": float},
-        "ddtree": {"children": int, "gap": float},
+        "ddtree": {"children": int, "gap": float, "values": str},
     }
     types = option_types.get(kind, {})
     pairs = [part.partition("=") for part in parts]
@@ -197,6 +198,17 @@ def _parse_options(parts: list[str], kind: str) -> dict[str, Any]:
         return {name: types[name](value) for name, _, value in pairs if name in types}
     except ValueError:
         return {}
+
+
+def _ddtree(total: int, depth: int | None = None, *, values: str = "marginal", **options: Any) -> Builder:
+    """Return the builder of `ddtree:...`. Raises: UsageError for unknown values, or a gap with values by path."""
+    if values == "marginal":
+        return ddtree(total, depth, **options)
+    if values != "path":
+        raise UsageError(f'the values of ddtree are "marginal" or "path", not "{shorten(values, QUOTED)}"')
+    if "gap" in options:
+        raise UsageError("ddtree with values=path learns what a gap is worth; leave gap out")
+    return path_ddtree(total, depth, children=options.get("children", CHILDREN))
 
 
 def _from_file(spec: str) -> Paths:

@@ -7,7 +7,8 @@ features, tokens and positions is defined in `specjax.models.heads.contract`.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ import numpy as np
 from specjax import costs as costs_of
 from specjax import trees
 from specjax.arrays.logit_rows import are_large
-from specjax.drafters.heads import pending_pairs, sized_trees
+from specjax.drafters.heads import path_values, pending_pairs, sized_trees
+from specjax.drafters.heads.path_values import PathRecord
 from specjax.drafters.heads.pending_pairs import State
 from specjax.drafters.heads.sized_trees import SIZING, SizeRecord, Sizing
 from specjax.errors import UsageError
@@ -25,6 +27,7 @@ from specjax.models.heads.candidates import with_candidates
 from specjax.models.heads.contract import DraftedNodes, DraftHead, FeaturePairs, Head, StateDraft
 from specjax.models.heads.kinds import KINDS
 from specjax.trees import Builder, Stop, operations, stops
+from specjax.trees.builders.taps import with_weights
 from specjax.trees.contracts import Frontier
 from specjax.trees.growing import GrownTree, LogitsFn
 from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
@@ -94,6 +97,10 @@ def tree_drafter(
         kind = head.head.kind
         raise UsageError(f"a {kind} head drafts in the target pass, with trees of its own; choose method {kind}")
     max_depth = head.head.max_depth
+    if builder.sized and builder.stop is not None:
+        raise UsageError("ddtree:auto chooses the size of its trees itself; leave the stop condition out")
+    if builder.details is not None and builder.stop is not None:
+        raise UsageError("ddtree with values=path learns from complete trees; leave the stop condition out")
     if builder.shorten is not None:
         if head.head.kind not in PATH_FREE:
             raise UsageError(
@@ -105,12 +112,10 @@ def tree_drafter(
         raise UsageError(
             f"the tree is {builder.max_depth} tokens deep, but the head drafts only {max_depth}; choose a shorter tree"
         )
-    if builder.sized and builder.stop is not None:
-        raise UsageError("ddtree:auto chooses the size of its trees itself; leave the stop condition out")
     if builder.sized:
         builder = trees.ddtree_auto(builder.max_depth, max(sizing.widths) - 1)
     accepted = max_accepted or builder.max_depth + 1
-    functions = _sized if builder.sized else _functions
+    functions = _sized if builder.sized else _functions if builder.details is None else _valued
     return functions(head.head, builder, accepted, sizing).replace(params=head.params)
 
 
@@ -155,23 +160,18 @@ def _functions(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) 
     )
 
 
-class SizedState(NamedTuple):
-    """The state of a head whose trees have the size with the most tokens per second."""
+class RecordedState(NamedTuple):
+    """The state of a head whose trees depend on a record of earlier drafts."""
 
     read: State
-    record: SizeRecord
+    record: Any
 
 
 @functools.cache
 def _sized(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> Drafter:
     """Return the drafter of `ddtree:auto`, without its parameters."""
-    base = _functions(head, builder, max_accepted, sizing)
 
-    def init(params, context: Context) -> SizedState:
-        record = sized_trees.init_record(len(context.length), builder.num_nodes, builder.max_depth)
-        return SizedState(base.init(params, context), record)
-
-    def propose(params, keys, state: SizedState, context: Context, limit) -> tuple[TokenTree, SizedState]:
+    def propose(params, keys, state: RecordedState, context: Context, limit) -> tuple[TokenTree, RecordedState]:
         read = pending_pairs.read_pending(head, params, state.read, context)
         passes = sizing.passes(len(limit), context.target)
         cost = sizing.draft_cost(context.target, head, params, builder.levels)
@@ -185,27 +185,70 @@ def _sized(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> D
             return operations.pad_nodes(root, builder.num_nodes), sized_trees.pause(record)
 
         if passes.is_plain:
-            return skip(state.record)[0], SizedState(read, state.record)
+            return skip(state.record)[0], RecordedState(read, state.record)
         is_due = jnp.any(limit > 0) & (state.record.rest == 0)
         tree, record = jax.lax.cond(is_due, draft, skip, state.record)
-        return tree, SizedState(read, record)
+        return tree, RecordedState(read, record)
 
-    def update(params, state: SizedState, pairs: FeaturePairs, verdict: Verdict) -> SizedState:
-        record = sized_trees.count(state.record, pairs.tokens, pairs.count)
-        return SizedState(pending_pairs.append(state.read, pairs), record)
+    drafter = _recorded(head, builder, max_accepted, sizing, sized_trees, sized_trees.count).replace(propose=propose)
+    return drafter.replace(
+        traits=drafter.traits._replace(widths=sizing.widths[:-1]),
+        hooks=drafter.hooks._replace(widths=lambda batch, target: sizing.passes(batch, target).widths),
+    )
 
-    def prefill(params, state: SizedState, *chunk) -> SizedState:
+
+@functools.cache
+def _valued(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> Drafter:
+    """Return the drafter of `ddtree` with values by path, without its parameters."""
+
+    def propose(params, keys, state: RecordedState, context: Context, limit) -> tuple[TokenTree, RecordedState]:
+        read = pending_pairs.read_pending(head, params, state.read, context)
+        learned = with_weights(builder, state.record.learned)
+
+        def draft(record: PathRecord) -> tuple[TokenTree, PathRecord]:
+            grown = grow_tree(head, learned, params, read.memory, keys, context, limit)
+            return grown.tree, path_values.store(record, grown)
+
+        def skip(record: PathRecord) -> tuple[TokenTree, PathRecord]:
+            root = operations.chain(context.root, jnp.ones_like(context.root, bool))
+            tree = operations.pad_nodes(root, builder.num_nodes)
+            return tree, record._replace(drafted=jnp.zeros_like(record.drafted))
+
+        tree, record = jax.lax.cond(jnp.any(limit > 0), draft, skip, state.record)
+        return tree, RecordedState(read, record)
+
+    return _recorded(head, builder, max_accepted, sizing, path_values, path_values.learn).replace(propose=propose)
+
+
+def _recorded(
+    head: Head, builder: Builder, max_accepted: int, sizing: Sizing, records: Any, learn: Callable[..., Any]
+) -> Drafter:
+    """Return a drafter with a record of its drafts, without `propose`.
+
+    Args:
+      records: the module with `init_record` and `record_axes`.
+      learn: `(record, tokens, number) -> record` compares the drafted nodes with the text of the step.
+    """
+    base = _functions(head, builder, max_accepted, sizing)
+
+    def init(params, context: Context) -> RecordedState:
+        record = records.init_record(len(context.length), builder.num_nodes, builder.max_depth)
+        return RecordedState(base.init(params, context), record)
+
+    def update(params, state: RecordedState, pairs: FeaturePairs, verdict: Verdict) -> RecordedState:
+        return RecordedState(pending_pairs.append(state.read, pairs), learn(state.record, pairs.tokens, pairs.count))
+
+    def prefill(params, state: RecordedState, *chunk) -> RecordedState:
         return state._replace(read=pending_pairs.read_prompt(head, params, state.read, *chunk))
 
-    def axes(state: SizedState) -> SizedState:
-        return SizedState(pending_pairs.state_axes(head, state.read), sized_trees.record_axes(state.record))
+    def axes(state: RecordedState) -> RecordedState:
+        return RecordedState(pending_pairs.state_axes(head, state.read), records.record_axes(state.record))
 
     return base.replace(
-        propose=propose,
         init=init,
         update=update,
-        traits=base.traits._replace(widths=sizing.widths[:-1], follows_any_tree=False),
-        hooks=Hooks(prefill=prefill, axes=axes, widths=lambda batch, target: sizing.passes(batch, target).widths),
+        traits=base.traits._replace(follows_any_tree=False),
+        hooks=Hooks(prefill=prefill, axes=axes),
     )
 
 

@@ -160,12 +160,7 @@ def calibrated(counts: Counts, kind: Array, q: Array) -> Array:
 def count(record: SizeRecord, tokens: Array, number: Array) -> SizeRecord:
     """Count the drafted nodes against the text of the step: the first `number` int32[B] of tokens int32[B, T]."""
     drafted = record.drafted
-    depth, above = operations.depths(drafted.parents), operations.ancestor_mask(drafted.parents)
-    text = take_along(tokens, jnp.clip(depth - 1, 0, tokens.shape[1] - 1), 1)
-    reached = drafted.valid & (depth <= number[:, None]) & (depth <= tokens.shape[1])
-    agrees = reached & (text == drafted.tokens) | (depth == 0)
-    right = jnp.all(agrees[:, None, :] | ~above, 2)
-    is_trial = reached & take_along(right, jnp.maximum(drafted.parents, 0), 1)
+    is_trial, right = find_trials(drafted.tokens, drafted.parents, drafted.valid, tokens, number)
     classes = record.counts.trials.shape[1]
     one_hot = (drafted.kind[:, :, None] == jnp.arange(classes)) & is_trial[:, :, None]
     trials = jnp.sum(one_hot, 1, dtype=jnp.float32)
@@ -173,3 +168,17 @@ def count(record: SizeRecord, tokens: Array, number: Array) -> SizeRecord:
     decay = MEMORY**trials
     counts = Counts(record.counts.hits * decay + hits, record.counts.trials * decay + trials)
     return record._replace(counts=counts)
+
+
+def find_trials(drafted: Array, parents: Array, valid: Array, tokens: Array, number: Array) -> tuple[Array, Array]:
+    """Return bool[B, N] each: nodes whose parents are on the path of the text, and nodes that are on it themselves.
+
+    Args:
+      drafted, parents, valid: [B, N] each, a tree. tokens: int32[B, T], the text; the first `number` int32[B] count.
+    """
+    depth, above = operations.depths(parents), operations.ancestor_mask(parents)
+    text = take_along(tokens, jnp.clip(depth - 1, 0, tokens.shape[1] - 1), 1)
+    reached = valid & (depth <= number[:, None]) & (depth <= tokens.shape[1])
+    agrees = reached & (text == drafted) | (depth == 0)
+    right = jnp.all(agrees[:, None, :] | ~above, 2)
+    return reached & take_along(right, jnp.maximum(parents, 0), 1), right

@@ -101,7 +101,7 @@ def _builder(
     def expand(state: _Prefixes, level, parents: Parents):
         k = min(total, parents.vocab_size, children or total)
         prefix, rank = map(jnp.asarray, pairs[pairs[:, 1] < k].T)
-        ranks = (_draw_ranks if is_drawn else _likeliest_ranks)(parents, k)
+        ranks = (_draw_ranks if is_drawn else likeliest_ranks)(parents, k)
         score = ranks.score if gap is None else _cap(ranks, gap)
         score = jnp.where(parents.valid, score, -jnp.inf)
         best, pick = jax.lax.top_k(state.reach[:, prefix] + score[:, rank], total)
@@ -135,7 +135,7 @@ def _builder(
     )
 
 
-class _Ranks(NamedTuple):
+class Ranks(NamedTuple):
     """The k children of each prefix at one depth."""
 
     tokens: Array  # int32[B, k]
@@ -143,13 +143,14 @@ class _Ranks(NamedTuple):
     score: Array  # float32[B, k], log score of a child, given its prefix; it falls with the rank and is >= log_q
 
 
-def _likeliest_ranks(parents: Parents, k: int) -> _Ranks:
+def likeliest_ranks(parents: Parents, k: int) -> Ranks:
+    """Return the k likeliest tokens of the depth, with their probabilities as scores."""
     tokens, log_q = parents.best(k, noisy=False)  # [B, 1, k]
     log_q = jnp.minimum(log_q[:, 0], 0.0)
-    return _Ranks(tokens[:, 0], log_q, log_q)
+    return Ranks(tokens[:, 0], log_q, log_q)
 
 
-def _cap(ranks: _Ranks, gap: float) -> Array:
+def _cap(ranks: Ranks, gap: float) -> Array:
     """Return the scores of the children that JetSpec's cap leaves, and -inf for the others."""
     size = ranks.score.shape[1]
     lead = ranks.log_q[:, :1] - ranks.log_q[:, 1:2] if size > 1 else jnp.zeros_like(ranks.log_q)
@@ -157,11 +158,11 @@ def _cap(ranks: _Ranks, gap: float) -> Array:
     return jnp.where(jnp.arange(size) < limit, ranks.score, -jnp.inf)
 
 
-def _draw_ranks(parents: Parents, k: int) -> _Ranks:
+def _draw_ranks(parents: Parents, k: int) -> Ranks:
     """Draw k tokens. The scores do not depend on them: rank r exists if q has more than r tokens."""
     tokens = parents.best(k)[0][:, 0]
-    log_q = _likeliest_ranks(parents, k).log_q
+    log_q = likeliest_ranks(parents, k).log_q
     q = jnp.exp(log_q)
     left = jnp.maximum(1 - (jnp.cumsum(q, 1) - q), q)
     score = jnp.where(q > 0, jnp.log(jnp.minimum(left, 1.0)), -jnp.inf)
-    return _Ranks(tokens, log_q, parents.unless_greedy(score, log_q))
+    return Ranks(tokens, log_q, parents.unless_greedy(score, log_q))

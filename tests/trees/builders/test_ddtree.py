@@ -135,7 +135,7 @@ def test_a_shape_that_reads_the_shared_draws_is_caught(monkeypatch):
     def revealed(parents, k):
         tokens, log_q = (x[:, 0] for x in parents.best(k))
         q = jnp.exp(log_q)
-        return ddtree._Ranks(tokens, log_q, jnp.log(jnp.maximum(1 - (jnp.cumsum(q, 1) - q), q)))
+        return ddtree.Ranks(tokens, log_q, jnp.log(jnp.maximum(1 - (jnp.cumsum(q, 1) - q), q)))
 
     monkeypatch.setattr(ddtree, "_draw_ranks", revealed)
     assert largest_error(monkeypatch, 4, recursive_rejection) > 0.03
