@@ -431,6 +431,8 @@ def serve(
     """
     refuse(settings, "serve", ("debug", "logprobs"))
     _check_target(target)
+    if isinstance(target, Target) and target.model.finish_prompt is not None:
+        raise UsageError(f"serve does not compress caches, as {target.model.name} does; pass the target without it")
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     parts = 1 if target.model.mesh is None else target.model.mesh.shape.get("data", 1)

@@ -156,6 +156,7 @@ class Capabilities(NamedTuple):
     inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
     reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
     shared_keys: tuple[int, int] | None = None  # the local and the global layer whose keys assistants read in the cache
+    new_tokens: int | None = None  # the new tokens for which a compressed cache has room; None: no such limit
 
 
 class Model(NamedTuple):
@@ -187,6 +188,10 @@ class Model(NamedTuple):
     `mark_prompt(cache, length[B]) -> cache` stores the prompt lengths before the prompts are read. None: the model does
     not need them.
 
+    `finish_prompt(params, cache, tokens[B, L], length[B], num_nodes) -> cache` returns the cache for decoding, after
+    the first `length - 1` tokens were read. It may be smaller. `num_nodes` is the number of nodes of a commit. None:
+    the cache stays. A loop that does not call it decodes with the complete cache.
+
     `widen(pending, slots)` gives pending entries room for `slots` tokens. `insert(wide, new, place)` writes the entries
     of a later pass at slot `place` (an int, int32[], or int32[B], one per row) and following. With int32[B, T], each
     token has its own slot, and slots beyond the end are dropped. The defaults fit arrays of shape [B, T, ...].
@@ -214,6 +219,7 @@ class Model(NamedTuple):
     name: str = "model"
     rewind: Callable[[PyTree, Array], PyTree] | None = None
     mark_prompt: Callable[[PyTree, Array], PyTree] | None = None
+    finish_prompt: Callable[..., PyTree] | None = None
     widen: Callable[[PyTree, int], PyTree] = batch_axes.widen
     insert: Callable[[PyTree, PyTree, Any], PyTree] = batch_axes.insert
     axes: Callable[[PyTree], PyTree] = batch_axes.rows_first
@@ -241,6 +247,12 @@ class Model(NamedTuple):
         """Return an empty cache for prompts of `length` int32[B] tokens."""
         cache = self.init_cache(params, inputs, len(length), capacity)
         return cache if self.mark_prompt is None else self.mark_prompt(cache, length)
+
+    def cache_after_prompt(
+        self, params: PyTree, cache: PyTree, tokens: Array, length: Array, num_nodes: int
+    ) -> PyTree:  # fmt: skip
+        """Return the cache for decoding. The arguments are those of `finish_prompt`."""
+        return cache if self.finish_prompt is None else self.finish_prompt(params, cache, tokens, length, num_nodes)
 
     def rewind_cache(self, cache: PyTree, length: Array) -> PyTree:
         """Return `rewind(cache, length)`. The caller must have checked that the model can rewind."""

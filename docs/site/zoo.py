@@ -25,7 +25,10 @@ KINDS = {
     ),
     "adaptive": ("Adaptive depth", "Each token runs a subset of the target's layers: `specjax.adaptive`."),
     "cache": ("Compression of caches", "The target stores its keys and values in fewer bits: `specjax.compression`."),
-    "compression": ("Compression of prompts", "The target reads some tokens of the prompt: `specjax.compression`."),
+    "compression": (
+        "Compression of prompts",
+        "The target reads or caches a part of the prompt: `specjax.compression`.",
+    ),
 }
 
 

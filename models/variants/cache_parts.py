@@ -59,12 +59,13 @@ def _gather(old: PyTree, keys: PyTree, slots: Array) -> PyTree:
     return jax.tree.map(of_array, old, keys)
 
 
-def map_keys(fn: Callable[[Array, Array], Array], queries: tuple[Array, ...], cache: kv.KVCache) -> Array:
-    """Return `fn(queries of a layer, its keys float[B, K, S, h])` of each layer, stacked."""
-    of_layer = lambda pair: fn(pair[0], _floats(pair[1]))
-    if kv.has_layer_axis(cache.k):
-        return jax.lax.map(of_layer, (jnp.stack(queries), cache.k))
-    return jnp.stack([of_layer(pair) for pair in zip(queries, cache.k, strict=True)])
+def map_keys(fn: Callable[..., Array], queries: tuple[Array, ...], *caches: kv.KVCache | kv.Pending) -> Array:
+    """Return `fn(queries of a layer, its keys float[B, K, S, h] in each cache)` of each layer, stacked."""
+    of_layer = lambda parts: fn(parts[0], *map(_floats, parts[1:]))
+    keys = [cache.k for cache in caches]
+    if kv.has_layer_axis(keys[0]):
+        return jax.lax.map(of_layer, (jnp.stack(queries), *keys))
+    return jnp.stack([of_layer(parts) for parts in zip(queries, *keys, strict=True)])
 
 
 def _floats(keys: PyTree) -> Array:

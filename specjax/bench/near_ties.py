@@ -184,7 +184,7 @@ def measured_logits(target: Target, ids: Sequence[int], prompt: int, width: int,
     tokens[:, : len(ids)] = ids
     length, start = jnp.int32(len(ids)), jnp.int32(prompt - 1)  # the last token of the prompt is in the first pass
     text = jnp.asarray(tokens)
-    cache = _read_prompt(target, text, start)
+    cache = _read_prompt(target, text, start, max(width, 1))
     logits = parallel.gather(_logits_of_passes(target, cache, text, length, start, width))
     return logits[-min(len(ids) - prompt + 1, NUM_MEASURED) :]
 
@@ -195,13 +195,14 @@ def _under_mesh(target: Target) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-@jit
-def _read_prompt(target: Target, tokens: Array, start: Array) -> PyTree:
-    """Return a cache of the first `start` tokens of equal rows."""
+@jit(static_argnames="width")
+def _read_prompt(target: Target, tokens: Array, start: Array, width: int) -> PyTree:
+    """Return a cache of the first `start` tokens of equal rows, for passes of `width` tokens."""
     model, counts = target.model, jnp.broadcast_to(start, tokens.shape[:1])
     with _under_mesh(target):
         cache = model.start_cache(target.params, None, counts + 1, tokens.shape[1])
-        return prefill(model, target.params, cache, tokens, counts)
+        cache = prefill(model, target.params, cache, tokens, counts)
+        return model.cache_after_prompt(target.params, cache, tokens, counts + 1, width)
 
 
 @jit(static_argnames="width")

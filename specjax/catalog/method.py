@@ -26,7 +26,7 @@ Kind = Literal["drafter", "decoder", "diffusion", "collaboration", "adaptive", "
 `drafter`: drafts for `specjax.decode`. `decoder`: has a loop of its own. `diffusion`: decides the columns of a canvas,
 for `specjax.denoise`. `collaboration`: several models or samples write one text. `adaptive`: selects the layers of the
 target that each token runs, for `specjax.adaptive.skip_layers`. `compression`: selects the tokens of a prompt that the
-target reads. `cache`: stores the target's keys and values in another form.
+target reads, or that its cache keeps. `cache`: stores the target's keys and values in another form.
 """
 
 Need = Literal["draft", "head", "datastore", "costs", "source", "devices", "fill", "any_order", "continuous",
@@ -45,7 +45,7 @@ Arrays: `automaton`: an argument of a diffusion method.
 """
 
 Argument = Literal["target", "draft", "vocab_size"]
-"""A positional argument of a drafter's factory or of a decoder; `vocab_size` is that of the target."""
+"""A positional argument of a factory or of a decoder; `vocab_size` is that of the target."""
 
 Setting = Literal["key", "temperature", "top_k", "top_p"]
 """An argument of `decode` that a decoder takes too."""
@@ -77,7 +77,7 @@ class Method(NamedTuple):
     draft_cost: float = 0.0  # cost of one drafting pass of the target itself, as a fraction of a whole pass
     acceptance: TypicalAcceptance | None = None  # None: not measured, so a plan needs the user's
     factory: str = ""  # the function of `module` that builds the method; default: `name`
-    arguments: tuple[Argument, ...] = ()  # positional arguments of a drafter's factory or a decoder
+    arguments: tuple[Argument, ...] = ()  # models among the positional arguments of a factory or a loop
     settings: tuple[Setting, ...] = ()  # settings of a decoder; one without a temperature is greedy
     module: str = ""  # module of the factory; the catalogue fills it in
 
@@ -90,8 +90,9 @@ class Method(NamedTuple):
         """Return the function that builds the method. Reading this property imports the module of the method.
 
         For drafters it is `(target, draft, **options) -> Drafter`, for diffusion `(denoiser, **options) -> Procedure`,
-        for adaptive methods `(**options) -> DepthPolicy`, for compression `(draft, prompts, **options) -> prompts`, for
-        caches `(target, **options) -> target`. For decoders and collaborations it is the loop itself.
+        for adaptive methods `(**options) -> DepthPolicy`, for compression `(draft, prompts, **options) -> prompts`, or
+        `(target, draft, max_new_tokens, **options) -> Target`, for caches `(target, **options) -> target`. For decoders
+        and collaborations it is the loop itself.
         """
         factory = self.load()
         if self.kind != "drafter":

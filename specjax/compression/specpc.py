@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import jit
-from specjax.arrays.texts import causal_mask, in_order
 from specjax.catalog import Method, Option
+from specjax.compression.lookahead import look_ahead
 from specjax.engine import packing
 from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size
@@ -38,7 +37,7 @@ from specjax.models.variants import cache_parts
 from specjax.numerics.validation import check_integer
 from specjax.retrieval.cached_tokens import attention_weights
 from specjax.retrieval.last_queries import check_full_attention, last_queries
-from specjax.types import Array, PyTree, Target
+from specjax.types import Array, Target
 
 METHOD = Method(
     name="specpc",
@@ -122,8 +121,7 @@ def specpc(
       draft needs a cache of keys and values on one device, and attention without windows.
     """
     rule = check_options(budget, window, kernel, neighbors, first, lookahead, first_layer)
-    rule = rule._replace(first_layer=_first_layer(draft, rule))
-    check_full_attention(draft.model, "specpc", "choose another draft model")
+    rule = _fit(rule, draft)
     tokens, lengths = _pad(draft, prompts, lookahead)
     rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     for i, row in enumerate(rows):
@@ -131,6 +129,14 @@ def specpc(
             slots = _select(draft, tokens[i : i + 1], lengths[i : i + 1], rule)
             rows[i] = tokens[i, np.asarray(slots)[0]].tolist()
     return rows
+
+
+def compile_for(draft: Target, prompts: Sequence[Sequence[int]], **options: Any) -> None:
+    """Compile the program of `specpc` with these arguments, and read the shortest prompt that it compresses."""
+    rule = _fit(check_options(**options), draft)
+    tokens, lengths = _pad(draft, prompts, rule.lookahead)
+    if lengths.max() > rule.budget:
+        jax.block_until_ready(_select(draft, tokens[:1], np.full((1,), rule.budget + 1, np.int32), rule))
 
 
 def check_options(
@@ -157,16 +163,18 @@ def check_options(
     return rule
 
 
-def _first_layer(draft: Target, rule: SelectionRule) -> int:
+def _fit(rule: SelectionRule, draft: Target) -> SelectionRule:
+    """Return the settings with the draft's first layer. Raises: UsageError for a draft that does not fit."""
+    check_full_attention(draft.model, "specpc", "choose another draft model")
     layers = draft.model.capabilities.num_layers
     if rule.first_layer is None:
-        return min(FIRST_LAYER, layers // 2)
+        return rule._replace(first_layer=min(FIRST_LAYER, layers // 2))
     if rule.first_layer >= layers:
         raise UsageError(
             f"first_layer must be below the {layers} layers of the draft model {draft.model.name}, not "
             f"{rule.first_layer}; lower it"
         )
-    return rule.first_layer
+    return rule
 
 
 def _pad(draft: Target, prompts: Sequence[Sequence[int]], lookahead: int) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +206,8 @@ def importance(draft: Target, tokens: Array, lengths: Array, rule: SelectionRule
     model, size = draft.model, tokens.shape[1]
     cache = model.start_cache(draft.params, None, lengths, size)
     cache = prefill(model, draft.params, cache, tokens, lengths)
-    tokens, cache = _look_ahead(draft, tokens, cache, lengths, rule.lookahead)
+    if rule.lookahead > 1:
+        tokens, cache = look_ahead(draft, tokens, cache, lengths, rule.lookahead)
     num_new = rule.lookahead - 1
     queries, positions = last_queries(draft, tokens, cache, lengths + num_new, rule.window + num_new)
     ramp = jnp.linspace(0.0, 1.0, rule.window) if rule.window > 1 else jnp.ones(1)
@@ -211,24 +220,6 @@ def importance(draft: Target, tokens: Array, lengths: Array, rule: SelectionRule
     assert rule.first_layer is not None
     scores = jnp.max(cache_parts.map_keys(of_layer, queries, cache)[rule.first_layer :], 0)[:, :size]
     return jnp.where(jnp.arange(size) < lengths[:, None], scores, 0)
-
-
-def _look_ahead(draft: Target, tokens: Array, cache: PyTree, lengths: Array, lookahead: int) -> tuple[Array, PyTree]:
-    """Return the text with the draft's greedy tokens, and the cache of all of them but the last one."""
-    if lookahead == 1:
-        return tokens, cache
-    model, batch = draft.model, len(lengths)
-    mask, path, row = causal_mask(batch, 1), in_order(batch, 1), jnp.arange(batch)
-
-    def step(i: Array, carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
-        tokens, cache = carry
-        places = (lengths - 1 + i)[:, None]
-        new = take_along(tokens, places, 1)
-        output, pending = model.forward(draft.params, new, cache, positions=places, mask=mask)
-        likeliest = jnp.argmax(output.logits[:, 0], -1).astype(jnp.int32)
-        return tokens.at[row, lengths + i].set(likeliest), model.commit(cache, pending, path, jnp.ones_like(lengths))
-
-    return jax.lax.fori_loop(0, lookahead, step, (tokens, model.rewind_cache(cache, lengths - 1)))
 
 
 def most_important(scores: Array, lengths: Array, rule: SelectionRule) -> Array:

@@ -187,6 +187,7 @@ def prepare(
     """
     check_pair(target, drafter)
     capacity, count = settings.capacity or target.model.max_positions, check_new_tokens(max_new_tokens)
+    _check_room(target, count)
     tokens, lengths = pack(prompts, count, drafter.num_nodes, capacity, target.model.vocab_size)
     settings.check_batch(len(tokens))
     usable = find_usable(settings, prompts, len(tokens), count, capacity, target.model.vocab_size)
@@ -209,6 +210,16 @@ def prepare(
     keys = sample_keys(key, tokens.shape[0], samples)
     stop = repeat_per_sample(lengths, samples) + count
     return Job(parts, tokens, lengths, keys, stop, inputs, samples, usable)
+
+
+def _check_room(target: Target, count: int) -> None:
+    """Raise a UsageError if a compressed cache has no room for `count` new tokens."""
+    room = target.model.capabilities.new_tokens
+    if room is not None and count > room:
+        raise UsageError(
+            f"max_new_tokens must be at most {room}, for which the caches of {target.model.name} have room, not "
+            f"{count}; compress the target for more new tokens"
+        )
 
 
 def _fit_controller(controller: Controller, target: Target, drafter: Drafter, batch: int) -> Controller:

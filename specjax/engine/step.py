@@ -93,6 +93,8 @@ def init(
     wide = wide_chunk(len(tokens), slots=tokens.shape[1])
     carry = state.cache, (state.draft, None)
     cache, (draft, _) = in_chunks(_reader(parts, state, inputs), carry, jnp.max(_unread(length)), wide, CHUNK)
+    target = parts.target
+    cache = target.model.cache_after_prompt(target.params, cache, tokens, length, parts.drafter.num_nodes)
     return state._replace(cache=cache, draft=draft)
 
 

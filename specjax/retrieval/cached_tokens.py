@@ -53,6 +53,30 @@ def most_attended(query: Array, positions: Array, key: Array, cached: Array, bud
     return _best(jnp.where(slot < positions[:, :1, None], _smooth(attention), jnp.inf), cached, budget)
 
 
+def most_observed(
+    query: Array, key: Array, new_key: Array, start: Array, cached: Array, budget: int, kernel: int
+) -> Array:  # fmt: skip
+    """Select the tokens to which any of T tokens attends most, int32[B, K, budget], and all from `start` on.
+
+    Args:
+      query: float[B, T, H, h] of consecutive tokens from `start` int32[B] on, rotated and scaled.
+      key: float[B, K, S, h] of the text. new_key: float[B, K, T, h] of these tokens. cached: int32[B], `start` or more.
+
+    The score is the maximum over the T tokens and the heads of a group, then over `kernel` neighbours before `start`.
+    Source: SpecKV, arXiv 2506.08373.
+    """
+    size, count = key.shape[2], query.shape[1]
+    is_before = (jnp.arange(size) < start[:, None])[:, None]  # bool[B, 1, S]
+    before = jnp.broadcast_to(is_before[:, None, None], (len(start), 1, 1, count, size))
+    causal = jnp.broadcast_to(jnp.tri(count, dtype=bool), (*before.shape[:-1], count))
+    keys = jnp.concatenate([key, new_key.astype(key.dtype)], 2).astype(jnp.float32)
+    scores = jnp.einsum("btkgh,bksh->bkgts", _by_group(query, key), keys)
+    weights = jax.nn.softmax(jnp.where(jnp.concatenate([before, causal], -1), scores, -jnp.inf), -1)
+    importance = jnp.where(is_before, jnp.max(weights[..., :size], (2, 3)), 0)
+    pooled = jax.lax.reduce_window(importance, -jnp.inf, jax.lax.max, (1, 1, kernel), (1, 1, 1), "SAME")
+    return _best(jnp.where(is_before, pooled, jnp.inf), cached, budget)
+
+
 def nearest_chunks(query: Array, key: Array, cached: Array, budget: int, chunk: int) -> Array:
     """Select chunks of tokens by the product of their mean key with a query, int32[B, K, budget].
 

@@ -1,6 +1,8 @@
-"""The queries of the last tokens of a text, which decide which cached tokens matter."""
+"""The last tokens of a text, whose queries decide which cached tokens matter."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -8,6 +10,14 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.texts import causal_mask
 from specjax.errors import UsageError
 from specjax.types import Array, Model, PyTree, Target
+
+
+class LastTokens(NamedTuple):
+    """The last T tokens of a text, in each layer."""
+
+    queries: tuple[Array, ...]  # [B, T, H, h]
+    positions: Array  # int32[B, T]
+    pending: PyTree  # their cache entries
 
 
 def last_queries(
@@ -18,16 +28,25 @@ def last_queries(
     Args:
       tokens: int32[B, L], the text. cache: its first `cached` int32[B] tokens.
     """
+    last = read_last(target, tokens, cache, cached, count)
+    return last.queries, last.positions
+
+
+def read_last(target: Target, tokens: Array, cache: PyTree, length: Array, count: int) -> LastTokens:
+    """Read the last `count` of the first `length` int32[B] tokens of a text int32[B, L].
+
+    cache: has at least the tokens before these.
+    """
     model = target.model
-    start = jnp.maximum(cached - count, 0)
+    start = jnp.maximum(length - count, 0)
     positions = start[:, None] + jnp.arange(count)
     tokens = take_along(tokens, positions, 1)
-    output, _ = model.forward(
+    output, pending = model.forward(
         target.params, tokens, model.rewind_cache(cache, start), positions=positions,
         mask=causal_mask(*tokens.shape), taps=tuple(range(model.capabilities.num_layers)),
     )  # fmt: skip
     assert model.queries is not None
-    return model.queries(target.params, output.taps, positions), positions
+    return LastTokens(model.queries(target.params, output.taps, positions), positions, pending)
 
 
 def check_full_attention(model: Model, method: str, fix: str) -> None:

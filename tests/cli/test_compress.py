@@ -1,6 +1,7 @@
 """`specjax generate --compress`: a target that reads a part of the prompt."""
 
 import json
+import time
 
 import pytest
 from toy import markov
@@ -8,11 +9,13 @@ from toy import markov
 import specjax
 from specjax import compression
 from specjax.bench import measure
+from specjax.compression import Compression
 
 PROMPT = "The river is long, and the secret word is heron. " * 3 + "Say it."
 FLAGS = ("--max-new-tokens", 12)
 SPEC = "specpc:60,window=16,kernel=8"
 OPTIONS = {"window": 16, "kernel": 8}
+CACHE = "speckv:20,window=8"
 
 
 def texts(prompts):
@@ -55,19 +58,63 @@ def test_the_table_says_that_it_is_lossy(cli):
 def test_short_prompts_stay(cli):
     document = json.loads(cli("generate", "hello", "--compress", "specpc", *FLAGS, "--json").out)
     [result] = document["results"]
-    assert result["prompt_tokens"] == result["complete_prompt_tokens"] == 7 and document["guarantee"] == "lossy"
+    assert result["prompt_tokens"] == result["complete_prompt_tokens"] == 7
+    assert document["guarantee"] == "distribution" and "guarantee_to_compressed_prompts" not in document
+
+
+@pytest.mark.parametrize("draft", [None, "draft"])
+def test_the_text_is_that_of_the_compressed_cache(cli, draft):
+    """Speculation and plain decoding keep the same keys, after the model of --draft or the target has looked ahead."""
+    more = () if draft is None else ("--draft", draft)
+    document = json.loads(cli("generate", PROMPT, "--compress", CACHE, *more, *FLAGS, "--json", "--compare").out)
+    (target, tokenizer), complete = specjax.load(), specjax.load()[1].chat(PROMPT)
+    small = compression.speckv(target, draft and specjax.load(draft)[0], 12, 20, window=8)
+    options = {"key": measure.row_keys(0, [0]), "max_new_tokens": 12, "eos": tokenizer.eos}
+    [result] = document["results"]
+    assert [result["token_ids"]] == specjax.decode(small, "autoregressive", [complete], **options).to_lists()
+    assert result["token_ids"] != texts([complete])
+    assert (result["prompt_tokens"], result["kept_prompt_tokens"]) == (len(complete), 21)
+    assert document["identical"] and document["compress"] == CACHE and document["compress_seconds"] == 0
+    assert document["guarantee"] == "lossy" and document["guarantee_to_compressed_caches"] == "distribution"
+
+
+def test_a_large_capacity_is_not_lossy(cli):
+    result = cli("generate", "hello", "--compress", "speckv", *FLAGS)
+    out = " ".join(result.out.replace("│", " ").split())
+    assert "guarantee: distribution" in out and "lossy" not in out and "7 of 7 in the cache" in out
+    assert "speckv drops nothing, because all prompts are short enough" in " ".join(result.err.split())
+
+
+def test_times_include_the_compression(cli, monkeypatch):
+    """A compression that takes three seconds more is a part of all times."""
+    shorten = Compression.shorten
+
+    def slow(*arguments):
+        time.sleep(3)
+        return shorten(*arguments)
+
+    monkeypatch.setattr(Compression, "shorten", slow)
+    document = json.loads(cli("generate", PROMPT, "--compress", SPEC, *FLAGS, "--json", "--compare").out)
+    assert document["seconds"] > document["compress_seconds"] > 3 and document["time_to_first_token"] > 3
+    assert document["tokens_per_second"] == pytest.approx(document["tokens"] / document["seconds"])
+    assert document["baseline_tokens_per_second"] < 12 / 3 and 0.5 < document["speedup"] < 2
 
 
 def test_the_row_of_the_method(cli):
     assert "specjax generate PROMPT --compress specpc" in cli("methods", "specpc").out
+    assert "shortens prompts or their caches; run specjax generate PROMPT --compress" in cli("methods", "speckv").out
     assert "compression of prompts" in cli("methods").out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--compress", "speckv:8"], "--compress: capacity must be above 32, the last tokens that always stay, not 8"),
         (["--compress", "specpc:0"], "--compress: budget must be a whole number of at least 1, not 0"),
-        (["--compress", "auto"], '--compress: "auto" is not a method that compresses prompts; choose one of specpc'),
+        (
+            ["--compress", "auto"],
+            '--compress: "auto" is not a method that compresses prompts; choose one of speckv, specpc',
+        ),
         (["--compress", "specpc", "--adapt", "unified"], "--compress and --adapt both change the text"),
         (["--compress", SPEC + ",draft=odd"], "--compress: its vocabulary differs from the target's, first at id 7"),
         (["--compress", SPEC + ",draft=none"], '--compress: there is no file or folder "none"'),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_in_numpy import look_ahead, run, sharp_llama
 from rules import takes_all
 from toy import markov, tiny_llama
 
@@ -23,48 +24,13 @@ RULE = SelectionRule(budget=40, window=8, kernel=6, neighbors=4, first=3, lookah
 SMALL = {"window": 8, "kernel": 6, "neighbors": 4, "first": 3}
 
 
-@functools.cache
-def draft() -> Target:
-    """A model whose attention has clear maxima."""
-    target = tiny_llama(layers=4)
-    sharper = lambda path, x: x * 12 if jax.tree_util.keystr(path).endswith("['q']['weight']") else x
-    return Target(target.model, jax.tree_util.tree_map_with_path(sharper, target.params))
-
-
-def attention_of(params, tokens):
-    """Return the attention of every layer float64[layers, H, T, T], and the logits of the last token."""
-    get = lambda *names: np.asarray(functools.reduce(lambda tree, name: tree[name], names, params), np.float64)
-    norm = lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
-    angles = np.arange(len(tokens))[:, None] / 10000.0 ** (np.arange(4) / 4)
-
-    def rotate(x):  # [T, heads, 8]
-        one, two, cos, sin = x[..., :4], x[..., 4:], np.cos(angles)[:, None], np.sin(angles)[:, None]
-        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
-
-    x, layers = get("embed", "weight")[tokens], []
-    for i in range(4):
-        of = functools.partial(get, "layers", i)
-        y = norm(x, of("attention_norm", "weight"))
-        q, k, v = ((y @ of("attention", name, "weight").T).reshape(len(tokens), -1, 8) for name in "qkv")
-        q, k, v = rotate(q), np.repeat(rotate(k), 2, 1), np.repeat(v, 2, 1)
-        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(8)
-        scores[:, np.triu_indices(len(tokens), 1)[0], np.triu_indices(len(tokens), 1)[1]] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        layers.append(weights)
-        x = x + np.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1) @ of("attention", "o", "weight").T
-        y = norm(x, of("mlp_norm", "weight"))
-        gate = y @ of("mlp", "gate", "weight").T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ of("mlp", "up", "weight").T)) @ of("mlp", "down", "weight").T
-    return np.stack(layers), norm(x, get("norm", "weight"))[-1] @ get("head", "weight").T
+draft = sharp_llama
 
 
 def scores_of(prompt, rule, mutant=""):
     """Return the card's score of every token of a prompt."""
-    text = list(prompt)
-    for _ in range(rule.lookahead - 1):
-        text.append(int(np.argmax(attention_of(draft().params, text)[1])))
-    weights, _ = attention_of(draft().params, text)
+    text = look_ahead(draft().params, prompt, rule.lookahead - 1)
+    weights, _ = run(draft().params, text)
     start = len(prompt) - rule.window
     ramp = np.ones(len(text) - start)
     ramp[: rule.window] = np.linspace(0, 1, rule.window)

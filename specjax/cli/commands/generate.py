@@ -61,8 +61,9 @@ Text is printed when it is final. --show order draws the canvas while it
 fills, on a terminal. --compare also runs the procedure that the method speeds
 up: one column per pass, unless the method guarantees the text of another one.
 
-With --compress the target reads a part of each prompt, which is lossy.
---compare then runs plain decoding on the same compressed prompts.
+With --compress the target reads a part of each prompt (specpc), or keeps a
+part of its keys and values (speckv), which is lossy. Times include it.
+--compare then runs plain decoding on the same compressed prompts or caches.
 
 With --distributed the same command runs on every host: --data devices share
 the batch, --model devices share the weights, --expert devices the experts of
@@ -206,7 +207,9 @@ def _draft(flags: GenerateFlags) -> None:
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
-    rows, compressed = (rows, None) if compression is None else compress_prompts(rows, compression, session, log)
+    compressed = None
+    if compression is not None:
+        rows, session, compressed = compress_prompts(rows, compression, session, flags.sampling.max_new_tokens, log)
     session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log, selection.decoding.settings)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
     options = GenerationOptions(

@@ -150,7 +150,7 @@ def _show_one(name: str, as_json: bool, out: Console) -> None:
         "drafter": "", "decoder": "has its own decoding loop; ", "diffusion": "for diffusion models; ",
         "collaboration": "several models or samples write one text; ",
         "adaptive": "runs a part of the target's layers; ",
-        "compression": "shortens prompts; ",
+        "compression": "shortens prompts or their caches; ",
         "cache": "compresses the cache of keys and values; ",
     }[row.kind]  # fmt: skip
     command, missing = description["command"], " and ".join(missing_inputs(row))

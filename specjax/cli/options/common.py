@@ -286,7 +286,8 @@ CompressOption = Annotated[
     typer.Option(
         "--compress",
         help="Shorten the prompts (lossy): specpc:512 keeps the 512 tokens that the model of --draft, or else the "
-        "target, finds important. `specjax methods` lists the methods.",
+        "target, finds important. speckv:1024 keeps 1,024 tokens of each prompt in the target's cache. `specjax "
+        "methods` lists the methods.",
         show_default=False,
         autocompletion=completion.words("compression"),
     ),

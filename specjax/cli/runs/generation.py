@@ -46,7 +46,7 @@ class GenerationOptions(NamedTuple):
         if self.adapt is not None:
             return "adapted_target", f"the target with {self.adapt}"
         if self.compressed is not None:
-            return "compressed_prompts", f"the target on prompts compressed by {self.compressed.text}"
+            return self.compressed.lossy_part
         if self.cache is not None:
             return "compressed_cache", f"the target with the cache {self.cache}"
         return None
@@ -215,20 +215,30 @@ class Generation(PromptRun):
 
     def record(self) -> dict[str, Any]:
         """Return the totals over all finished prompts as JSON."""
+        compressed = self.more.compressed
         return report_of.record(
             self.method.name,
             self.guarantee,
-            report_of.merge(self.runs),
-            report_of.merge(self.plain_runs) if self._is_compared else None,
+            self._total(self.runs),
+            self._total(self.plain_runs) if self._is_compared else None,
             identical=self.identical,
-            compile_seconds=self.compile_seconds,
+            compile_seconds=self.compile_seconds + (0 if compressed is None else compressed.compile_seconds),
             peak_memory_bytes=peak_memory_bytes(),
         )
+
+    def _total(self, runs: Sequence[report_of.MeasuredRun]) -> report_of.MeasuredRun:
+        """Return the rows of several runs. Both methods of a comparison wait for the compression of the prompts."""
+        run, compressed = report_of.merge(runs), self.more.compressed
+        return run if compressed is None else compressed.add_time(run)
 
     def document(self, bad) -> dict[str, Any]:
         """Return the JSON document. If a part is lossy, the method's guarantee has its own name."""
         compressed, part = self.more.compressed, self.more.lossy_part
-        document = super().document(bad) | {"adapt": self.more.adapt, "compress": compressed and compressed.text}
+        document = super().document(bad) | {
+            "adapt": self.more.adapt,
+            "compress": compressed and compressed.text,
+            "compress_seconds": compressed and compressed.seconds,
+        }
         if part is None:
             return document
         return document | {"guarantee": "lossy", f"guarantee_to_{part[0]}": document["guarantee"]}
@@ -245,7 +255,7 @@ class Generation(PromptRun):
                 "token_ids": ids,
                 "finish_reason": "stop" if text.is_stopped else "eos" if eos else "length",
                 "prompt_tokens": len(row.ids),
-                **self._complete_length(row),
+                **({} if self.more.compressed is None else self.more.compressed.record(row.ordinal)),
                 "tokens": len(ids),
                 "target_passes": int(count),
                 "block_efficiency": len(ids) / max(int(count), 1),
@@ -254,11 +264,6 @@ class Generation(PromptRun):
                 self.rows[: len(self.texts)], self.texts, run.tokens, run.hit_eos, passes, strict=True
             )
         ]
-
-    def _complete_length(self, row: Encoded) -> dict[str, int]:
-        """Return the tokens of a prompt before its compression; nothing if prompts are not compressed."""
-        compressed = self.more.compressed
-        return {} if compressed is None else {"complete_prompt_tokens": compressed.lengths[row.ordinal]}
 
     def table(self) -> dict[str, str]:
         """Return the totals as lines of a table."""
@@ -279,7 +284,7 @@ class Generation(PromptRun):
             "peak memory": describe_memory(record["peak_memory_bytes"]),
         }
         if self.more.compressed is not None:
-            lines["prompt tokens"] = self.more.compressed.describe(self.rows)
+            lines["prompt tokens"] = self.more.compressed.describe(row.ordinal for row in self.rows)
         if self._is_compared:
             lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
             lines["speed ratio"] = f"{record['speedup']:.2f}"
