@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax.arrays import batch_axes
-from specjax.compression.lookahead import look_ahead
+from specjax.compression.draft_tokens import look_ahead
 from specjax.engine.prefill import prefill
 from specjax.models.variants import cache_parts
 from specjax.retrieval import cached_tokens

@@ -28,7 +28,7 @@ import numpy as np
 
 from specjax.arrays.modes import jit
 from specjax.catalog import Method, Option
-from specjax.compression.lookahead import look_ahead
+from specjax.compression.draft_tokens import look_ahead
 from specjax.engine import packing
 from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size

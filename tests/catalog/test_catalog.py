@@ -43,7 +43,7 @@ NEED_OF = {
 """The need that provides a parameter of a factory; None: the target provides it."""
 NO_METHODS = {
     "composed", "head_schedule", "layer_files", "loop_setup", "making", "node_classes", "noisy_ranks", "settings",
-    "widths", "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
+    "widths", "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts", "compact_model", "draft_tokens",
 }  # fmt: skip
 """Files of the folders that hold parts of several methods, or training."""
 OF_EVERY_LOOP = {

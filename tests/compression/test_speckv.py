@@ -17,6 +17,7 @@ from specjax.compression import speckv
 from specjax.compression.compact_model import CacheRule, select_slots
 from specjax.engine.prefill import prefill
 from specjax.models import make_model
+from specjax.persistence.fingerprint import digest_model
 from specjax.retrieval.cached_tokens import most_observed
 from specjax.types import Target
 
@@ -218,6 +219,11 @@ def test_the_cache_is_small_and_has_room():
     assert model.rewind(small, jnp.array([len(LONG) - 2])).base.length.tolist() == [15]
     with pytest.raises(UsageError, match=r"max_new_tokens must be at most 12, for which the caches of llama by speckv"):
         texts(compressed(), max_new_tokens=13)
+
+
+def test_a_checkpoint_is_of_one_capacity():
+    again = speckv(target(), None, RULE.max_new_tokens, **SMALL)
+    assert digest_model(compressed()) == digest_model(again) != digest_model(compressed(capacity=17))
 
 
 def test_near_ties_are_measured_on_the_compact_cache():
