@@ -15,9 +15,8 @@ budget is always filled. A chunk's score needs no second model: it is the sum of
 over the distinct tokens that query and chunk share. The authors' code combines a sentence embedder and BM25.
 The score was tested on WikiText-2 in SmolLM2's tokens: 64 chunks of 128 tokens, and the 64 tokens after one chunk as
 the query. That chunk is among the best four in 48 % of 768 trials. The cosine of mean token embeddings of SmolLM2
-reaches 22 % to 26 %. If the output outgrows the draft model's cache, chunks of the whole text are selected again, with
-its end as the query; the authors' outputs are short. The confidence threshold at which the authors stop drafting is
-missing.
+reaches 22 % to 26 %. After `refresh` new tokens, chunks of the whole text are selected again, with its end as the
+query; the authors' outputs are short. The confidence threshold at which the authors stop drafting is missing.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from specjax.drafters.model.two_model import State
 from specjax.drafters.model.two_model import functions as two_model_functions
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.errors import UsageError
+from specjax.numerics.validation import check_integer
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, Target
 
@@ -51,6 +51,7 @@ METHOD = Method(
         Option("chunk", "int", 128, "tokens per chunk"),
         Option("query", "int", 64, "last prompt tokens that serve as the retrieval query"),
         Option("max_new_tokens", "int", 1024, "maximum number of new tokens, for the size of the draft model's cache"),
+        Option("refresh", "int", None, "new tokens after which the chunks are selected again; default: max_new_tokens"),
     ),
     arguments=("draft",),
 )
@@ -68,6 +69,7 @@ def rapid(
     chunk: int = 128,
     query: int = 64,
     max_new_tokens: int = 1024,
+    refresh: int | None = None,
 ) -> Drafter:
     """Draft a chain of `num_tokens` tokens of `draft`, or a `tree`, after at most `budget` tokens of the prompt.
 
@@ -77,8 +79,10 @@ def rapid(
       query: number of tokens at the end of the prompt that determine the relevant chunks.
       max_new_tokens: cache slots for the output. A row that outgrows them is cut down to `budget` again. If the draft
         model cannot rewind, it stops drafting for such rows, and does not run once no row fits.
+      refresh: cache slots for the output if they are fewer than max_new_tokens. Chunks are then selected more often, so
+        they follow the text. Each time the draft model reads about `budget` tokens.
 
-    State: the state of `two_model`, with a cache of about budget + max_new_tokens slots.
+    State: the state of `two_model`, with a cache of about budget + min(max_new_tokens, refresh) slots.
     Raises: UsageError for a setting below its minimum.
     """
     if chunk < 1:
@@ -89,6 +93,9 @@ def rapid(
         raise UsageError(f"budget must be at least {chunk + query}, a chunk and the query, not {budget}")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if refresh is not None:
+        check_integer("refresh", refresh)
+        max_new_tokens = min(max_new_tokens, refresh)
     builder = trees.make_builder(num_tokens, tree, None)
     return _functions(draft.model, builder, budget, chunk, query, max_new_tokens).replace(params=draft.params)
 

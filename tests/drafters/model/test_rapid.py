@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import compiled, markov, tiny_llama
+from rules import takes_all
+from toy import compiled, markov, tiny_llama, tiny_llama_alike
 
 from specjax import UsageError, decode
 from specjax.drafters import rapid
@@ -149,6 +150,40 @@ def test_what_is_read_again_is_the_short_text():
         np.testing.assert_array_equal(drafted[:, depth], logits.argmax(-1))
 
 
+def test_chunks_are_selected_again_by_the_same_program():
+    """Every 8 new tokens the draft model reads the chunks that are relevant to the new end of the text."""
+    target, text = tiny_llama(seed=3), list(map(int, np.arange(70) * 7 % 64))
+    drafter = compiled(rapid(target, 3, max_new_tokens=200, refresh=8, **SMALL))
+    context = lambda: Context(jnp.asarray([[*text, *[0] * (300 - len(text))]]), jnp.array([len(text)]))
+    state = drafter.init(drafter.params, context())
+    shift, short, refreshed = int(state.dropped[0]), reference(text, **SMALL), []
+    assert state.cache.k[0].shape[2] == 256  # 12 + 8 tokens, and a chunk of the prefill
+    for new in np.random.default_rng(0).integers(0, 64, 40).tolist():
+        tree, state = drafter.propose(drafter.params, None, state, context(), jnp.full(1, 3))
+        if int(state.state.dropped[0]) != shift:
+            shift, short = int(state.state.dropped[0]), reference(text, **SMALL)
+            refreshed.append(len(text))
+            assert shift == len(text) - len(short)
+        logits = last_logits(target, jnp.asarray([[*short, *[0] * (32 - len(short))]]), jnp.array([len(short)]))
+        assert int(tree.tokens[0, 1]) == int(logits[0].argmax())
+        verdict = Verdict(np.array([[0, -1, -1, -1]]), np.ones(1, np.int32), np.array([new]))
+        state = drafter.update(drafter.params, state, (), verdict)
+        text.append(new)
+        short = [*short, new]
+    assert len(refreshed) >= 3 and drafter.propose._cache_size() == 1
+
+
+def test_a_text_with_new_chunks_is_exact():
+    draft = tiny_llama_alike()
+    drafter = rapid(draft, 3, max_new_tokens=200, refresh=8, **SMALL)
+    options = {"key": jax.random.key(0), "max_new_tokens": 60}
+    prompts = [[*range(50)], [5, 6]]
+    plain = decode(tiny_llama(), "autoregressive", prompts, **options).to_lists()
+    result = decode(tiny_llama(), drafter, prompts, **options)
+    assert result.to_lists() == plain and result.stats.accepted.sum() > 0
+    assert decode(tiny_llama(), drafter, prompts, verifier=takes_all, **options).to_lists() != plain
+
+
 def test_bad_settings():
     for options, sentence in [
         ({"num_tokens": 0}, "num_tokens must be at least 1"),
@@ -156,6 +191,7 @@ def test_bad_settings():
         ({"query": 1}, "query must be at least 2"),
         ({"budget": 0}, "budget must be at least 192, a chunk and the query, not 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"refresh": 0}, "refresh must be a whole number of at least 1, not 0"),
     ]:
         with pytest.raises(UsageError, match=sentence):
             rapid(tiny_llama(), **options)
