@@ -51,10 +51,14 @@ def read_last(target: Target, tokens: Array, cache: PyTree, length: Array, count
 
 def check_full_attention(model: Model, method: str, fix: str) -> None:
     """Raise a UsageError for a model without a cache of keys and values on one device, or with windows of attention."""
+    check_keys(model, method, fix)
+    if model.config.window is not None:
+        reason = "attends within windows, which a selection would shift"
+        raise UsageError(f"the model {model.name} {reason}, which {method} needs; {fix}")
+
+
+def check_keys(model: Model, method: str, fix: str) -> None:
+    """Raise a UsageError for a model without a cache of keys and values on one device."""
     if model.queries is None or model.config is None:
         reason = "has no cache of keys and values on one device"
-    elif model.config.window is not None:
-        reason = "attends within windows, which a selection would shift"
-    else:
-        return
-    raise UsageError(f"the model {model.name} {reason}, which {method} needs; {fix}")
+        raise UsageError(f"the model {model.name} {reason}, which {method} needs; {fix}")

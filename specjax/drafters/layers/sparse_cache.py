@@ -14,26 +14,32 @@ Guarantee: distribution (verified with the q that was sampled).
 Deviations: SnapKV and TriForce select once, after the prompt. Here the tokens are selected again after `refresh` new
 ones, so the memory does not grow with the output. SnapKV's sum of attention is smoothed by a mean over five tokens; the
 papers take a mean or a maximum. TriForce's retrieval takes the sum over the query heads of a key/value head.
+Layers with a window of attention keep the most recent tokens. A draft does not apply the window, because a slot of the
+small cache is not a position. So it sees the same tokens while `budget` and the newer tokens fit into the window.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import trees
 from specjax.arrays import batch_axes
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
+from specjax.models import make_model
+from specjax.models.decoder import UNLIMITED_WINDOW
 from specjax.models.variants import cache_parts
 from specjax.numerics.validation import check_integer
 from specjax.retrieval import cached_tokens
-from specjax.retrieval.last_queries import check_full_attention, last_queries
+from specjax.retrieval.last_queries import check_keys, last_queries
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Hooks, Model, PyTree, Target, Traits, TreeSize
 
@@ -107,7 +113,7 @@ def sparse_cache(
         cache of all rows has a quarter of the bytes of the weights, and at least twice the budget.
 
     State: a cache of budget + refresh tokens per row. Raises: UsageError for a setting out of range, and for a target
-      without a cache of keys and values on one device, or with windows of attention.
+      without a cache of keys and values on one device.
     """
     settings = SelectionSettings(selection, budget, sinks, window, chunk, refresh, pays_from)
     _check(target.model, settings)
@@ -115,7 +121,7 @@ def sparse_cache(
 
 
 def _check(model: Model, settings: SelectionSettings) -> None:
-    check_full_attention(model, "sparse_cache", "choose a method such as auto")
+    check_keys(model, "sparse_cache", "choose a method such as auto")
     if settings.selection not in SELECTIONS:
         raise UsageError(f'selection must be one of {", ".join(SELECTIONS)}, not "{settings.selection}"')
     for name in ("sinks", "window", "chunk", "refresh"):
@@ -134,6 +140,7 @@ def _smallest_budget(settings: SelectionSettings) -> int:
 @functools.cache
 def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> Drafter:
     newer = settings.refresh + builder.max_depth + 1
+    drafting = _without_windows(model)
 
     def init(params, context: Context) -> State:
         batch = len(context.length)
@@ -145,7 +152,8 @@ def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> D
         start = _pays_from(settings, context)
         limit = jnp.where(context.length >= start, limit, 0)
         state = _follow(model, settings, builder.max_depth + 1, state, context, limit > 0)
-        tree = self_draft(builder, keys, context._replace(cache=state.small), limit, None)
+        draft = Target(drafting, context_target(context).params)
+        tree = self_draft(builder, keys, context._replace(cache=state.small, target=draft), limit, None)
         return tree, state
 
     def resume(params, state: State, length: Array) -> State:
@@ -161,6 +169,13 @@ def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> D
         traits=Traits(draws=builder.draws, widths=builder.widths, rewinds=False),
         hooks=Hooks(resume=resume, axes=functools.partial(_axes, model)),
     )
+
+
+def _without_windows(model: Model) -> Model:
+    """Return the model whose layers attend to all slots of the cache, with the rotations of each kind of layer."""
+    if model.config.window is None:
+        return model
+    return make_model(dataclasses.replace(model.config, window=UNLIMITED_WINDOW))
 
 
 def _axes(model: Model, state: State) -> PyTree:
@@ -215,6 +230,17 @@ def _select(model: Model, settings: SelectionSettings, state: State, context: Co
 
 def _select_slots(model: Model, settings: SelectionSettings, context: Context, cached: Array) -> Array:
     """Return the selected slots of each layer and key/value head, int32[layers, B, K or 1, budget]."""
+    cache, layers, config = context.cache, model.capabilities.num_layers, model.config
+    if config.window is not None:
+        recent = cached_tokens.ends_of_text(cached, cache_parts.num_slots(cache), settings.budget, 0)
+        is_global = np.array(config.is_global or (False,) * layers)[:, None, None, None]
+        full = _select_from_all(model, settings, context, cached) if is_global.any() else recent[None, :, None]
+        return jnp.broadcast_to(jnp.where(is_global, full, recent[:, None]), (layers, *full.shape[1:]))
+    return _select_from_all(model, settings, context, cached)
+
+
+def _select_from_all(model: Model, settings: SelectionSettings, context: Context, cached: Array) -> Array:
+    """Return the slots that layers without a window select, int32[layers, B, K or 1, budget]."""
     cache, layers = context.cache, model.capabilities.num_layers
     if settings.selection == "sinks":
         slots = cached_tokens.ends_of_text(cached, cache_parts.num_slots(cache), settings.budget, settings.sinks)
