@@ -1,11 +1,11 @@
-"""Accuracy of a needle retrieval task against the prompt tokens that SpecPC keeps.
+"""Accuracy of a needle retrieval task against the prompt tokens that SpecPC and SpecKV keep.
 
     python benchmarks/prompt_compression.py [--target SOURCE] [--draft SOURCE] [--out docs/prompt_compression.png]
 
 A prompt is filler text of about `--length` tokens with a number for each of `--keys` words, in the form of RULER's
 needles (arXiv 2404.06654). The question is about one of them. An answer is right if the greedy text has its number. The
-baseline `ends` keeps the first four tokens and the last ones. The report also counts the prompts that still have the
-number.
+baseline `ends` keeps the first four tokens and the last ones. SpecKV keeps cached keys and values of the complete
+prompt, and the other methods shorten it. The report also counts the prompts that still have the number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import specjax
-from specjax.compression import specpc
+from specjax.compression import speckv, specpc
 from specjax.files.plotting import hide_top_right_spines, new_figure, to_png
 
 FILLER = """The grass is green in spring. A train leaves the station every hour. Bread needs flour, water and time.
@@ -66,15 +66,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for keys in options.keys:
         needles = [make_needle(rng, count, options.length, keys) for _ in range(options.needles)]
         complete = [list(tokenizer.chat(needle.text)) for needle in needles]
-        prompts = {"complete": complete}
+        runs = {"complete": (target, complete)}
         for budget in options.budgets:
-            prompts[f"specpc {budget}"] = specpc(draft, complete, budget, kernel=options.kernel)
-            prompts[f"ends {budget}"] = [keep_ends(prompt, budget) for prompt in complete]
+            small = speckv(target, draft, options.max_new_tokens, budget, lookahead=options.lookahead)
+            runs[f"speckv {budget}"] = small, complete
+            runs[f"specpc {budget}"] = target, specpc(draft, complete, budget, kernel=options.kernel)
+            runs[f"ends {budget}"] = target, [keep_ends(prompt, budget) for prompt in complete]
         report[f"{keys} keys"] = {"tokens": float(np.mean([len(prompt) for prompt in complete]))}
-        for name, rows in prompts.items():
+        for name, (reader, rows) in runs.items():
             start = time.perf_counter()
             result = specjax.decode(
-                target, "autoregressive", rows, key=0, max_new_tokens=options.max_new_tokens, eos=tokenizer.eos
+                reader, "autoregressive", rows, key=0, max_new_tokens=options.max_new_tokens, eos=tokenizer.eos
             )
             texts = [tokenizer.decode(row) for row in result.to_lists()]
             right = [needle.answer in text for needle, text in zip(needles, texts, strict=True)]
@@ -90,7 +92,7 @@ def draw(report: dict[str, Any], options: argparse.Namespace) -> None:
     for column, keys in enumerate(options.keys):
         axes = figure.add_subplot(1, len(options.keys), column + 1)
         results = report[f"{keys} keys"]
-        for name, style in (("specpc", "o-"), ("ends", "s--")):
+        for name, style in (("speckv", "^-"), ("specpc", "o-"), ("ends", "s--")):
             shares = [results[f"{name} {budget}"]["right"] / report["needles"] for budget in options.budgets]
             axes.plot(options.budgets, shares, style, label=name)
         share = results["complete"]["right"] / report["needles"]
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--kernel", type=int, help="tokens over which specpc takes the maximum of scores; default: its own"
     )
+    parser.add_argument("--lookahead", type=int, default=8, help="tokens that the draft writes for speckv")
     parser.add_argument("--length", type=int, default=900, help="tokens of the text around the needles")
     parser.add_argument("--needles", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=20)
