@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.products.padding import fill_tile
 from specjax.models.products.quantized import quantized_matmul
+from specjax.models.products.transposed import LANES, TransposedMatrix
 from specjax.numerics import reproducible_math
 from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Array
 
 
-def matmul(x: Array, weight: Array | QuantizedArray | GroupedMatrix, dtype=None) -> Array:
+def matmul(x: Array, weight: Array | QuantizedArray | GroupedMatrix | TransposedMatrix, dtype=None) -> Array:
     """Multiply x [..., I] by the transpose of weight [O, I]. Return [..., O] in `dtype`, by default that of x."""
-    if isinstance(weight, GroupedMatrix):
+    if isinstance(weight, GroupedMatrix | TransposedMatrix):
         return weight.product(x, dtype)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, dtype)
@@ -67,8 +68,6 @@ def take_rows(table: Array | QuantizedArray, ids: Array) -> Array:
     return jax.lax.platform_dependent(table, ids, cpu=guarded, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=lookup)
 
 
-LANES = 128
-"""Numbers in the last axis of a tile on a TPU."""
 MAX_ONE_HOT_ROWS = 64
 """Largest number of rows that TPUs take from a narrow table by a product."""
 
