@@ -27,6 +27,7 @@ from specjax.arrays import platforms, scopes
 from specjax.models.experts.blocks import blocks_of
 from specjax.models.experts.gradients import with_gradients
 from specjax.models.experts.routing import ExpertChoice
+from specjax.models.products.from_stack import QuantizedStack, stack_of
 from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.products.transposed import by_columns, is_stored_by_columns
 from specjax.models.storage.stacks import slice_layer
@@ -157,6 +158,24 @@ class ExpertWeights(NamedTuple):
         """Return the weights of one expert."""
         return jax.tree.map(lambda leaf: slice_layer(leaf, self.first + expert), self.arrays)
 
+    def for_loop(self, num_experts: int, rows: int) -> ExpertWeights:
+        """Return the weights in the form in which a loop reads them, for `operand` and so many rows per turn.
+
+        The kernel of `QuantizedStack` has no derivative, so `of` serves the backward pass. Scales of groups of several
+        layers would be transposed in each layer.
+        """
+        if platforms.of_program() != "tpu":
+            return self
+        can_change = lambda leaf: is_quantized(leaf) and (leaf.scales.shape[-1] == 1 or len(leaf) == num_experts)
+        change = lambda leaf: (stack_of(leaf, rows) if can_change(leaf) else None) or leaf
+        return ExpertWeights(jax.tree.map(change, self.arrays, is_leaf=is_quantized), self.first)
+
+    def operand(self, expert: Array) -> PyTree:
+        """Return the weights of one expert for `matmul`."""
+        place = self.first + expert
+        read = lambda leaf: leaf.at(place) if isinstance(leaf, QuantizedStack) else slice_layer(leaf, place)
+        return jax.tree.map(read, self.arrays, is_leaf=lambda leaf: isinstance(leaf, QuantizedStack))
+
     def gathered(self, experts: Array) -> PyTree:
         """Return the weights of experts int32[R], with an axis of rows."""
         return jax.tree.map(lambda leaf: leaf[self.first + experts], self.arrays)
@@ -165,13 +184,14 @@ class ExpertWeights(NamedTuple):
 def _loop(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply all rows by each distinct expert in turn."""
     order, count = distinct_experts(choice, num_experts)
+    weights = weights.for_loop(num_experts, len(x))
     shares = jnp.zeros((num_experts, len(x)), jnp.float32)
     shares = shares.at[choice.experts, jnp.arange(len(x))[:, None]].add(choice.weights)
     is_chosen = jnp.zeros((num_experts, len(x)), bool).at[choice.experts, jnp.arange(len(x))[:, None]].set(True)
 
     def body(turn, total):
         number = order[turn]
-        y = expert(weights.of(number), x) * shares[number][:, None]
+        y = expert(weights.operand(number), x) * shares[number][:, None]
         return total + jnp.where(is_chosen[number][:, None], y, 0.0)  # a row without this expert may overflow in it
 
     with jax.named_scope(scopes.EXPERTS):
@@ -181,10 +201,11 @@ def _loop(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: i
 def _blocks(x: Array, choice: ExpertChoice, weights: ExpertWeights, num_experts: int, expert) -> Array:
     """Multiply blocks of the rows of one expert, in ascending order of the experts."""
     blocks, shares = blocks_of(choice, num_experts), choice.weights.reshape(-1)
+    weights = weights.for_loop(num_experts, blocks.size)
 
     def body(number, total):
         block = blocks.at(number)
-        y = expert(weights.of(block.expert), x[jnp.minimum(block.rows, len(x) - 1)])
+        y = expert(weights.operand(block.expert), x[jnp.minimum(block.rows, len(x) - 1)])
         return total.at[block.rows].add(y * shares[block.pairs][:, None], mode="drop")  # rows outside of x are dropped
 
     with jax.named_scope(scopes.EXPERTS):

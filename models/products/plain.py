@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specjax.models.products.from_stack import QuantizedMember
 from specjax.models.products.grouped import GroupedMatrix
 from specjax.models.products.padding import fill_tile
 from specjax.models.products.quantized import quantized_matmul
@@ -19,10 +20,13 @@ from specjax.numerics import reproducible_math
 from specjax.numerics.quantized_array import QuantizedArray
 from specjax.types import Array
 
+ProductOperand = GroupedMatrix | TransposedMatrix | QuantizedMember
+"""Matrices with a product of their own."""
 
-def matmul(x: Array, weight: Array | QuantizedArray | GroupedMatrix | TransposedMatrix, dtype=None) -> Array:
+
+def matmul(x: Array, weight: Array | QuantizedArray | ProductOperand, dtype=None) -> Array:
     """Multiply x [..., I] by the transpose of weight [O, I]. Return [..., O] in `dtype`, by default that of x."""
-    if isinstance(weight, GroupedMatrix | TransposedMatrix):
+    if isinstance(weight, ProductOperand):
         return weight.product(x, dtype)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, dtype)

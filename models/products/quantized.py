@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax.models.products.by_groups import multiply_groups
 from specjax.models.products.padding import fill_tile, num_batch_shards
-from specjax.numerics.quantization import dequantize, quantize
+from specjax.numerics.quantization import Quantized, dequantize, quantize
 from specjax.numerics.quantized_array import FLOAT8, QuantizedArray
 from specjax.types import Array
 
@@ -78,10 +78,16 @@ def _matmul_whole_numbers(x: Array, weight: QuantizedArray, same_bits: bool) -> 
     """
     rows = quantize(x)
     total = jax.lax.platform_dependent(rows.values, weight.values, cpu=_sums_on_cpu, tpu=_sums_on_tpu, default=_sums)
-    y = total.astype(jnp.float32) * rows.scale[..., None] * weight.scales[..., 0]
-    if weight.offsets is not None:
-        y = y - jnp.sum(rows.values, -1, dtype=jnp.int32)[..., None] * rows.scale[..., None] * weight.offsets[..., 0]
+    y = scale_sums(total, rows, weight.scales[..., 0], None if weight.offsets is None else weight.offsets[..., 0])
     return jax.lax.optimization_barrier(y) if same_bits else y
+
+
+def scale_sums(total: Array, rows: Quantized, scales: Array, offsets: Array | None) -> Array:
+    """Return float32[..., O] for sums int32[..., O] of rows of int8 and of weights with scales and offsets [O]."""
+    y = total.astype(jnp.float32) * rows.scale[..., None] * scales
+    if offsets is None:
+        return y
+    return y - jnp.sum(rows.values, -1, dtype=jnp.int32)[..., None] * rows.scale[..., None] * offsets
 
 
 def _sums(x: Array, values: Array) -> Array:

@@ -21,7 +21,10 @@ class TransposedMatrix(NamedTuple):
 
     def product(self, x: Array, dtype: Any = None) -> Array:
         """Return the product [R, O] of rows [R, I] and the matrix in `dtype`, by default that of x."""
-        y = jax.lax.dot_general(fill_tile(x), self.columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+        is_exact = x.dtype == self.columns.dtype == jnp.bfloat16  # in one pass, as in products with rows
+        precision = jax.lax.Precision.DEFAULT if is_exact else None
+        dimensions = ((1,), (0,)), ((), ())
+        y = jax.lax.dot_general(fill_tile(x), self.columns, dimensions, precision, preferred_element_type=dtype)
         return y[: len(x)]
 
 

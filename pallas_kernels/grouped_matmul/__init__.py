@@ -1,5 +1,10 @@
 """Products with weights that have one scale per group of inputs."""
 
-from specjax.pallas_kernels.grouped_matmul.tpu import grouped_matmul, unsupported_reason
+from specjax.pallas_kernels.grouped_matmul.tpu import (
+    chunk_inputs,
+    grouped_matmul,
+    grouped_matmul_of,
+    unsupported_reason,
+)
 
-__all__ = ["grouped_matmul", "unsupported_reason"]
+__all__ = ["chunk_inputs", "grouped_matmul", "grouped_matmul_of", "unsupported_reason"]

@@ -1,16 +1,19 @@
 """The kernel for weights with scales per group, against NumPy in float64 and by the TPU compiler."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripts import module_at
 
-from specjax.pallas_kernels.grouped_matmul import grouped_matmul, unsupported_reason
+from specjax.pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_of, tpu, unsupported_reason
 
 
 @pytest.mark.parametrize(
     "outputs, inputs, group, rows",
-    [(256, 512, 128, 5), (128, 256, 32, 3), (128, 768, 384, 8), (200, 256, 16, 1)],
+    [(256, 512, 128, 5), (128, 256, 32, 3), (128, 768, 384, 8), (200, 256, 16, 1), (96, 288, 32, 5), (64, 192, 64, 3)],
 )
 def test_sums_of_groups_are_scaled(outputs, inputs, group, rows):
     random = np.random.default_rng(0)
@@ -23,8 +26,6 @@ def test_sums_of_groups_are_scaled(outputs, inputs, group, rows):
 
 
 def test_blocks_cover_many_rows_and_outputs(monkeypatch):
-    from specjax.pallas_kernels.grouped_matmul import tpu
-
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 1 << 15)
     monkeypatch.setattr(tpu, "BLOCK_ROWS", 16)
     random = np.random.default_rng(0)
@@ -37,7 +38,54 @@ def test_blocks_cover_many_rows_and_outputs(monkeypatch):
 
 def test_inputs_are_multiples_of_a_chunk():
     assert unsupported_reason(256, 8) is None and unsupported_reason(768, 2) is None
-    assert unsupported_reason(576, 9) == "takes multiples of 128 inputs, not 576"
+    assert unsupported_reason(576, 9) is None and unsupported_reason(2880, 90) is None  # the last chunk is smaller
+    assert unsupported_reason(480, 5) == "takes multiples of 384 inputs in groups of 96, not 480"
+
+
+def members(group):
+    """Return x, three matrices in int8, their scales by group, and the products with each in float64."""
+    random = np.random.default_rng(0)
+    values = random.integers(-7, 8, (3, 200, 288)).astype(np.int8)
+    scales = random.random((3, 288 // group, 200)).astype(np.float32)
+    x = random.standard_normal((5, 288)).astype(np.float32)
+    weights = values * np.repeat(scales, group, 1).swapaxes(1, 2).astype(np.float64)
+    return x, values, scales, np.einsum("ri,eoi->ero", x.astype(np.float64), weights)
+
+
+def largest_error(module):
+    """Return the largest error of the products with each of three matrices."""
+    x, values, scales, expected = members(32)
+    run = jax.jit(lambda number: module.grouped_matmul_of(x, values, scales, number, interpret=True))
+    return max(np.abs(run(jnp.int32(number)) - expected[number]).max() for number in range(3))
+
+
+def test_one_of_several_matrices():
+    assert largest_error(tpu) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("line", "mutant"),
+    [
+        ("lambda i, j, n: (n[0], j, 0)", "lambda i, j, n: (0, j, 0)"),
+        ("lambda i, j, n: (n[0], 0, j)", "lambda i, j, n: (0, 0, j)"),
+        ("if rest:", "if False:"),
+    ],
+)
+def test_mutants_are_caught(line, mutant, tmp_path):
+    source = pathlib.Path(tpu.__file__).read_text()
+    assert line in source
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(line, mutant))
+    assert largest_error(module_at(path)) > 0.1
+
+
+def test_whole_numbers_are_summed_exactly():
+    random = np.random.default_rng(0)
+    x, values = random.integers(-127, 128, (5, 320)), random.integers(-127, 128, (3, 200, 320))
+    as_int8 = lambda array: jnp.asarray(array, jnp.int8)
+    actual = grouped_matmul_of(as_int8(x), as_int8(values), None, jnp.int32(1), interpret=True)
+    assert actual.dtype == jnp.int32
+    np.testing.assert_array_equal(actual, x @ values[1].T)
 
 
 @pytest.mark.tpu_compile

@@ -14,8 +14,10 @@ from scripts import module_at
 from tiers import exhaustive
 from tpu import devices
 
+import specjax
 from specjax.models import init_params, make_model
 from specjax.models.hybrid.config import HybridConfig, LayerKind
+from specjax.models.latent import attention
 from specjax.models.latent.sizes import LatentSizes
 from specjax.numerics.quantization import Quantized, quantize
 from specjax.pallas_kernels.tree_attention import over_slots, reference, tpu, tree_attention
@@ -225,6 +227,43 @@ def test_layers_of_latent_attention_run_the_kernel_on_tpus(rank, runs_kernel):
     assert ("tpu_custom_call" in text) == runs_kernel
     unpadded = functools.partial(whole_text_logits, make_model(dataclasses.replace(config, cache_lanes=1)))
     assert largest_difference(run(params, tokens), jax.jit(unpadded)(params, tokens)) < 1e-5
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Run the kernel, interpreted, in layers of latent attention. Return the heads and cached rows of its calls."""
+    calls, kernel = [], tpu.tree_attention
+
+    def spy(q, k, v, prefix_k, *arguments, **options):
+        calls.append((q.shape[2], prefix_k.shape[-4]))
+        return kernel(q, k, v, prefix_k, *arguments, **options, interpret=True)
+
+    monkeypatch.setattr(tpu, "tree_attention", spy)
+    monkeypatch.setattr(attention, "tree_attention", functools.partial(tree_attention, implementation="pallas_tpu"))
+    yield calls
+    jax.clear_caches()  # traces with the interpreted kernel
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 8), exhaustive(2, 4), exhaustive(2, 2)])
+def test_drafted_text_on_a_mesh_is_that_of_one_device(data, model, interpreted):
+    """Each device runs the kernel for its heads, on the whole cache of its rows."""
+    sizes = LatentSizes(128, 32, 32, 32)
+    config = HybridConfig(
+        vocab_size=64, width=64, num_layers=2, num_heads=8, num_kv_heads=1, head_dim=sizes.cached, mlp_width=64,
+        kinds=(LayerKind("latent_attention"),) * 2, latent=sizes, rotary_dim=32, cache_lanes=128, name="latent",
+    )  # fmt: skip
+    target = specjax.Target(make_model(config), init_params(config, jax.random.key(0)))
+    prompts = [list(range(12)), [5, 6, 7, 5, 6, 7]]
+    run = lambda target: specjax.decode(
+        target, specjax.drafters.token_recycling(64, num_nodes=4), prompts, key=jax.random.key(0), max_new_tokens=6
+    ).to_lists()
+    mesh = specjax.mesh(data, model, devices=jax.devices()[: data * model])
+    spread = run(specjax.shard(target, mesh))
+    assert interpreted and set(interpreted) == {(8 // model, 2 // data)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "tree_attention", functools.partial(tree_attention, implementation="xla"))
+        jax.clear_caches()
+        assert spread == run(target)
 
 
 @pytest.mark.tpu_compile

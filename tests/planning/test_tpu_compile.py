@@ -20,6 +20,8 @@ from specjax import compile_report, plan
 from specjax.configs.qwen3_5_0_8b import qwen3_5
 from specjax.costs.chips import CHIPS, GIB, MIB
 from specjax.models import LlamaConfig
+from specjax.models.experts.routing import Routing
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.planning import hlo, training_report
 from specjax.planning.compiler import build, compile_programs, needed_bytes
 from specjax.planning.inputs.topologies import parse_topology
@@ -191,6 +193,18 @@ def test_copies_of_a_draft_model_are_listed_too():
     built, _ = build(work)
     draft = keys_of(built.arguments.draft.params) - keys_of(built.arguments.job.parts.target.params)
     assert draft and all(draft <= program.large for program in built.programs)
+
+
+def test_a_mixture_of_narrow_experts_copies_none():
+    """Experts of 768 units over eight devices are 96 wide, and their last matrix is stored by columns."""
+    mixture = MixtureSizes(16, 768, Routing(2))
+    work = make_workload(
+        dataclasses.replace(TINY, num_heads=8, width=1024, experts=mixture), "v5e:2x4", context=512, max_new_tokens=32
+    )
+    for nodes in (1, 16):
+        for program in compile_programs(work, False, lambda name: None, only=("step", "prefill"), nodes=nodes):
+            assert program.compiles and program.memory.temporaries < 4 * MIB, program.name
+            assert not [finding for finding in program.findings if finding["kind"] == "copy"]
 
 
 @pytest.mark.exhaustive
