@@ -35,13 +35,13 @@ def with_gradients(run: Callable[..., Array], num_experts: int, expert: Callable
     def rule(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         x, choice, weights = primals
         changes = _changes(*tangents)
-        known = x, choice, weights._replace(of_layer=None)
+        inputs = x, choice, weights._replace(of_layer=None)
         # The transpose does not get the inputs, whose shapes are those of their cotangents.
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), changes)
         tangent = apply_linear(
-            lambda known, changes: _tangent(known, changes, num_experts, expert),
-            lambda known, cotangents: _cotangents(known, cotangents, shapes, num_experts, expert),
-            known,
+            lambda inputs, changes: _tangent(inputs, changes, num_experts, expert),
+            lambda inputs, cotangents: _cotangents(inputs, cotangents, shapes, num_experts, expert),
+            inputs,
             changes,
         )
         return run(*primals), tangent
@@ -71,9 +71,9 @@ def _rows_of(array: Array, block: ExpertRows) -> Array:
     return array.at[block.rows].get(mode="fill", fill_value=0)
 
 
-def _tangent(known: tuple, changes: Changes, num_experts: int, expert: Callable) -> Array:
+def _tangent(inputs: tuple, changes: Changes, num_experts: int, expert: Callable) -> Array:
     """Return the tangents float32[R, D] of the sums."""
-    x, choice, weights = known
+    x, choice, weights = inputs
     blocks = blocks_of(choice, num_experts)
     shares = choice.weights.reshape(-1)
 
@@ -95,9 +95,9 @@ def _tangent(known: tuple, changes: Changes, num_experts: int, expert: Callable)
     return jax.lax.fori_loop(0, blocks.turns, body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _cotangents(known: tuple, cotangents: Array, shapes: Changes, num_experts: int, expert: Callable) -> Changes:
+def _cotangents(inputs: tuple, cotangents: Array, shapes: Changes, num_experts: int, expert: Callable) -> Changes:
     """Return the cotangents of the inputs in `shapes`, for cotangents float32[R, D] of the sums."""
-    x, choice, weights = known
+    x, choice, weights = inputs
     blocks = blocks_of(choice, num_experts)
     shares = choice.weights.reshape(-1)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)

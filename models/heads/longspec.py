@@ -30,7 +30,7 @@ from specjax.catalog import Method, shared
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
-from specjax.models.decoder import DecoderConfig, activation_function, make_attention
+from specjax.models.decoder import activation_function, make_attention
 from specjax.models.heads import target_keys
 from specjax.models.heads.blocks import (
     bind,
@@ -168,8 +168,8 @@ def longspec_head(config: LongSpecConfig) -> Head:
             cache = cache._replace(length=jnp.minimum(cache.length, config.window))
         else:
             settings = settings._replace(window=config.window + 1)
-        here = jnp.broadcast_to(root, drafted.tokens.shape)
-        step = L.make_pass_inputs(here, drafted_mask(drafted), cache, pending, layout)
+        roots = jnp.broadcast_to(root, drafted.tokens.shape)
+        step = L.make_pass_inputs(roots, drafted_mask(drafted), cache, pending, layout)
         earlier = (pending.k[0], pending.v[0])
         inputs = L.LayerInputs(step, L.LayerCache(cache.k[0], cache.v[0], earlier=earlier), settings)
         keys = target_keys.last_keys(model, past, batch)
@@ -182,7 +182,7 @@ def longspec_head(config: LongSpecConfig) -> Head:
         )  # fmt: skip
         embedded = embed(None, drafted.tokens, context).astype(c.dtype)
         x, (k, v) = module.layer(embedded, inputs, cross)
-        new = kv.Pending((k,), (v,), here, kv.write_dependency(x))
+        new = kv.Pending((k,), (v,), roots, kv.write_dependency(x))
         return scratch._replace(pending=kv.insert(pending, new, drafted.place)), x
 
     def start_states(params, memory: WindowMemory, context: Context, places: int) -> tuple[LongSpecScratch, Array]:
@@ -230,7 +230,7 @@ def longspec_head(config: LongSpecConfig) -> Head:
 
 
 def of_target(
-    target: DecoderConfig, *, window: int | None = None, norm_output: bool = False, **changes: Any
+    target: LlamaConfig, *, window: int | None = None, norm_output: bool = False, **changes: Any
 ) -> LongSpecConfig:
     """Return the shapes that the authors train for a target. Raises: UsageError for a target without keys to read."""
     target_keys.check_last_layer(target, USER)

@@ -57,11 +57,11 @@ def check_shape(model: Model, user: str, layer: DecoderConfig) -> None:
     Raises: UsageError if it cannot.
     """
     last = last_layer_of(model, user)
-    needed, found = ((c.num_kv_heads, c.head_dim) for c in (layer, last))
-    if needed != found:
+    needed, cached = ((c.num_kv_heads, c.head_dim) for c in (layer, last))
+    if needed != cached:
         raise UsageError(
             f"the head reads keys of {needed[0]} heads of size {needed[1]}, but the last layer of {model.name} has "
-            f"{found[0]} of size {found[1]}; use the target that it was trained for"
+            f"{cached[0]} of size {cached[1]}; use the target that it was trained for"
         )
 
 

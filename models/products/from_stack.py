@@ -35,7 +35,7 @@ class QuantizedStack:
 
 @dataclass(frozen=True)
 class QuantizedMember:
-    """One matrix [O, I] of a stack."""
+    """A matrix [O, I] of a stack."""
 
     stack: QuantizedStack
     number: Array  # int32[]

@@ -89,6 +89,6 @@ def merge_whole(slices: PyTree, stacks: PyTree, layer: Array | int) -> PyTree:
     """Return the state of one layer from its slices and the whole parameters of all layers."""
     if not jax.tree.leaves(stacks):
         return slices
-    parts, others = nnx.split_state(slices, WholeParam, ...)
+    parts, remaining = nnx.split_state(slices, WholeParam, ...)
     both = lambda part, stack: part.replace(LayerOfStack(stack[...], layer, part[...]))
-    return nnx.merge_state(others, jax.tree.map(both, parts, stacks, is_leaf=_is_whole))
+    return nnx.merge_state(remaining, jax.tree.map(both, parts, stacks, is_leaf=_is_whole))

@@ -131,12 +131,12 @@ def _kernel(_, x_ref, values_ref, *refs, chunk: int, copies: int):
             scale = scales_ref[0][pl.ds(number * copies + copy, 1), :]
             y_ref[...] += sums[copy * rows : (copy + 1) * rows] * scale
 
-    chunks, rest = divmod(inputs, chunk)
+    chunks, tail = divmod(inputs, chunk)
     jax.lax.fori_loop(
         0, chunks, lambda number, _: add(number, pl.multiple_of(number * chunk, chunk), chunk, copies), None
     )
-    if rest:
-        add(chunks, chunks * chunk, rest, rest * copies // chunk)
+    if tail:
+        add(chunks, chunks * chunk, tail, tail * copies // chunk)
 
 
 def _bits(dtype: Any) -> int:

@@ -34,21 +34,23 @@ def apply_linear(
     """
     unflatten = jax.tree.unflatten
     arrays = lambda values: [jnp.asarray(value) for value in values]  # JAX hands over constants as arrays of NumPy
-    known, known_tree = jax.tree.flatten(residuals)
+    constants, residual_tree = jax.tree.flatten(residuals)
     linear, linear_tree = jax.tree.flatten(inputs)
     outputs = jax.eval_shape(function, residuals, inputs)
     flat_outputs, output_tree = jax.tree.flatten(outputs)
 
-    def forward(known: Any, linear: Any) -> list[Array]:
-        return jax.tree.leaves(function(unflatten(known_tree, arrays(known)), unflatten(linear_tree, arrays(linear))))
-
-    def backward(known: Any, cotangents: Any) -> list[Array]:
+    def forward(residuals: Any, linear: Any) -> list[Array]:
         return jax.tree.leaves(
-            transpose(unflatten(known_tree, arrays(known)), unflatten(output_tree, arrays(cotangents)))
+            function(unflatten(residual_tree, arrays(residuals)), unflatten(linear_tree, arrays(linear)))
+        )
+
+    def backward(residuals: Any, cotangents: Any) -> list[Array]:
+        return jax.tree.leaves(
+            transpose(unflatten(residual_tree, arrays(residuals)), unflatten(output_tree, arrays(cotangents)))
         )
 
     result = _linear_map.bind(
-        *map(jnp.asarray, known), *linear, forward=forward, backward=backward, num_known=len(known),
+        *map(jnp.asarray, constants), *linear, forward=forward, backward=backward, num_residuals=len(constants),
         outputs=tuple(flat_outputs),
     )  # fmt: skip
     return unflatten(output_tree, result)
@@ -58,37 +60,37 @@ _linear_map = Primitive("linear_map")
 _linear_map.multiple_results = True
 
 
-def _evaluate(*values: Array, forward: FlatFunction, backward: FlatFunction, num_known: int, outputs: tuple):
-    return forward(values[:num_known], values[num_known:])
+def _evaluate(*values: Array, forward: FlatFunction, backward: FlatFunction, num_residuals: int, outputs: tuple):
+    return forward(values[:num_residuals], values[num_residuals:])
 
 
-def _abstract(*values: Any, forward: FlatFunction, backward: FlatFunction, num_known: int, outputs: tuple) -> list:
+def _abstract(*values: Any, forward: FlatFunction, backward: FlatFunction, num_residuals: int, outputs: tuple) -> list:
     return [jax.core.ShapedArray(output.shape, output.dtype) for output in outputs]
 
 
 def _derivative(primals: tuple, tangents: tuple, **params: Any) -> tuple[list, list]:
     """Return the outputs and their tangents. Those of the residuals need forward-mode derivatives of the function."""
-    count, forward = params["num_known"], params["forward"]
-    known, linear = primals[:count], primals[count:]
+    count, forward = params["num_residuals"], params["forward"]
+    residuals, linear = primals[:count], primals[count:]
     is_zero = [type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0 for tangent in tangents]
     parts = []
     if not all(is_zero[count:]):
         filled = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
-        parts.append(_linear_map.bind(*known, *filled, **params))
+        parts.append(_linear_map.bind(*residuals, *filled, **params))
     changing = [place for place in range(count) if not is_zero[place]]
     if changing:
 
         def of_changing(*values: Array) -> list[Array]:
             new = dict(zip(changing, values, strict=True))
-            return forward([new.get(place, value) for place, value in enumerate(known)], linear)
+            return forward([new.get(place, value) for place, value in enumerate(residuals)], linear)
 
-        parts.append(jax.jvp(of_changing, [known[i] for i in changing], [tangents[i] for i in changing])[1])
+        parts.append(jax.jvp(of_changing, [residuals[i] for i in changing], [tangents[i] for i in changing])[1])
     outputs = _linear_map.bind(*primals, **params)
     return outputs, [functools.reduce(jnp.add, terms) for terms in zip(*parts, strict=True)]
 
 
-def _transpose(cotangents: list, *values: Any, forward, backward, num_known: int, outputs: tuple) -> list:
-    known, linear = values[:num_known], values[num_known:]
+def _transpose(cotangents: list, *values: Any, forward, backward, num_residuals: int, outputs: tuple) -> list:
+    residuals, linear = values[:num_residuals], values[num_residuals:]
     filled = [
         jnp.zeros(output.shape, output.dtype) if type(cotangent) is ad.Zero else cotangent
         for cotangent, output in zip(cotangents, outputs, strict=True)
@@ -96,25 +98,26 @@ def _transpose(cotangents: list, *values: Any, forward, backward, num_known: int
     shape_of = lambda value: value.aval if ad.is_undefined_primal(value) else value
     inputs = tuple(jax.ShapeDtypeStruct(shape_of(value).shape, shape_of(value).dtype) for value in linear)
     results = _linear_map.bind(
-        *known, *filled, forward=backward, backward=forward, num_known=num_known, outputs=inputs
+        *residuals, *filled, forward=backward, backward=forward, num_residuals=num_residuals, outputs=inputs
     )  # fmt: skip
     wanted = [result if ad.is_undefined_primal(value) else None for result, value in zip(results, linear, strict=True)]
-    return [None] * num_known + wanted
+    return [None] * num_residuals + wanted
 
 
-def _batch(values: tuple, axes: tuple, *, forward, backward, num_known: int, outputs: tuple) -> tuple[list, list]:
+def _batch(values: tuple, axes: tuple, *, forward, backward, num_residuals: int, outputs: tuple) -> tuple[list, list]:
     """Return the outputs of a batch. Each linear input gets the batch axis, so that each cotangent has it too."""
     is_batched = lambda axis: axis is not None
     size = next(value.shape[axis] for value, axis in zip(values, axes, strict=True) if is_batched(axis))
     linear = [
         jnp.moveaxis(value, axis, 0) if is_batched(axis) else jnp.broadcast_to(value, (size, *value.shape))
-        for value, axis in zip(values[num_known:], axes[num_known:], strict=True)
+        for value, axis in zip(values[num_residuals:], axes[num_residuals:], strict=True)
     ]
-    of_known = tuple(axis if is_batched(axis) else None for axis in axes[:num_known])
-    over = functools.partial(jax.vmap, in_axes=(of_known, 0), axis_size=size)
-    in_rows = lambda function: lambda known, linear: over(function)(tuple(known), tuple(linear))
+    of_residuals = tuple(axis if is_batched(axis) else None for axis in axes[:num_residuals])
+    over = functools.partial(jax.vmap, in_axes=(of_residuals, 0), axis_size=size)
+    in_rows = lambda function: lambda residuals, linear: over(function)(tuple(residuals), tuple(linear))
     results = _linear_map.bind(
-        *values[:num_known], *linear, forward=in_rows(forward), backward=in_rows(backward), num_known=num_known,
+        *values[:num_residuals], *linear, forward=in_rows(forward), backward=in_rows(backward),
+        num_residuals=num_residuals,
         outputs=tuple(jax.ShapeDtypeStruct((size, *output.shape), output.dtype) for output in outputs),
     )  # fmt: skip
     return results, [0] * len(results)

@@ -67,11 +67,11 @@ def most_observed(
     """
     size, count = key.shape[2], query.shape[1]
     is_before = (jnp.arange(size) < start[:, None])[:, None]  # bool[B, 1, S]
-    before = jnp.broadcast_to(is_before[:, None, None], (len(start), 1, 1, count, size))
-    causal = jnp.broadcast_to(jnp.tri(count, dtype=bool), (*before.shape[:-1], count))
+    earlier = jnp.broadcast_to(is_before[:, None, None], (len(start), 1, 1, count, size))
+    causal = jnp.broadcast_to(jnp.tri(count, dtype=bool), (*earlier.shape[:-1], count))
     keys = jnp.concatenate([key, new_key.astype(key.dtype)], 2).astype(jnp.float32)
     scores = jnp.einsum("btkgh,bksh->bkgts", _by_group(query, key), keys)
-    weights = jax.nn.softmax(jnp.where(jnp.concatenate([before, causal], -1), scores, -jnp.inf), -1)
+    weights = jax.nn.softmax(jnp.where(jnp.concatenate([earlier, causal], -1), scores, -jnp.inf), -1)
     importance = jnp.where(is_before, jnp.max(weights[..., :size], (2, 3)), 0)
     pooled = jax.lax.reduce_window(importance, -jnp.inf, jax.lax.max, (1, 1, kernel), (1, 1, 1), "SAME")
     return _best(jnp.where(is_before, pooled, jnp.inf), cached, budget)

@@ -153,8 +153,8 @@ def _draft_rounds(
     A round that skips k depths drafts one token, as if k tokens had been drafted before it: the head has read the text
     up to them, and the target has not.
     """
-    packed, activations, positions, ids, _, skipped = rounds
-    skipped = 0 if skipped is None else skipped
+    packed, activations, positions, ids, *_ = rounds
+    skipped: Array | int = 0 if rounds.skipped is None else rounds.skipped
     tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
     (batch, size), count = tokens.shape, positions.shape[1]
     flatten = lambda x: x.reshape(-1, *x.shape[2:])

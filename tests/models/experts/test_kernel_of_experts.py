@@ -90,18 +90,18 @@ def test_narrow_experts_are_read_by_columns(rows, on_tpu, monkeypatch):
     assert is_stored_by_columns((WIDTH * 8, narrow)) and not is_stored_by_columns((narrow, WIDTH * 8))
     weights = jnp.asarray(floats(EXPERTS, narrow, 128)), jnp.asarray(floats(EXPERTS, 128, narrow))
     x, choice = inputs(rows)
-    x, seen = x[:, :128], []
+    x, by_columns = x[:, :128], []
 
     def spy(weights, x):
-        seen.append(isinstance(weights[1], TransposedMatrix) and not isinstance(weights[0], TransposedMatrix))
+        by_columns.append(isinstance(weights[1], TransposedMatrix) and not isinstance(weights[0], TransposedMatrix))
         return expert(weights, x)
 
     run = lambda x, weights: running.run_experts(x, choice, weights, EXPERTS, spy)
     loss = lambda x, weights: jnp.sum(run(x, weights) ** 2)
     ours = jax.jit(run)(x, weights), jax.jit(jax.grad(loss, (0, 1)))(x, weights)
-    assert seen and all(seen)
+    assert by_columns and all(by_columns)
     monkeypatch.setattr(platforms, "of_program", lambda: "cpu")
     theirs = jax.jit(lambda *a: run(*a))(x, weights), jax.jit(jax.grad(lambda *a: loss(*a), (0, 1)))(x, weights)
-    assert not all(seen)
+    assert not all(by_columns)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)

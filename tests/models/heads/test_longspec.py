@@ -169,7 +169,7 @@ def test_training_computes_what_is_drafted(name):
 
 
 def test_a_round_that_skips_depths_is_a_training_column_with_that_lag():
-    """Its window moves with the token, so the window of the equations is longer by the skipped depths."""
+    """The window of the draft moves with the token, so the window of the equations is longer by the skipped depths."""
     target = target_of()
     config = config_of("longspec", target)
     params = random_params("longspec", config)
@@ -275,8 +275,8 @@ def test_training_makes_it_draft_and_the_text_stays():
     assert recipe.anchors and recipe.draws_depth
     fitted = train(target, head, texts, recipe=recipe, epochs=60, rows=2, length=32)
     shape = {"depths": 3, "rows": 2, "length": 32}
-    before, after = (measure_acceptance(target, one, texts, **shape).per_pass for one in (head, fitted))
-    assert before < 1.2 < 1.8 < after
+    untrained, trained = (measure_acceptance(target, one, texts, **shape).per_pass for one in (head, fitted))
+    assert untrained < 1.2 < 1.8 < trained
     prompts = [list(text.tokens[: text.prompt_length]) for text in texts]
     run = lambda drafter: decode(target, drafter, prompts, key=0, max_new_tokens=24)
     drafted = run(drafters.head_drafter(fitted, 3))

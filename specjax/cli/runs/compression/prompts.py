@@ -139,8 +139,8 @@ def _compress_caches(
     The compression is a part of reading the prompts, so its time is a part of theirs.
     """
     target = compression.compress_cache(session.target, draft, max_new_tokens)
-    after = {row.ordinal: min(len(row.ids), compression.capacity + 1) for row in rows}
-    compressed = CompressedPrompts(compression.text, draft.model.name, _lengths(rows), after, True)
+    num_kept = {row.ordinal: min(len(row.ids), compression.capacity + 1) for row in rows}
+    compressed = CompressedPrompts(compression.text, draft.model.name, _lengths(rows), num_kept, True)
     return list(rows), session._replace(target=target) if compressed.is_lossy else session, compressed
 
 
