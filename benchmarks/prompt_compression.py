@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--kernel", type=int, help="tokens over which specpc takes the maximum of scores; default: its own"
     )
-    parser.add_argument("--lookahead", type=int, default=8, help="tokens that the draft writes for speckv")
+    parser.add_argument("--lookahead", type=int, help="tokens that the draft writes for speckv; default: its own")
     parser.add_argument("--length", type=int, default=900, help="tokens of the text around the needles")
     parser.add_argument("--needles", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=20)

@@ -70,6 +70,8 @@ def compact_model(base: Model, draft: Model | None, rule: CacheRule) -> Model:
             return base.axes(arrays)
         return batch_axes.rows_first(arrays)._replace(base=base.axes(arrays.base))
 
+    # The digest of a run contains the name, so that no checkpoint continues with other settings.
+    settings = f"window={rule.window},kernel={rule.kernel},lookahead={rule.lookahead}"
     of_base = lambda function: function and (lambda params, *arguments: function(params["base"], *arguments))
     return base._replace(
         init_cache=init_cache,
@@ -85,7 +87,7 @@ def compact_model(base: Model, draft: Model | None, rule: CacheRule) -> Model:
         queries=None,  # a slot of the cache is no position
         config=None,
         base_config=base.config or base.base_config,
-        name=f"{base.name} by speckv",
+        name=f"{base.name} by speckv:{rule.capacity},{settings}",
         max_positions=min(base.max_positions, base.max_positions if draft is None else draft.max_positions),
         capabilities=base.capabilities._replace(depth=False, new_tokens=rule.max_new_tokens),
     )

@@ -270,7 +270,9 @@ def test_models_that_do_not_fit():
         speckv(target(), markov(np.full((99, 99), 1 / 99, np.float32)), 8)
     with pytest.raises(UsageError, match="the draft model llama cannot rewind, which speckv needs"):
         speckv(target(), Target(another().model._replace(rewind=None), another().params), 8)
-    with pytest.raises(UsageError, match="serve does not compress caches, as llama by speckv does; pass the target"):
+    with pytest.raises(
+        UsageError, match="serve does not compress caches, as llama by speckv:16,window=4,kernel=5,lookahead=3 does"
+    ):
         serve(compressed(), drafters.autoregressive(), [], slots=1, longest_prompt=64, max_new_tokens=8)
     with pytest.raises(UsageError, match="has no cache of keys and values on one device, which sparse_cache needs"):
         drafters.sparse_cache(compressed())

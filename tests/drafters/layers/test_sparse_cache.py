@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rules import takes_all
+from rules import takes_valid
 from tiers import those
 from toy import chi_square, markov, pairs_after, tiny_llama
 
@@ -66,7 +66,7 @@ def test_the_text_of_a_target_with_windows_is_that_of_plain_decoding(selection, 
     drafter = sparse_cache(target, selection=selection, **SMALL)
     plain = depths.texts(target)
     assert depths.texts(target, drafter) == plain != depths.texts(depths.target())
-    assert depths.texts(target, drafter, verifier=takes_all) != plain
+    assert depths.texts(target, drafter, verifier=takes_valid) != plain
     counts, law, _ = pairs_after(
         lambda small: sparse_cache(small, num_tokens=2, selection=selection, **SMALL), target=_small(every)
     )
