@@ -3,11 +3,13 @@
     python benchmarks/expert_forms.py
     python benchmarks/expert_forms.py --chip h200:1
     python benchmarks/expert_forms.py --target gpt_oss_20b --rows 2048 --forms blocks,grouped --json
+    python benchmarks/expert_forms.py --chip h200:1 --quantize int8-weights,mxfp4 --forms pairs,dense,loop,blocks
 
-Each program is the router and the experts of one mixture of `--target`, in bfloat16, for one device. The forms are
-those of `models/experts/running.py`, of which "grouped" is the megablox kernel `gmm` over sorted pairs of a row and an
-expert, and `jax.lax.ragged_dot` over the same pairs. The figures are estimates, not
-measurements. Needs the extra tpu-compile or gpu-compile, no TPU or GPU.
+Each program is the router and the experts of one mixture of `--target`, in bfloat16, for one device. With `--quantize`
+the experts have a scheme of `specjax.load`, or the form of MXFP4 in memory: int8 with a scale for 32 inputs. The forms
+are those of `models/experts/running.py`, and `jax.lax.ragged_dot`. The form "grouped" is the megablox kernel `gmm` over
+sorted pairs of a row and an expert, and `ragged_dot` has the same pairs. Both multiply bfloat16 alone. The figures are
+estimates, not measurements. Needs the extra tpu-compile or gpu-compile, no TPU or GPU.
 
 The number of turns of "loop" and "blocks" depends on the data, so the schedule does not contain it. The cycles of a
 turn are multiplied by the expected number of distinct experts or of blocks, for rows that choose independently. The
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 from typing import Any, NamedTuple, get_args
@@ -43,12 +46,16 @@ from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import MixtureFeed, clamped_product
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.products.grouped import tile_outputs, tile_rows
+from specjax.models.storage import SCHEMES, num_bytes, scheme_format
+from specjax.numerics.quantized_array import WeightFormat
 from specjax.planning import hlo
 from specjax.planning.inputs.topologies import describe_devices, parse_topology
 from specjax.planning.programs import compile_for, device_kind
 
 FORMS = *get_args(running.Form), "ragged_dot"
 WITH_KERNELS = "grouped", "ragged_dot"
+MXFP4 = WeightFormat(5, "int8", 32)
+EXPERTS = "expert_gate", "expert_up", "expert_down"
 
 
 class Layer(NamedTuple):
@@ -57,6 +64,7 @@ class Layer(NamedTuple):
     width: int
     sizes: MixtureSizes
     rows: int
+    form: WeightFormat | None = None  # of the experts; None: bfloat16
 
     @property
     def pairs(self) -> int:
@@ -68,7 +76,8 @@ class Layer(NamedTuple):
         return (self.width, self.sizes.width), (self.width, self.sizes.width), (self.sizes.width, self.width)
 
     def expert_bytes(self) -> int:
-        return 2 * sum(fan_in * fan_out for fan_in, fan_out in self.products)
+        shape = lambda fan_in, fan_out: jax.ShapeDtypeStruct((fan_out, fan_in), jnp.bfloat16)
+        return num_bytes([with_format(shape(*product), self.form) for product in self.products])
 
     def blocks(self, size: int) -> float:
         """Return the expected number of blocks of the rows of one expert, for rows that choose independently."""
@@ -89,23 +98,40 @@ def main() -> None:
     parser.add_argument(
         "--block-rows", default=str(blocks.BLOCK_ROWS_TPU), help="sizes of the blocks of the form blocks"
     )
+    parser.add_argument("--quantize", default="none", help=f"none, mxfp4 or {', '.join(SCHEMES)}")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     numbers_of = lambda text: [int(part) for part in text.split(",")]
     log, results = Console(stderr=True), []
     for target in args.target:
         config = importlib.import_module(f"specjax.configs.{target}").get_config()
-        for rows in numbers_of(args.rows):
-            layer = Layer(config.width, config.experts, rows)
+        for scheme, rows in itertools.product(args.quantize.split(","), numbers_of(args.rows)):
+            layer = Layer(config.width, config.experts, rows, format_of(scheme, args.chip))
+            name = target if scheme == "none" else f"{target} {scheme}"
             for form in args.forms.split(","):
                 for size in numbers_of(args.block_rows) if form == "blocks" else [0]:
-                    result = {"target": target, "rows": rows, "form": f"{form} {size}" if size else form}
+                    result = {"target": name, "rows": rows, "form": f"{form} {size}" if size else form}
                     results.append(result | measure(args.chip, layer, form, size))
                     log.print(json.dumps(results[-1]), style="dim", soft_wrap=True)
     if args.json:
         print(json.dumps({"settings": vars(args), "results": results}))
     else:
         show(results, args.chip)
+
+
+def format_of(scheme: str, chip: str) -> WeightFormat | None:
+    """Return the format of a scheme in memory, or None for "none"."""
+    if scheme in ("none", "mxfp4"):
+        return MXFP4 if scheme == "mxfp4" else None
+    return scheme_format(scheme, parse_topology(chip).chip.platform)
+
+
+def with_format(shape: Any, form: WeightFormat | None) -> Any:
+    """Return the shape of a matrix [..., O, I] in a format. A group is the greatest that divides the inputs."""
+    if form is None:
+        return shape
+    group = None if form.group is None else math.gcd(form.group, shape.shape[-1])
+    return dataclasses.replace(form, group=group).shapes(shape.shape, "bfloat16")
 
 
 def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, Any]:
@@ -117,6 +143,9 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
     act = jax.nn.silu
     feed = nnx.eval_shape(lambda: MixtureFeed(layer.width, layer.sizes, act, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     definition, state = nnx.split(feed)
+    for name in EXPERTS:
+        weight = state[name]["weight"]
+        state[name]["weight"] = weight.replace(with_format(weight.get_value(), layer.form))
 
     def apply(state: Any, x: jax.Array) -> jax.Array:
         feed = nnx.merge(definition, state)

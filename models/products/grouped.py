@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from specjax.arrays import platforms
@@ -31,15 +33,19 @@ class GroupedMatrix(NamedTuple):
         tiling = tile_rows(len(x)), fan_in, tile_outputs(fan_in, fan_out)
         rows = jnp.pad(x, ((0, -len(x) % tiling[0]), (0, 0)))
         is_interpreted = platforms.of_program() != "tpu"
-        y = gmm(
-            rows,
-            self.matrices,
-            self.group_sizes,
-            dtype or x.dtype,
-            tiling,
-            transpose_rhs=True,
-            interpret=is_interpreted,
-        )
+        # The kernel's products have the precision of the program (`arrays.modes`), and the compiler of TPU kernels has
+        # no products of bfloat16 with another one than the default. Its error is "Bad lhs type".
+        is_bfloat16 = x.dtype == self.matrices.dtype == jnp.bfloat16
+        with jax.default_matmul_precision("default") if is_bfloat16 else contextlib.nullcontext():
+            y = gmm(
+                rows,
+                self.matrices,
+                self.group_sizes,
+                dtype or x.dtype,
+                tiling,
+                transpose_rhs=True,
+                interpret=is_interpreted,
+            )
         return y[: len(x)]
 
 

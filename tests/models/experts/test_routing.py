@@ -11,6 +11,8 @@ from specjax.models.experts.feed import clamped_product
 from specjax.models.experts.routing import ExpertChoice, Routing, choose
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.products import matmul
+from specjax.models.storage import SCHEMES
+from specjax.numerics.quantized_array import WeightFormat, expand_rows, quantize_rows
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(24, 8)).astype(np.float32)
@@ -199,11 +201,43 @@ def test_grouped_products_equal_a_loop(rows):
 def test_forms_of_platforms():
     many, sizes = 4096, (8, 128)
     assert {running.form_for(rows, sizes, "cpu") for rows in (1, 16, 64, many)} == {"loop", "blocks"}
-    assert running.form_for(many, sizes, "tpu") == "blocks" and running.form_for(8, sizes, "tpu") == "loop"
+    assert running.form_for(many, sizes, "tpu") == "grouped" and running.form_for(8, sizes, "tpu") == "loop"
     assert running.form_for(1, sizes, "tpu") == "gather" and running.form_for(1, sizes, "tpu", is_part=True) == "loop"
     assert running.form_for(many, sizes, "tpu", is_plain=False) == "blocks"
     assert [running.form_for(rows, sizes, "gpu") for rows in (1, 16, 17, many)] == ["pairs", "pairs", "dense", "dense"]
     assert running.form_for(17, sizes, "gpu", is_whole=False) == "blocks"
+    grouped = [running.form_for(rows, sizes, "gpu", has_groups=True) for rows in (17, 64, 65)]
+    assert grouped == ["pairs", "pairs", "dense"], "experts with groups are expanded before a product of all"
+
+
+FORMATS = {
+    "int8 with rounded rows": SCHEMES["int8"],
+    "int8": SCHEMES["int8-weights"],
+    "MXFP4": WeightFormat(5, "int8", 32),
+    "float8": SCHEMES["fp8"],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forms_of_quantised_experts(name, monkeypatch):
+    """All forms equal a loop over the expanded weights. A program for a GPU has the forms of its schedule."""
+    shapes = (8, 64, 32), (8, 32, 64)
+    stored = [quantize_rows(jnp.asarray(RNG.normal(size=shape), jnp.float32), FORMATS[name]) for shape in shapes]
+    x, choice, _ = _inputs(6)
+    x = jnp.asarray(RNG.normal(size=(6, 32)), jnp.float32)
+    expert = lambda weights, x: matmul(jnp.tanh(matmul(x, weights[0]) / 8), weights[1], jnp.float32)
+    run = lambda weights, form: np.asarray(running.run_experts(x, choice, weights, 8, expert, form))
+    expected = run([expand_rows(matrix) for matrix in stored], "loop")
+    atol = (0.03 if name == "int8 with rounded rows" else 1e-5) * np.abs(expected).max()
+    for form in ("loop", "blocks", "gather", "pairs", "dense"):
+        np.testing.assert_allclose(run(stored, form), expected, atol=atol, err_msg=form)
+        np.testing.assert_allclose(run(stored, form), run(stored, "loop"), atol=1e-5 * np.abs(expected).max())
+    chosen = []
+    monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
+    for form in ("pairs", "dense"):
+        monkeypatch.setattr(running, f"_{form}", lambda *_, form=form, **options: chosen.append(form) or x)
+    run(stored, None)
+    assert chosen == (["pairs"] if name == "MXFP4" else ["dense"]), "12 pairs of 8 experts"
 
 
 def test_no_ragged_product_on_cpu():
