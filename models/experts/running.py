@@ -66,7 +66,9 @@ and 5.6. `ragged_dot` takes 10 or more for any number of rows, because it copies
 The kernel of the form "grouped" has no schedule. By its roofline, a lower bound, and the schedule of the rest, 2,048
 rows take 2.9. The blocks are faster if the kernel reaches less than 41 % of its roofline. gpt-oss-20b: loop 0.40 for
 1 row, 2.07 for 8, 3.39 for 64; gather 0.37 for 1 row, 37.8 for 8; 2,048 rows in blocks of 256 6.5, grouped 4.4 (less
-than 60 %). Fewer rows stay with the loop, which reads the same bytes. Its schedule and a roofline do not compare.
+than 60 %). Fewer rows stay with the loop, which reads the same bytes. Its schedule and a roofline do not compare. The
+kernel compiles in a whole prefill, but there it copies experts that are stored by columns (2.4 GB of Qwen3-30B-A3B on
+eight chips). So "grouped" runs only where it is named.
 """
 
 
@@ -98,7 +100,7 @@ def form_for(
     if platform == "tpu":
         if rows == 1 and is_plain and not is_part:  # a gather reads an expert in place of each one that is elsewhere
             return "gather"
-        return "loop" if rows <= MAX_LOOP_ROWS_TPU else "grouped" if is_plain else "blocks"
+        return "loop" if rows <= MAX_LOOP_ROWS_TPU else "blocks"
     if platform == "gpu":
         if rows * num_chosen <= num_experts * (MAX_PAIRS_GROUPED_GPU if has_groups else 1):
             return "pairs"  # they read no more than all experts, also where those are expanded first

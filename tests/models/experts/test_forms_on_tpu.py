@@ -53,7 +53,7 @@ NARROW = 96
 @pytest.mark.parametrize(
     ("rows", "form", "hidden", "kernels"),
     [
-        (1, None, HIDDEN, 0), (8, None, HIDDEN, 0), (300, "blocks", HIDDEN, 0), (300, None, HIDDEN, 2),
+        (1, None, HIDDEN, 0), (8, None, HIDDEN, 0), (300, None, HIDDEN, 0), (300, "grouped", HIDDEN, 2),
         (1, None, NARROW, 0), (8, None, NARROW, 0), (300, None, NARROW, 0),
     ],
 )  # fmt: skip

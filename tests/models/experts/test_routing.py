@@ -201,7 +201,7 @@ def test_grouped_products_equal_a_loop(rows):
 def test_forms_of_platforms():
     many, sizes = 4096, (8, 128)
     assert {running.form_for(rows, sizes, "cpu") for rows in (1, 16, 64, many)} == {"loop", "blocks"}
-    assert running.form_for(many, sizes, "tpu") == "grouped" and running.form_for(8, sizes, "tpu") == "loop"
+    assert running.form_for(many, sizes, "tpu") == "blocks" and running.form_for(8, sizes, "tpu") == "loop"
     assert running.form_for(1, sizes, "tpu") == "gather" and running.form_for(1, sizes, "tpu", is_part=True) == "loop"
     assert running.form_for(many, sizes, "tpu", is_plain=False) == "blocks"
     assert [running.form_for(rows, sizes, "gpu") for rows in (1, 16, 17, many)] == ["pairs", "pairs", "dense", "dense"]
