@@ -22,6 +22,15 @@ def check_rewinds(model: Model, user: str, fix: str = "use a model with a key/va
         raise UsageError(f"the model {model.name} cannot rewind its cache, which {user} needs; {fix}")
 
 
+def check_complete_cache(model: Model, user: str) -> None:
+    """Check that a model decodes with the cache of its prefill, for a part that makes caches of its own.
+
+    Raises: UsageError if the model compresses the cache after the prompt, as with `speckv`.
+    """
+    if model.finish_prompt is not None:
+        raise UsageError(f"{user} does not compress caches, as {model.name} does; pass the target without it")
+
+
 def check_partial_passes(model: Model, user: str) -> int:
     """Check that a model can run a part of its layers, and return the number of its layers.
 

@@ -30,6 +30,7 @@ from specjax.engine.stream import steps
 from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading import Tokenizer, read_model
+from specjax.models.requirements import check_complete_cache
 from specjax.numerics.global_arrays import check_active_mesh, gather, spans_hosts, with_auto_shardings
 from specjax.parallel.hosts import check_all_same
 from specjax.persistence import fingerprint
@@ -431,8 +432,8 @@ def serve(
     """
     refuse(settings, "serve", ("debug", "logprobs"))
     _check_target(target)
-    if isinstance(target, Target) and target.model.finish_prompt is not None:
-        raise UsageError(f"serve does not compress caches, as {target.model.name} does; pass the target without it")
+    if isinstance(target, Target):
+        check_complete_cache(target.model, "serve")
     if slots < 1 or longest_prompt < 1:
         raise UsageError(f"slots and longest_prompt must be at least 1, not {slots} and {longest_prompt}")
     parts = 1 if target.model.mesh is None else target.model.mesh.shape.get("data", 1)

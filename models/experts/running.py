@@ -2,9 +2,9 @@
 
 Few rows: a loop over the distinct experts of all rows. Each turn multiplies all rows by one expert. The number of turns
 is data, so a pass costs what the experts cost that it touches. Many rows: the pairs of row and expert are sorted, and
-each turn multiplies a block of rows of one expert. A kernel multiplies them on a TPU. On a GPU a turn copies weights,
-and a loop whose number of turns is data costs a round trip to the host per turn. There, the weights of few pairs are
-read within the products, and more rows are multiplied by all experts at once.
+each turn multiplies a block of rows of one expert. On a TPU a kernel multiplies by quantised experts. On a GPU a turn
+copies weights, and a loop whose number of turns is data costs a round trip to the host per turn. There, the weights of
+few pairs are read within the products, and more rows are multiplied by all experts at once.
 
 Every form adds the outputs of a row's experts in ascending order of the experts, in float32. `gradients` has the
 backward pass of all forms.
@@ -140,6 +140,7 @@ def run_experts(
     }[form]  # fmt: skip
     if form != "grouped" and platforms.of_program() == "tpu":
         weights = _as_stored(weights)
+        of_layer = None if of_layer is None else _as_stored(of_layer)
     run = functools.partial(run, num_experts=num_experts, expert=expert)
     return with_gradients(run, num_experts, expert)(x, choice, ExpertWeights(weights, first, of_layer))
 

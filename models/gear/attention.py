@@ -84,7 +84,7 @@ def gear_attention(
 
         carry = jax.lax.cond(jnp.any(last >= num_full[:, None, None]), add_new, lambda carry: carry, carry)
 
-    per_step = min(max(BLOCK // block, 1), prefix_k.num_blocks)
+    per_step = min(max(BLOCK // block, 1), max(prefix_k.num_blocks, 1))  # a cache for one pass has no blocks
 
     def body(i, carry):
         start = jnp.minimum(i * per_step, prefix_k.num_blocks - per_step)  # the last step may overlap the previous one
@@ -93,8 +93,10 @@ def gear_attention(
         visible = (number <= last) & (number < num_full[:, None, None]) & (number >= i * per_step)
         return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, per_step * block)))
 
-    used = jnp.minimum(jnp.max(num_full), jnp.max(last) + 1)
-    acc, total, top = jax.lax.fori_loop(0, (jnp.maximum(used, 0) + per_step - 1) // per_step, body, carry)
+    if prefix_k.num_blocks:
+        used = jnp.minimum(jnp.max(num_full), jnp.max(last) + 1)
+        carry = jax.lax.fori_loop(0, (jnp.maximum(used, 0) + per_step - 1) // per_step, body, carry)
+    acc, total, top = carry
     if sinks is None:
         return finish(acc / total, top, total, t, q.dtype, False)
     out, logs = finish(acc / total, top, total, t, q.dtype, True)

@@ -107,7 +107,7 @@ def _product(up: Array, down: Array, count: int) -> Callable[..., Array]:
 
     def multiply(x: Array, table: Array, dtype=None) -> Array:
         states = x.reshape(-1, x.shape[-1])
-        ids, _ = gumbel_topk(None, matmul(matmul(states, down), up, jnp.float32), count)
+        ids, _ = gumbel_topk(None, matmul(matmul(states, down, jnp.float32), up, jnp.float32), count)
         rows = take_rows(table, ids)  # [R, K, D]
         exact = jnp.einsum("rkd,rd->rk", rows, states, preferred_element_type=jnp.float32)
         logits = jnp.full((len(states), table.shape[0]), -jnp.inf, jnp.float32)

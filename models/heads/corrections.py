@@ -95,7 +95,7 @@ class Selector(nnx.Module):
         scores = logits + jnp.einsum("bfr,bfkr->bfk", gate, self.successor(candidates).astype(jnp.float32))
         batch, places, _ = candidates.shape
         at = jnp.arange(batch)[:, None, None], jnp.arange(places)[:, None], candidates
-        return jnp.full((batch, places, vocab), -jnp.inf).at[at].set(scores)
+        return jnp.full((batch, places, vocab), -jnp.inf).at[at].max(scores)  # ids below -inf repeat
 
 
 class Calibration(nnx.Variable):

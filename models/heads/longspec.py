@@ -233,8 +233,9 @@ def of_target(
     target: LlamaConfig, *, window: int | None = None, norm_output: bool = False, **changes: Any
 ) -> LongSpecConfig:
     """Return the shapes that the authors train for a target. Raises: UsageError for a target without keys to read."""
-    target_keys.check_last_layer(target, USER)
-    return LongSpecConfig(target.draft_head_config(**changes), window or 512, norm_output)
+    last = target_keys.check_last_layer(target, USER)
+    shape = {"num_kv_heads": last.num_kv_heads, "head_dim": last.head_dim}
+    return LongSpecConfig(target.draft_head_config(**(shape | changes)), window or 512, norm_output)
 
 
 KIND = HeadKind(METHOD, LongSpec, longspec_head, of_target, numbers=("window",), flags=("norm_output",))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.catalog.schemes import compressed_form
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
@@ -43,6 +44,11 @@ def check_last_layer(config: DecoderConfig, user: str) -> DecoderConfig:
                 f"{user} reads the keys of the target's last layer, and that of {config.name} has none (it is "
                 f"{kind.mixer}); choose a head that reads features, such as eagle3"
             )
+    if compressed_form(config.cache_dtype) is not None:
+        raise UsageError(
+            f"{user} reads the keys of the target's last layer, and {config.name} has a cache of the form "
+            f"{config.cache_dtype}; choose another cache dtype, or a head that reads features, such as eagle3"
+        )
     if last.latent is not None:
         raise UsageError(
             f"{user} reads the keys of the target's last layer, and {config.name} caches a latent in their place; "

@@ -1,4 +1,7 @@
-"""Products of sorted rows with the matrices of their groups, by the megablox kernel of JAX, for many rows on a TPU."""
+"""Products of sorted rows with the matrices of their groups, by the megablox kernel of JAX, for many rows on a TPU.
+
+No model uses it by default, see `MAX_LOOP_ROWS_TPU` in `specjax.models.experts.running`.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from specjax.arrays.modes import with_current_modes
+
 Array = jax.Array
 FlatFunction = Callable[[Any, Any], list[Array]]
 """Function from the leaves of residuals and inputs to those of outputs."""
@@ -49,9 +51,10 @@ def apply_linear(
             transpose(unflatten(residual_tree, arrays(residuals)), unflatten(output_tree, arrays(cotangents)))
         )
 
+    # JAX traces both again when it compiles, outside of the modes of the caller.
     result = _linear_map.bind(
-        *map(jnp.asarray, constants), *linear, forward=forward, backward=backward, num_residuals=len(constants),
-        outputs=tuple(flat_outputs),
+        *map(jnp.asarray, constants), *linear, forward=with_current_modes(forward),
+        backward=with_current_modes(backward), num_residuals=len(constants), outputs=tuple(flat_outputs),
     )  # fmt: skip
     return unflatten(output_tree, result)
 

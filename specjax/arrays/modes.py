@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -51,6 +52,26 @@ def with_standard_modes(function: Callable[Arguments, Result]) -> Callable[Argum
             return function(*args, **kwargs)
 
     return in_standard_modes
+
+
+def with_current_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return `function` with the modes of this call, for a function that JAX traces again when it compiles."""
+    config: Any = jax.config
+    modes = [
+        (jax.enable_x64, config.jax_enable_x64),
+        (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
+        (jax.numpy_rank_promotion, config.jax_numpy_rank_promotion),
+        (jax.default_matmul_precision, config.jax_default_matmul_precision),
+    ]
+
+    @functools.wraps(function)
+    def in_modes(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with contextlib.ExitStack() as stack:
+            for mode, value in modes:
+                stack.enter_context(mode(value))
+            return function(*args, **kwargs)
+
+    return in_modes
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from specjax.engine.job import Keep
 from specjax.engine.packing import Prompts, pack
 from specjax.engine.prepare import Settings, prepare
 from specjax.errors import UsageError
-from specjax.models.requirements import check_rewinds
+from specjax.models.requirements import check_complete_cache, check_rewinds
 from specjax.numerics.validation import check_range
 from specjax.trees.autoregressive import autoregressive
 from specjax.types import Array, Drafter, Target
@@ -84,6 +84,7 @@ def prepare_texts(
     ]  # fmt: skip
     models, all_drafters = [*models, *readers], all_drafters + [autoregressive()] * len(readers)
     for target, drafter in zip(models, all_drafters, strict=True):
+        check_complete_cache(target.model, method)
         if rewinds or drafter.num_nodes > 1:
             check_rewinds(target.model, method if rewinds else f"a draft in {method}")
     capacity = settings.capacity or min(target.model.max_positions for target in models)

@@ -72,11 +72,13 @@ def speckv(
     rule = check_options(capacity, window, kernel, lookahead)
     rule = rule._replace(max_new_tokens=max_new_tokens, lookahead=rule.lookahead or min(max_new_tokens, CHUNK))
     check_full_attention(target.model, "speckv", "choose another target or leave the compression out")
+    if getattr(target.model.config, "same_bits", False):
+        raise UsageError("speckv selects tokens by scores whose bits depend on the batch; leave same_bits out")
     if draft is None or draft is target:
         return Target(compact_model(target.model, None, rule), {"base": target.params})
     if draft.model.rewind is None:
         raise UsageError(f"the draft model {draft.model.name} cannot rewind, which speckv needs; choose another one")
-    if draft.model.vocab_size > target.model.vocab_size:
+    if draft.model.vocab_size != target.model.vocab_size:
         raise UsageError(
             f"the draft model {draft.model.name} has {draft.model.vocab_size} tokens and the target "
             f"{target.model.vocab_size}; choose a draft model of the same family"

@@ -23,6 +23,7 @@ from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
 from specjax.costs.experts import ExpertShare, active_bytes, expert_share
 from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
+from specjax.models.experts.blocks import BLOCK_ROWS, BLOCK_ROWS_TPU
 from specjax.models.storage import num_bytes
 from specjax.numerics.filtered_draws import draw_warped
 from specjax.numerics.quantized_array import is_quantized
@@ -102,9 +103,11 @@ def shares_of(target: Target, platform: str | None = None) -> Shares:
     if not size:
         return NO_SHARES
     read, recurrent = equivalent_bytes(platform or current_chip(), size, layers), row_bytes(target)
+    experts = expert_share(target)
     return Shares(
-        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read, expert_share(target)
-    )
+        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read,
+        experts._replace(share=experts.share * size / read),
+    )  # fmt: skip
 
 
 LOGITS_PASSES = 4
@@ -172,8 +175,9 @@ def _pass_parts(
     rows = batch * width
     states = 2 * batch * (shares.states + width * shares.updates)
     logits = 0.0 if platform == "cpu" else LOGITS_PASSES * shares.logits * rows
-    # Each further expert is multiplied by all rows, so its products cost as much more as those of other weights.
-    return cost(rows) + logits + states, cost(rows) * shares.experts.added(rows)
+    # Each further expert is multiplied by all rows, or by blocks of the rows that chose it.
+    turn = cost(min(rows, BLOCK_ROWS if platform == "cpu" else BLOCK_ROWS_TPU))
+    return cost(rows) + logits + states, turn * shares.experts.added(rows)
 
 
 def dtype_of(target: Target) -> WeightDtype:

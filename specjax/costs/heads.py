@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from specjax.costs.accelerators import current_chip, equivalent_bytes
+from specjax.costs.experts import active_bytes
 from specjax.costs.row_bytes import row_bytes
 from specjax.costs.weights_read import bytes_read
 from specjax.models.heads.contract import DraftedNodes, DraftHead
-from specjax.models.storage import num_bytes
 from specjax.types import Context, PyTree, Target
 
 TEXT = 128
@@ -58,5 +58,5 @@ def of_head(target: Target, head: DraftHead, passes: int, platform: str | None =
     of_target = num_layers_run * (1 if head.head.is_single_pass else passes)
     read = of_first + (passes - 1) * of_level
     drafting = equivalent_bytes(platform, read, 1 if head.head.is_single_pass else passes)
-    of_pass = equivalent_bytes(platform, num_bytes(target.params), layers) + row_bytes(target).moved()
+    of_pass = equivalent_bytes(platform, active_bytes(target), layers) + row_bytes(target).moved()
     return of_target / layers + drafting / of_pass

@@ -13,6 +13,7 @@ from specjax.engine.packing import Prompts, check_new_tokens, pack
 from specjax.engine.prepare import Settings, check_inputs, find_usable
 from specjax.engine.results import DecodeResult, zero_stats
 from specjax.engine.value_checks import find_bad_parameter, raise_failure
+from specjax.models.requirements import check_complete_cache
 from specjax.numerics.sampling import row_keys
 from specjax.types import Array, PyTree, Sampling, Target
 
@@ -46,6 +47,7 @@ def init_loop(
     Raises: UsageError for the same settings as `specjax.decode`.
     """
     model, count = target.model, check_new_tokens(max_new_tokens)
+    check_complete_cache(model, "this method")
     settings.check_eos(model.vocab_size)
     capacity = settings.capacity or model.max_positions
     capacity = capacity if longest is None else min(capacity, longest)

@@ -19,8 +19,8 @@ import numpy as np
 
 from specjax import api
 from specjax.catalog.defaults import defaults
-from specjax.costs.curves import Curve, dtype_of, measured
-from specjax.drafters.combined.auto import auto, copies_rollouts, replace_head, with_rollouts
+from specjax.costs.curves import Curve, measured
+from specjax.drafters.combined.auto import copies_rollouts, make_auto, replace_head, with_rollouts
 from specjax.drafters.default import load_default_head
 from specjax.drafters.making import make_drafter
 from specjax.engine.prepare import check_samples
@@ -202,7 +202,7 @@ class RolloutSampler:
             if default is not None and default.head is not None:
                 head = load_default_head(default.head, target)
             costs = self._measured(target, batch, max_new_tokens) if self.measure_costs else None
-            drafter = auto(target.model.vocab_size, head=head, costs=costs, dtype=dtype_of(target))
+            drafter = make_auto(target, head, costs=costs)
         if learned is not None:
             return drafter.replace(params=learned.params)
         return canonical(target, drafter) if drafter.hooks.export else drafter

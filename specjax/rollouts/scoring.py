@@ -20,6 +20,7 @@ from specjax.engine.prefill import CHUNK, chunk_reader, in_chunks, wide_chunk
 from specjax.engine.prepare import Settings
 from specjax.engine.step import round_up
 from specjax.errors import UsageError
+from specjax.models.requirements import check_complete_cache
 from specjax.numerics.sampling import is_greedy, warp
 from specjax.rollouts.store import prompt_of_each
 from specjax.types import Array, PyTree, Sampling, Target
@@ -54,6 +55,7 @@ def score(
     prompts = prompt_of_each(prompts, len(samples))
     if form not in get_args(Form):
         raise UsageError(f"form must be raw, tempered or processed, not {form!r}")
+    check_complete_cache(target.model, "score")
     sampling = Settings(**settings).to_sampling()
     starts = np.array([len(prompt) for prompt in prompts], np.int32)
     lengths = starts + np.array([len(sample) for sample in samples], np.int32)

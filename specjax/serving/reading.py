@@ -46,7 +46,10 @@ class PromptReader:
         if size is None:  # `begin` read the prompt
             self.start = int(self.packed.length[0])
             return
-        while self._is_complete(parts, size) and (stored := store.find(self.node, self._tokens(size))) is not None:
+        while self._is_complete(parts, size):
+            stored = store.find(self.node, self._tokens(parts, size))
+            if stored is None:
+                break
             self.row = programs.put_chunk(parts, self.row, self.packed, np.int32(self.start), stored.arrays)
             self._follow(stored, size)
             self.num_stored += size
@@ -70,7 +73,7 @@ class PromptReader:
             self.logprobs.append(replicate(logprobs))
         if is_complete and self.node is not None:
             arrays = programs.take_chunk(parts, self.row, self.packed, start)
-            self._follow(store.add(self.node, self._tokens(size), arrays), size)
+            self._follow(store.add(self.node, self._tokens(parts, size), arrays), size)
         else:
             self.start += size
 
@@ -78,8 +81,10 @@ class PromptReader:
         """Return True if the state of the target and that of the drafter contain all of the next `size` tokens."""
         return self.unread >= size + parts.drafter.traits.lag - 1
 
-    def _tokens(self, size: int) -> np.ndarray:
-        return self.packed.tokens[0, self.start : self.start + size]
+    def _tokens(self, parts: Parts, size: int) -> np.ndarray:
+        """Return the tokens of the next chunk. For a head the token after it is added, which its state depends on."""
+        more = int(parts.drafter.hooks.prefill is not None)
+        return self.packed.tokens[0, self.start : self.start + size + more]
 
     def _follow(self, node: StoredChunk | None, size: int) -> None:
         self.leave()

@@ -251,7 +251,10 @@ def _confidence(parents: Parents, new: Level, output: DraftOutput) -> Array:
     Raises: UsageError for a drafter without one.
     """
     if output.confidence is None:
-        raise UsageError("keep_confidence needs a head with a trained confidence, such as dspark; leave it out")
+        raise UsageError(
+            "the controller budget and keep_confidence need a head with a trained confidence, such as dspark; "
+            "leave them out"
+        )
     return take_along(output.confidence, _slots(parents.ids, new), 1)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.arrays.linear_maps import apply_linear
+from specjax.arrays.modes import jit
 
 MATRIX = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 POINT = jnp.array([0.5, -1.0, 2.0, 0.25])
@@ -86,3 +87,10 @@ def test_another_transpose_gives_another_gradient():
     wrong = lambda known, y: {"x": 2 * (known[0].T @ y["y"])}
     gradient = jax.grad(lambda x: jnp.sum(product(jnp.asarray(MATRIX), x, 3, wrong)))(POINT)
     assert np.abs(gradient - MATRIX.sum(0)).max() > 0.1
+
+
+def test_products_of_derivatives_keep_the_modes_of_the_caller():
+    """JAX traces both functions again when it compiles, where the caller's precision is no longer set."""
+    program = jit(jax.grad(lambda x: jnp.sum(cubes(MATRIX, x)))).lower(POINT).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 2 and all("HIGHEST" in line for line in products)

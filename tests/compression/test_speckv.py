@@ -15,10 +15,12 @@ from specjax import UsageError, decode, drafters, serve
 from specjax.bench.near_ties import next_logits
 from specjax.compression import speckv
 from specjax.compression.compact_model import CacheRule, select_slots
+from specjax.decoders.pearl import pearl
 from specjax.engine.prefill import prefill
 from specjax.models import make_model
 from specjax.persistence.fingerprint import digest_model
 from specjax.retrieval.cached_tokens import most_observed
+from specjax.rollouts.scoring import score
 from specjax.types import Target
 
 RNG = np.random.default_rng(0)
@@ -276,3 +278,13 @@ def test_models_that_do_not_fit():
         serve(compressed(), drafters.autoregressive(), [], slots=1, longest_prompt=64, max_new_tokens=8)
     with pytest.raises(UsageError, match="has no cache of keys and values on one device, which sparse_cache needs"):
         drafters.sparse_cache(compressed())
+
+
+def test_parts_with_caches_of_their_own_refuse_a_compressed_target():
+    small = compressed()
+    for part in (
+        lambda: score(small, [[1, 2]], [[3]]),
+        lambda: pearl(small, tiny_llama(seed=1), [[1, 2]], key=0, max_new_tokens=2),
+    ):
+        with pytest.raises(UsageError, match="does not compress caches"):
+            part()

@@ -189,6 +189,6 @@ def test_drafters_without_confidence_are_refused():
     for drafter in (two_model(target, 2), head):
         with pytest.raises(UsageError, match="the controller budget reads the trained confidence"):
             decode(target, drafter, [[1, 2]], key=0, max_new_tokens=3, controller=budget())
-    with pytest.raises(UsageError, match="keep_confidence needs a head with a trained confidence"):
+    with pytest.raises(UsageError, match="keep_confidence need a head with a trained confidence"):
         eagle = make_drafter("eagle", target, tiny_head("eagle", target), keep_confidence=True)
         decode(target, eagle, [[1, 2]], key=0, max_new_tokens=3)

@@ -168,7 +168,8 @@ ALL = {
 
 def test_every_controller_is_tested():
     helpers = {"FORMS", "bandit", "fit_spec_kv", "parse", "read_spec_kv", "save_spec_kv"}
-    assert set(ALL) == set(controllers.__all__) - helpers
+    of_heads = {"budget"}  # it needs a drafter with a confidence, see `test_budget`
+    assert set(ALL) == set(controllers.__all__) - helpers - of_heads
 
 
 @pytest.mark.parametrize("name", ALL)

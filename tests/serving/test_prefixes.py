@@ -104,6 +104,18 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
     assert not np.array_equal(first[1], other[1])
 
 
+def test_a_head_does_not_share_a_chunk_before_another_token():
+    """Its state after a chunk depends on the next token, so prompts that part there share the chunk before it only."""
+    target, drafter_of = SETTINGS["eagle3"]
+    parted = [*RANDOM[: 2 * CHUNK], *(token % 59 + 1 for token in RANDOM[2 * CHUNK : 3 * CHUNK])]
+    job = prepare(target(), drafter_of(), [parted], Settings(), key=jax.random.key(0), max_new_tokens=4)
+    store = PrefixStore(1 << 30)
+    _, (row, num_stored) = [read(job.parts, prompt, store, job.tokens.shape[1]) for prompt in (FIRST, parted)]
+    alone, _ = read(job.parts, parted, PrefixStore(0), job.tokens.shape[1])
+    assert num_stored == CHUNK
+    jax.tree.map(np.testing.assert_array_equal, outputs(job.parts, alone), outputs(job.parts, row))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["two_model", "hybrid draft", "eagle3"])
 def test_a_chunk_at_the_end_of_a_prompt(name):

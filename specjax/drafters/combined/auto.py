@@ -372,7 +372,7 @@ def _cost(config: Config, context: Context, params: Params) -> float:
     if drafting is None:
         head = DraftHead(config.head, params.head)
         drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform)
-    return config.draft_cost + drafting  # the nodes are merged and ranked again
+    return min(config.draft_cost, DRAFTING) + drafting  # the nodes are merged and ranked again
 
 
 def _draft_without_head(

@@ -6,6 +6,7 @@ features, tokens and positions is defined in `specjax.models.heads.contract`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,17 +98,21 @@ def tree_drafter(
         kind = head.head.kind
         raise UsageError(f"a {kind} head drafts in the target pass, with trees of its own; choose method {kind}")
     max_depth = head.head.max_depth
-    if builder.sized and builder.stop is not None:
-        raise UsageError("ddtree:auto chooses the size of its trees itself; leave the stop condition out")
-    if builder.details is not None and builder.stop is not None:
-        raise UsageError("ddtree with values=path learns from complete trees; leave the stop condition out")
     if builder.shorten is not None:
         if head.head.kind not in PATH_FREE:
             raise UsageError(
                 f"a slot of a {head.head.kind} head sees the tokens before it, and ddtree and drawn trees need one of "
                 f"{', '.join(PATH_FREE)}; choose eagle2:KxLxN instead"
             )
-        builder = builder.shorten(max_depth or builder.max_depth)
+        if builder.stop is not None:
+            raise UsageError(
+                "a ddtree or drawn tree comes from one pass of the head, which a stop condition does not shorten; "
+                "leave the stop condition out"
+            )
+        builder = dataclasses.replace(
+            builder.shorten(max_depth or builder.max_depth), keep_logits=builder.keep_logits,
+            keep_confidence=builder.keep_confidence,
+        )  # fmt: skip
     if max_depth is not None and builder.max_depth > max_depth:
         raise UsageError(
             f"the tree is {builder.max_depth} tokens deep, but the head drafts only {max_depth}; choose a shorter tree"

@@ -232,9 +232,16 @@ def _select_slots(model: Model, settings: SelectionSettings, context: Context, c
     """Return the selected slots of each layer and key/value head, int32[layers, B, K or 1, budget]."""
     cache, layers, config = context.cache, model.capabilities.num_layers, model.config
     if config.window is not None:
-        recent = cached_tokens.ends_of_text(cached, cache_parts.num_slots(cache), settings.budget, 0)
+        size = cache_parts.num_slots(cache)
         is_global = np.array(config.is_global or (False,) * layers)[:, None, None, None]
-        full = _select_from_all(model, settings, context, cached) if is_global.any() else recent[None, :, None]
+        if not is_global.any():
+            recent = cached_tokens.ends_of_text(cached, size, settings.budget, 0)
+            return jnp.broadcast_to(recent[None, :, None], (layers, len(cached), 1, settings.budget))
+        full = _select_from_all(model, settings, context, cached)
+        # All layers have one length, and chunks may be fewer tokens than the budget.
+        count = jnp.sum(full[0, :, 0] < cached[:, None], -1, keepdims=True)
+        place = jnp.arange(settings.budget)
+        recent = jnp.where(place < count, cached[:, None] - count + place, size)
         return jnp.broadcast_to(jnp.where(is_global, full, recent[:, None]), (layers, *full.shape[1:]))
     return _select_from_all(model, settings, context, cached)
 

@@ -60,7 +60,7 @@ def windowed(window: int = 6, every: int | None = 2):
     return Target(make_model(dataclasses.replace(config, **changes)), depths.target().params)
 
 
-@pytest.mark.parametrize(("selection", "every"), [("snapkv", 2), ("retrieval", None), ("sinks", 2)])
+@pytest.mark.parametrize(("selection", "every"), [("snapkv", 2), ("retrieval", 2), ("retrieval", None), ("sinks", 2)])
 def test_the_text_of_a_target_with_windows_is_that_of_plain_decoding(selection, every):
     target = windowed(every=every)
     drafter = sparse_cache(target, selection=selection, **SMALL)

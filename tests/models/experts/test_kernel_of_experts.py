@@ -83,8 +83,9 @@ def test_gradients_do_not_pass_the_kernel(on_tpu):
     np.testing.assert_allclose(jax.grad(loss)(x, weights), jax.grad(loss)(x, expanded), atol=1e-4)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 300])
-def test_narrow_experts_are_read_by_columns(rows, on_tpu, monkeypatch):
+def test_narrow_experts_are_read_by_columns(rows, stacked, on_tpu, monkeypatch):
     """Results and gradients are those of rows."""
     narrow = 40
     assert is_stored_by_columns((WIDTH * 8, narrow)) and not is_stored_by_columns((narrow, WIDTH * 8))
@@ -96,7 +97,12 @@ def test_narrow_experts_are_read_by_columns(rows, on_tpu, monkeypatch):
         by_columns.append(isinstance(weights[1], TransposedMatrix) and not isinstance(weights[0], TransposedMatrix))
         return expert(weights, x)
 
-    run = lambda x, weights: running.run_experts(x, choice, weights, EXPERTS, spy)
+    def run(x, weights):
+        if not stacked:
+            return running.run_experts(x, choice, weights, EXPERTS, spy)
+        two_layers = jax.tree.map(lambda leaf: jnp.concatenate([leaf + 1, jax.lax.stop_gradient(leaf)]), weights)
+        return running.run_experts(x, choice, two_layers, EXPERTS, spy, first=EXPERTS, of_layer=weights)
+
     loss = lambda x, weights: jnp.sum(run(x, weights) ** 2)
     ours = jax.jit(run)(x, weights), jax.jit(jax.grad(loss, (0, 1)))(x, weights)
     assert by_columns and all(by_columns)

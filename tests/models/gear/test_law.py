@@ -213,3 +213,17 @@ def test_rejected_tokens_leave_no_trace():
     np.testing.assert_allclose(
         last_logits(target, dirty, TEXT[:, :4]), last_logits(target, clean, TEXT[:, :4]), atol=1e-3
     )
+
+
+def test_a_pass_over_a_complete_text_needs_no_blocks():
+    """Training and rewards read a text in one pass, with a cache of no slots."""
+    target = compressed()
+    tokens = jnp.asarray(TEXT)
+    mask = jnp.broadcast_to(jnp.tri(40, dtype=bool), (4, 40, 40))
+    positions = jnp.broadcast_to(jnp.arange(40), (4, 40))
+
+    def logits(capacity):
+        cache = target.model.init_cache(target.params, None, 4, capacity)
+        return target.model.forward(target.params, tokens, cache, positions=positions, mask=mask)[0].logits
+
+    np.testing.assert_allclose(logits(0), logits(64), atol=1e-5)
