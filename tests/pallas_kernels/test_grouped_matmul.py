@@ -68,7 +68,7 @@ def test_one_of_several_matrices():
     [
         ("lambda i, j, n: (n[0], j, 0)", "lambda i, j, n: (0, j, 0)"),
         ("lambda i, j, n: (n[0], 0, j)", "lambda i, j, n: (0, 0, j)"),
-        ("if rest:", "if False:"),
+        ("if tail:", "if False:"),
     ],
 )
 def test_mutants_are_caught(line, mutant, tmp_path):

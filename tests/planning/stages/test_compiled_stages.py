@@ -46,7 +46,7 @@ def test_the_stages_of_a_quantised_mixture_have_its_bytes(name, scheme):
     assert layers == [parts.attention.bytes, parts.feed.bytes + parts.experts.bytes]
     bits = 4 if scheme == "int4-weights" else 8
     share = parts.experts.bytes / parts_of(plain, 1024).experts.bytes
-    assert bits / 16 < share < bits / 16 + 0.03, "values, and scales besides"
+    assert bits / 16 < share < bits / 16 + 0.04, "values, and scales besides"
 
 
 def test_options_are_checked():
