@@ -63,7 +63,7 @@ DRAFTS = {"default": {}, "auto": {"draft_cost": DRAFTING}, "chain": {"num_tokens
 
 @pytest.mark.parametrize("name", ["default", "auto", "chain", exhaustive("tree")])
 def test_more_than_one_and_a_half_tokens_per_pass_and_the_text_of_plain_decoding(name):
-    """Prompts of unequal lengths in one batch, the shortest of one token. By default drafts pause in a model so small."""
+    """Prompts have unequal lengths, the shortest one token. By default drafts pause in a model so small."""
     target, options = shipped_hybrid(), DRAFTS[name]
     options = options | ({"tree": trees.parse(options["tree"])} if "tree" in options else {})
     method = "auto" if name == "auto" else "mtp"
