@@ -57,7 +57,7 @@ def with_standard_modes(function: Callable[Arguments, Result]) -> Callable[Argum
 def with_current_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return `function` with the modes of this call, for a function that JAX traces again when it compiles."""
     config: Any = jax.config
-    modes = [
+    modes: list[tuple[Any, Any]] = [
         (jax.enable_x64, config.jax_enable_x64),
         (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
         (jax.numpy_rank_promotion, config.jax_numpy_rank_promotion),

@@ -232,12 +232,12 @@ def test_forms_of_quantised_experts(name, monkeypatch):
     for form in ("loop", "blocks", "gather", "pairs", "dense"):
         np.testing.assert_allclose(run(stored, form), expected, atol=atol, err_msg=form)
         np.testing.assert_allclose(run(stored, form), run(stored, "loop"), atol=1e-5 * np.abs(expected).max())
-    chosen = []
+    form_names = []
     monkeypatch.setattr(platforms, "of_program", lambda: "gpu")
     for form in ("pairs", "dense"):
-        monkeypatch.setattr(running, f"_{form}", lambda *_, form=form, **options: chosen.append(form) or x)
+        monkeypatch.setattr(running, f"_{form}", lambda *_, form=form, **options: form_names.append(form) or x)
     run(stored, None)
-    assert chosen == (["pairs"] if name == "MXFP4" else ["dense"]), "12 pairs of 8 experts"
+    assert form_names == (["pairs"] if name == "MXFP4" else ["dense"]), "12 pairs of 8 experts"
 
 
 def test_no_ragged_product_on_cpu():
