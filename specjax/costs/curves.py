@@ -93,7 +93,8 @@ def shares_of(target: Target, platform: str | None = None) -> Shares:
     """Return the bytes of one row of float32 logits and of recurrent states, as shares of the bytes of the weights.
 
     On a GPU they are shares of the bytes that it reads in the time of a pass over one token
-    (`accelerators.equivalent_bytes`). Without parameters all shares are 0.
+    (`accelerators.equivalent_bytes`). The share of the experts is always of the bytes of a pass over one token. Without
+    parameters all shares are 0.
 
     Args:
       platform: as in `estimated`.
@@ -103,11 +104,9 @@ def shares_of(target: Target, platform: str | None = None) -> Shares:
     if not size:
         return NO_SHARES
     read, recurrent = equivalent_bytes(platform or current_chip(), size, layers), row_bytes(target)
-    experts = expert_share(target)
     return Shares(
-        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read,
-        experts._replace(share=experts.share * size / read),
-    )  # fmt: skip
+        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read, expert_share(target)
+    )
 
 
 LOGITS_PASSES = 4

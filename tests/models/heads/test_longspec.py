@@ -259,7 +259,7 @@ def test_targets_without_readable_keys_are_refused():
             decode(target, drafters.head_drafter(head), [[1, 2]], key=0, max_new_tokens=4)
 
     recurrent = tiny_hybrid(kinds=(LayerKind("attention"), LayerKind("gated_delta")), num_layers=2)
-    refused(compression.gear(target_of(), 4), "has a cache of the form gear:4; choose another cache dtype")
+    refused(compression.gear(target_of(), 4), "has a cache of the form gear:4.*choose another cache dtype")
     refused(recurrent, "that of hybrid has none .it is gated_delta.; choose a head that reads features")
     refused(toy.markov(), "the cache of .* has another form; choose a head that reads features")
     refused(toy.tiny_llama(num_kv_heads=4), "reads keys of 2 heads of size 8, but the last layer of .* has 4 of size 8")
