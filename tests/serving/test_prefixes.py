@@ -20,7 +20,7 @@ from specjax.engine.step import _draft
 from specjax.serving import admission
 from specjax.serving.prefixes import PrefixStore
 from specjax.serving.reading import PromptReader, next_to_read
-from specjax.types import Context, Traits
+from specjax.types import Context, Hooks, Traits
 
 CHUNK = admission.CHUNK_ON_CPU
 RANDOM = np.random.default_rng(0).integers(1, 60, 400).tolist()
@@ -140,7 +140,7 @@ def test_the_lag_of_a_drafter_leaves_the_last_chunk_to_every_prompt():
         take_chunk = staticmethod(lambda *arguments: [np.zeros(1)])
 
     for lag, num_stored in ((1, 2), (2, 1)):
-        drafter = SimpleNamespace(traits=Traits(lag=lag))
+        drafter = SimpleNamespace(traits=Traits(lag=lag), hooks=Hooks())
         parts, store = SimpleNamespace(loop=SimpleNamespace(read=True), drafter=drafter), PrefixStore(100)
         for expected in (0, num_stored):
             reader = PromptReader(None, packed_of(2 * CHUNK), store.root())
