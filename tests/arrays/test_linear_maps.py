@@ -93,4 +93,4 @@ def test_products_of_derivatives_keep_the_modes_of_the_caller():
     """JAX traces both functions again when it compiles, where the caller's precision is no longer set."""
     program = jit(jax.grad(lambda x: jnp.sum(cubes(MATRIX, x)))).lower(POINT).as_text()
     products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
-    assert len(products) >= 2 and all("HIGHEST" in line for line in products)
+    assert products and all("HIGHEST" in line for line in products)

@@ -86,7 +86,9 @@ def test_drafted_texts_are_those_of_plain_decoding(name, temperature):
     result = specjax.decode(target, drafter, prompts(), key=0, max_new_tokens=NEW, **sampling)
     assert result.to_lists() == plain(temperature)
     if temperature is None and name in ("auto with the module", "chain", "tree"):
-        assert np.sum(result.lengths) / np.sum(result.stats.target_passes) > 1.5
+        # `auto` knows that wide passes read more experts, so it drafts less.
+        least = 1.2 if method == "auto" else 1.5
+        assert np.sum(result.lengths) / np.sum(result.stats.target_passes) > least
 
 
 def test_estimated_costs_grow_with_the_experts_of_a_pass():
