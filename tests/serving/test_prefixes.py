@@ -105,7 +105,7 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
 
 
 def test_a_head_does_not_share_a_chunk_before_another_token():
-    """Its state after a chunk depends on the next token, so prompts that part there share the chunk before it only."""
+    """The state after a chunk depends on the next token, so prompts that part there share the chunk before it only."""
     target, drafter_of = SETTINGS["eagle3"]
     parted = [*RANDOM[: 2 * CHUNK], *(token % 59 + 1 for token in RANDOM[2 * CHUNK : 3 * CHUNK])]
     job = prepare(target(), drafter_of(), [parted], Settings(), key=jax.random.key(0), max_new_tokens=4)
