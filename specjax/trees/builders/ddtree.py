@@ -115,9 +115,7 @@ def _builder(
         return _Prefixes(scores, reach, 1 + level * total + order), drafted
 
     def finish(state: _Prefixes, parents, valid):
-        best, nodes = jax.lax.top_k(state.scores, total)  # ties go to the earlier node, so parents precede children
-        nodes = jnp.sort(jnp.where(best > -jnp.inf, nodes + 1, candidates + 1), 1)
-        return jnp.pad(jnp.where(nodes > candidates, -1, nodes), ((0, 0), (1, 0)))
+        return best_nodes(state.scores, total)
 
     return Builder(
         init=init,
@@ -133,6 +131,14 @@ def _builder(
         warped=is_drawn,
         shorten=lambda deepest: _builder(total, min(levels, deepest), is_drawn, children, gap),
     )
+
+
+def best_nodes(scores: Array, total: int) -> Array:
+    """Return the root and the `total` best nodes int32[B, 1 + total] by scores float32[B, C]; -1: there is none."""
+    best, nodes = jax.lax.top_k(scores, total)  # ties go to the earlier node, so parents precede children
+    none = scores.shape[1] + 1
+    nodes = jnp.sort(jnp.where(best > -jnp.inf, nodes + 1, none), 1)
+    return jnp.pad(jnp.where(nodes == none, -1, nodes), ((0, 0), (1, 0)))
 
 
 class Ranks(NamedTuple):

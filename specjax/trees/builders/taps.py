@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.trees.builders.ddtree import likeliest_ranks
+from specjax.trees.builders.ddtree import best_nodes, likeliest_ranks
 from specjax.trees.contracts import Builder, Level, Parents, verify_widths
 from specjax.types import Array
 
@@ -118,9 +118,7 @@ def path_ddtree(total: int = 15, depth: int | None = None, *, children: int = CH
         return _Paths(state.learned, scores, stored, reach, numbers, rank, details_of_level.logit), drafted
 
     def finish(state: _Paths, parents, valid):
-        best, nodes = jax.lax.top_k(state.scores, total)  # ties go to the earlier node, so parents precede children
-        nodes = jnp.sort(jnp.where(best > -jnp.inf, nodes + 1, candidates + 1), 1)
-        return jnp.pad(jnp.where(nodes > candidates, -1, nodes), ((0, 0), (1, 0)))
+        return best_nodes(state.scores, total)
 
     return Builder(
         init=init,
