@@ -20,6 +20,8 @@ Rule for a draft:
      waits for another, and all rows count equally.
   5. The head runs after the other drafters, and only while it saves more than it costs on average
      (`specjax.drafters.combined.head_schedule`). Otherwise its unread pairs wait in a window.
+  6. What drafts really gained is added up in an account (`specjax.drafters.combined.account`). While it is overdrawn,
+     decoding is plain. So drafts whose expectations are wrong cost a bounded share of the time.
 The rates are learned in hindsight: every draft is stored, verified or not, until the text has passed it. No decision
 therefore depends on the randomness of its own step.
 With `sampling="coupled"` the noise of the target's draws is known. Stored tokens, votes for copies and the head's
@@ -43,7 +45,7 @@ from specjax import costs as costs_of
 from specjax.arrays import batch_axes, scopes
 from specjax.catalog import Method, Option
 from specjax.costs.sharing import ExpertSharing, init_sharing, observe_sharing, update_sharing
-from specjax.drafters.combined import head_schedule, node_classes, settings
+from specjax.drafters.combined import account, head_schedule, node_classes, settings
 from specjax.drafters.combined.head_schedule import HeadSchedule
 from specjax.drafters.combined.settings import Config
 from specjax.drafters.heads import head_drafter, pending_pairs
@@ -122,6 +124,7 @@ class DraftRecord(NamedTuple):
     past: NodeStatistics
     promise: Array  # float32[], moving average of the expected savings of drafts, in passes of width 1
     rest: Array  # int32[], plain steps until the next draft
+    balance: Array  # float32[], plain passes that drafts may still lose, see `account`
 
 
 class HeadState(NamedTuple):
@@ -143,6 +146,7 @@ class Observation(NamedTuple):
     recycled: RecyclingUpdate
     pairs: PyTree  # of the head; (): there is none
     ratio: Array | tuple[()]  # float32[2], see `observe_sharing`
+    gain: Array  # float32[], tokens beyond the cost of the pass, in plain passes
 
 
 class RankedDraft(NamedTuple):
@@ -267,7 +271,7 @@ def _functions(config: Config) -> Drafter:
 def _init(config: Config, params, context: Context) -> State:
     matrix = config.recycling.init((), context)
     past = node_statistics.init(len(config.prior), context.tokens.shape[0], config.shape)
-    record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0))
+    record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0), jnp.float32(account.OPENING))
     texts = _history(config, params).rollouts
     sources = rollouts.find_sources(texts, context) if isinstance(texts, Rollouts) else ()
     sharing = init_sharing() if config.counted_experts(context.target) else ()
@@ -286,7 +290,8 @@ def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHi
 
 def _axes(config: Config, state: State) -> State:
     rows = batch_axes.rows_first(state)
-    record = rows.record._replace(promise=batch_axes.SHARED, rest=batch_axes.SHARED)
+    shared = dict.fromkeys(("promise", "rest", "balance"), batch_axes.SHARED)
+    record = rows.record._replace(**shared)
     rows = rows._replace(record=record, sharing=batch_axes.shared(state.sharing))
     if config.head is None or not isinstance(state.head, HeadState):
         return rows
@@ -413,7 +418,8 @@ def _record_draft(config: Config, record: DraftRecord, draft: RankedDraft, past:
     promise = record.promise + RECENT * (draft.saved - record.promise)
     saves_less = (promise < config.draft_cost) & (draft.saved < config.draft_cost)
     pause = jnp.where(saves_less, _pause(config), jnp.zeros_like(record.rest))
-    return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause)
+    balance = account.pay(record.balance, -config.draft_cost)
+    return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause, balance)
 
 
 def _pause(config: Config) -> int:
@@ -444,7 +450,8 @@ def _observe(config: Config, params, state: State, context: Context, tree, verdi
 
     During pauses Token Recycling observes only every LEARN-th narrow pass.
     """
-    if config.passes(len(context.length), context.target).is_plain:
+    passes = config.passes(len(context.length), context.target).with_sharing(state.sharing)
+    if passes.is_plain:
         return ()
     learn = lambda: config.recycling.observe((), state.matrix, context, tree, verdict, output)
     nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(learn))
@@ -459,13 +466,17 @@ def _observe(config: Config, params, state: State, context: Context, tree, verdi
     sizes = config.counted_experts(context.target)
     if sizes is not None and output.experts is not None:
         ratio = observe_sharing(sizes, output.experts, *tree.tokens.shape)
-    return Observation(observation, pairs, ratio)
+    gain = account.gain_of_pass(passes, tree.tokens.shape[1], verdict.num_nodes, context.remaining)
+    return Observation(observation, pairs, ratio, gain)
 
 
 def _update(config: Config, params, state: State, observation, verdict) -> State:
     if observation == ():
         return state
-    recycled, pairs, ratio = observation
+    recycled, pairs, ratio, gain = observation
+    balance = account.pay(state.record.balance, gain)
+    pause = jnp.maximum(state.record.rest, account.plain_steps(balance))
+    state = state._replace(record=state.record._replace(balance=balance, rest=pause))
     if config.head is not None:
         assert isinstance(state.head, HeadState)
         state = state._replace(head=state.head._replace(read=pending_pairs.append(state.head.read, pairs)))
@@ -489,6 +500,9 @@ def _export(config: Config, params, state: State) -> AutoHistory | Params:
 def _explain(previous: State, current: State) -> str:
     """Explain why a step did or did not draft."""
     old, new = previous.record, current.record
+    if old.rest > 0 and old.balance < 0:
+        excess = f"drafts cost {-float(old.balance):.1f} passes more than they may lose"
+        return f"pauses: {excess}; drafts in {int(old.rest)} steps"
     if old.rest > 0:
         expected = f"recent drafts were expected to save {float(old.promise):.2f} passes"
         return f"pauses: {expected}; drafts in {int(old.rest)} steps"
