@@ -4,6 +4,7 @@ from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
+from specjax.models.seq2seq.memory import sources
 from specjax.models.storage import storage_options
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
 
@@ -18,5 +19,6 @@ __all__ = [
     "make_model",
     "narrow_mlps",
     "prune_layers",
+    "sources",
     "storage_options",
 ]

@@ -24,13 +24,16 @@ from specjax.models.hybrid.decoder import HybridDecoder
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
+from specjax.models.seq2seq import memory as seq2seq_memory
+from specjax.models.seq2seq.config import Seq2SeqConfig
+from specjax.models.seq2seq.model import EncoderDecoder
 from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.models.storage import check_exact_products, quantize_params, with_formats
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
-CONFIGS = LlamaConfig, Gemma3Config, HybridConfig
+CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, Seq2SeqConfig
 Config = DecoderConfig
 
 
@@ -53,7 +56,8 @@ def abstract_module(config: Config) -> nnx.Module:
 
 
 def _decoder_class(config: Config) -> Any:
-    return HybridDecoder if isinstance(config, HybridConfig) else Decoder
+    classes: dict[type, Any] = {HybridConfig: HybridDecoder, Seq2SeqConfig: EncoderDecoder}
+    return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 
 
 @functools.cache
@@ -92,6 +96,7 @@ def gear_form(config: Config, mesh: Mesh | None = None) -> GearForm | None:
         "its attention has windows": config.window is not None,
         "it is spread over a mesh": mesh is not None,
         "same_bits is not shown for it": config.same_bits,
+        "it has an encoder": isinstance(config, Seq2SeqConfig),
         f"its heads of {config.head_dim} numbers do not fill whole bytes": config.head_dim * options["bits"] % 8 != 0,
         f"its heads of {config.head_dim} numbers are too large": config.head_dim > 256,
     }
@@ -119,6 +124,9 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
       for `same_bits` where it was not shown to hold.
     """
     gear_form(config, mesh)
+    if isinstance(config, Seq2SeqConfig) and (mesh is not None or config.same_bits):
+        option = "same_bits" if mesh is None else "a mesh"
+        raise UsageError(f"the encoder-decoder {config.name} does not support {option} yet; leave it out")
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
         check_exact_products(config)
@@ -140,11 +148,12 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
     def best(params, hidden, k):
         return module_of(params).predict_best(hidden, k)
 
-    cache_and_pass = (
-        _hybrid_fields(config, layout, module_of)
-        if isinstance(config, HybridConfig)
-        else _attention_fields(config, layout, module_of)
-    )
+    if isinstance(config, HybridConfig):
+        cache_and_pass = _hybrid_fields(config, layout, module_of)
+    elif isinstance(config, Seq2SeqConfig):
+        cache_and_pass = _seq2seq_fields(config, module_of)
+    else:
+        cache_and_pass = _attention_fields(config, layout, module_of)
     return Model(
         best=best if layout is None and not config.same_bits else None,
         vocab_size=config.vocab_size,
@@ -263,6 +272,32 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
             reads_in_order=config.recurs,
             shared_keys=config.shared_keys,
         ),
+    }
+
+
+def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """Return the fields of a `Model` with an encoder. Its `inputs` are a `Source`, which `init_cache` encodes."""
+
+    def init_cache(params, inputs, batch: int, capacity: int) -> seq2seq_memory.Seq2SeqCache:
+        if not isinstance(inputs, seq2seq_memory.Source):
+            raise UsageError(f"the model {config.name} reads a source; pass inputs=specjax.models.sources(...)")
+        text = kv.init(
+            batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
+            False, config.cache_lanes, config.cache_bits,
+        )  # fmt: skip
+        return seq2seq_memory.Seq2SeqCache(text, module_of(params).encode(inputs))
+
+    def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
+        return module_of(params)(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier)
+
+    return {
+        "init_cache": init_cache,
+        "forward": forward,
+        "commit": seq2seq_memory.commit,
+        **kv_cache_functions(),
+        "rewind": seq2seq_memory.rewind,
+        "axes": seq2seq_memory.axes,
+        "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, inputs=True),
     }
 
 

@@ -188,6 +188,7 @@ class AttentionSettings(NamedTuple):
     rotation: Rotation | None  # None: attention does not depend on positions
     window: Array | int | None = None  # tokens that attention looks back; int32[kinds] if layers differ
     kind: np.ndarray | Array | None = None  # int32[layers], the kind of each layer; None: layers do not differ
+    bias: Array | None = None  # float32[H, D], added to scores by the distance of a key; None: nothing
 
     def at_layer(self, layer: Array | int) -> AttentionSettings:
         """Return the settings of one layer."""
@@ -197,8 +198,8 @@ class AttentionSettings(NamedTuple):
             kind: Array | int = int(self.kind[layer])
         else:
             kind = at_layer(jnp.asarray(self.kind), layer)
-        rotation, window = at_layer((self.rotation, self.window), kind)
-        return AttentionSettings(rotation, window)
+        rotation, window, bias = at_layer((self.rotation, self.window, self.bias), kind)
+        return AttentionSettings(rotation, window, bias=bias)
 
 
 class LayerInputs(NamedTuple):
@@ -280,6 +281,7 @@ class Attention(nnx.Module):
             attend = shared.layout.shard_attention(attend)
         optional = {} if shared.first is None else {"first": shared.first}
         optional |= {} if self.sinks is None else {"sinks": self.sinks[...]}
+        optional |= {} if settings.bias is None else {"bias": settings.bias}
         out = attend(
             kv.pad_head_dim(q, layer_cache.k), all_k, all_v, layer_cache.k, layer_cache.v, shared.length,
             shared.positions, shared.mask,

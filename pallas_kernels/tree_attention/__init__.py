@@ -27,6 +27,7 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "mosaic_gpu", "by_slot")
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
     softcap=None, with_total=False, implementation=None, first=None, sinks=None, value_size=None,
+    bias=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention`, which also defines the arguments and the derivatives.
 
@@ -36,6 +37,7 @@ def tree_attention(
     Args:
       first: int32[B], the first slot of a shared prefix that each row attends to. None: 0.
       sinks: float[H], as in the reference. They are applied to the result of an implementation without them.
+      bias: float[H, D], as in the reference. Only "xla" supports it, and not with sinks or a shared prefix.
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel if the program is lowered for a
         TPU and the kernel supports these shapes, else "xla". "by_slot" runs everywhere, for bfloat16. With it no bit of
         a token's result depends on the pass that computes it. "mosaic_gpu" runs on Hopper GPUs, for bfloat16. It was
@@ -48,7 +50,12 @@ def tree_attention(
         raise NotImplementedError(
             f'tree_attention has no implementation "{implementation}"; use None, {", ".join(names)} or {last}'
         )
-    if first is not None or prefix_k.shape[-4] < len(q):
+    is_shared = first is not None or prefix_k.shape[-4] < len(q)
+    if bias is not None and (is_shared or sinks is not None or implementation not in (None, "xla")):
+        raise NotImplementedError(
+            'tree_attention adds a bias by distance in the implementation "xla" only, without sinks or a shared prefix'
+        )
+    if is_shared:
         return shared_tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, first=first, key_positions=key_positions, layer=layer,
             scale=scale, window=window, softcap=softcap, sinks=sinks, value_size=value_size,
@@ -60,7 +67,7 @@ def tree_attention(
         )  # fmt: skip
         out, total = with_sinks(out, total, sinks)
         return (out, total) if with_total else out.astype(q.dtype)
-    arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window
+    arrays = q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias
     static = {"scale": scale, "softcap": softcap, "with_total": with_total, "value_size": value_size}
     if not prefix_k.shape[-2]:
         return _run_reference(*arrays, **static)
@@ -78,7 +85,7 @@ def tree_attention(
             more = {"scale": scale, "softcap": softcap, "value_size": value_size}
             on_tpu = functools.partial(_run_kernel, kernel="tpu_by_slot", **more)
             run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
-    elif implementation == "xla" or _load_kernel().unsupported_reason(q, k, prefix_k, value_size):
+    elif implementation == "xla" or bias is not None or _load_kernel().unsupported_reason(q, k, prefix_k, value_size):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
         run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=on_xla)
@@ -96,10 +103,10 @@ def _differentiate(run, same, primals, tangents):
     return _differentiable(run, same, *primals), jax.jvp(same, primals, tangents)[1]
 
 
-def _run_reference(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+def _run_reference(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, **static):
     return _reference(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
-        **static,
+        bias=bias, **static,
     )  # fmt: skip
 
 
@@ -108,21 +115,21 @@ def _load_kernel(kernel: str = "tpu"):
     return importlib.import_module(f"{__name__}.{kernel}")
 
 
-def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+def _run_xla(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, **static):
     return _xla(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
-        **static,
+        bias=bias, **static,
     )  # fmt: skip
 
 
-def _run_static(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+def _run_static(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, **static):
     return static_tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
-        **static,
+        bias=bias, **static,
     )  # fmt: skip
 
 
-def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, **static):
+def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, **static):
     return tree_attention_by_slot(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
         **static,
@@ -133,7 +140,7 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 @functools.partial(jax.jit, static_argnames=("kernel", "scale", "softcap", "with_total", "value_size"))
 @with_standard_modes  # Mosaic's indices are 32 bits
 def _run_kernel(
-    q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, *, kernel="tpu", **static
+    q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, *, kernel="tpu", **static
 ):  # fmt: skip
     return _load_kernel(kernel).tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,

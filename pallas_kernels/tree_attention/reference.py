@@ -34,7 +34,7 @@ def with_value_size(attend: Callable) -> Callable:
 @with_value_size
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, products=None, sinks=None,
+    softcap=None, with_total=False, products=None, sinks=None, bias=None,
 ):  # fmt: skip
     """Attend from T new tokens to a cached prefix and to each other.
 
@@ -60,6 +60,7 @@ def tree_attention(
       value_size: the values are the first `value_size` numbers of the keys, as in latent attention, and `v` and
         `prefix_v` are not read (None). None: keys and values are separate. `with_value_size` adds this argument.
       sinks: float[H], one more score per head in the softmax, whose weight is dropped (gpt-oss); None: there are none.
+      bias: float[H, D], added to the scores of keys by their distance in positions, at most D - 1 (T5); None: nothing.
 
     Returns: [B, T, H, h], or [B, T, H, value_size].
     """
@@ -69,11 +70,12 @@ def tree_attention(
     # Query heads of one kv head are rows of one matrix, for batched matmuls without a transposed copy of the cache.
     q = group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
 
-    def scores(keys, visible):
-        return masked_scores(q, keys, visible, softcap, products or plain_products)
+    def scores(keys, visible, keys_at):
+        added = distance_scores(bias, positions, keys_at)
+        return masked_scores(q, keys, visible, softcap, products or plain_products, added)
 
     in_prefix, mask = visible_keys(slots, length, positions, mask, key_positions, window)
-    new = scores(k, mask)
+    new = scores(k, mask, positions if key_positions is None else key_positions)
     if sinks is not None:
         sink = sink_scores(sinks, kv_heads, t)
         top_of, total_of = (lambda top: jnp.maximum(top, sink)), lambda total, top: total + jnp.exp(sink - top)
@@ -84,7 +86,7 @@ def tree_attention(
         new = jnp.exp(new - top)
         total = total_of(jnp.sum(new, -1, keepdims=True), top)
         return finish(weighted_sum(new, v, q.dtype) / total, top, total, t, q.dtype, with_total)
-    old = scores(prefix_k, in_prefix)
+    old = scores(prefix_k, in_prefix, jnp.arange(slots)[None])
     top = top_of(jnp.maximum(jnp.max(old, -1, keepdims=True), jnp.max(new, -1, keepdims=True)))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
 
@@ -128,10 +130,21 @@ def factors(x, dtype):
     return (jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == BITS else x), None
 
 
-def masked_scores(q, keys, visible, softcap, products):
+def distance_scores(bias, positions, key_positions):
+    """Return what `bias` float[H, D] adds to the scores of positions [B, T] and keys [B or 1, n], float32[B, H, T, n].
+
+    The result is None without a bias.
+    """
+    if bias is None:
+        return None
+    distance = jnp.clip(positions[:, :, None] - key_positions[:, None, :], 0, bias.shape[1] - 1)
+    return jnp.moveaxis(jnp.take(bias.astype(jnp.float32), distance, axis=1), 0, 1)
+
+
+def masked_scores(q, keys, visible, softcap, products, added=None):
     """Return the scores float32[B, K, G*T, n] of q [B, K, G*T, h] and keys [B, K, n, h].
 
-    They are NEG where not visible bool[B, T, n].
+    They are NEG where not visible bool[B, T, n]. `added` float32[B, H, T, n] is added to them (None: nothing).
     """
     keys, scales = factors(keys, q.dtype)
     s = products(q, keys)
@@ -140,6 +153,7 @@ def masked_scores(q, keys, visible, softcap, products):
         s = softcap * jnp.tanh(s / softcap)
     batch, t, n = visible.shape
     by_token = s.reshape(batch, s.shape[1], -1, t, n)
+    by_token = by_token if added is None else by_token + added.reshape(by_token.shape)
     return jnp.where(visible[:, None, None], by_token, NEG).reshape(s.shape)
 
 

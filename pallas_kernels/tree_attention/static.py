@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.pallas_kernels.tree_attention.reference import (
+    distance_scores,
     finish,
     group_queries,
     masked_scores,
@@ -38,7 +39,7 @@ SLOTS_PER_TILE = 128
 @with_value_size
 def static_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, max_scores=MAX_SCORES,
+    softcap=None, with_total=False, max_scores=MAX_SCORES, bias=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention`, with operations that do not depend on the lengths.
 
@@ -50,15 +51,18 @@ def static_tree_attention(
         block = max(max_scores // scores_per_slot // SLOTS_PER_TILE, 1) * SLOTS_PER_TILE
         return blocked_tree_attention(
             q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, scale=scale,
-            window=window, softcap=softcap, with_total=with_total, block=block, all_blocks=True,
+            window=window, softcap=softcap, with_total=with_total, block=block, all_blocks=True, bias=bias,
         )  # fmt: skip
     prefix_k, prefix_v = select_layer(prefix_k, layer), select_layer(prefix_v, layer)
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
     in_prefix, mask = visible_keys(slots, length, positions, mask, key_positions, window)
     scores = [
-        masked_scores(grouped, keys, visible, softcap, plain_products)
-        for keys, visible in ((prefix_k, in_prefix), (k, mask))
+        masked_scores(grouped, keys, visible, softcap, plain_products, distance_scores(bias, positions, keys_at))
+        for keys, visible, keys_at in (
+            (prefix_k, in_prefix, jnp.arange(slots)[None]),
+            (k, mask, positions if key_positions is None else key_positions),
+        )
     ]
     joined = jnp.concatenate(scores, -1)  # float32[B, K, G*T, S + M]
     weights = jax.nn.softmax(joined, -1)

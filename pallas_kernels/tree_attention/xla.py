@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from specjax.pallas_kernels.tree_attention.reference import (
     NEG,
+    distance_scores,
     finish,
     group_queries,
     masked_scores,
@@ -26,7 +27,7 @@ SmolLM2 on two cores, one token, ms per layer for 480 slots used of 512 / of 8,1
 @with_value_size
 def blocked_tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, block=BLOCK, all_blocks=False,
+    softcap=None, with_total=False, block=BLOCK, all_blocks=False, bias=None,
 ):  # fmt: skip
     """Compute `reference.tree_attention` with work and memory that grow with the longest row, not the capacity.
 
@@ -42,10 +43,10 @@ def blocked_tree_attention(
     block = min(block, slots)
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
-    def add(carry, keys, values, visible):
+    def add(carry, keys, values, visible, keys_at):
         """Fold keys [B, K, n, h], where visible bool[B, T, n], into (sum, total, top) by an online softmax."""
         acc, total, top = carry
-        s = masked_scores(grouped, keys, visible, softcap, products)
+        s = masked_scores(grouped, keys, visible, softcap, products, distance_scores(bias, positions, keys_at))
         new_top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
         weights, fade = jnp.exp(s - new_top), jnp.exp(top - new_top)
         return (
@@ -67,12 +68,13 @@ def blocked_tree_attention(
         keys, values = jax.tree.map(lambda x: cut_slots(x, layer, start, block), prefix)
         slot = start + jnp.arange(block)
         visible = (slot < length[:, None, None]) & (slot >= i * block) & in_window(slot)
-        return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, block)))
+        return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, block)), slot[None])
 
     shape = (*grouped.shape[:3], 1)
     carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     # New tokens first: each attends to itself, so the maximum is finite before a block that may be fully masked.
-    carry = add(carry, k, v, mask & in_window((positions if key_positions is None else key_positions)[:, None, :]))
+    keys_at = positions if key_positions is None else key_positions
+    carry = add(carry, k, v, mask & in_window(keys_at[:, None, :]), keys_at)
     if all_blocks:
         first, last = 0, -(-slots // block)
     else:

@@ -26,7 +26,7 @@ from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, threefry
 from specjax.persistence.checkpoint import Checkpoints
 from specjax.persistence.program_cache import ProgramCache, programs_of
-from specjax.types import Array, Drafter, Target
+from specjax.types import Array, Drafter, PyTree, Target
 
 Rows = Sequence[Sequence[int]]
 
@@ -40,6 +40,7 @@ class DecodeTask(NamedTuple):
     keys: Array  # key[B]
     settings: Settings
     max_new_tokens: int
+    inputs: PyTree = None  # of a model that reads more than tokens, one entry per prompt
 
     def job(self) -> Job:
         """Check the settings and lay out the prompts, over the mesh of the target if it has one."""
@@ -49,7 +50,10 @@ class DecodeTask(NamedTuple):
         """Lay out other prompts of the same shape."""
         mesh = self.target.model.mesh
         arrays, keys = (prompts, keys) if mesh is None else parallel.spread_rows(mesh, *prompts, keys)
-        return job_of(self.target, self.drafter, arrays, self.settings, key=keys, max_new_tokens=self.max_new_tokens)
+        return job_of(
+            self.target, self.drafter, arrays, self.settings, key=keys, max_new_tokens=self.max_new_tokens,
+            inputs=self.inputs,
+        )  # fmt: skip
 
 
 def row_keys(seed: int, indices: Sequence[int]) -> Array:

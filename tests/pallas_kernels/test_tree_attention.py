@@ -21,7 +21,7 @@ BLOCKED = jax.jit(blocked_tree_attention, static_argnames=("scale", "window", "s
 STATIC = jax.jit(static_tree_attention, static_argnames=("scale", "window", "softcap", "max_scores", "with_total"))
 
 
-def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap, sinks=None):
+def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window, softcap, sinks=None, bias=None):
     """Per row and head, numpy, one softmax over what is visible."""
     out = np.zeros(q.shape)
     for b in range(q.shape[0]):
@@ -35,6 +35,8 @@ def plain(q, k, v, prefix_k, prefix_v, length, positions, mask, *, scale, window
             for h in range(q.shape[2]):
                 s = keys[h // (q.shape[2] // KV)] @ q[b, i, h] * scale
                 s = softcap * np.tanh(s / softcap) if softcap else s
+                if bias is not None:
+                    s = s + bias[h, np.clip(positions[b, i] - where, 0, bias.shape[1] - 1)]
                 w = np.where(visible, np.exp(s - s[visible].max()), 0)
                 sink = 0.0 if sinks is None else np.exp(sinks[h] - s[visible].max())
                 out[b, i, h] = w @ values[h // (q.shape[2] // KV)] / (w.sum() + sink)
@@ -105,6 +107,35 @@ def test_sinks_take_a_part_of_the_softmax(form, window):
     np.testing.assert_allclose(got[:, :, 3], 0, atol=1e-5)
     without = plain(*arrays, **options)
     assert np.abs(without - wanted).max((0, 1, 3)).min() > 0.005
+
+
+BIASED = {
+    "reference": reference,
+    "blocked": BLOCKED,
+    "static": STATIC,
+    "static in blocks": functools.partial(STATIC, max_scores=1),
+    "xla": functools.partial(tree_attention, implementation="xla"),
+    "default": tree_attention,
+}
+
+
+@pytest.mark.parametrize("form", BIASED)
+@pytest.mark.parametrize("tree", ["chain", "random"])
+def test_a_bias_by_distance_is_added_to_scores(form, tree):
+    """Distances beyond the last column have its value."""
+    rng = np.random.default_rng(5)
+    arrays, bias = case(rng, 6, [9, 33], tree), rng.normal(size=(HEADS, 12)).astype(np.float32)
+    options = {"scale": 0.3, "window": None, "softcap": None}
+    wanted = plain(*arrays, **options, bias=bias)
+    got = BIASED[form](*(jnp.asarray(x) for x in arrays), **options, bias=jnp.asarray(bias))
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    assert np.abs(plain(*arrays, **options) - wanted).max((0, 1, 3)).min() > 0.005
+
+
+def test_what_a_bias_by_distance_excludes():
+    arrays = [jnp.asarray(x) for x in case(np.random.default_rng(5), 6, [9, 33], "chain")]
+    with pytest.raises(NotImplementedError, match="bias by distance"):
+        tree_attention(*arrays, scale=1.0, bias=jnp.zeros((HEADS, 4)), sinks=jnp.zeros(HEADS))
 
 
 def test_sinks_of_rows_that_share_a_prefix_and_of_empty_caches():

@@ -179,7 +179,7 @@ generate.__doc__ = HELP
 
 def _draft(flags: GenerateFlags) -> None:
     """Generate with drafts, over all hosts and devices."""
-    from specjax.cli.options.prompts import PromptSource
+    from specjax.cli.options.prompts import PromptSource, as_sources
     from specjax.cli.output.console import Console
     from specjax.cli.runs.compression.prompts import check_one_loss, compress_prompts, read_compression
     from specjax.cli.runs.environment import open_program_cache, stage
@@ -206,7 +206,12 @@ def _draft(flags: GenerateFlags) -> None:
     session, method = selection.open(log, mesh)
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
+    has_encoder = session.target.model.capabilities.inputs
+    source = source._replace(raw=source.raw or has_encoder)  # such models have no chats
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
+    if has_encoder:
+        require(compression is None, "--compress does not apply to the source of an encoder-decoder; leave it out")
+        rows = as_sources(rows, session.target.model.config.first_token)
     compressed = None
     if compression is not None:
         rows, session, compressed = compress_prompts(rows, compression, session, flags.sampling.max_new_tokens, log)

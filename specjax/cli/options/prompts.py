@@ -122,6 +122,7 @@ class Encoded(NamedTuple):
     prompt: Prompt
     ids: list[int]
     ordinal: int  # index among all prompts, which selects its random key
+    source: list[int] | None = None  # what the encoder of an encoder-decoder reads; the text is then its first token
 
 
 def system_turn(system: str | None) -> list[dict[str, str]]:
@@ -161,6 +162,11 @@ def encode(
         else:
             rows.append(Encoded(prompt, ids, index))
     return rows, bad
+
+
+def as_sources(rows: list[Encoded], first_token: int) -> list[Encoded]:
+    """Return the rows of an encoder-decoder: the prompt is the source, and the text begins with `first_token`."""
+    return [row._replace(ids=[first_token], source=row.ids) for row in rows]
 
 
 class PromptSource(NamedTuple):

@@ -18,6 +18,7 @@ from specjax.cli.runs.session import Session, provenance
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
+from specjax.models import sources
 from specjax.types import Drafter, Target
 
 
@@ -86,7 +87,9 @@ class PromptRun:
     ) -> DecodeTask:
         """Return a batch with its keys and settings."""
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
-        return DecodeTask(target, drafter, [row.ids for row in batch], keys, settings, self.decoding.max_new_tokens)
+        inputs = sources([row.source for row in batch if row.source is not None]) if batch[0].source else None
+        rows = [row.ids for row in batch]
+        return DecodeTask(target, drafter, rows, keys, settings, self.decoding.max_new_tokens, inputs)
 
     def origin_of(self, row: Encoded, settings: Settings, widths: Sequence[int], batch: int) -> TextOrigin:
         """Return the decoding of a prompt's text in a batch, with passes of some widths."""

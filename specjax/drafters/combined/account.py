@@ -40,7 +40,7 @@ def gain_of_pass(passes: PassWidths, width: int, num_tokens: Array, remaining: A
     return jnp.where(jnp.any(num_tokens > 0), mean - cost + ALLOWANCE * mean, 0.0)
 
 
-def pay(balance: Array, amount: Array) -> Array:
+def pay(balance: Array, amount: Array | float) -> Array:
     """Return the balance float32[] after a gain, or after a loss (a negative amount)."""
     return jnp.minimum(balance + amount, LARGEST)
 

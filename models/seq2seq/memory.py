@@ -1,0 +1,65 @@
+"""Cache of an encoder-decoder: the text's keys and values, and those of the source, which never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.arrays import batch_axes
+from specjax.errors import UsageError
+from specjax.models import cache as kv
+from specjax.types import Array, PyTree
+
+UNIT = 32
+"""Lengths of padded sources are multiples of it, so that sources of similar lengths share a program."""
+
+
+class Source(NamedTuple):
+    """The input of a text-to-text encoder."""
+
+    tokens: Array  # int32[B, S], then unspecified values
+    length: Array  # int32[B]
+
+
+def sources(texts: Sequence[Sequence[int]]) -> Source:
+    """Return the input of an encoder for token lists, padded to a common length.
+
+    Raises: UsageError for an empty text.
+    """
+    if not all(len(text) for text in texts):
+        raise UsageError("a source must have at least one token")
+    width = -(-max(map(len, texts)) // UNIT) * UNIT
+    rows = [[*text, *[0] * (width - len(text))] for text in texts]
+    return Source(jnp.asarray(rows, jnp.int32), jnp.asarray([len(text) for text in texts], jnp.int32))
+
+
+class SourceMemory(NamedTuple):
+    """What the decoder reads of the source."""
+
+    k: tuple[Array, ...]  # [B, H, S, h] of each layer of the decoder
+    v: tuple[Array, ...]
+    length: Array  # int32[B]
+
+
+class Seq2SeqCache(NamedTuple):
+    text: kv.KVCache
+    source: SourceMemory
+
+
+def commit(cache: Seq2SeqCache, pending: kv.Pending, path: Array, num_nodes: Array) -> Seq2SeqCache:
+    """Append nodes to the text, see `models.cache.commit`."""
+    return cache._replace(text=kv.commit(cache.text, pending, path, num_nodes))
+
+
+def rewind(cache: Seq2SeqCache, length: Array) -> Seq2SeqCache:
+    """Forget all but the first `length` int32[B] tokens of the text."""
+    return cache._replace(text=kv.rewind(cache.text, length))
+
+
+def axes(arrays: Any) -> PyTree:
+    """Return the index of the row axis of each array of a cache or of pending entries."""
+    if not isinstance(arrays, Seq2SeqCache):
+        return kv.axes(arrays)
+    return Seq2SeqCache(kv.axes(arrays.text), batch_axes.rows_first(arrays.source))

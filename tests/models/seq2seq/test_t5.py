@@ -1,0 +1,173 @@
+"""T5, Flan-T5, mT5 and umT5 beside `transformers`: logits with padded sources, trees, and greedy texts."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import specjax
+from specjax import UsageError
+from specjax.cli import main
+from specjax.models import sources
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 61, "d_model": 16, "d_kv": 12, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+FORMS = {
+    "t5": ("T5", {"feed_forward_proj": "relu", "tie_word_embeddings": True}),
+    "flan": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "umt5": ("UMT5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+SOURCES = [list(range(3, 43)), [7, 8, 9, 10, 11]]
+"""Forty tokens reach the buckets of several distances."""
+
+
+@functools.cache
+def saved(form, folder):
+    """Return a model of transformers with sharp random weights, saved to a folder."""
+    name, options = FORMS[form]
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            is_matrix = weight.ndim == 2
+            weight.copy_(torch.randn_like(weight) * (0.25 if is_matrix else 0.2) + (0.0 if is_matrix else 1.0))
+            if "relative_attention_bias" in key:
+                weight.copy_(torch.randn_like(weight) * 2)
+        if not options["tie_word_embeddings"]:
+            model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(folder)
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 61)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def pair(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = saved(request.param, folder)
+    return model, load(folder)
+
+
+def load(folder):
+    target, _ = specjax.load(str(folder))
+    return target
+
+
+def their_logits(model, texts):
+    """Return the logits of texts of equal length, one for each source."""
+    width = max(map(len, SOURCES))
+    ids = torch.tensor([source + [0] * (width - len(source)) for source in SOURCES])
+    mask = torch.tensor([[1] * len(source) + [0] * (width - len(source)) for source in SOURCES])
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, decoder_input_ids=torch.tensor(texts)).logits.numpy()
+
+
+def texts_of(length):
+    rng = np.random.default_rng(0)
+    return [[0, *rng.integers(2, 61, length - 1).tolist()] for _ in SOURCES]
+
+
+def our_logits(target, texts, chunk):
+    """Return the logits of texts that are read in chunks of tokens."""
+    model, (batch, length) = target.model, np.shape(texts)
+    cache = model.init_cache(target.params, sources(SOURCES), batch, length + chunk)
+    forward = jax.jit(model.forward)
+    logits = []
+    for start in range(0, length, chunk):
+        part = jnp.array(texts)[:, start : start + chunk]
+        size = part.shape[1]
+        positions = jnp.broadcast_to(start + jnp.arange(size), part.shape)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
+        output, pending = forward(target.params, part, cache, positions=positions, mask=mask)
+        cache = model.commit(cache, pending, jnp.broadcast_to(jnp.arange(size), part.shape), jnp.full(batch, size))
+        logits.append(output.logits)
+    return np.concatenate(logits, 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_logits_are_those_of_transformers(pair, chunk):
+    model, target = pair
+    texts = texts_of(40)
+    np.testing.assert_allclose(our_logits(target, texts, chunk), their_logits(model, texts), atol=5e-4, rtol=0)
+
+
+def test_siblings_of_a_tree_have_the_bias_of_their_depth(pair):
+    """Score a tree with two branches in one pass; each branch has the logits of its text."""
+    model, target = pair
+    texts = texts_of(20)
+    cache = target.model.init_cache(target.params, sources(SOURCES), 2, 64)
+    forward = jax.jit(target.model.forward)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((20, 20), bool)), (2, 20, 20))
+    index = jnp.broadcast_to(jnp.arange(20), (2, 20))
+    _, pending = forward(target.params, jnp.array(texts), cache, positions=index, mask=causal)
+    cache = target.model.commit(cache, pending, index, jnp.array([20, 20]))
+    branches = [[5, 6, 7], [8, 9, 10]]
+    tokens = jnp.broadcast_to(jnp.array(branches).reshape(-1), (2, 6))
+    positions = jnp.broadcast_to(20 + jnp.array([0, 1, 2, 0, 1, 2]), (2, 6))
+    mask = jnp.broadcast_to(np.kron(np.eye(2), np.tril(np.ones((3, 3)))).astype(bool), (2, 6, 6))
+    output, _ = forward(target.params, tokens, cache, positions=positions, mask=mask)
+    for i, branch in enumerate(branches):
+        theirs = their_logits(model, [text + branch for text in texts])[:, 20:]
+        np.testing.assert_allclose(output.logits[:, 3 * i : 3 * i + 3], theirs, atol=5e-4, rtol=0)
+
+
+def test_greedy_text_is_that_of_transformers(pair, request):
+    """Decode both sources in one batch; each has the text that it has alone."""
+    model, target = pair
+    form = request.node.callspec.params["pair"]
+    method = {"t5": "prompt_lookup", "flan": "auto", "mt5": "token_recycling", "umt5": "jacobi"}[form]
+    ours = specjax.decode(
+        target, method, [[0]] * len(SOURCES), key=0, inputs=sources(SOURCES), max_new_tokens=24, eos=1
+    ).to_lists()
+    for source, text in zip(SOURCES, ours, strict=True):
+        theirs = model.generate(torch.tensor([source]), max_new_tokens=24, do_sample=False, use_cache=False)
+        assert text == theirs[0, 1:].tolist()
+
+
+def test_what_it_refuses(pair):
+    target = pair[1]
+    with pytest.raises(UsageError, match="inputs"):
+        specjax.decode(target, "autoregressive", [[0]], key=0, max_new_tokens=2)
+    with pytest.raises(UsageError, match="at least one token"):
+        sources([[]])
+
+
+def test_the_command_line_reads_the_prompt_as_the_source(tmp_path, capsys):
+    saved("flan", tmp_path)
+    prompt = " ".join(f"w{token}" for token in SOURCES[0])
+    with pytest.raises(SystemExit) as end:
+        main(["generate", prompt, "--target", str(tmp_path), "--max-new-tokens", "12", "--compare", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    target = load(tmp_path)
+    plain = specjax.decode(target, "autoregressive", [[0]], key=0, inputs=sources(SOURCES[:1]), max_new_tokens=12)
+    assert not end.value.code and document["identical"]
+    assert document["results"][0]["token_ids"] == plain.to_lists()[0]
+
+
+def test_saved_and_quantised_models(tmp_path):
+    """A saved model has the same parameters. In a quantised one the biases stay."""
+    saved("umt5", tmp_path)
+    target, tokenizer = specjax.load(str(tmp_path))
+    specjax.save_model(tmp_path / "copy", target, tokenizer)
+    copy, _ = specjax.load(str(tmp_path / "copy"))
+    assert copy.model.config == dataclasses.replace(target.model.config, name=copy.model.config.name)
+    jax.tree.map(np.testing.assert_array_equal, target.params, copy.params)
+    quantized, _ = specjax.load(str(tmp_path), quantize="int8")
+    texts = texts_of(6)
+    ours, rounded = our_logits(target, texts, 6), our_logits(quantized, texts, 6)
+    assert 0 < np.abs(ours - rounded).max() < 0.2 * np.abs(ours).max()
