@@ -303,3 +303,32 @@ def test_files_of_conversations_are_answered_or_trained_on(cli, tmp_path):
     continued = cli("train", "--texts", file, "--out", tmp_path / "given", *small)
     assert continued.code == 0, continued.err
     assert json.loads(continued.out)["answer_tokens"] == 3 * 2 * 3, "three letters, twice"
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "more"),
+    [
+        ("jetspec", ("num_layers=1", "block_size=4"), ("--tree", "ddtree:6")),
+        ("longspec", ("window=16",), ("--tree", "eagle2:2x2x3")),
+    ],
+)
+def test_a_head_of_blocks_or_of_long_texts_is_trained_resumed_and_used(cli, prompts, tmp_path, method, shape, more):
+    """Both kinds go from prompts to a head that chains and trees draft with. A repeated command trains nothing."""
+    out = tmp_path / "head"
+    shapes = [word for change in shape for word in ("--shape", change)]
+    arguments = ("train", "--method", method, *shapes, "--prompts", prompts, "--out", out, "--epochs", 2, *SMALL)
+    result = cli(*arguments, "--json")
+    assert result.code == 0, result.err
+    card = json.loads(result.out)
+    assert card["method"] == method and card["served"]["num_draft_tokens"] == 2
+    assert card["served"]["tokens_per_pass"] >= 1.0
+    losses = [json.loads(line)["loss"] for line in (out / "history.jsonl").read_text().splitlines()]
+    assert len(losses) > 1 and np.isfinite(losses).all()
+    run = ("generate", "ab", "--draft", out, "--max-new-tokens", 6, "--compare", "--json")
+    for flags in ((), more):
+        used = cli(*run, *flags)
+        assert used.code == 0, used.err
+        answer = json.loads(used.out)
+        assert answer["identical"] is True
+    again = cli(*arguments, "--json")
+    assert json.loads(again.out)["served"] == card["served"] and "answering" not in again.err
