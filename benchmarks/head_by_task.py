@@ -1,10 +1,13 @@
 """Tokens per pass of heads by task, and the acceptance of the first draft, predicted without drafting.
 
     python benchmarks/head_by_task.py question.jsonl HEAD HEAD ... --limit 12 --answers answers.json
+    python benchmarks/head_by_task.py question.jsonl HEAD --tree ddtree:8 --tree ddtree:32 --answers answers.json
 
 The target answers Spec-Bench's prompts once (--answers stores that). A pass over its answers predicts exactly the
 acceptance of a head (`specjax.training.measure_acceptance`). Many prompts are then counted in the time that
 `shipped_head.py` takes for a few. Prints a table; the mean is over chat, maths, qa and summarization.
+
+A tree has no such prediction, so --tree decodes the prompts with it. A head that refuses the tree has no row.
 """
 
 from __future__ import annotations
@@ -41,6 +44,14 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer) -> dic
     return by_task
 
 
+def decoded(target: specjax.Target, drafter, texts: list[TrainingText], eos) -> float:
+    """Return the tokens per pass of decoding the prompts of the texts, to the lengths of their answers."""
+    prompts = [text.tokens[: text.prompt_length] for text in texts]
+    count = max(text.response_length for text in texts)
+    result = specjax.decode(target, drafter, prompts, key=0, max_new_tokens=count, eos=eos)
+    return sum(map(len, result.to_lists())) / int(result.stats.target_passes.sum())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", help="Spec-Bench's question.jsonl")
@@ -50,9 +61,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--num-draft-tokens", type=int, default=3)
+    parser.add_argument("--tree", action="append", default=[], help="such as ddtree:16: decode with it too")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--answers", type=Path, help="where the target's answers are kept")
     args = parser.parse_args()
-    target, tokenizer = specjax.load(args.target)
+    target, tokenizer = specjax.load(args.target, dtype=args.dtype)
     texts = answered(args, target, tokenizer)
     print("| head |", " | ".join(f"{task} ({len(some)})" for task, some in texts.items()), "| mean of four |")
     print("| --- |" + " --- |" * (len(texts) + 1))
@@ -67,6 +80,19 @@ def main() -> None:
         cells = [f"{one.per_pass:.2f}, {one.first:.0%}" for one in by_task.values()]
         mean = statistics.mean(one.per_pass for one in of), statistics.mean(one.first for one in of)
         print(f"| {name} |", " | ".join(cells), f"| {mean[0]:.3f}, {mean[1]:.1%} |", flush=True)
+        for spec in args.tree:
+            try:
+                drafter = specjax.make_drafter(head.head.kind, target, head, tree=specjax.trees.parse(spec))
+            except specjax.UsageError:
+                continue
+            rates = {task: decoded(target, drafter, some, tokenizer.eos) for task, some in texts.items()}
+            mean_rate = statistics.mean(rates[task] for task in COUNTED if task in rates)
+            print(
+                f"| {name}, {spec} |",
+                " | ".join(f"{rate:.2f}" for rate in rates.values()),
+                f"| {mean_rate:.3f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -409,6 +409,7 @@ def serve(
       prefix_gib: GiB of device memory for chunks of prompts that were read. A prompt that begins with the same chunks,
         such as a system prompt or the history of a chat, does not read them again. Its text is the same, to the bit.
       max_slowdown: the largest mean time between two tokens of a row while other prompts are read, in times without.
+        math.inf reads all waiting prompts before the next step. This gives the most tokens per second, and long pauses.
       max_alternatives: the most alternatives whose log-probabilities a request may have (`Request.alternatives`, 0 for
         those of its own tokens only). None: requests have none, and nothing is compiled for them.
       constraint_mib: MiB of device memory for the automata of running requests (`Request.constraint`). 0: requests have
@@ -448,7 +449,8 @@ def serve(
     for name, value, minimum in (
         ("prefix_gib", prefix_gib, 0), ("max_slowdown", max_slowdown, 1), ("constraint_mib", constraint_mib, 0),
     ):  # fmt: skip
-        if not minimum <= value < float("inf"):
+        is_unlimited = name == "max_slowdown" and value == float("inf")
+        if not (is_unlimited or minimum <= value < float("inf")):
             raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
     limits = Limits(
         longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives, constraint_mib

@@ -16,6 +16,7 @@ Deviation: the draft model of `rapid` reads its prompt as a whole, while the oth
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -100,6 +101,7 @@ class Scheduler:
         self.batch = Batch(job, limits, cache, prefix_bytes)
         self.is_shared = spans_hosts(job.parts.target.params)
         self._pace, self._num_changes = Pace(max_slowdown), 0
+        self._fills_rows = math.isinf(max_slowdown)  # read all prompts before a step
         self._channel = Channel("serve") if leads and self.is_shared else None
         self._commands: list[Request | Cancel] = []  # since the previous turn, for the other hosts
 
@@ -126,6 +128,8 @@ class Scheduler:
     def turn(self, reads: bool | None = None) -> Iterator[Served]:
         """Read a chunk of a prompt or none, dispatch a step, and yield the results of the previous step.
 
+        Without a limit of the slowdown, all chunks of all prompts are read, so that no row is idle in the step.
+
         reads: the decision of another host, whether a chunk is read although rows decode. None: this host decides.
         """
         batch, is_decoding = self.batch, self.batch.is_decoding
@@ -136,6 +140,8 @@ class Scheduler:
         reads = batch.is_reading and (not is_decoding or reads)
         if reads:
             batch.read(wait=not is_decoding)
+            while self._fills_rows and batch.is_reading:
+                batch.read(wait=not is_decoding)
         elif not is_decoding:
             batch.read_ended()
         batch.step()
@@ -152,7 +158,7 @@ class Scheduler:
             self._channel.send(host_commands.encode(commands))
 
     def _may_read(self) -> bool:
-        may_read = self._pace.may_read
+        may_read = self._fills_rows or self._pace.may_read
         is_common = self.is_shared and self._channel is None
         return bool(hosts.choose_first(int(may_read))) if is_common else may_read
 

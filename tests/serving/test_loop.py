@@ -99,6 +99,21 @@ def test_rows_draft_as_they_would_alone(name):
     assert accepted == wanted and sum(wanted.values()) > 4
 
 
+@pytest.mark.parametrize("slowdown, may_idle", [(float("inf"), False), (1.0, True)])
+def test_without_a_limit_of_the_slowdown_no_row_waits_for_its_prompt(monkeypatch, slowdown, may_idle):
+    """Rows that have a request decode in every step, and the texts stay the same. A slowdown of 1 lets them wait."""
+    idle, step = [], module.Batch.step
+
+    def counted(self):
+        idle.append(self.is_decoding and self.is_reading)
+        return step(self)
+
+    monkeypatch.setattr(module.Batch, "step", counted)
+    texts, _ = served(DRAFTERS["autoregressive"](), [0, 1, 2, 3, 4], limits=LIMITS | {"max_slowdown": slowdown})
+    assert texts == {i: alone("autoregressive", i) for i in range(5)}
+    assert any(idle) == may_idle
+
+
 def test_one_slot_and_more_slots_than_requests():
     for slots in (1, 8):
         texts, _ = served(DRAFTERS["token_recycling"](), [2, 0, 1], limits=LIMITS | {"slots": slots})

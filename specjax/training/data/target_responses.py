@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def generate_responses(
     )
     steps = serve(
         target, drafter, requests, slots=min(slots, max(len(prompts), 1)), longest_prompt=longest,
-        max_new_tokens=max_new_tokens, temperature=temperature, eos=list(eos),
+        max_new_tokens=max_new_tokens, temperature=temperature, eos=list(eos), max_slowdown=math.inf,
     )  # fmt: skip
     for step in steps:
         if step.error is not None:
