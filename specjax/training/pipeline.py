@@ -66,7 +66,7 @@ class TrainingSettings:
     max_new_tokens: int = 256  # limit of a response
     temperature: float = 0.0  # temperature of all responses and of the measured chain
     generated_prompts: int = 0  # additional prompts, which the target writes
-    batch_size: int = 32  # prompts that are answered together
+    batch_size: int = 16  # prompts that are answered together
     epochs: int = 1
     rows: int = 4  # rows of a training batch
     length: int = 512  # tokens per row

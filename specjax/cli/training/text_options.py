@@ -59,4 +59,4 @@ class TextOptions:
     ] = 16
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Number of prompts whose responses are generated together.")
-    ] = 32
+    ] = 16
