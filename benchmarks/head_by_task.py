@@ -31,7 +31,8 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer) -> dic
     if args.answers and args.answers.exists():
         stored = json.loads(args.answers.read_text())
         return {
-            task: [TrainingText(tuple(tokens), prompt) for tokens, prompt, *_ in texts] for task, texts in stored.items()
+            task: [TrainingText(tuple(tokens), prompt) for tokens, prompt, *_ in texts]
+            for task, texts in stored.items()
         }
     by_task = {}
     for task, prompts in prompts_by_task(args.questions, args.limit, tokenizer, args.longest).items():
