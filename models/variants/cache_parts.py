@@ -59,6 +59,16 @@ def _gather(old: PyTree, keys: PyTree, slots: Array) -> PyTree:
     return jax.tree.map(of_array, old, keys)
 
 
+def upper_half(cache: kv.KVCache) -> kv.KVCache:
+    """Return an int8 cache by the upper four bits of its codes, each in the middle of the 16 codes that share them.
+
+    An entry differs from that of the cache by at most 8 times its scale.
+    """
+    of_vectors = lambda x: Quantized((x.values & -16) + 8, x.scale)
+    k, v = jax.tree.map(of_vectors, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
+    return cache._replace(k=k, v=v)
+
+
 def map_keys(fn: Callable[..., Array], queries: tuple[Array, ...], *caches: kv.KVCache | kv.Pending) -> Array:
     """Return `fn(queries of a layer, its keys float[B, K, S, h] in each cache)` of each layer, stacked."""
     of_layer = lambda parts: fn(parts[0], *map(_floats, parts[1:]))
@@ -66,6 +76,11 @@ def map_keys(fn: Callable[..., Array], queries: tuple[Array, ...], *caches: kv.K
     if kv.has_layer_axis(keys[0]):
         return jax.lax.map(of_layer, (jnp.stack(queries), *keys))
     return jnp.stack([of_layer(parts) for parts in zip(queries, *keys, strict=True)])
+
+
+def keys_of_last_layer(cache: kv.KVCache) -> Array:
+    """Return the keys float[B, K, S, h] of the last layer."""
+    return _floats(cache.k[-1])
 
 
 def _floats(keys: PyTree) -> Array:

@@ -31,6 +31,21 @@ def buckets(default: int) -> Option:
     return Option("buckets", "int", default, "buckets of the hash table of each batch row")
 
 
+def cached_selection(selection: str, budget: int, *others: str) -> tuple[Option, ...]:
+    """Return the options of a selection of cached tokens, with these defaults. others: further selections."""
+    return (
+        Option("selection", ("sinks", "snapkv", "retrieval", *others), selection, "selection of cached tokens"),
+        Option("budget", "int", budget, "cached tokens that a draft reads, besides those that are newer"),
+        Option("sinks", "int", 4, "first tokens of the text that the selection sinks keeps"),
+        Option("window", "int", 32, "last tokens whose attention decides, for the selection snapkv"),
+        Option("chunk", "int", 8, "tokens per chunk, for the selection retrieval"),
+        Option("refresh", "int", 256, "new tokens after which the tokens are selected again"),
+        Option(
+            "pays_from", "int", None, "tokens of the text from which a row drafts; default: from the bytes of a pass"
+        ),
+    )
+
+
 # Draft heads.
 HEAD: dict[str, Any] = {
     "kind": "drafter",

@@ -20,6 +20,7 @@ from specjax.drafters.model.hierarchical import hierarchical
 from specjax.drafters.model.nar_block import nar_block
 from specjax.drafters.model.rapid import rapid
 from specjax.drafters.model.stree import stree
+from specjax.drafters.model.triforce import triforce
 from specjax.drafters.model.two_model import two_model
 from specjax.drafters.tables.aded import aded, corpus_table
 from specjax.drafters.tables.jacobi import jacobi
@@ -56,5 +57,6 @@ __all__ = [
     "swift",
     "thinned",
     "token_recycling",
+    "triforce",
     "two_model",
 ]

@@ -77,6 +77,7 @@ OPTIONS = {
     "swift": {"num_tokens": 4, "layers": (0, 1), "ratio": 0.5, "window": 4, "stop": 0.1},
     "stand": {"tree": ((0,), (1,), (0, 0)), "buckets": 4, "read_prompt": False},
     "token_recycling": {"num_nodes": 7},
+    "triforce": {"min_tokens": 2, "budget": 17, "refresh": 6, "pays_from": 0},
     "two_model": {"num_tokens": 3},
 }
 # What drafts with a denoiser is tested in tests/diffusion/drafters.
@@ -356,9 +357,11 @@ def toy_drafter(name):
 DRAWN = {"dflash2", "dspark", "dynamic_exit", "eagle3", "early_exit", "easyspec", "hierarchical", "rapid"}
 
 
-@pytest.mark.parametrize(
-    "name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - {"longspec", "m2r2", "thinned"}))
-)  # which want layers: tests/models/heads/test_longspec.py and test_m2r2.py, tests/drafters/layers/test_thinned.py
+OF_LAYERS = {"longspec", "m2r2", "sparse_cache", "thinned", "triforce"}
+"""Methods that need layers. Their laws are tested with a tiny Llama, in the files of the methods."""
+
+
+@pytest.mark.parametrize("name", those(OF_EACH_KIND | DRAWN | {"autoregressive"}, sorted({*EXACT} - OF_LAYERS)))
 def test_sampled_text_has_the_joint_law_of_the_target(name):
     counts = sampled_triples(toy_drafter(name), TARGET_ROWS)
     assert chi_square(counts, joint_distribution(TARGET_ROWS, 0, 3)) > 1e-3

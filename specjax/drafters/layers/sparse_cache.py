@@ -8,12 +8,18 @@ The selections of tokens are those of
   retrieval: Sun et al. 2024, TriForce (arXiv 2404.11912): the chunks whose mean key has the largest product with the
     newest query, the first chunk and the newest one, for each layer and key/value head.
 
+  upper_half: Tiwari et al. 2025, QuantSpec (arXiv 2502.10424): all tokens of an int8 cache, by the upper four bits of
+    each code. The target reads all eight bits of the same cache.
+
 Rule: q(. | text) is the distribution of the target over the selected tokens and the newer ones. Keys keep the rotation
 of their positions. After a step, the entries of accepted tokens are copied from the target's cache.
 Guarantee: distribution (verified with the q that was sampled).
 Deviations: SnapKV and TriForce select once, after the prompt. Here the tokens are selected again after `refresh` new
 ones, so the memory does not grow with the output. SnapKV's sum of attention is smoothed by a mean over five tokens; the
 papers take a mean or a maximum. TriForce's retrieval takes the sum over the query heads of a key/value head.
+QuantSpec chooses new codes of four bits, with groups and a buffer in full precision. Here the upper half of the code
+that the cache has anyway is read, so nothing else is stored. A program still moves the bytes of the int8 cache: fewer
+would need a second, packed copy of these halves. The weights of the draft are those of the target.
 Layers with a window of attention keep the most recent tokens. A draft does not apply the window, because a slot of the
 small cache is not a position. So it sees the same tokens while `budget` and the newer tokens fit into the window.
 """
@@ -31,7 +37,8 @@ import numpy as np
 
 from specjax import trees
 from specjax.arrays import batch_axes
-from specjax.catalog import Method, Option, shared
+from specjax.catalog import Method, shared
+from specjax.costs.drafting import long_context
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
 from specjax.models import make_model
@@ -53,21 +60,15 @@ METHOD = Method(
         shared.num_tokens(3),
         shared.TREE,
         shared.STOP,
-        Option("selection", ("sinks", "snapkv", "retrieval"), "snapkv", "selection of cached tokens"),
-        Option("budget", "int", 256, "cached tokens that a draft reads, besides those that are newer"),
-        Option("sinks", "int", 4, "first tokens of the text that the selection sinks keeps"),
-        Option("window", "int", 32, "last tokens whose attention decides, for the selection snapkv"),
-        Option("chunk", "int", 8, "tokens per chunk, for the selection retrieval"),
-        Option("refresh", "int", 256, "new tokens after which the tokens are selected again"),
-        Option(
-            "pays_from", "int", None, "tokens of the text from which a row drafts; default: from the bytes of a pass"
-        ),
+        *shared.cached_selection("snapkv", 256, "upper_half"),
     ),
     draft_cost=1.0,
     arguments=("target",),
 )
 
 SELECTIONS = ("sinks", "snapkv", "retrieval")
+UPPER_HALF = "upper_half"
+"""The selection of all tokens of an int8 cache in four bits."""
 
 
 class SelectionSettings(NamedTuple):
@@ -107,7 +108,7 @@ def sparse_cache(
 
     Args:
       stop: the condition that ends a row's draft, such as `trees.stops.confidence(0.6)`.
-      selection: "sinks", "snapkv" or "retrieval".
+      selection: "sinks", "snapkv", "retrieval" or, for an int8 cache, "upper_half". This one has no `budget`.
       budget: selected tokens. A draft also reads up to `refresh` newer tokens.
       pays_from: length of the text from which a row drafts. Shorter rows decode plainly. None: the length at which the
         cache of all rows has a quarter of the bytes of the weights, and at least twice the budget.
@@ -116,14 +117,25 @@ def sparse_cache(
       without a cache of keys and values on one device.
     """
     settings = SelectionSettings(selection, budget, sinks, window, chunk, refresh, pays_from)
-    _check(target.model, settings)
-    return _functions(target.model, trees.make_builder(num_tokens, tree, stop), settings)
+    builder = trees.make_builder(num_tokens, tree, stop)
+    check_selection(target.model, settings, "sparse_cache", (*SELECTIONS, UPPER_HALF))
+    if selection == UPPER_HALF:
+        if target.model.config.cache_dtype != "int8":
+            raise UsageError(
+                f"selection upper_half reads an int8 cache, and that of {target.model.name} is "
+                f"{target.model.config.cache_dtype or target.model.config.dtype}; use cache_dtype int8 (--cache-dtype)"
+            )
+        return _upper_half_functions(builder, settings)
+    return _functions(target.model, builder, settings)
 
 
-def _check(model: Model, settings: SelectionSettings) -> None:
-    check_keys(model, "sparse_cache", "choose a method such as auto")
-    if settings.selection not in SELECTIONS:
-        raise UsageError(f'selection must be one of {", ".join(SELECTIONS)}, not "{settings.selection}"')
+def check_selection(
+    model: Model, settings: SelectionSettings, user: str, selections: tuple[str, ...] = SELECTIONS
+) -> None:  # fmt: skip
+    """Check the settings of a selection. Raises: UsageError for a wrong one, or a model that does not fit."""
+    check_keys(model, user, "choose a method such as auto")
+    if settings.selection not in selections:
+        raise UsageError(f'selection must be one of {", ".join(selections)}, not "{settings.selection}"')
     for name in ("sinks", "window", "chunk", "refresh"):
         check_integer(name, getattr(settings, name))
     check_integer("budget", settings.budget, _smallest_budget(settings))
@@ -133,25 +145,20 @@ def _check(model: Model, settings: SelectionSettings) -> None:
 
 def _smallest_budget(settings: SelectionSettings) -> int:
     """Return the tokens that a selection always keeps, and one more."""
-    always = {"sinks": settings.sinks, "snapkv": settings.window, "retrieval": 2 * settings.chunk}
+    always = {"sinks": settings.sinks, "snapkv": settings.window, "retrieval": 2 * settings.chunk, UPPER_HALF: 0}
     return always[settings.selection] + 1
 
 
 @functools.cache
 def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> Drafter:
-    newer = settings.refresh + builder.max_depth + 1
-    drafting = _without_windows(model)
+    drafting = without_windows(model)
 
     def init(params, context: Context) -> State:
-        batch = len(context.length)
-        capacity = settings.budget + newer + builder.num_nodes
-        small = model.init_cache(context_target(context).params, None, batch, capacity)
-        return State(small, jnp.zeros((batch,), jnp.int32))
+        return empty_state(model, settings, context, 2 * builder.num_nodes)
 
     def propose(params, keys, state: State, context: Context, limit: Array):
-        start = _pays_from(settings, context)
-        limit = jnp.where(context.length >= start, limit, 0)
-        state = _follow(model, settings, builder.max_depth + 1, state, context, limit > 0)
+        limit = jnp.where(context.length >= shortest_text(settings, context), limit, 0)
+        state = follow(model, settings, builder.max_depth + 1, state, context, limit > 0)
         draft = Target(drafting, context_target(context).params)
         tree = self_draft(builder, keys, context._replace(cache=state.small, target=draft), limit, None)
         return tree, state
@@ -167,37 +174,54 @@ def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> D
         size=TreeSize(builder.num_nodes, builder.max_depth),
         init=init,
         traits=Traits(draws=builder.draws, widths=builder.widths, rewinds=False),
-        hooks=Hooks(resume=resume, axes=functools.partial(_axes, model)),
+        hooks=Hooks(resume=resume, axes=functools.partial(state_axes, model)),
     )
 
 
-def _without_windows(model: Model) -> Model:
+@functools.cache
+def _upper_half_functions(builder: Builder, settings: SelectionSettings) -> Drafter:
+    def propose(params, keys, state, context: Context, limit: Array):
+        limit = jnp.where(context.length >= shortest_text(settings, context), limit, 0)
+        half = context._replace(cache=cache_parts.upper_half(context.cache))
+        return self_draft(builder, keys, half, limit, None), state
+
+    return Drafter(
+        propose=propose,
+        size=TreeSize(builder.num_nodes, builder.max_depth),
+        traits=Traits(draws=builder.draws, widths=builder.widths, follows_any_tree=True),
+    )
+
+
+def empty_state(model: Model, settings: SelectionSettings, context: Context, room: int) -> State:
+    """Return the state before a selection, with slots for the selection, the newer tokens and `room` more."""
+    batch = len(context.length)
+    small = model.init_cache(context_target(context).params, None, batch, settings.budget + settings.refresh + room)
+    return State(small, jnp.zeros((batch,), jnp.int32))
+
+
+def without_windows(model: Model) -> Model:
     """Return the model whose layers attend to all slots of the cache, with the rotations of each kind of layer."""
     if model.config.window is None:
         return model
     return make_model(dataclasses.replace(model.config, window=UNLIMITED_WINDOW))
 
 
-def _axes(model: Model, state: State) -> PyTree:
+def state_axes(model: Model, state: State) -> PyTree:
     rows_first: Any = 0
     return State(model.axes(state.small), rows_first)
 
 
-def _pays_from(settings: SelectionSettings, context: Context) -> int:
-    """Return the length of the text from which a row drafts.
-
-    A draft pass reads W + B b k bytes and the target's pass W + B S k, with W bytes of weights and k bytes per cached
-    token. Three drafts with an acceptance rate of 0.85 pay from about B S k = W / 4 on.
-    """
+def shortest_text(settings: SelectionSettings, context: Context) -> int:
+    """Return the length of the text from which a row drafts."""
     if settings.pays_from is not None:
         return settings.pays_from
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     cache = context.cache
     per_token = size((cache.k, cache.v)) / cache_parts.num_slots(cache)  # of all rows
-    return max(2 * settings.budget, math.ceil(size(context_target(context).params) / (4 * per_token)))
+    return max(2 * settings.budget, long_context(size(context_target(context).params), per_token))
 
 
-def _follow(
+def follow(
     model: Model, settings: SelectionSettings, count: int, state: State, context: Context, drafting: Array
 ) -> State:  # fmt: skip
     """Bring the small caches of rows that draft, bool[B], up to the text.
@@ -225,7 +249,7 @@ def _select(model: Model, settings: SelectionSettings, state: State, context: Co
     slots = _select_slots(model, settings, context, cached)
     length = jnp.sum(slots[0, :, 0] < cached[:, None], -1)
     selected = State(cache_parts.gather_slots(small, cache, slots, length), cached)
-    return batch_axes.where_rows(rows, selected, state, _axes(model, state))
+    return batch_axes.where_rows(rows, selected, state, state_axes(model, state))
 
 
 def _select_slots(model: Model, settings: SelectionSettings, context: Context, cached: Array) -> Array:

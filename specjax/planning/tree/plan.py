@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from specjax.catalog import find_drafter
 from specjax.catalog.defaults import NATIVE
+from specjax.costs.drafting import long_context
 from specjax.costs.roofline import CLOCKS, clocks_of
 from specjax.errors import UsageError
 from specjax.planning.compiler import Notify, compile_programs
+from specjax.planning.memory import memory_of, target_of
 from specjax.planning.records import ProgramReport
 from specjax.planning.report_cache import versions
 from specjax.planning.tree.choice import Choice, choose
@@ -37,6 +39,8 @@ FIXED = {"tree", "num_draft_tokens", "options"}
 """Arguments of `make_workload` that a plan does not have, because it chooses them."""
 SIDES = ("schedule", "roofline")  # keys of CLOCKS, in the order of the report
 PLAIN = "autoregressive"
+LONG_DRAFTS = "sparse_cache and triforce"
+"""The methods that draft over a part of the target's cache."""
 NO_RATES = (
     f"the target's own module ({NATIVE}) is not compared, because its acceptance depends on the checkpoint; give it "
     f"with --acceptance {NATIVE}=.6,.2"
@@ -72,7 +76,7 @@ class Plan:
     choices: tuple[Choice, ...]  # of the fastest draft that the user named, or of the fastest one
     draft_passes: tuple[ProgramReport, ...]  # one pass of each draft model
     clocks: dict[str, str] = field(default_factory=lambda: dict(CLOCKS))  # meaning of the time estimates
-    notes: tuple[str, ...] = ()  # sentences about drafts that are not compared
+    notes: tuple[str, ...] = ()  # sentences about drafts that are not compared, and about long contexts
     meshes: tuple[ProgramReport, ...] = ()  # plain steps by the size of the axis "model"; (): it was given
 
     @property
@@ -133,8 +137,26 @@ def plan(
     named_rows = [row for row in rows if row.is_given] or rows
     return Plan(
         describe(work), versions(), tuple(reports), tuple(rows), named_rows[0].choices, tuple(passes.values()),
-        clocks_of(work.topology.chip), notes, meshes,
+        clocks_of(work.topology.chip), (*notes, *long_context_notes(work)), meshes,
     )  # fmt: skip
+
+
+def long_context_notes(work: Workload) -> tuple[str, ...]:
+    """Return a sentence with the context from which drafts over a part of the cache pay.
+
+    There is none for several devices and other caches than keys and values, over which no method drafts.
+    """
+    if work.devices > 1:
+        return ()
+    target = target_of(work)
+    if target.model.queries is None:
+        return ()
+    memory = memory_of(work, target)
+    tokens = long_context(memory.weights - memory.module, memory.per_slot - memory.module_per_slot)
+    return (
+        f"drafts over a part of the cache ({LONG_DRAFTS}) pay from about {tokens:,} cached tokens per row on; "
+        f"this plan has {work.context:,}",
+    )
 
 
 def check_widths(widths: Sequence[int]) -> list[int]:

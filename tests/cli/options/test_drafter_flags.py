@@ -66,6 +66,8 @@ def test_a_draft_model_drafts_as_deep_as_pays_unless_it_is_said(generate):
         ("two_model", ("lag=3", "num_tokens=2", "stop=confidence:0.1"), 2),
         ("hierarchical", ("inner=suffix:2,min_match=1", "min_tokens=2"), 4),
         ("suffix", ("num_tokens=3", "fallback=token_recycling:4"), 3),
+        ("triforce", ("budget=32", "pays_from=0", "min_tokens=2", "num_inner=2"), 4),
+        ("rapid", ("score=attention", "num_tokens=3", "budget=40", "chunk=8", "query=8"), 3),
         ("choice", ("several=prompt_lookup:3+suffix", "num_nodes=2", "depths=1,2"), 3),
         ("stand", ("tree=2x1", "read_prompt=no"), 2),
     ],

@@ -3,16 +3,19 @@
 import functools
 import math
 
+import attention_in_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_in_numpy import sharp_llama
 from rules import takes_valid
 from toy import compiled, markov, tiny_llama, tiny_llama_alike
 
 from specjax import UsageError, decode
 from specjax.drafters import rapid
-from specjax.drafters.model.rapid import retrieve
+from specjax.drafters.model.rapid import attention_scores, retrieve
+from specjax.engine.prefill import prefill
 from specjax.types import Context, Target, Verdict
 
 SMALL = {"budget": 12, "chunk": 4, "query": 3}
@@ -195,3 +198,56 @@ def test_bad_settings():
     ]:
         with pytest.raises(UsageError, match=sentence):
             rapid(tiny_llama(), **options)
+
+
+def by_attention(**changes):
+    return rapid(tiny_llama_alike(), 3, **SMALL | {"score": "attention", "max_new_tokens": 20} | changes)
+
+
+def test_chunks_by_attention_are_those_of_plain_numpy():
+    """Two texts of different lengths, whose attention is computed in float64."""
+    texts = [np.random.default_rng(n).integers(1, 60, size).tolist() for n, size in ((0, 50), (1, 37))]
+    tokens = np.zeros((2, 128), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    target, lengths = sharp_llama(), jnp.array(list(map(len, texts)))
+    cache = target.model.init_cache(target.params, None, 2, 256)
+    cache = prefill(target.model, target.params, cache, jnp.asarray(tokens), lengths - 1)
+    context = Context(jnp.asarray(tokens), lengths, cache=cache, target=target)
+    scores = attention_scores(context, SMALL["chunk"], SMALL["query"])
+    short = retrieve(context, **SMALL, slots=40, scores=scores)
+    for row, text in enumerate(texts):
+        weights = attention_in_numpy.run(target.params, text[:-1])[0][-1, :, -1].mean(0)
+        body = len(text) - SMALL["query"]
+        chunks = [range(i, min(i + SMALL["chunk"], body)) for i in range(0, body, SMALL["chunk"])]
+        means = [weights[list(chunk)].mean() for chunk in chunks]
+        np.testing.assert_allclose(scores[row, 1 : len(chunks)], means[1:], rtol=1e-4)
+        best = sorted([0, *sorted(range(1, len(chunks)), key=lambda i: -means[i])[:1]])
+        expected = [text[i] for chunk in best for i in chunks[chunk]] + text[body:]
+        assert short.tokens[row, : short.length[row]].tolist() == expected
+
+
+def test_text_with_chunks_by_attention_is_that_of_plain_decoding():
+    prompts = [list(range(1, 41)), [3, 1, 4, 1, 5] * 3, [7], [7, 7]]
+    run = lambda drafter, **options: decode(
+        tiny_llama(), drafter, prompts, key=jax.random.key(0), max_new_tokens=20, **options
+    )
+    plain = run("autoregressive").to_lists()
+    for refresh in (None, 4):
+        result = run(by_attention(refresh=refresh))
+        assert result.to_lists() == plain and result.stats.accepted.sum() > 0
+    assert run(by_attention(), verifier=takes_valid).to_lists() != plain
+
+
+def test_a_budget_for_the_whole_text_reads_all_of_it():
+    """Then drafts with chunks by attention are those of the target itself, in each step."""
+    drafter = rapid(tiny_llama(), 3, score="attention", budget=90, chunk=4, query=3, max_new_tokens=40)
+    result = decode(tiny_llama(), drafter, [list(range(1, 41)), [7, 7]], key=jax.random.key(0), max_new_tokens=20)
+    assert result.stats.target_passes.tolist() == [5, 5]
+
+
+def test_what_chunks_by_attention_refuse():
+    with pytest.raises(UsageError, match='score must be tokens or attention, not "h2o"'):
+        by_attention(score="h2o")
+    with pytest.raises(UsageError, match="no cache of keys and values on one device, which rapid with score=attention"):
+        decode(markov(), by_attention(), [[1, 2]], key=0, max_new_tokens=2)
