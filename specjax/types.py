@@ -209,6 +209,8 @@ class Model(NamedTuple):
     `queries(params, streams, positions[B, T]) -> queries` returns the queries [B, T, H, h] of each layer, rotated and
     scaled, so that their products with cached keys are attention scores. `streams` is the residual stream [B, T, D] at
     the input of each layer. None: the cache is not one of keys and values, or it is spread over a mesh.
+
+    `pass_params(params) -> params` returns the parameters that `forward` reads, for costs. None: all of them.
     """
 
     init_cache: Callable[..., PyTree]
@@ -229,6 +231,7 @@ class Model(NamedTuple):
     head: Callable[[PyTree, Array], Array] | None = None
     best: Callable[[PyTree, Array, int], Best] | None = None
     queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
+    pass_params: Callable[[PyTree], PyTree] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     base_config: Any = None  # that of the model whose layers a variant without a configuration runs
@@ -268,6 +271,12 @@ class Target:
     model: Model = field(metadata={"static": True})
     params: PyTree
     native: Any = field(default=None, metadata={"static": True})  # a draft module in its own files (`NativeModule`)
+
+    @property
+    def pass_params(self) -> PyTree:
+        """Return the parameters that a pass of the model reads."""
+        read = self.model.pass_params
+        return self.params if read is None else read(self.params)
 
 
 class Sampling(NamedTuple):

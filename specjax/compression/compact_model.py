@@ -85,6 +85,7 @@ def compact_model(base: Model, draft: Model | None, rule: CacheRule) -> Model:
         head=of_base(base.head),
         best=of_base(base.best),
         queries=None,  # a slot of the cache is no position
+        pass_params=lambda params: params["base"],
         config=None,
         base_config=base.config or base.base_config,
         name=f"{base.name} by speckv:{rule.capacity},{settings}",

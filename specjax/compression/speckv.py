@@ -17,6 +17,8 @@ token. The paper does not fix the position at which decoding continues.
 
 from __future__ import annotations
 
+from typing import Any
+
 from specjax.catalog import Method, Option
 from specjax.compression.compact_model import CacheRule, compact_model
 from specjax.engine.prefill import CHUNK
@@ -40,6 +42,9 @@ METHOD = Method(
     words=(Option("draft", "model", None, "the draft model; default: the model of --draft, or the target"),),
     arguments=("target", "draft"),
 )
+
+
+SAME_BITS = "speckv selects tokens by scores whose bits depend on the batch; leave same_bits out"
 
 
 def speckv(
@@ -68,12 +73,15 @@ def speckv(
     Raises: UsageError for a setting out of range, and for another number of tokens in the draft's vocabulary. The
       target needs a cache of keys and values on one device, and attention without windows.
     """
-    check_integer("max_new_tokens", max_new_tokens)
+    for role, model in (("target", target), ("draft", target if draft is None else draft)):
+        if not isinstance(model, Target):
+            raise UsageError(f"{role} must be a specjax.Target, not {type(model).__name__}; load one with specjax.load")
+    _check_given("max_new_tokens", max_new_tokens)
     rule = check_options(capacity, window, kernel, lookahead)
     rule = rule._replace(max_new_tokens=max_new_tokens, lookahead=rule.lookahead or min(max_new_tokens, CHUNK))
     check_full_attention(target.model, "speckv", "choose another target or leave the compression out")
     if getattr(target.model.config, "same_bits", False):
-        raise UsageError("speckv selects tokens by scores whose bits depend on the batch; leave same_bits out")
+        raise UsageError(SAME_BITS)
     if draft is None or draft is target:
         return Target(compact_model(target.model, None, rule), {"base": target.params})
     if draft.model.rewind is None:
@@ -90,9 +98,8 @@ def check_options(
     capacity: int = 1024, window: int = 32, kernel: int = 7, lookahead: int | None = None
 ) -> CacheRule:  # fmt: skip
     """Return the settings of `speckv`. Raises: UsageError for a value out of range."""
-    check_integer("capacity", capacity)
-    check_integer("window", window)
-    check_integer("kernel", kernel)
+    for name, value in (("capacity", capacity), ("window", window), ("kernel", kernel)):
+        _check_given(name, value)
     if kernel % 2 == 0:
         raise UsageError(f"kernel must be an odd number, such as {kernel + 1}, not {kernel}")
     if lookahead is not None:
@@ -103,3 +110,10 @@ def check_options(
             "lower window"
         )
     return CacheRule(capacity, window, kernel, lookahead or 0, 0)
+
+
+def _check_given(name: str, value: Any) -> None:
+    """Check that a value is an integer of at least 1. Raises: UsageError, for None too."""
+    if value is None:
+        raise UsageError(f"{name} must be a whole number of at least 1, not None")
+    check_integer(name, value)

@@ -185,14 +185,14 @@ def dtype_of(target: Target) -> WeightDtype:
     It is "int8" for a target with int8 weights whose activations are rounded to int8, and `RoundedWeights` for other
     weights in few bits.
     """
-    leaves = jax.tree.leaves(target.params, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(target.pass_params, is_leaf=is_quantized)
     if any(is_quantized(leaf) and leaf.inputs == "int8" for leaf in leaves):
         return "int8"
     dtypes = (leaf.dtype if is_quantized(leaf) else jnp.result_type(leaf) for leaf in leaves)
     name = next((dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), "float32")
     if not any(map(is_quantized, leaves)):
         return name
-    return RoundedWeights(name, num_bytes(target.params) / sum(leaf.size for leaf in leaves))
+    return RoundedWeights(name, num_bytes(target.pass_params) / sum(leaf.size for leaf in leaves))
 
 
 def measured(

@@ -54,7 +54,7 @@ def expert_share(target: Target) -> ExpertShare:
 def active_bytes(target: Target) -> float:
     """Return the bytes of the parameters that a pass over one token reads: all, but only the chosen experts."""
     sizes = _sizes(target)
-    total = num_bytes(target.params)
+    total = num_bytes(target.pass_params)
     return total - _expert_bytes(target) + _chosen_bytes(target, sizes) if sizes else total
 
 
@@ -69,6 +69,6 @@ def _chosen_bytes(target: Target, sizes: MixtureSizes) -> float:
 
 def _expert_bytes(target: Target) -> int:
     """Return the bytes of the parameters that have an axis of experts."""
-    leaves = jax.tree_util.tree_flatten_with_path(target.params)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(target.pass_params)[0]
     names = lambda path: tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
     return num_bytes([leaf for path, leaf in leaves if is_of_experts(names(path))])

@@ -110,6 +110,10 @@ def test_the_row_of_the_method(cli):
     ("arguments", "words"),
     [
         (["--compress", "speckv:8"], "--compress: capacity must be above 32, the last tokens that always stay, not 8"),
+        (
+            ["--compress", "speckv", "--same-bits"],
+            "--same-bits does not apply to --compress speckv, because",
+        ),
         (["--compress", "specpc:0"], "--compress: budget must be a whole number of at least 1, not 0"),
         (
             ["--compress", "auto"],

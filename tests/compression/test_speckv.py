@@ -11,7 +11,7 @@ from attention_in_numpy import LAYERS, look_ahead, run, sharp_llama
 from rules import takes_all
 from toy import chi_square, markov, tiny_llama
 
-from specjax import UsageError, decode, drafters, serve
+from specjax import UsageError, costs, decode, drafters, serve
 from specjax.bench.near_ties import next_logits
 from specjax.compression import speckv
 from specjax.compression.compact_model import CacheRule, select_slots
@@ -19,6 +19,7 @@ from specjax.decoders.pearl import pearl
 from specjax.engine.prefill import prefill
 from specjax.models import make_model
 from specjax.persistence.fingerprint import digest_model
+from specjax.retrieval import cached_tokens
 from specjax.retrieval.cached_tokens import most_observed
 from specjax.rollouts.scoring import score
 from specjax.types import Target
@@ -223,6 +224,27 @@ def test_the_cache_is_small_and_has_room():
         texts(compressed(), max_new_tokens=13)
 
 
+def test_a_pass_reads_the_weights_of_the_target_only():
+    assert costs.active_bytes(compressed(True)) == costs.active_bytes(compressed()) == costs.active_bytes(target())
+    assert costs.of_draft(compressed(True), another()) == costs.of_draft(target(), another())
+
+
+def test_the_scores_of_few_queries_exist_at_a_time(monkeypatch):
+    """Queries are taken in parts, whose maximum is that of all; the memory is that of a part."""
+    rng = np.random.default_rng(2)
+    rand = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    query, key, new_key = rand(2, 45, 4, 8), rand(2, 2, 700, 8), rand(2, 2, 45, 8)
+    start, cached = jnp.array([600, 300]), jnp.array([620, 310])
+    select = lambda: jax.jit(lambda *arrays: most_observed(*arrays, start, cached, 90, 7)).lower(query, key, new_key)
+    parts, memory = select().compile(), []
+    for size in (cached_tokens.QUERIES, 45):
+        monkeypatch.setattr(cached_tokens, "QUERIES", size)
+        program = select().compile()
+        np.testing.assert_array_equal(program(query, key, new_key), parts(query, key, new_key))
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+    assert memory[0] < 0.6 * memory[1]
+
+
 def test_a_checkpoint_is_of_one_capacity():
     again = speckv(target(), None, RULE.max_new_tokens, **SMALL)
     assert digest_model(compressed()) == digest_model(again) != digest_model(compressed(capacity=17))
@@ -254,6 +276,10 @@ def test_a_second_call_compiles_nothing():
         ({"window": 0}, "window must be a whole number of at least 1, not 0"),
         ({"kernel": 4}, "kernel must be an odd number, such as 5, not 4"),
         ({"lookahead": 129}, "lookahead must be a whole number from 1 to 128, not 129"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number of at least 1, not None"),
+        ({"capacity": None}, "capacity must be a whole number of at least 1, not None"),
+        ({"target": None}, "target must be a specjax.Target, not NoneType; load one with specjax.load"),
+        ({"draft": "small"}, "draft must be a specjax.Target, not str"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, not 0"),
     ],
 )

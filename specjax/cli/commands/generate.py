@@ -190,7 +190,7 @@ def _draft(flags: GenerateFlags) -> None:
 
     flags, selection = _select(flags)
     run, values = flags.run, _shared_values(flags, selection.options.source)
-    compression = read_compression(run.compress, run.adapt)
+    compression = read_compression(run.compress, run.adapt, flags.models.same_bits)
     check_one_loss(flags.models.cache_dtype, run.compress, run.adapt)
     require(
         not flags.hosts.distributed or flags.draft.costs != "measured",

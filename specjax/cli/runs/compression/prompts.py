@@ -64,14 +64,22 @@ class CompressedPrompts(NamedTuple):
         return f"{num_left:,} of {num_complete:,}, selected by {self.model} in {self.seconds:.2f} s"
 
 
-def read_compression(text: str | None, adapt: str | None) -> Compression | None:
-    """Parse --compress before models load. Raises: UsageError for a wrong value, or for --adapt, which is lossy too."""
+def read_compression(text: str | None, adapt: str | None, same_bits: bool = False) -> Compression | None:
+    """Parse --compress before models load.
+
+    Raises: UsageError for a wrong value, for --adapt, which is lossy too, and for --same-bits and a compressed cache.
+    """
     if text is None:
         return None
     require(
         adapt is None, "--compress and --adapt both change the text, so no guarantee would name one cause; remove one"
     )
-    return parse_flag("--compress", parse_compression, text)
+    compression = parse_flag("--compress", parse_compression, text)
+    require(
+        not (same_bits and compression.is_of_cache),
+        f"--same-bits does not apply to --compress {text}, because its scores depend on the batch; remove one",
+    )
+    return compression
 
 
 def check_one_loss(cache_dtype: str | None, compress: str | None, adapt: str | None) -> None:
