@@ -92,6 +92,7 @@ def main() -> None:
             for spec, job in jobs.items():
                 tokens, clock = run(job, plain)
                 rate = (len(tokens) - 1) / (clock[-1] - clock[0])
+                print(length, spec, f"{rate:.2f} tokens/s, {len(tokens) / len(clock):.2f} tokens per pass", flush=True)
                 if repeat or not options.repeats:  # the first run compiles
                     runs[spec].append((rate, tokens, len(clock)))
         baseline = max(rate for rate, _, _ in runs["autoregressive"])

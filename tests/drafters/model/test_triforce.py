@@ -81,7 +81,7 @@ def passes(drafter) -> list[int]:
 
 
 def test_equal_models_are_always_right():
-    """With a budget for the whole text the chain has two inner rounds of 3 tokens, and the target adds one."""
+    """The budget covers the whole text, so a chain has two inner rounds of 3 tokens, and the target adds one."""
     large = SMALL | {"budget": 64, "min_tokens": 5}
     inner = two_model(depths.target(), 2, lag=3)
     assert passes(triforce(depths.target(), inner, **large)) == [3] * 3
