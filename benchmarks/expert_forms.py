@@ -42,6 +42,7 @@ from rich.table import Table
 
 from specjax.costs import roofline
 from specjax.costs.chips import gib
+from specjax.costs.experts import expected_blocks
 from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import MixtureFeed, clamped_product
 from specjax.models.experts.sizes import MixtureSizes
@@ -78,15 +79,6 @@ class Layer(NamedTuple):
     def expert_bytes(self) -> int:
         shape = lambda fan_in, fan_out: jax.ShapeDtypeStruct((fan_out, fan_in), jnp.bfloat16)
         return num_bytes([with_format(shape(*product), self.form) for product in self.products])
-
-    def blocks(self, size: int) -> float:
-        """Return the expected number of blocks of the rows of one expert, for rows that choose independently."""
-        share = self.sizes.routing.num_chosen / self.sizes.num_experts
-        log = lambda n: math.lgamma(n + 1)
-        of = lambda n: math.exp(
-            log(self.rows) - log(n) - log(self.rows - n) + n * math.log(share) + (self.rows - n) * math.log1p(-share)
-        )
-        return self.sizes.num_experts * sum(of(n) * -(-n // size) for n in range(1, self.rows + 1))
 
 
 def main() -> None:
@@ -169,7 +161,13 @@ def measure(chip: str, layer: Layer, form: str, block_rows: int) -> dict[str, An
     finally:
         setattr(blocks, setting, default)
     size = min(block_rows, layer.rows)
-    turns = layer.sizes.expected_experts(layer.rows) if form == "loop" else layer.blocks(size) if size else 1.0
+    turns = (
+        layer.sizes.expected_experts(layer.rows)
+        if form == "loop"
+        else expected_blocks(layer.sizes, layer.rows, size)
+        if size
+        else 1.0
+    )
     module = hlo.parse(compiled.as_text())
     totals = hlo.totals(module, lambda loop: turns)
     if form == "pairs":

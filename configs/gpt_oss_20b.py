@@ -4,12 +4,15 @@ from specjax.models import LlamaConfig
 from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.rotary import RopeScaling
+from specjax.numerics.quantized_array import WeightFormat
 
 HUB_ID = "openai/gpt-oss-20b"
+FILE_FORMATS = (("layers.*.mlp.expert_*", WeightFormat(5, "int8", 32)),)
+"""The formats of the matrices of its files, as they are kept in memory. MXFP4 has 32 numbers in a group."""
 
 
 def get_config(dtype: str = "bfloat16") -> LlamaConfig:
-    """Return the shapes of `HUB_ID`. Its files have the experts in MXFP4."""
+    """Return the shapes of `HUB_ID` in floats. Its files have the experts in `FILE_FORMATS`."""
     routing = Routing(4, scores="softmax_of_chosen")
     amplitude = 1.3465735902799727  # 0.1 ln(32) + 1
     return LlamaConfig(

@@ -17,7 +17,7 @@ from specjax.models.products.quantized import scale_sums
 from specjax.models.products.transposed import is_stored_by_columns
 from specjax.numerics.quantization import quantize
 from specjax.numerics.quantized_array import QuantizedArray
-from specjax.pallas_kernels.grouped_matmul import grouped_matmul_of
+from specjax.pallas_kernels.grouped_matmul import grouped_matmul_of, too_wide_reason
 from specjax.types import Array
 
 
@@ -75,7 +75,8 @@ def stack_of(matrices: QuantizedArray, rows: int) -> QuantizedStack | None:
         return None
     if groups == 1:
         can_round = matrices.inputs is None or (matrices.inputs, matrices.values.dtype) == ("int8", jnp.int8)
-        return QuantizedStack(matrices, None) if can_round else None
+        is_supported = can_round and too_wide_reason(matrices.shape[-1], 1) is None
+        return QuantizedStack(matrices, None) if is_supported else None
     if matrices.inputs is not None or not has_kernel(matrices.shape[-1], groups, rows):
         return None
     return QuantizedStack(matrices, jnp.swapaxes(matrices.scales, 1, 2))

@@ -9,7 +9,7 @@ from specjax.catalog.options import REQUIRED, Option, read_call
 from specjax.controllers.additive import additive
 from specjax.controllers.bass import bass
 from specjax.controllers.budget import budget
-from specjax.controllers.by_batch import by_batch
+from specjax.controllers.by_batch import by_batch_for
 from specjax.controllers.fixed import fixed
 from specjax.controllers.goodput import goodput
 from specjax.controllers.multiplicative import multiplicative
@@ -23,7 +23,7 @@ FORMS = {
     "additive, additive:N": "start N deep; 2 more after a fully accepted draft, 1 less after a rejection",
     "multiplicative, multiplicative:N": "start N deep; double after a fully accepted draft, halve after a rejection",
     "bass, bass:N": "start N deep, the same for all rows; 2 more after a full acceptance, else about a tenth less",
-    "by_batch": "the larger the batch, the shorter the draft",
+    "by_batch": "the larger the batch, the shorter the draft; for a mixture of experts by the costs of its passes",
     "spec_kv:FILE": "as many as a trained network predicts from the last draft; more options: gammas=N/N/..., start=N, "
     "code=N, round_costs=X/X/...",
     "goodput": "the depth with the most tokens per second, 0 if speculation is slower",
@@ -48,8 +48,8 @@ def parse(
     """Build a controller from one of `FORMS`. Raises: UsageError for any other text.
 
     Args:
-      costs, dtype, draft_cost, shares: as for `goodput` and `budget`: cost curve, dtype of the target's parameters,
-        cost of a drafter pass, bytes besides the weights.
+      costs, dtype, draft_cost, shares: as for `goodput`, `budget` and `by_batch`: cost curve, dtype of the target's
+        parameters, cost of a drafter pass, bytes besides the weights.
     """
     name, _, number = spec.partition(":")
     if name == "spec_kv":
@@ -59,7 +59,7 @@ def parse(
         "additive": additive,
         "multiplicative": multiplicative,
         "bass": bass,
-        "by_batch": by_batch,
+        "by_batch": functools.partial(by_batch_for, costs, dtype, draft_cost=draft_cost, shares=shares),
         "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
         "budget": functools.partial(budget, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
     }

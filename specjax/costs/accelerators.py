@@ -85,10 +85,28 @@ def equivalent_bytes(platform: str, weights: float, layers: float) -> float:
 
     They are those of the weights, and on a GPU the time of the kernels of `layers` layers.
     """
-    launches = None if platform == "cpu" else _chip(platform).launches
-    if launches is None:
+    if not has_launches(platform):
         return weights
-    return weights + layers * LAYER_SECONDS * launches.bandwidth_share * _chip(platform).hbm_bandwidth
+    return weights + layers * LAYER_SECONDS * _read_rate(platform)
+
+
+def has_launches(platform: str) -> bool:
+    """Return True for a GPU, whose kernels take time beside the bytes that they move."""
+    return platform != "cpu" and _chip(platform).launches is not None
+
+
+def launch_bytes(platform: str) -> float:
+    """Return the bytes that a GPU reads in the time that a kernel adds."""
+    launches = _chip(platform).launches
+    assert launches is not None
+    return launches.kernel_seconds * _read_rate(platform)
+
+
+def _read_rate(platform: str) -> float:
+    """Return the bytes of weights per second that products on a GPU read."""
+    chip = _chip(platform)
+    assert chip.launches is not None
+    return chip.launches.bandwidth_share * chip.hbm_bandwidth
 
 
 def _chip(platform: str) -> Chip:

@@ -20,7 +20,7 @@ import numpy as np
 from specjax.arrays.indexing import first_largest
 from specjax.arrays.modes import jit
 from specjax.costs.accelerators import current_chip, equivalent_bytes, pass_cost
-from specjax.costs.experts import ExpertShare, active_bytes, expert_share
+from specjax.costs.experts import ExpertShare, active_bytes, expert_share, launched_layers
 from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
 from specjax.models.experts.blocks import BLOCK_ROWS, BLOCK_ROWS_TPU
@@ -93,20 +93,17 @@ def shares_of(target: Target, platform: str | None = None) -> Shares:
     """Return the bytes of one row of float32 logits and of recurrent states, as shares of the bytes of the weights.
 
     On a GPU they are shares of the bytes that it reads in the time of a pass over one token
-    (`accelerators.equivalent_bytes`). The share of the experts is always of the bytes of a pass over one token. Without
-    parameters all shares are 0.
+    (`accelerators.equivalent_bytes`). Without parameters all shares are 0.
 
     Args:
       platform: as in `estimated`.
     """
     size = active_bytes(target)
-    layers = target.model.capabilities.num_layers
     if not size:
         return NO_SHARES
-    read, recurrent = equivalent_bytes(platform or current_chip(), size, layers), row_bytes(target)
-    return Shares(
-        4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read, expert_share(target)
-    )
+    read = equivalent_bytes(platform or current_chip(), size, launched_layers(target))
+    recurrent, experts = row_bytes(target), expert_share(target, platform)
+    return Shares(4 * target.model.vocab_size / read, recurrent.states / read, recurrent.updates / read, experts)
 
 
 LOGITS_PASSES = 4
@@ -129,7 +126,8 @@ def estimated(
     adds LOGITS_PASSES times the share of its logits in the bytes of the parameters. For Gemma 3 270M on v5e, 16 rows of
     4 and 64 rows of 16 tokens are estimated at 1.41 and 6.7 passes; the schedule has 1.43 and 3.2. A pass of a model
     with recurrent layers also reads and writes a state per row, and writes updates per token that its commit reads.
-    More tokens choose more experts of a mixture, which the pass then reads (`experts`).
+    More tokens choose more experts of a mixture, which the pass then reads (`experts`). On a GPU wide passes read all
+    of them.
 
     Args:
       dtype: of the weights, or the result of `dtype_of`.
@@ -261,8 +259,7 @@ def of_draft(target: Target, draft: Target, platform: str | None = None) -> floa
     """
 
     def size(model: Target) -> float:
-        layers = model.model.capabilities.num_layers
-        weights = equivalent_bytes(platform or current_chip(), active_bytes(model), layers)
+        weights = equivalent_bytes(platform or current_chip(), active_bytes(model), launched_layers(model))
         return weights + row_bytes(model).moved()
 
     return size(draft) / size(target)

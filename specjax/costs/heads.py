@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from specjax.costs.accelerators import current_chip, equivalent_bytes
-from specjax.costs.experts import active_bytes
+from specjax.costs.experts import active_bytes, launched_layers
 from specjax.costs.row_bytes import row_bytes
 from specjax.costs.weights_read import bytes_read
 from specjax.models.heads.contract import DraftedNodes, DraftHead
@@ -49,8 +49,10 @@ def of_head(target: Target, head: DraftHead, passes: int, platform: str | None =
         jaxpr = jax.make_jaxpr(function)(target, params).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         # A head that runs some target layers skips the other layers with conditionals: count the smaller branch.
-        return bytes_read(jaxpr, min if num_layers_run else max)
+        return bytes_read(jaxpr, min if num_layers_run else max, chosen)
 
+    mixture = getattr(getattr(head.head.config, "layer", None), "experts", None)
+    chosen = 1.0 if mixture is None else float(mixture.routing.num_chosen)
     layers = target.model.capabilities.num_layers
     num_layers_run = sum(last - first for first, last in head.head.target_layers(layers))
     of_first = count(first_level)
@@ -58,5 +60,5 @@ def of_head(target: Target, head: DraftHead, passes: int, platform: str | None =
     of_target = num_layers_run * (1 if head.head.is_single_pass else passes)
     read = of_first + (passes - 1) * of_level
     drafting = equivalent_bytes(platform, read, 1 if head.head.is_single_pass else passes)
-    of_pass = equivalent_bytes(platform, active_bytes(target), layers) + row_bytes(target).moved()
+    of_pass = equivalent_bytes(platform, active_bytes(target), launched_layers(target)) + row_bytes(target).moved()
     return of_target / layers + drafting / of_pass

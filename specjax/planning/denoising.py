@@ -22,7 +22,7 @@ from specjax.diffusion.prepare import check_parts, round_up, select_cache
 from specjax.diffusion.procedures import procedure_of
 from specjax.diffusion.types import Denoiser, Procedure
 from specjax.engine.job import Job
-from specjax.engine.prefill import count_chunks, wide_chunk
+from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.engine.step import buffer_size
 from specjax.numerics.global_arrays import with_shardings
@@ -40,6 +40,7 @@ from specjax.planning.programs import (
     named,
     shares,
     trips_of_scopes,
+    turns_of_experts,
 )  # fmt: skip
 from specjax.planning.traffic import bytes_per_token, pass_bytes
 from specjax.planning.workload import Workload
@@ -146,15 +147,17 @@ def build(work: Workload, devices: list) -> tuple[Programs, dict[str, float]]:
     blocks = cache_blocks(work) if causal else 1
     rounds = math.ceil(work.max_new_tokens / COLUMNS_AT)
     share = min(1.0, COLUMNS_AT / parts.width)
+    experts = turns_of_experts(work, parts.width)
     assumed = {
         "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
         "rounds": float(rounds), "cache_blocks": float(blocks), "renewals": share
-    }  # fmt: skip
+    } | experts  # fmt: skip
     large = frozenset(keys_of(state.cache) | keys_of(parts.target.params))
     named_trips = trips_of_scopes(0.0, 0.0, chunks)
-    in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
-    in_step = named(named_trips, lambda loop: float(blocks))
-    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, float(rounds)))
+    of_prefill: hlo.Trips = lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2)
+    in_prefill = named(named_trips, of_prefill, experts)
+    in_step = named(named_trips, lambda loop: float(blocks), experts)
+    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, float(rounds)), experts)
     one = compiler_of(step, (parts, state), args.mesh)
 
     def program(name: str, compiled: Any, trips: hlo.Trips, renewals: float, arguments: tuple) -> Program:
@@ -181,10 +184,16 @@ def _must_bytes(work: Workload, args: Abstract, state: PyTree, chunks: int, roun
     grows = args.job.parts.denoiser.is_causal
     per_token = sum(bytes_per_token(target, work.batch, cache) for cache in caches) if grows else 0.0
     canvas_bytes = 0.0 if grows else float(shard_bytes(state.cache))
-    one = lambda context, **more: pass_bytes(work.target, target.params, per_token, context, **more) + canvas_bytes
-    prefill = chunks * one(work.context / 2, head=False) if grows else 0.0
-    of_pass, middle = one(work.context), work.context + work.max_new_tokens / 2
+    rows, width = work.batch // work.data, args.job.parts.width
+
+    def one(context: float, tokens: int, **more: Any) -> float:
+        experts = rows * tokens, work.expert
+        weights = pass_bytes(work.target, target.params, per_token, context, experts=experts, **more)
+        return weights + canvas_bytes
+
+    prefill = chunks * one(work.context / 2, CHUNK, head=False) if grows else 0.0
+    of_pass, middle = one(work.context, width), work.context + work.max_new_tokens / 2
     return {
         "prefill": prefill, "pass": of_pass, "fused pass": of_pass, "renewing pass": of_pass,
-        "loop": prefill + rounds * one(middle),
+        "loop": prefill + rounds * one(middle, width),
     }  # fmt: skip

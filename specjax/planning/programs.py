@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ from jax.sharding import Mesh
 
 from specjax.arrays import scopes
 from specjax.costs.accelerators import CHIP_OF_KIND
-from specjax.costs.experts import busiest_experts
-from specjax.engine.prefill import count_chunks, wide_chunk
+from specjax.costs.experts import expert_turns
+from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
 from specjax.engine.run import run, start, step
 from specjax.files import libtpu
 from specjax.numerics.filtered_draws import expected_races
@@ -35,9 +36,6 @@ VISITED = 3.0
 
 KEPT_SHARE = 0.9
 """Assumed mass of the tokens that top-k keeps."""
-
-MAX_ROWS = 256
-"""Rows of a pass above which the distinct experts are no longer counted: practically all are chosen."""
 
 DIGITS = 4.0
 """Assumed passes over the vocabulary after the first one, to find the threshold of top-k or top-p."""
@@ -79,26 +77,25 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     passes = max(parts.drafter.max_depth - 1, 0)  # the drafter's passes after the root's, if no draft stops early
     visited = min(VISITED, parts.drafter.max_depth + 1.0)
     races = expected_races(work.warping.top_p or KEPT_SHARE, work.batch)
-    mixture = getattr(work.target, "experts", None)
-    rows = parts.drafter.size.num_nodes * work.batch // work.data
-    experts = busiest_experts(mixture, min(rows, MAX_ROWS), work.expert) if mixture else 0.0
+    size = parts.drafter.size
+    experts = turns_of_experts(work, size.num_nodes, -(-(size.num_nodes - 1) // max(size.max_depth, 1)))
     assumed = {
         "wide_chunks": float(chunks[0]), "chunks": float(chunks[1]),
         "rounds": float(rounds or work.max_new_tokens), "cache_blocks": float(blocks),
         "draft_passes": float(passes), "visited_nodes": visited, "digits": DIGITS,
         "races": races,
     }  # fmt: skip
-    if mixture:
-        assumed["experts"] = experts
+    assumed |= experts
     share = share_of_layers(work)
     if share < 1:
         assumed["share_of_layers"] = share
     large = frozenset(keys_of((state.cache, state.draft, parts.target.params, parts.drafter.params)))
     # A chunk attends to half of the blocks on average.
-    named_trips = trips_of_scopes(passes, visited, chunks, races) | {scopes.EXPERTS: experts}
-    in_prefill = named(named_trips, lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2))
-    in_step = named(named_trips, lambda loop: float(blocks))
-    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]))
+    named_trips = trips_of_scopes(passes, visited, chunks, races)
+    of_prefill: hlo.Trips = lambda loop: sum(chunks) if loop.depth == 0 else max(1.0, blocks / 2)
+    in_prefill = named(named_trips, of_prefill, experts)
+    in_step = named(named_trips, lambda loop: float(blocks), experts)
+    in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]), experts)
 
     def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
         return Program(
@@ -117,6 +114,35 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
         program("loop", run, (args.job,), in_loop),
     ]
     return Programs(program_list, args, state)
+
+
+EXPERT_PASSES: Mapping[str, str] = MappingProxyType(
+    {scopes.WIDE_CHUNKS: "experts_wide_chunk", scopes.CHUNKS: "experts_chunk", scopes.LEVELS: "experts_draft"}
+)
+"""Turns of a layer's experts by the scope of the pass around them. The turns of other passes are `experts`."""
+
+
+def turns_of_experts(work: Workload, nodes: int, level: int = 0) -> dict[str, float]:
+    """Return the expected turns of a layer's experts in each kind of pass, on the busiest device.
+
+    Rows choose independently. A workload without a mixture has no turns.
+
+    Args:
+      nodes: of each row of a step's pass. level: of each row of a draft's pass; 0: no pass drafts.
+    """
+    target = getattr(work.target, "experts", None)
+    draft = getattr(work.draft or getattr(work.head, "layer", None), "experts", None)
+    if target is None and draft is None:
+        return {}
+    rows = work.batch // work.data
+    turns = lambda sizes, tokens: expert_turns(sizes, tokens * rows, work.expert)
+    read = target or draft
+    passes = {
+        "experts": turns(read, nodes),
+        "experts_wide_chunk": turns(read, wide_chunk(work.batch, work.platform)),
+        "experts_chunk": turns(read, CHUNK),
+    }
+    return passes | ({"experts_draft": turns(draft or read, level)} if level else {})
 
 
 def cache_blocks(work: Workload) -> int:
@@ -185,13 +211,26 @@ def trips_of_scopes(
     }  # fmt: skip
 
 
-def named(named_trips: Mapping[str, float], default_trips: hlo.Trips) -> hlo.Trips:
-    """Return iteration counts of loops by the names of their scopes. `default_trips` returns those of the others."""
-    name = re.compile(rf'op_name="[^"]*/({"|".join(named_trips)})/while"')
+def named(
+    named_trips: Mapping[str, float], default_trips: hlo.Trips, experts: Mapping[str, float] = MappingProxyType({})
+) -> hlo.Trips:
+    """Return iteration counts of loops by the names of their scopes. `default_trips` returns those of the others.
+
+    Args:
+      experts: turns of a layer's experts (`turns_of_experts`), which depend on the pass around them.
+    """
+    name = re.compile(rf'op_name="([^"]*)/({"|".join([*named_trips, scopes.EXPERTS])})/while"')
+    around = re.compile(rf"/({'|'.join(EXPERT_PASSES)})/while/")
 
     def trips(loop: hlo.Loop) -> float:
         match = name.search(loop.instruction.attributes)
-        return float(named_trips[match.group(1)]) if match else default_trips(loop)
+        if match is None:
+            return default_trips(loop)
+        if match.group(2) != scopes.EXPERTS:
+            return float(named_trips[match.group(2)])
+        scope = around.findall(f"{match.group(1)}/")
+        kind = EXPERT_PASSES[scope[-1]] if scope else "experts"
+        return float(experts.get(kind, experts.get("experts", 1.0)))
 
     return trips
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.engine.prefill import count_chunks, wide_chunk
+from specjax.costs.experts import busiest_experts, expert_leaves
+from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
 from specjax.models.heads.contract import DraftHead
 from specjax.numerics.global_arrays import with_shardings
 from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
@@ -23,32 +24,40 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
 
     A step has `draft_passes` passes of the draft model and one target pass.
     """
-    passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache))]
+    rows, nodes = work.batch // work.data, args.job.parts.drafter.size.num_nodes
+    passes = [(1, _pass_of(work.target, args.job.parts.target, work.batch, state.cache), nodes)]
     cache = None if args.draft is None else _cache_in(state.draft, args.draft)
     if args.draft is not None and cache is not None:
-        passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache)))
+        passes.append((draft_passes, _pass_of(work.draft, args.draft, work.batch, cache), 1))
     if args.head is not None and args.job.parts.drafter.traits.taps == args.head.head.taps:
         head = args.head.head
         count = 1 if head.is_single_pass else math.ceil(draft_passes / head.levels_per_pass)
-        passes.append((count, functools.partial(_of_head, args.head)))
+        passes.append((count, functools.partial(_of_head, args.head), 1))
         stretches = head.target_layers(work.target.num_layers)
         share = sum(last - first for first, last in stretches) / work.target.num_layers
         layers = share * shard_bytes(args.job.parts.target.params["layers"])
-        passes.append((count, lambda context, head=True: layers if head else 0.0))  # prefill does not run these layers
+        # prefill does not run these layers
+        passes.append((count, lambda context, head=True, experts=None: layers if head else 0.0, 1))
 
     def step(context: float) -> float:
-        return sum(count * one_pass(context) for count, one_pass in passes)
+        return sum(count * one_pass(context, experts=(rows * size, work.expert)) for count, one_pass, size in passes)
 
-    chunks = max(1, sum(count_chunks(work.context - 1, wide_chunk(work.batch, work.platform))))
-    prefill = sum(chunks * one_pass(work.context / 2, head=False) for _, one_pass in passes)
+    def of_chunk(tokens: int) -> float:
+        experts = rows * tokens, work.expert
+        return sum(one_pass(work.context / 2, head=False, experts=experts) for _, one_pass, _ in passes)
+
+    wide = wide_chunk(work.batch, work.platform)
+    num_wide, num_narrow = count_chunks(max(work.context - 1, 1), wide)
+    prefill = num_wide * of_chunk(wide) + num_narrow * of_chunk(CHUNK)
     middle = work.context + work.max_new_tokens / 2
     return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}
 
 
-def _of_head(draft: DraftHead, context: float, *, head: bool = True) -> float:
+def _of_head(draft: DraftHead, context: float, *, head: bool = True, experts: tuple[int, int] | None = None) -> float:
     """Return the bytes of a pass of a draft head: its weights, without its small cache."""
     head_params = draft.params.get("head") if isinstance(draft.params, dict) else None
-    return shard_bytes(draft.params) - (0 if head or head_params is None else shard_bytes(head_params))
+    read = shard_bytes(draft.params) - (0 if head or head_params is None else shard_bytes(head_params))
+    return read - unread_experts(getattr(draft.head.config, "layer", None), draft.params, experts)
 
 
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
@@ -58,18 +67,33 @@ def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable
 
 
 def pass_bytes(
-    config: Any, params: Any, per_token: float, context: float, *, head: bool = True, states: float = 0.0
-) -> float:
+    config: Any, params: Any, per_token: float, context: float, *, head: bool = True, states: float = 0.0,
+    experts: tuple[int, int] | None = None,
+) -> float:  # fmt: skip
     """Return the bytes that one pass moves on a device: its weights, and the cache of `context` tokens.
 
     An untied embedding is only looked up, and so is the table of layer inputs. Prefill does not use the output head.
     Windowed layers read their window. The `states` of recurrent layers, a number of bytes, are read by the pass and
-    written by its commit.
+    written by its commit. The weights of a mixture are those of the expected experts (`unread_experts`).
     """
     weights = shard_bytes(params) - shard_bytes(params.get("layer_inputs", {}).get("table", {}))
     weights -= 0 if config.tied and head else shard_bytes(params["embed"])
     weights -= 0 if config.tied or head else shard_bytes(params["head"])
-    return weights + per_token * mean_context(config, context) + 2 * states
+    read = weights - unread_experts(config, params, experts)
+    return read + per_token * mean_context(config, context) + 2 * states
+
+
+def unread_experts(config: Any, params: Any, experts: tuple[int, int] | None) -> float:
+    """Return the bytes of the experts that a pass does not read on the busiest device; 0 for a dense model.
+
+    Args:
+      experts: tokens of the pass, and devices that share the experts. None: the pass reads all experts.
+    """
+    sizes = getattr(config, "experts", None)
+    if sizes is None or experts is None:
+        return 0.0
+    tokens, parts = experts
+    return shard_bytes(expert_leaves(params)) * (1 - busiest_experts(sizes, tokens, parts) * parts / sizes.num_experts)
 
 
 def bytes_per_token(target: Target, batch: int, cache: PyTree) -> float:

@@ -133,7 +133,7 @@ def make_workload(
         the target's heads can be split over.
       max_new_tokens: None: 128, or as many as the models' positions leave after the context.
       same_bits, quantize, keep_quantized: as in `specjax.load`, for the target. Quantised files are kept in their
-        formats by default, as on TPUs and GPUs.
+        formats by default, as on TPUs and GPUs, and built-in configs have floats unless keep_quantized is True.
       temperature, top_k, top_p, min_p, *_penalty: as in `specjax.decode` and `specjax.processors`. A program computes
         the options that are given; their values do not matter, except that temperature 0 is the greedy program.
       cache_dtype: "int8" for both models' caches, or a compressed form such as "gear:4" for the target's. None: the
@@ -153,13 +153,13 @@ def make_workload(
     if kind is not None and kind not in KINDS:
         raise UsageError(f'--head: "{kind}" is not a kind of head; choose one of {", ".join(KINDS)}')
 
-    def load(source, flag: str, keep: bool = True):
+    def load(source, flag: str, keep: bool | None):
         is_name = isinstance(source, str | Path)
         config = load_config(source, dtype, flag, slice_.chip.platform, keep) if is_name else source
         form = cache_dtype if flag == "--target" else of_drafts(cache_dtype)
         return config if form is None else dataclasses.replace(config, cache_dtype=form)
 
-    target_config = load(target, "--target", quantize is None and keep_quantized is not False)
+    target_config = load(target, "--target", keep_quantized if quantize is None else False)
     if quantize is not None:
         target_config = quantized_config(target_config, quantize, slice_.chip.platform)
     if same_bits:
@@ -199,7 +199,7 @@ def make_workload(
     if batch % data:
         raise UsageError(f"--batch-size {batch} cannot be split over --data {data}; make it a multiple")
 
-    draft_config = None if draft is None else load(draft, "--draft", keep_quantized is not False)
+    draft_config = None if draft is None else load(draft, "--draft", None if keep_quantized else keep_quantized)
     if draft_config is not None and not _close(draft_config.vocab_size, target_config.vocab_size):
         raise UsageError(
             f"--draft has {draft_config.vocab_size} tokens in its vocabulary and the target "

@@ -8,7 +8,10 @@ import jax
 import pytest
 
 from specjax import Target, costs
+from specjax.arrays import platforms
 from specjax.models import LlamaConfig, abstract_params, make_model
+from specjax.models.experts.routing import Routing
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.storage import num_bytes, quantized_config
 
@@ -53,3 +56,19 @@ def test_a_draft_model_costs_the_bytes_of_its_format():
     target, draft = shapes_of("int8"), shapes_of("int4-weights")
     assert costs.of_draft(target, draft) == pytest.approx(num_bytes(draft.params) / num_bytes(target.params))
     assert costs.of_draft(target, draft) < 0.65
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_modules_with_experts_read_the_chosen_ones(platform, monkeypatch):
+    """The programs of both platforms differ: a loop over the experts, and experts that are gathered for one row."""
+    monkeypatch.setattr(platforms, "of_program", lambda: platform)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    target = Target(make_model(config), abstract_params(config))
+
+    def read(chosen: int) -> float:
+        module = KINDS["mtp"].of_target(config)
+        sizes = MixtureSizes(16, 24, Routing(chosen))
+        module = dataclasses.replace(module, layer=dataclasses.replace(module.layer, experts=sizes))
+        return costs.of_head(target, abstract_head("mtp", module), 1, "v5e") * num_bytes(target.params)
+
+    assert read(6) - read(2) == pytest.approx(4 * 3 * 24 * 32 * 2)

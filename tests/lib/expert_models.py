@@ -119,6 +119,12 @@ PUBLISHED = {
 }  # fmt: skip
 """Fields of published config.json files by `model_type`, without those of TINY and SMALL."""
 
+WITH_SHARED_MLP = {
+    "granitemoeshared": PUBLISHED["granitemoe"]  # granite-3.0-moe with a shared MLP
+    | {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
+}
+"""The same of a family that differs from another one by its shared MLP."""
+
 SMALL = {
     "qwen3_moe": {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 48,
@@ -140,6 +146,9 @@ SMALL = {
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
     },
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16},
+    "granitemoeshared": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16, "shared_intermediate_size": 24,
+    },
     "granitemoehybrid": {
         "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16, "shared_intermediate_size": 24,
         "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_head": 16,
@@ -155,7 +164,7 @@ SMALL = {
 
 def fields_of(kind, **changes):
     """Return the fields of a config.json in the published form, with small sizes."""
-    fields = PUBLISHED[kind] | TINY | SMALL[kind]
+    fields = (PUBLISHED | WITH_SHARED_MLP)[kind] | TINY | SMALL[kind]
     if kind.startswith(("deepseek", "olmoe")):  # their heads have no size of their own
         fields = {name: value for name, value in fields.items() if name != "head_dim"}
     return fields | changes

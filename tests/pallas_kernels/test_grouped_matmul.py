@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from scripts import module_at
 
-from specjax.pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_of, tpu, unsupported_reason
+from specjax.pallas_kernels.grouped_matmul import (
+    grouped_matmul,
+    grouped_matmul_of,
+    too_wide_reason,
+    tpu,
+    unsupported_reason,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,68 @@ def test_whole_numbers_are_summed_exactly():
     actual = grouped_matmul_of(as_int8(x), as_int8(values), None, jnp.int32(1), interpret=True)
     assert actual.dtype == jnp.int32
     np.testing.assert_array_equal(actual, x @ values[1].T)
+
+
+@pytest.mark.parametrize(("chunk", "is_exact"), [(tpu.MAX_CHUNK, True), (4096, False)])
+def test_whole_numbers_are_exact_on_chips_without_products_of_int8(chunk, is_exact, monkeypatch):
+    """v4 and tpu7x multiply bfloat16 numbers, and a sum of 3,000 products is too large for float32."""
+    monkeypatch.setattr(tpu, "core_of_program", lambda: tpu.Core(multiplies_int8=False))
+    monkeypatch.setattr(tpu, "MAX_CHUNK", chunk)
+    x, values = np.full((2, 3000), 127), np.full((1, 40, 3000), 127)
+    x[1, ::7] -= np.arange(len(x[1, ::7])) % 5
+    as_int8 = lambda array: jnp.asarray(array, jnp.int8)
+    actual = grouped_matmul_of(as_int8(x), as_int8(values), None, jnp.int32(0), interpret=True)
+    assert actual.dtype == jnp.int32 and np.array_equal(actual, x @ values[0].T) == is_exact
+
+
+@pytest.mark.parametrize("item, groups, rows", [(1, 1, 256), (2, 1, 256), (2, 448, 64), (4, 112, 16)])
+def test_blocks_fit_into_on_chip_memory(item, groups, rows):
+    """14,336 inputs: with the sizes of v5e, a v4 has too little memory. Chips with more keep these sizes."""
+    small_room, large_room = (tpu.Core(vmem << 20).room for vmem in (16, 64))
+    largest = tpu.Blocks(rows, 128, 14336, groups, item, 8)
+    small, large = (tpu.fit_blocks(largest, room) for room in (small_room, large_room))
+    assert small.bytes <= small_room and large.bytes <= large_room
+    assert large.rows == rows
+    wide = tpu.fit_blocks(largest._replace(outputs=1024), large_room)
+    assert wide.outputs % 128 == 0 and wide.bytes <= large_room
+    assert tpu.fit_blocks(tpu.Blocks(16, 128, 1 << 20, 1, 2, 8), small_room).rows == 16, "the smallest ones"
+
+
+def test_rows_that_do_not_fit_are_refused():
+    """On another device than a TPU it is the smallest on-chip memory that counts."""
+    assert too_wide_reason(14336, 1) is None and unsupported_reason(14336, 448) is None
+    assert "not rows of 65536 inputs" in too_wide_reason(65536, 1)
+    assert "not rows of 65536 inputs" in unsupported_reason(65536, 512)
+
+
+def test_small_blocks_compute_the_same(monkeypatch):
+    monkeypatch.setattr(tpu, "core_of_program", lambda: tpu.Core(1 << 18))
+    random = np.random.default_rng(0)
+    values = random.integers(-7, 8, (384, 256)).astype(np.int8)
+    scales, x = random.random((384, 8)).astype(np.float32), random.standard_normal((37, 256)).astype(np.float32)
+    expected = x.astype(np.float64) @ (values * np.repeat(scales, 32, 1).astype(np.float64)).T
+    actual = grouped_matmul(jnp.asarray(x), jnp.asarray(values), jnp.asarray(scales), interpret=True)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2"])
+@pytest.mark.parametrize("form, rows", [("int8", 256), ("int8-weights", 64), ("mxfp4", 64)])
+def test_the_kernel_compiles_for_wide_matrices(topology, form, rows):
+    """Matrices of Mixtral 8x7B, 4,096 x 14,336, exceeded the on-chip memory of v4."""
+    import tpu as absent
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from specjax.planning.programs import compile_for, device_kind
+
+    mesh = Mesh(np.array(absent.devices(topology)[:1]), ("model",))
+    place = NamedSharding(mesh, PartitionSpec())
+    shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+    x = shape((rows, 14336), jnp.int8 if form == "int8" else jnp.bfloat16)
+    scales = shape((8, 448, 4096), jnp.float32) if form == "mxfp4" else None
+    with device_kind(mesh), jax.default_matmul_precision("highest"):
+        lowered = jax.jit(grouped_matmul_of).lower(x, shape((8, 4096, 14336), jnp.int8), scales, shape((), jnp.int32))
+    assert compile_for(mesh, lowered).as_text().count("tpu_custom_call") >= 1
 
 
 @pytest.mark.tpu_compile

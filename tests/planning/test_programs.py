@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from toy import tiny_llama
@@ -9,8 +11,14 @@ from toy import tiny_llama
 from specjax import trees
 from specjax.arrays import scopes
 from specjax.arrays.branching import narrow_or_wide
+from specjax.engine.prefill import in_chunks
+from specjax.models import LlamaConfig
+from specjax.models.experts.routing import Routing
+from specjax.models.experts.sizes import MixtureSizes
 from specjax.planning import hlo
-from specjax.planning.programs import named, shares, trips_of_scopes
+from specjax.planning.inputs.topologies import parse_topology
+from specjax.planning.programs import named, shares, trips_of_scopes, turns_of_experts
+from specjax.planning.workload import Workload
 from specjax.types import Context, Stream, Sublayers
 
 
@@ -56,3 +64,54 @@ def test_layers_that_are_skipped_are_known_in_the_loop_over_a_stack():
     module = hlo.parse(jax.jit(some).lower(target.params, x, layers).compile().as_text())
     conditionals = [i for _, i, _ in hlo.walk(module) if i.opcode == "conditional"]
     assert conditionals and {shares({scopes.SUBLAYER: 0.25})(i) for i in conditionals} == {0.25}
+
+
+SIZES = MixtureSizes(64, 24, Routing(2))
+MIXTURE = LlamaConfig(
+    vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=48, experts=SIZES
+)
+
+
+def test_each_pass_has_the_experts_of_its_tokens():
+    """A chunk of the prompt has 512 or 128 tokens per row, a verification its nodes, and a draft the nodes of a level.
+
+    These were the experts of the step's nodes everywhere.
+    """
+    work = Workload(MIXTURE, parse_topology("v5e:1x1"))
+    turns = turns_of_experts(work, 4)
+    blocks = sum(1 - (1 - 2 / 64) ** 512 for _ in range(64))  # an expert with more than 256 of 512 rows is rare
+    assert turns["experts"] == SIZES.expected_experts(4)
+    assert abs(turns["experts_wide_chunk"] - blocks) < 1e-6
+    assert turns["experts_chunk"] == SIZES.expected_experts(128)
+    rows = turns_of_experts(dataclasses.replace(work, batch=8, data=2), 4, 2)
+    assert rows["experts"] == SIZES.expected_experts(16) and rows["experts_draft"] == SIZES.expected_experts(8)
+    dense = dataclasses.replace(MIXTURE, experts=None)
+    assert turns_of_experts(dataclasses.replace(work, target=dense), 4) == {}
+    drafts = dataclasses.replace(work, draft=dataclasses.replace(MIXTURE, experts=SIZES._replace(routing=Routing(4))))
+    assert turns_of_experts(drafts, 4, 1)["experts_draft"] == 4
+    assert turns_of_experts(dataclasses.replace(drafts, target=dense), 4, 1)["experts_draft"] == 4
+
+
+def test_loops_over_experts_are_told_apart_by_the_pass_around_them():
+    """Stacked layers are a loop between the pass and its experts."""
+
+    def experts(x, number):
+        with jax.named_scope(scopes.EXPERTS):
+            return jax.lax.fori_loop(0, number, lambda i, x: jnp.tanh(x @ x), x)
+
+    def layers(x, number):
+        return jax.lax.scan(lambda x, _: (experts(x, number), None), x, None, length=2)[0]
+
+    def program(x, number):
+        x = in_chunks(lambda start, size, x: layers(x + size, number), x, number, 16, 8)
+        with jax.named_scope(scopes.LEVELS):
+            x = jax.lax.fori_loop(0, number, lambda i, x: layers(x, number), x)
+        return layers(x, number)
+
+    module = hlo.parse(jax.jit(program).lower(jnp.eye(32), jnp.int32(3)).compile().as_text())
+    turns = {"experts": 1.5, "experts_wide_chunk": 2.5, "experts_chunk": 3.5, "experts_draft": 4.5}
+    trips = named(trips_of_scopes(3), lambda loop: 99.0, turns)
+    loops = [loop for loop in hlo.dynamic_loops(module) if "/experts/while" in loop.instruction.attributes]
+    assert sorted(map(trips, loops)) == [1.5, 2.5, 3.5, 4.5]
+    without_drafts = named(trips_of_scopes(3), lambda loop: 99.0, {"experts": 1.5})
+    assert {without_drafts(loop) for loop in loops} == {1.5}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from specjax.cli.options import common as o
 from specjax.cli.options import completion, hosts
 from specjax.cli.options.processing import FrequencyOption, PresenceOption, RepetitionOption
 from specjax.cli.output.console import Console
-from specjax.errors import UsageError
+from specjax.errors import UsageError, require
 
 SHAPES = "a built-in config, a folder with config.json or a GGUF file; only shapes are read"
 DRAFTS = f"Draft model: {SHAPES}; native: the target's own module"
@@ -99,6 +99,15 @@ ModelOption = Annotated[
 ]
 LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs in parallel.")]
 SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]
+KeepQuantizedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-quantized/--no-keep-quantized",
+        help="Keep the matrices of quantised files in their formats, which is the default; a built-in config such as "
+        "gpt_oss_20b gets the formats of its published files with --keep-quantized only.",
+        show_default=False,
+    ),
+]
 NoCacheOption = Annotated[
     bool,
     typer.Option("--no-cache", envvar="SPECJAX_NO_CACHE", help="Compile again, and store nothing in the cache folder."),
@@ -114,7 +123,7 @@ class ProgramOptions:
     dtype: DtypeOption = None
     cache_dtype: o.CacheDtypeOption = None
     quantize: o.QuantizeOption = None
-    keep_quantized: o.KeepQuantizedOption = None
+    keep_quantized: KeepQuantizedOption = None
     data: DataOption = 1
     model: ModelOption = None
     layer: LayerOption = 1
@@ -135,6 +144,30 @@ class ProgramOptions:
         renamed = {"batch": self.batch_size, "cache": not self.no_cache}
         omitted = {"batch_size", "no_cache"} | ({"dtype"} if self.dtype is None else set())
         return renamed | {name: value for name, value in vars(self).items() if name not in omitted}
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return the numbers of --widths. Raises: UsageError for a text without them."""
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{text}"') from None
+
+
+def check_stages(programs: ProgramOptions, unused: Mapping[str, Any]) -> None:
+    """Raise a UsageError for a flag of `unused` that is set beside --stages, or for an axis of a mesh."""
+    for flag, value in unused.items():
+        require(not value, f"--stages counts target passes only and has no {flag}; leave one of them out")
+    axes = {"--data": programs.data, "--layer": programs.layer, "--sequence": programs.sequence,
+            "--expert": programs.expert, "--model": 1 if programs.model is None else 0}  # fmt: skip
+    for flag, value in axes.items():
+        require(value == 1, f"--stages divides the devices itself and has no {flag}; leave it out")
+
+
+def without_mesh(programs: ProgramOptions) -> dict[str, Any]:
+    """Return the arguments of a plan of stages, which has no mesh."""
+    omitted = {"cache", "data", "model", "layer", "sequence", "expert"}
+    return {name: value for name, value in programs.arguments.items() if name not in omitted}
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from specjax.catalog import find_drafter
 from specjax.costs.chips import gib
 from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
-from specjax.models.storage import num_bytes
 from specjax.planning.abstract import unsharded
 from specjax.planning.budget.footprint import Footprint, footprint_of
 from specjax.planning.compiler import Notify, compile_programs
@@ -269,8 +268,7 @@ def _seconds(work: Workload, footprint: Footprint, nodes: int) -> float:
     shares = costs.shares_of(target, chip.name)._replace(states=0.0, updates=0.0)
     growth = costs.estimated((1, rows * nodes), 1, costs.dtype_of(target), chip.name, shares)[1]
     parts = work.devices / work.data
-    unread = num_bytes(target.params) - costs.active_bytes(target)  # experts that a token does not choose
-    weights = pass_bytes(work.target, target.params, 0.0, work.context) - unread
+    weights = pass_bytes(work.target, target.params, 0.0, work.context, experts=(1, 1))
     recurrent = 2 * rows * nodes * row_bytes(target).updates / parts + 2 * memory.states
     cached = memory.per_slot * mean_context(work.target, work.context)
     return (weights / parts * float(growth) + cached + recurrent) / chip.hbm_bandwidth

@@ -88,9 +88,9 @@ def describe_model(
     """
     check_scheme(quantize)
     platform = jax.default_backend()
-    keep_quantized = platform != "cpu" if keep_quantized is None else keep_quantized
     with open_source(source) as path:
-        config = _config(source, path, dtype, platform, keep_quantized)
+        keep = platform != "cpu" if keep_quantized is None and path is not None else keep_quantized
+        config = _config(source, path, dtype, platform, keep)
         if quantize is not None:
             config = quantized_config(config, quantize, platform)
         return _describe(config, source, path)
@@ -111,7 +111,7 @@ def open_source(source: str | Path) -> Iterator[Path | None]:
         yield path
 
 
-def _config(source: str | Path, path: Path | None, dtype: str, platform: str, keep_quantized: bool) -> Any:
+def _config(source: str | Path, path: Path | None, dtype: str, platform: str, keep_quantized: bool | None) -> Any:
     if path is not None and path.suffix == ".bin" and path.is_file():
         with guarded_read(path):
             return llama2c.read(path, dtype=dtype, name=path.stem, **storage_options(platform)).config

@@ -26,6 +26,7 @@ from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.quantized import is_quantized_folder
 from specjax.models.loading.tensors.assembly import Checkpoint, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
+from specjax.models.storage import stored_format, with_quantized
 from specjax.numerics.quantized_array import QuantizedArray
 
 
@@ -63,13 +64,14 @@ def _name(source: str | Path) -> str:
 
 
 def load_config(
-    source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu", keep_quantized: bool = True
+    source: str | Path, dtype: str, flag: str = "--target", platform: str = "tpu", keep_quantized: bool | None = None
 ) -> Any:
     """Load the config of a built-in name, a Hugging Face folder or a GGUF file. No weights are read.
 
     Args:
       platform: "tpu" or "gpu", for the layout of the weights and the cache.
-      keep_quantized: True to keep the matrices of quantised files in their formats; False: they are expanded.
+      keep_quantized: True to keep the matrices of quantised files in their formats; False: they are expanded. A
+        built-in config has the formats of its published files for True only. None: True for files.
 
     Warns: CheckpointWarning that names the fields of a file that are not read and can change the results.
 
@@ -82,20 +84,32 @@ def load_config(
     path = Path(os.path.expanduser(source))
     is_file, is_folder = os.path.isfile(path), os.path.isdir(path)  # False for invalid names, where pathlib may raise
     if is_builtin(source):
-        return dataclasses.replace(configs_by_name[name](), dtype=dtype, **storage_options(platform))
+        config = dataclasses.replace(configs_by_name[name](), dtype=dtype, **storage_options(platform))
+        return _as_published(config, name, flag, platform) if keep_quantized else config
     options = {"dtype": dtype, **storage_options(platform), "name": path.resolve().name if is_folder else path.stem}
     try:
         with guarded_read(path):
             if is_folder and (path / "config.json").is_file():
-                return _from_folder(path, options, platform, keep_quantized)
+                return _from_folder(path, options, platform, keep_quantized is not False)
             if is_file and path.suffix == ".gguf":
-                return _with_formats(gguf.read(path, **options)[0], platform, keep_quantized)
+                return _with_formats(gguf.read(path, **options)[0], platform, keep_quantized is not False)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from None
     raise UsageError(
         f'{flag}: "{shorten(str(source), SENTENCE // 2)}" is not a built-in config, a folder with a config.json or '
         f"a .gguf file; built-in configs are {', '.join(configs_by_name)}"
     )
+
+
+def _as_published(config: Any, name: str, flag: str, platform: str) -> Any:
+    """Return a built-in config with the formats of its files. Raises: UsageError if these have floats."""
+    formats = getattr(_modules()[name], "FILE_FORMATS", None)
+    if formats is None:
+        raise UsageError(
+            f"{flag}: the published files of {config.name} have no quantised weights; leave --keep-quantized out"
+        )
+    stored = tuple((pattern, stored_format(form, platform)) for pattern, form in formats)
+    return with_quantized(config, stored, platform)
 
 
 def load_denoiser_settings(source: str | Path, flag: str = "--target") -> DenoiserSettings | None:

@@ -140,7 +140,7 @@ def _workload(
 ) -> Workload:
     """Return the workload of a model and its module, with a shorter context if its texts end earlier."""
     is_name = isinstance(source, str | Path)
-    keep = scheme is None and options.get("keep_quantized") is not False
+    keep = options.get("keep_quantized") if scheme is None else False
     config = load_config(source, dtype, "--target", parse_topology(topology).chip.platform, keep) if is_name else source
     reading = load_denoiser_settings(source) if is_name else options.get("reading")
     new = options.get("max_new_tokens")
@@ -188,7 +188,8 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
         reason = f"it needs {gib(needed)} of {gib(room)}"
     nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
     moved = pass_bytes(
-        work.target, target.params, memory.per_slot - memory.module_per_slot, work.context, states=memory.states
+        work.target, target.params, memory.per_slot - memory.module_per_slot, work.context, states=memory.states,
+        experts=(-(-work.batch // work.data), work.expert),
     )  # fmt: skip
     seconds = moved / work.topology.chip.hbm_bandwidth
     formats = describe_formats(work.target) if scheme is None else None

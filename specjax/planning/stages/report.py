@@ -100,7 +100,7 @@ def plan_stages(
         reason = "divides the devices itself" if name in WITHOUT else "counts target passes only"
         raise UsageError(f"a plan of stages {reason}, and has no {name}; leave it out")
     work = make_workload(target, topology, **options)
-    sizes, counts = _widths(widths), _counts(work.batch, micro_batches)
+    sizes, counts = check_widths(widths), _counts(work.batch, micro_batches)
     _check(work)
     parts = parts_of(work.target, work.context)
     if not parts.attention.bytes or not parts.feed.bytes + parts.experts.bytes:
@@ -165,7 +165,7 @@ def _check(work: Workload) -> None:
         )
 
 
-def _widths(widths: Sequence[int]) -> list[int]:
+def check_widths(widths: Sequence[int]) -> list[int]:
     """Return the numbers of nodes with plain decoding first. Raises: UsageError for one outside of 1 to 512."""
     sizes = sorted({1, *widths})
     if sizes[0] < 1 or sizes[-1] > 512:

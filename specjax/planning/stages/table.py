@@ -2,8 +2,49 @@
 
 from __future__ import annotations
 
+from specjax.costs.chips import gib
 from specjax.planning.reports.tables import milliseconds
+from specjax.planning.stages.compiled import CompiledStages
 from specjax.planning.stages.report import StagePlan, StageRow
+
+COLUMNS = "memory", "formula", "roofline", "schedule"
+"""The columns of each stage."""
+
+
+def show_compiled_stages(stages: CompiledStages, out) -> None:
+    """Print a row for each compiled pass on a rich console."""
+    from rich import box
+    from rich.table import Table
+
+    write = lambda text, **style: out.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+    experts = "" if stages.experts is None else f", {stages.experts[1]} of {stages.experts[0]} experts per token"
+    rows = -(-stages.batch // stages.attention_devices)
+    write(
+        f"{stages.target} in {stages.dtype}{experts}; {stages.topology}, {stages.attention_devices} attention and "
+        f"{stages.feed_devices} feed-forward devices; batch {stages.batch}, {stages.context} cached tokens"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("nodes", *(f"{part}\n{name}" for part in ("attention", "feed") for name in COLUMNS)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    refused = []
+    for one in stages.passes:
+        cells = [str(one.nodes)]
+        for formula, report in ((one.attention_formula, one.attention), (one.feed_formula, one.feed)):
+            cells += [f"{gib(report.memory.total)}" if report.memory else "-", milliseconds(formula)]
+            names = ("roofline", "schedule")
+            cells += [milliseconds(report.seconds[name]) if report.compiles else "-" for name in names]
+            if not report.compiles:
+                refused.append(f"{report.name}, {one.nodes} nodes, does not compile: {report.reason}")
+        table.add_row(*cells)
+    out.print(table)
+    for text in dict.fromkeys(refused):
+        write(text, style="yellow")
+    write(
+        f"memory: per device; attention is for {rows} rows, and feed for all rows with its sums over devices\n"
+        "formula: of specjax plan --stages, without these sums; roofline and schedule: of the compiled stages, in ms\n"
+        "transfers between the stages are not compiled, and nothing was measured",
+        style="dim",
+    )
 
 
 def show_stages(plan: StagePlan, out) -> None:

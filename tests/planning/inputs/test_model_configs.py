@@ -17,6 +17,7 @@ from specjax.models import abstract_params
 from specjax.models.loading import resolve
 from specjax.models.storage import num_bytes
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, num_params
+from specjax.planning.workload import make_workload
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
 PARAMETERS = {
@@ -93,6 +94,22 @@ def test_a_gguf_file_has_the_formats_of_its_tensors():
     ratio = num_bytes(abstract_params(config)) / num_bytes(abstract_params(load_config("smollm2_135m", "bfloat16")))
     assert 0.4 < ratio < 0.45
     assert load_config(file, "bfloat16", keep_quantized=False).quantized == ()
+
+
+def test_a_built_in_config_has_the_formats_of_its_files_on_request():
+    """The experts of gpt-oss-20b are published in MXFP4, and everything else in bfloat16."""
+    floats = load_config("gpt_oss_20b", "bfloat16")
+    quantized = load_config("gpt_oss_20b", "bfloat16", keep_quantized=True)
+    assert floats.quantized == () == load_config("gpt_oss_20b", "bfloat16", keep_quantized=False).quantized
+    matrices = 24 * 32 * 3 * 2880 * 2880
+    assert num_params(quantized) == num_params(floats)
+    saved = num_bytes(abstract_params(floats)) - num_bytes(abstract_params(quantized))
+    assert saved == matrices * (2 - 1 - 4 / 32), "int8 with a float32 scale for 32 inputs"
+    work = make_workload("gpt_oss_20b", "v5e:2x2", expert=4, keep_quantized=True, draft="gpt_oss_20b")
+    assert work.target == quantized and work.draft.quantized == ()
+    assert make_workload("gpt_oss_20b", "v5e:2x2", expert=4).target == floats
+    with pytest.raises(UsageError, match="of llama3-8b have no quantised weights; leave --keep-quantized out"):
+        make_workload("llama3_8b", "v5e:2x2", keep_quantized=True)
 
 
 LLAMA = {

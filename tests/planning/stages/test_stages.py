@@ -191,6 +191,36 @@ def test_micro_batches_need_stages(capsys):
     assert stop.value.code == 2 and "--micro-batches applies only to --stages" in capsys.readouterr().err
 
 
+STAGES = ["compile", "--stages", "1:1", "--target", "qwen3_30b_a3b", "--topology", "v5e:2x4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--stages", "4"], '--stages must be two numbers of devices, such as 2:6, not "4"'),
+        (["--stages", "4:5"], "--stages 4:5 needs at least one device of each stage and at most the 8 of v5e:2x4"),
+        (["--stages", "0:4"], "--stages 0:4 needs at least one device"),
+        (["--stages", "2:3"], "3 feed-forward devices do not divide the 128 experts of qwen3-30b-a3b; give a divisor"),
+        (["--stages", "2:3", "--target", "llama3_8b"], "do not divide the 14336 hidden units of llama3-8b"),
+        (["--draft", "llama3_1b"], "--stages counts target passes only and has no --draft"),
+        (["--expert", "2"], "--stages divides the devices itself and has no --expert"),
+        (["--widths", "one"], "--widths must be numbers joined by commas"),
+        (["--target", "llada_8b"], "is a diffusion model, whose stages are not compiled"),
+    ],
+)
+def test_compiled_stages_refuse_in_one_sentence(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*STAGES, *flags])
+    error = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and words in error and "Traceback" not in error, error
+
+
+def test_widths_of_compile_need_stages(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compile", "--target", "llama3_8b", "--topology", "v5e:2x4", "--widths", "1,2"])
+    assert stop.value.code == 2 and "--widths applies only to --stages" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "value"), [("model", 2), ("tree", "2x2"), ("draft", "llama3_1b")])
 def test_the_function_refuses_meshes_and_drafts(name, value):
     with pytest.raises(UsageError, match=f"has no {name}; leave it out"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from specjax.cli.options import completion
 from specjax.cli.options import planning as p
 from specjax.cli.options.drafter_flags import read_settings
 from specjax.cli.options.groups import with_groups
+from specjax.errors import UsageError, require
 
 HELP = """Compile a decode for TPUs or GPUs without one: memory, and estimates of the speed.
 
@@ -38,6 +40,11 @@ cache update can read a finished block together with the first pass over the
 next one. The table has one row per number of columns that a pass decides. The
 report names the largest array of logits, which should have the columns of a
 window, not of the canvas.
+
+--stages A:F compiles the attention part and the feed-forward part of the target
+as two programs (Step-3, arXiv 2507.19427): the rows of one of A devices, and all
+rows on F devices, for passes over --widths nodes. The table has the formulas of
+`specjax plan --stages` beside both estimates.
 
 A program that does not compile is a result (exit code 0), with the smallest
 changes that compile. The table by acceptance rate assumes that each sibling
@@ -68,8 +75,30 @@ def compile_(
     settings: o.SetOption = None,
     max_new_tokens: o.LengthOption = 128,
     same_bits: o.SameBitsOption = False,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            "--stages",
+            help="Compile attention and feed-forward layers apart, for A:F devices, such as 1:1.",
+            show_default=False,
+        ),
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option("--widths", help="Nodes per row in the passes of --stages. Default: 1,16.", show_default=False),
+    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
+    require(stages is not None or widths is None, "--widths applies only to --stages; leave it out, or add --stages")
+    if stages is not None:
+        drafting = {
+            "--draft": draft, "--head": head, "--method": method, "--block": block, "--tree": tree,
+            "--num-draft-tokens": num_draft_tokens, "--set": settings,
+        }  # fmt: skip
+        p.check_stages(programs, drafting)
+        sizes = {"max_new_tokens": max_new_tokens, "same_bits": same_bits}
+        _show_stages(target, topology, programs, stages, widths or "1,16", sizes, as_json)
+        return
     of_draft = draft and (NATIVE_METHOD if draft == NATIVE else "two_model")
     named = method or (head and head.partition(":")[0]) or of_draft
     options = read_settings(settings, named or _default_method(target)) if settings else {}
@@ -89,6 +118,29 @@ def compile_(
         print_json(report.to_json())
     else:
         show_report(report, Console())
+
+
+def _show_stages(
+    target: str, topology: str, programs: p.ProgramOptions, stages: str, widths: str, sizes: dict, as_json: bool
+) -> None:
+    """Compile and print the stages. Raises: UsageError for a text that is not two numbers of devices."""
+    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", stages)
+    if match is None:
+        raise UsageError(f'--stages must be two numbers of devices, such as 2:6, not "{stages}"')
+
+    from specjax.cli.output.console import Console, print_json
+    from specjax.planning.stages import compile_stage_passes
+    from specjax.planning.stages.table import show_compiled_stages
+
+    with p.progress(Console(stderr=True)) as notify:
+        result = compile_stage_passes(
+            target, topology, widths=p.parse_widths(widths), split=(int(match[1]), int(match[2])), on_step=notify,
+            **p.without_mesh(programs), cache=not programs.no_cache, **sizes,
+        )  # fmt: skip
+    if as_json:
+        print_json(result.to_json())
+    else:
+        show_compiled_stages(result, Console())
 
 
 def _default_method(target: str) -> str:

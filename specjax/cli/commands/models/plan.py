@@ -10,7 +10,7 @@ import typer
 from specjax.cli.options import common as o
 from specjax.cli.options import planning as p
 from specjax.cli.options.groups import with_groups
-from specjax.errors import UsageError, require
+from specjax.errors import require
 
 HELP = """Choose draft, tree and mesh for a model on TPUs or GPUs, without one.
 
@@ -107,7 +107,7 @@ def plan(
         return
     require(target is not None, "plan needs --target; give it, or --fits to see which models fit on the chips")
     assert target is not None
-    sizes = _parse_widths(widths)
+    sizes = p.parse_widths(widths)
     if stages:
         unused = {"--acceptance": acceptance, "--draft": draft, "--head": head, "--method": method}
         _show_stages(target, topology, programs, sizes, micro_batches, unused, as_json)
@@ -134,14 +134,6 @@ def plan(
         print_json(result.to_json())
     else:
         show(result, Console())
-
-
-def _parse_widths(text: str) -> list[int]:
-    """Return the numbers of --widths. Raises: UsageError for a text without them."""
-    try:
-        return [int(n) for n in text.split(",")]
-    except ValueError:
-        raise UsageError(f'--widths must be numbers joined by commas, such as 1,2,4,8, not "{text}"') from None
 
 
 def _by_draft(texts: list[str]) -> str | dict[str, str] | None:
@@ -193,19 +185,13 @@ def _show_stages(
     as_json: bool,
 ) -> None:
     """Print the plan of stages. Raises: UsageError for a flag of `unused` that is set, or an axis of a mesh."""
-    for flag, value in unused.items():
-        require(not value, f"--stages counts target passes only and has no {flag}; leave one of them out")
-    axes = {"--data": programs.data, "--layer": programs.layer, "--sequence": programs.sequence,
-            "--expert": programs.expert, "--model": 1 if programs.model is None else 0}  # fmt: skip
-    for flag, value in axes.items():
-        require(value == 1, f"--stages divides the devices itself and has no {flag}; leave it out")
+    p.check_stages(programs, unused)
 
     from specjax import planning
     from specjax.cli.output.console import Console, print_json
     from specjax.planning.stages.table import show_stages
 
-    omitted = {"cache", "data", "model", "layer", "sequence", "expert"}
-    options = {name: value for name, value in programs.arguments.items() if name not in omitted}
+    options = p.without_mesh(programs)
     result = planning.plan_stages(target, topology, widths=widths, micro_batches=micro_batches, **options)
     if as_json:
         print_json(result.to_json())

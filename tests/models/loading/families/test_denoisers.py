@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import mixture_oracle
 import numpy as np
 import pytest
 
@@ -146,6 +147,23 @@ def test_published_layouts_are_read_as_their_authors_run_them(kind, tiny, texts,
     with torch.no_grad():
         theirs = model.float()(torch.tensor(tokens, dtype=torch.long), attention_mask=unseen).logits[0].numpy()
     np.testing.assert_allclose(logits(denoiser.target, tokens, mask), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_mixtures_equal_their_equations(kind, tiny, texts, tmp_path, monkeypatch):
+    """transformers has no class of these mixtures, so their equations are written in float64."""
+    publish(tiny, tmp_path, kind)
+    denoiser, _ = specjax.load_denoiser(tmp_path)
+    tokens, mask = texts[:1], allowed(texts.shape[1], denoiser.block)
+    ours = logits(denoiser.target, tokens, mask)
+    expected = mixture_oracle.oracle_logits(tmp_path, kind, tokens[0], mask)
+    tolerance = 1e-5 * max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(ours, expected, atol=tolerance)
+    routes = "routes_of_llada2" if kind == "llada2_moe" else "routes_of_qwen"
+    true = getattr(mixture_oracle, routes)
+    one_less = lambda c, *scores: true(c | {"num_experts_per_tok": 1}, *scores)
+    monkeypatch.setattr(mixture_oracle, routes, one_less)
+    assert np.abs(mixture_oracle.oracle_logits(tmp_path, kind, tokens[0], mask) - ours).max() > 20 * tolerance
 
 
 LLADA = {

@@ -61,6 +61,32 @@ def test_parity(case):
     assert error(checkpoint, expected) < 1
 
 
+VARIANTS = {
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 24,
+            "routed_scaling_factor": 16.0,
+        },
+    ),
+    "GLM-4.5": ("glm4_moe", {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "Granite 3 with a shared MLP": ("granitemoeshared", {}),
+    "Qwen3-MoE with raw weights": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+}  # fmt: skip
+"""Published members of the families whose configs have other rules."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parity_of_other_members(name, tmp_path):
+    kind, changes = VARIANTS[name]
+    reference = save(kind, tmp_path, **changes)
+    checkpoint = hf.read(tmp_path, dtype="float32", name=kind)
+    check_tensors(checkpoint)
+    expected = logits_of(reference, TOKENS)
+    assert error(checkpoint, expected) < 1
+    assert error(_stored(ROUTER + "weight", order=np.roll(np.arange(8), 1))(checkpoint), expected) > 20
+
+
 def _stored(path, **changes):
     """Return a change of the form of one stored tensor."""
     return lambda c: c._replace(stored=c.stored | {path: c.stored[path]._replace(**changes)})
