@@ -85,7 +85,7 @@ def busiest_experts(sizes: MixtureSizes, rows: int, parts: int = 1) -> float:
     for _ in range(SIMULATIONS):
         experts = np.unique(np.argsort(rng.random((rows, sizes.num_experts)))[:, : sizes.routing.num_chosen])
         total += np.bincount(experts * parts // sizes.num_experts, minlength=parts).max()
-    return total / SIMULATIONS
+    return float(total) / SIMULATIONS
 
 
 @functools.lru_cache(maxsize=1024)

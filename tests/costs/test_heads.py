@@ -60,7 +60,10 @@ def test_a_draft_model_costs_the_bytes_of_its_format():
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_modules_with_experts_read_the_chosen_ones(platform, monkeypatch):
-    """The programs of both platforms differ: a loop over the experts, and experts that are gathered for one row."""
+    """The programs of both platforms differ: a loop over the experts, and experts that are gathered for one row.
+
+    The first level reads the output layer alone, and the second one the layer of the module.
+    """
     monkeypatch.setattr(platforms, "of_program", lambda: platform)
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     target = Target(make_model(config), abstract_params(config))
@@ -69,6 +72,6 @@ def test_modules_with_experts_read_the_chosen_ones(platform, monkeypatch):
         module = KINDS["mtp"].of_target(config)
         sizes = MixtureSizes(16, 24, Routing(chosen))
         module = dataclasses.replace(module, layer=dataclasses.replace(module.layer, experts=sizes))
-        return costs.of_head(target, abstract_head("mtp", module), 1, "v5e") * num_bytes(target.params)
+        return costs.of_head(target, abstract_head("mtp", module), 2, "v5e") * num_bytes(target.params)
 
     assert read(6) - read(2) == pytest.approx(4 * 3 * 24 * 32 * 2)
