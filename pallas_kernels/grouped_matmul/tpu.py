@@ -53,12 +53,12 @@ def unsupported_reason(inputs: int, groups: int) -> str | None:
 
 def too_wide_reason(inputs: int, groups: int) -> str | None:
     """Return the reason why rows of this many inputs do not fit into on-chip memory, or None."""
-    if Blocks(16, LANES, inputs, groups, 2, 8).bytes <= core_of_program().room:
+    if BlockSizes(16, LANES, inputs, groups, 2, 8).bytes <= core_of_program().room:
         return None
     return f"takes matrices of which {LANES} rows fit into on-chip memory, not rows of {inputs} inputs"
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The sizes of the blocks of a program."""
 
     rows: int  # of activations
@@ -88,7 +88,7 @@ class Blocks(NamedTuple):
         return 2 * (operands + scales + results) + weights + self.copies * results
 
 
-def fit_blocks(blocks: Blocks, room: int) -> Blocks:
+def fit_blocks(blocks: BlockSizes, room: int) -> BlockSizes:
     """Return the largest halves of blocks that fit into `room` bytes, fewer outputs first, or the smallest ones.
 
     More blocks of rows read the weights more often.
@@ -154,7 +154,7 @@ def _grouped_matmul(x, values, scales, number, interpret, core):
     rows, (outputs, inputs) = len(x), values.shape[1:]
     groups = 1 if scales is None else scales.shape[1]
     sublanes = 32 // x.dtype.itemsize
-    largest = Blocks(0, _block_outputs(outputs, inputs), inputs, groups, x.dtype.itemsize, _bits(values.dtype))
+    largest = BlockSizes(0, _block_outputs(outputs, inputs), inputs, groups, x.dtype.itemsize, _bits(values.dtype))
     copies, chunk, group = largest.copies, largest.chunk, inputs // groups
     block_rows = min(-(-rows // sublanes) * sublanes, max(BLOCK_ROWS // copies, sublanes))
     block_rows, block_outputs, *_ = fit_blocks(largest._replace(rows=block_rows), core.room)

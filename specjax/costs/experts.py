@@ -59,16 +59,16 @@ class ExpertShare(NamedTuple):
     def _on_gpu(self, rows: int) -> float:
         """Return the time of the experts by the form that a GPU runs, in passes over one token."""
         assert self.sizes is not None and self.launch is not None
-        count, chosen = self.sizes.num_experts, self.sizes.routing.num_chosen
-        form = form_for(rows, (chosen, count), "gpu", is_whole=self.is_whole, has_groups=self.has_groups)
+        count, num_chosen = self.sizes.num_experts, self.sizes.routing.num_chosen
+        form = form_for(rows, (num_chosen, count), "gpu", is_whole=self.is_whole, has_groups=self.has_groups)
         if form == "pairs":
-            read, kernels = float(rows * chosen), 0.0
+            read, kernels = float(rows * num_chosen), 0.0
         elif form == "dense":
             read, kernels = count * (EXPANDED if self.has_groups else 1.0), DENSE_KERNELS
         else:
-            turns = min(rows * chosen, count + rows * chosen // min(rows, BLOCK_ROWS_GPU))
+            turns = min(rows * num_chosen, count + rows * num_chosen // min(rows, BLOCK_ROWS_GPU))
             read, kernels = turns * COPIED, turns * TURN_KERNELS
-        return self.share * read / chosen + self.launch * kernels
+        return self.share * read / num_chosen + self.launch * kernels
 
 
 @functools.lru_cache(maxsize=1024)

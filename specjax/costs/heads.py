@@ -49,10 +49,10 @@ def of_head(target: Target, head: DraftHead, passes: int, platform: str | None =
         jaxpr = jax.make_jaxpr(function)(target, params).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         # A head that runs some target layers skips the other layers with conditionals: count the smaller branch.
-        return bytes_read(jaxpr, min if num_layers_run else max, chosen)
+        return bytes_read(jaxpr, min if num_layers_run else max, num_chosen)
 
     mixture = getattr(getattr(head.head.config, "layer", None), "experts", None)
-    chosen = 1.0 if mixture is None else float(mixture.routing.num_chosen)
+    num_chosen = 1.0 if mixture is None else float(mixture.routing.num_chosen)
     layers = target.model.capabilities.num_layers
     num_layers_run = sum(last - first for first, last in head.head.target_layers(layers))
     of_first = count(first_level)

@@ -83,7 +83,7 @@ def shares_on_gpu(config):
 
 
 def test_a_gpu_reads_the_experts_of_pairs_and_then_all_of_them():
-    """With 2 of 16 experts, 8 rows have 16 pairs. 9 rows are multiplied by all experts, in two more kernels."""
+    """Eight rows have 16 pairs of 2 of 16 experts. Nine rows are multiplied by all experts, in two more kernels."""
     experts, one, kernel = shares_on_gpu(MIXTURE)
     np.testing.assert_allclose(experts.added(1), 0)
     np.testing.assert_allclose(experts.added(8), (16 - 2) * one)

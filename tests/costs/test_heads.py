@@ -68,9 +68,9 @@ def test_modules_with_experts_read_the_chosen_ones(platform, monkeypatch):
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     target = Target(make_model(config), abstract_params(config))
 
-    def read(chosen: int) -> float:
+    def read(num_chosen: int) -> float:
         module = KINDS["mtp"].of_target(config)
-        sizes = MixtureSizes(16, 24, Routing(chosen))
+        sizes = MixtureSizes(16, 24, Routing(num_chosen))
         module = dataclasses.replace(module, layer=dataclasses.replace(module.layer, experts=sizes))
         return costs.of_head(target, abstract_head("mtp", module), 2, "v5e") * num_bytes(target.params)
 

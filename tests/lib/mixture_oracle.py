@@ -30,9 +30,9 @@ def sigmoid(x):
 def routes_of_qwen(c, scores, bias):
     """Return the experts [T, k] and their weights: the likeliest of a softmax."""
     p = softmax(scores)
-    chosen = np.argsort(-p, kind="stable")[:, : c["num_experts_per_tok"]]
-    weights = np.take_along_axis(p, chosen, 1)
-    return chosen, weights / weights.sum(1, keepdims=True) if c.get("norm_topk_prob") else weights
+    experts = np.argsort(-p, kind="stable")[:, : c["num_experts_per_tok"]]
+    weights = np.take_along_axis(p, experts, 1)
+    return experts, weights / weights.sum(1, keepdims=True) if c.get("norm_topk_prob") else weights
 
 
 def routes_of_llada2(c, scores, bias):
@@ -45,9 +45,9 @@ def routes_of_llada2(c, scores, bias):
     is_open = np.zeros(of_group.shape, bool)
     np.put_along_axis(is_open, best, True, 1)
     corrected = np.where(is_open[..., None], groups, -np.inf).reshape(p.shape)
-    chosen = np.argsort(-corrected, kind="stable")[:, : c["num_experts_per_tok"]]
-    weights = np.take_along_axis(p, chosen, 1)
-    return chosen, weights / (weights.sum(1, keepdims=True) + 1e-20) * c["routed_scaling_factor"]
+    experts = np.argsort(-corrected, kind="stable")[:, : c["num_experts_per_tok"]]
+    weights = np.take_along_axis(p, experts, 1)
+    return experts, weights / (weights.sum(1, keepdims=True) + 1e-20) * c["routed_scaling_factor"]
 
 
 def oracle_logits(folder, kind, tokens, mask):
@@ -80,10 +80,10 @@ def oracle_logits(folder, kind, tokens, mask):
         if f"{name}.gate.weight" not in tensors:
             return mlp(x, name)
         bias = tensors.get(f"{name}.gate.expert_bias")
-        chosen, weights = routes(c, x @ tensors[f"{name}.gate.weight"].T, bias)
+        experts, weights = routes(c, x @ tensors[f"{name}.gate.weight"].T, bias)
         rows = [
             sum(w * mlp(row, f"{name}.experts.{e}") for e, w in zip(of_row, share_of_row, strict=True))
-            for row, of_row, share_of_row in zip(x, chosen, weights, strict=True)
+            for row, of_row, share_of_row in zip(x, experts, weights, strict=True)
         ]
         return np.stack(rows) + (mlp(x, f"{name}.shared_experts") if is_llada2 else 0.0)
 
