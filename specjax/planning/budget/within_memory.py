@@ -20,7 +20,9 @@ from typing import Any
 
 from specjax import costs, trees
 from specjax.catalog import find_drafter
+from specjax.costs.accelerators import equivalent_bytes
 from specjax.costs.chips import gib
+from specjax.costs.experts import launched_layers
 from specjax.costs.row_bytes import row_bytes
 from specjax.errors import UsageError
 from specjax.planning.abstract import unsharded
@@ -271,4 +273,6 @@ def _seconds(work: Workload, footprint: Footprint, nodes: int) -> float:
     weights = pass_bytes(work.target, target.params, 0.0, work.context, experts=(1, 1))
     recurrent = 2 * rows * nodes * row_bytes(target).updates / parts + 2 * memory.states
     cached = memory.per_slot * mean_context(work.target, work.context)
-    return (weights / parts * float(growth) + cached + recurrent) / chip.hbm_bandwidth
+    # On a GPU the curve is relative to a pass with the launches of its kernels, which the roofline leaves out.
+    added = (float(growth) - 1) * equivalent_bytes(chip.name, weights / parts, launched_layers(target))
+    return (weights / parts + added + cached + recurrent) / chip.hbm_bandwidth
