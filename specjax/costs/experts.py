@@ -128,7 +128,7 @@ def expert_share(target: Target, platform: str | None = None) -> ExpertShare:
     share = _chosen_bytes(target, sizes) / read
     if not has_launches(platform):
         return ExpertShare(sizes, share)
-    has_groups = any(is_quantized(leaf) and leaf.scales.shape[-1] > 1 for leaf in expert_leaves(target.params))
+    has_groups = any(is_quantized(leaf) and leaf.scales.shape[-1] > 1 for leaf in expert_leaves(target.pass_params))
     config: Any = target.model.config
     launch = len(mixture_layers(config)) * launch_bytes(platform) / read
     return ExpertShare(sizes, share, not config.stacked, has_groups, launch)
